@@ -1,0 +1,14 @@
+// The Python face of the core: bindings only, no logic. monarch_backend/_native.pyi mirrors it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "machine.h"
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "monarch_backend's compiled core; knows no torch";
+  m.def("boot_id", &monarch::boot_id, "Identity of the running kernel; empty where it has none.");
+  m.def("ipc_namespace", &monarch::ipc_namespace, "Identity of this process's IPC namespace; empty where there are none.");
+  m.def("kernel_features", &monarch::kernel_features, pybind11::call_guard<pybind11::gil_scoped_release>(),
+        "Abilities of the kernel, each tried: memfd_create, pidfd_open, process_vm_readv, futex.");
+  m.def("cpu_features", &monarch::cpu_features, "Vector extensions of this processor that the core can use.");
+}

@@ -1,0 +1,81 @@
+"""monarch_backend: a torch.distributed backend that picks the best route for every tensor.
+
+Public names and nothing else; each is imported when it is first used, because `import torch` imports this
+module on every machine where the package is installed (see _autoload.py).
+
+>>> import monarch_backend
+>>> sorted(monarch_backend.routes())[:1]
+['cpu']
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monarch_backend.process_group import (
+        CollectiveArgumentError as CollectiveArgumentError,
+    )
+    from monarch_backend.process_group import (
+        GroupClosedError as GroupClosedError,
+    )
+    from monarch_backend.process_group import (
+        MonarchError as MonarchError,
+    )
+    from monarch_backend.process_group import (
+        NoRouteError as NoRouteError,
+    )
+    from monarch_backend.process_group import (
+        Options as Options,
+    )
+    from monarch_backend.process_group import (
+        Route as Route,
+    )
+    from monarch_backend.process_group import (
+        routes as routes,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CollectiveArgumentError",
+    "GroupClosedError",
+    "MonarchError",
+    "NoRouteError",
+    "Options",
+    "Route",
+    "routes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    from monarch_backend import process_group
+
+    value = getattr(process_group, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _on_import() -> None:
+    import sys
+
+    # While `import torch` runs its entry points, torch is still being initialised: then the user did not ask
+    # for us, the entry point registers, and a remark about versions would be noise.
+    loading = sys.modules.get("torch")
+    if loading is not None and getattr(loading.__spec__, "_initializing", False):
+        return
+    import torch  # noqa: F401 # first and by itself: it calls our entry point, which needs the modules below
+
+    from monarch_backend import _autoload, _versions
+
+    _autoload.register()
+    _versions.remark()
+
+
+_on_import()

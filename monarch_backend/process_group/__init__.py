@@ -1,0 +1,31 @@
+"""The "monarch" torch.distributed backend. Works with no actor anywhere; imports no other room of the house.
+
+    _group.py      the ProcessGroup that torch sees: one method per collective, each finds its route and goes
+    _routes.py     which route a device takes and why; how the groups behind the routes are made
+    _cpu.py        what the CPU route accepts: dtypes, reduce ops, shapes, ranks
+    _errors.py     what is raised, and how a message names its rank
+    _options.py    what `pg_options=` may be
+    _torch.py      everything that leans on a private part of torch
+"""
+
+from monarch_backend.process_group._errors import (
+    CollectiveArgumentError,
+    GroupClosedError,
+    MonarchError,
+    NoRouteError,
+)
+from monarch_backend.process_group._group import MonarchProcessGroup, create
+from monarch_backend.process_group._options import Options
+from monarch_backend.process_group._routes import Route, routes
+
+__all__ = [
+    "CollectiveArgumentError",
+    "GroupClosedError",
+    "MonarchError",
+    "MonarchProcessGroup",
+    "NoRouteError",
+    "Options",
+    "Route",
+    "create",
+    "routes",
+]

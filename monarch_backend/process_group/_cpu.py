@@ -1,0 +1,155 @@
+"""What the CPU route accepts, and says in words before Gloo fails, hangs, corrupts or crashes on the rest.
+
+Gloo takes a rank outside the group as an index (a segmentation fault), drops the rest of an uneven
+all_to_all_single without a word, and knows nine dtypes. Here are the checks, made of the caller's arguments
+only; no communication. Also the one adaptation: dtypes that Gloo can't name move as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from monarch_backend.process_group._errors import bad_argument
+
+if TYPE_CHECKING:
+    from monarch_backend.process_group._group import MonarchProcessGroup
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool})
+REDUCIBLE = FLOATS | INTEGERS
+
+_BITWISE = ("BAND", "BOR", "BXOR")
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE)
+
+
+def _names(dtypes: frozenset[torch.dtype]) -> str:
+    return ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+
+
+def reducible(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor], op: object) -> list[Tensor]:
+    """The tensors as the CPU route can reduce them: complex sums as pairs of floats, all others unchanged.
+
+    Refuses a dtype or reduce op that the route can't do, saying which it can.
+    """
+    dtype = tensors[0].dtype
+    name = _op_name(op)
+    if dtype.is_complex and name in ("SUM", "AVG"):
+        return [torch.view_as_real(t) for t in tensors]
+    if dtype not in REDUCIBLE:
+        remedy = f"It reduces {_names(REDUCIBLE)}, and sums and averages of complex; cast first."
+        raise bad_argument(group, collective, f"the CPU route can't {name} dtype {dtype}", remedy)
+    if name not in _OPS:
+        raise bad_argument(
+            group, collective, f"reduce op {name} is not supported on CPU", f"Use one of {', '.join(_OPS)}."
+        )
+    if name == "AVG" and dtype not in FLOATS:
+        raise bad_argument(
+            group, collective, f"reduce op AVG can't average {dtype}", f"It takes {_names(FLOATS)}; use SUM and divide."
+        )
+    if name in _BITWISE and dtype not in INTEGERS:
+        raise bad_argument(
+            group, collective, f"reduce op {name} can't combine {dtype}", f"It takes {_names(INTEGERS)}."
+        )
+    return list(tensors)
+
+
+def _op_name(op: object) -> str:
+    # A ReduceOp holds its kind in `op`; a RedOpType is one.
+    kind = getattr(op, "op", op)
+    return str(getattr(kind, "name", kind))
+
+
+def check_rank(group: MonarchProcessGroup, collective: str, role: str, rank: int) -> None:
+    """Refuse a group rank that is not in the group."""
+    if not 0 <= rank < group.size():
+        raise bad_argument(
+            group, collective, f"{role} rank {rank} is outside the group", f"Ranks here are 0 to {group.size() - 1}."
+        )
+
+
+def check_count(group: MonarchProcessGroup, collective: str, what: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse a list of tensors that has not one tensor per rank."""
+    if len(tensors) != group.size():
+        raise bad_argument(
+            group,
+            collective,
+            f"the {what} list has {len(tensors)} tensors, the group has {group.size()} ranks",
+            "Give one tensor per rank.",
+        )
+
+
+def check_same_shape(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+    """Refuse tensors whose element count or dtype differs from ``like``'s."""
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+            raise bad_argument(
+                group,
+                collective,
+                f"tensor {index} is {_describe(tensor)}, expected {_describe(like)}",
+                "All tensors of the list must match.",
+            )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def check_single(
+    group: MonarchProcessGroup, collective: str, large: Tensor, small: Tensor, names: tuple[str, str]
+) -> None:
+    """Refuse a (large, small) pair where the large one is not world size times the small one, or not contiguous."""
+    if large.numel() != small.numel() * group.size() or large.dtype != small.dtype:
+        raise bad_argument(
+            group,
+            collective,
+            f"{names[0]} is {_describe(large)} and {names[1]} is {_describe(small)}",
+            f"The {names[0]} must have {group.size()} (the group's size) times the {names[1]}'s elements, same dtype.",
+        )
+    check_contiguous(group, collective, [large, small])
+
+
+def check_contiguous(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that are not contiguous, where torch refuses them on its other backends too."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise bad_argument(
+                group,
+                collective,
+                f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not contiguous",
+                "Call .contiguous() and, for an output, copy back.",
+            )
+
+
+def check_splits(
+    group: MonarchProcessGroup, collective: str, what: str, tensor: Tensor, splits: Sequence[int]
+) -> None:
+    """Refuse split sizes that do not cover the first dimension of ``tensor`` exactly, or an uneven default."""
+    rows = tensor.size(0) if tensor.dim() else 0
+    if not splits:
+        if rows % group.size():
+            raise bad_argument(
+                group,
+                collective,
+                f"{what} has {rows} rows, which {group.size()} ranks can't share evenly",
+                "Give split sizes.",
+            )
+    elif len(splits) != group.size() or sum(splits) != rows or min(splits) < 0:
+        raise bad_argument(
+            group,
+            collective,
+            f"{what} split sizes {list(splits)} do not cover its {rows} rows",
+            f"Give {group.size()} sizes whose sum is {rows}.",
+        )
+
+
+def movable(tensors: Sequence[Tensor], *, group: MonarchProcessGroup, collective: str) -> list[Tensor]:
+    """The same memory under a dtype that Gloo knows: unchanged for its nine, a view of bytes for the others."""
+    if all(t.dtype in REDUCIBLE for t in tensors):
+        return list(tensors)
+    check_contiguous(group, collective, tensors)
+    return [t.detach().view(-1).view(torch.uint8) for t in tensors]

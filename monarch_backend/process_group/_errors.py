@@ -1,0 +1,39 @@
+"""What the process group raises. Every message says what happened, where (rank, host, pid) and what to do next."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistError
+
+if TYPE_CHECKING:
+    from monarch_backend.process_group._group import MonarchProcessGroup
+
+
+class MonarchError(DistError):
+    """Base of everything that monarch_backend raises on purpose; a ``torch.distributed.DistError``."""
+
+
+class NoRouteError(MonarchError, NotImplementedError):
+    """No route exists for the tensor's device; the message names the routes there are and what to install."""
+
+
+class CollectiveArgumentError(MonarchError, ValueError):
+    """A collective was called with arguments that can't work; nothing was sent and the group stays usable."""
+
+
+class GroupClosedError(MonarchError):
+    """The process group was destroyed or aborted; make a new one."""
+
+
+def where(group: MonarchProcessGroup) -> str:
+    """``"rank 1 of 2 in group 0 (default_pg), host h, pid 42"``: the part of every message that names us."""
+    name = group._label
+    return f"rank {group.rank()} of {group.size()} in group {name}, host {socket.gethostname()}, pid {os.getpid()}"
+
+
+def bad_argument(group: MonarchProcessGroup, collective: str, what: str, remedy: str) -> CollectiveArgumentError:
+    """The error for arguments of ``collective`` that can't work: what is wrong, where, and the remedy."""
+    return CollectiveArgumentError(f"{collective}: {what}. {remedy} [{where(group)}]")

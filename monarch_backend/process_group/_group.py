@@ -1,0 +1,582 @@
+"""The ProcessGroup that torch sees for backend "monarch": each collective finds its route and goes there.
+
+One method per collective and a few that every group needs; no choice of a route (that is _routes.py), no rule
+about arguments (_cpu.py), no private part of torch (_torch.py).
+
+Three ways lead through a method:
+- plain tensors, nobody watching: straight to the inner group's method, past torch's dispatcher;
+- a dispatch mode, the profiler or a tensor subclass: `super()`, which is torch's dispatcher and comes out at
+  the same inner group, because that is registered with the C++ base as the device's backend;
+- C++ callers (DDP's reducer, functional collectives) come in through torch's trampolines, or, for methods that
+  have none, reach the registered inner group directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from monarch_backend import _versions
+from monarch_backend.process_group import _cpu, _routes, _torch
+from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, bad_argument, where
+from monarch_backend.process_group._hooks import CompletionHooks
+from monarch_backend.process_group._options import Options
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
+    """Make the group; torch calls this on every member with its `_DistributedBackendOptions`."""
+    _versions.remark()
+    return MonarchProcessGroup(options, Options.parse(pg_options), _torch.creation())
+
+
+def _options(cls: type, given: Any, **fields: Any) -> Any:
+    """An options object from the other call forms that c10d's own methods take (root, op, timeout)."""
+    if isinstance(given, cls):
+        return given
+    opts = cls()
+    if isinstance(given, timedelta):
+        fields["timeout"] = given
+    elif given is not None:
+        fields["reduceOp" if hasattr(opts, "reduceOp") else "rootRank"] = given
+    for name, value in fields.items():
+        if value is not None:
+            setattr(opts, name, value)
+    return opts
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+class MonarchProcessGroup(dist.ProcessGroup):
+    """A group of ranks whose tensors travel by the route of their device."""
+
+    def __init__(
+        self,
+        options: Any,
+        pg_options: Options,
+        creation: _torch.Creation,
+        adopted: dict[str, tuple[_routes.Route, Any]] | None = None,
+    ) -> None:
+        # The form without a store: the other one can't construct a Python subclass before torch 2.14.
+        super().__init__(options.group_rank, options.group_size)
+        self._creator_options = options
+        self._pg_options = pg_options
+        self._creation = creation
+        self._label = str(options.group_id)
+        self._closed = ""
+        self._hooks = CompletionHooks()
+        self._routes: dict[str, _routes.Route] = {}
+        self._inner: dict[str, Any] = {}
+        if creation.device_id is not None:
+            self.bound_device_id = creation.device_id
+        if adopted is None:
+            for device in self._eager_devices():
+                self._open_route(device)
+        else:
+            for device, (route, inner) in adopted.items():
+                self._adopt(device, route, inner)
+        default = "cuda" if "cuda" in self._inner else "cpu"
+        self._set_default_backend(_torch.backend_type(self._routes[default].backend))
+
+    # Routes -----------------------------------------------------------------------------------------------
+
+    def _eager_devices(self) -> list[str]:
+        """Devices whose inner group is made with ours.
+
+        Gloo's constructor is a rendezvous of all ranks, so making it on first use would hang whenever only
+        some ranks use it (a send from 0 to 1 in a group of 4); an accelerator's group must be there before
+        a C++ caller asks the base class for it. Their connections are still made on first use by NCCL.
+        """
+        devices = ["cpu"] if _routes.choose("cpu", self._creation.device_map).available else []
+        if torch.accelerator.is_available():
+            accelerator = torch.accelerator.current_accelerator()
+            kind = accelerator.type if accelerator is not None else "cpu"
+            if kind != "cpu" and _routes.choose(kind, self._creation.device_map).available:
+                devices.append(kind)
+        return devices
+
+    def _open_route(self, device: str) -> Any:
+        """Make, register and announce the inner group of a device type; raises NoRouteError where none exists."""
+        if self._closed:
+            raise GroupClosedError(f"the process group was {self._closed}; make a new one. [{where(self)}]")
+        route = _routes.choose(device, self._creation.device_map)
+        if not route.available:
+            raise self._no_route(route)
+        if route.backend == "xla":
+            import torch_xla.distributed.xla_backend  # type: ignore[import-not-found] # noqa: F401 # registers it
+        # One Gloo group serves "cpu:monarch,cuda:gloo": c10d keeps one backend per kind as well.
+        shared = [d for d, r in self._routes.items() if r.backend == route.backend]
+        if shared:
+            inner = self._inner[shared[0]]
+        else:
+            inner = _torch.make_inner(
+                route.backend, self._creator_options, self._pg_options.for_device(device), self._creation, device
+            )
+        self._adopt(device, route, inner)
+        return inner
+
+    def _adopt(self, device: str, route: _routes.Route, inner: Any) -> None:
+        if _torch.is_c10d_backend(inner):
+            self._register_backend(torch.device(device), _torch.backend_type(route.backend), inner)
+        self._routes[device] = route
+        self._inner[device] = inner
+        _routes.announce(self, route)
+
+    def _no_route(self, route: _routes.Route) -> NoRouteError:
+        here = ", ".join(str(r) for r in self._routes.values()) or "none"
+        return NoRouteError(
+            f"no route for tensors on device {route.device!r}: {route.missing}. Routes of this group: {here}; "
+            f"`monarch-backend doctor` explains the machine. [{where(self)}]"
+        )
+
+    def _known_routes(self) -> dict[str, _routes.Route]:
+        return {**_routes.survey(self._creation.device_map), **self._routes}
+
+    def _find(self, collective: str, tensors: Sequence[Tensor]) -> tuple[Any, bool]:
+        """The inner group for these tensors, and whether they are on the CPU (whose arguments are checked)."""
+        if not tensors:
+            raise bad_argument(self, collective, "the list of tensors is empty", "Give at least one tensor.")
+        device = tensors[0].device.type
+        inner = self._inner.get(device)
+        if inner is None:
+            # Meta tensors have no memory to send; torch's dispatcher makes their collectives no-ops.
+            inner = self if device == "meta" and not self._closed else self._open_route(device)
+        for tensor in tensors:
+            if tensor.device.type != device:
+                raise bad_argument(
+                    self,
+                    collective,
+                    f"tensors on {device} and on {tensor.device.type} in one call",
+                    "Move them to one device.",
+                )
+        return inner, device == "cpu"
+
+    def _detour(self, inner: Any, tensor: Tensor) -> bool:
+        """True if the call must go through torch's dispatcher instead of straight to the inner group."""
+        if inner is self:
+            return True
+        return (type(tensor) not in _PLAIN or _torch.watched()) and _torch.is_c10d_backend(inner)
+
+    def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
+        if self._hooks and on_cpu:
+            self._hooks.follow(work, op_type)
+        return work
+
+    # Reductions -------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
+        """All-reduce in place; torch.distributed.all_reduce comes here."""
+        tensors = _listed(tensors)
+        opts = _options(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout)
+        inner, on_cpu = self._find("all_reduce", tensors)
+        if on_cpu:
+            tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp)
+        if self._detour(inner, tensors[0]):
+            return self._done(super().allreduce(tensors, opts), "allreduce", on_cpu)
+        return self._done(inner.allreduce(tensors, opts), "allreduce", on_cpu)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """All-reduce of several tensors in one operation."""
+        tensors = _listed(tensors)
+        opts = _options(c10d.AllreduceCoalescedOptions, opts)
+        inner, on_cpu = self._find("all_reduce_coalesced", tensors)
+        if on_cpu:
+            tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp)[0] for t in tensors]
+        if self._detour(inner, tensors[0]):
+            return self._done(super().allreduce_coalesced(tensors, opts), "allreduce_coalesced", on_cpu)
+        return self._done(inner.allreduce_coalesced(tensors, opts), "allreduce_coalesced", on_cpu)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
+        """Reduce to one rank; torch.distributed.reduce comes here."""
+        tensors = _listed(tensors)
+        opts = self._root_options(c10d.ReduceOptions, opts, reduceOp=op, timeout=timeout)
+        inner, on_cpu = self._find("reduce", tensors)
+        if on_cpu:
+            _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
+            tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp)
+        if self._detour(inner, tensors[0]):
+            return self._done(super().reduce(tensors, opts), "reduce", on_cpu)
+        return self._done(inner.reduce(tensors, opts), "reduce", on_cpu)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce lists of tensors and scatter the result; torch.distributed.reduce_scatter comes here."""
+        outputs, inputs = self._pairs(outputs, inputs)
+        opts = _options(c10d.ReduceScatterOptions, opts, timeout=timeout)
+        inner, on_cpu = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
+        if on_cpu:
+            for output, row in zip(outputs, inputs, strict=True):
+                _cpu.check_count(self, "reduce_scatter", "input", row)
+                _cpu.check_same_shape(self, "reduce_scatter", row, output)
+            outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp)
+            inputs = [_cpu.reducible(self, "reduce_scatter", row, opts.reduceOp) for row in inputs]
+        if self._detour(inner, outputs[0]):
+            return self._done(super().reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
+        return self._done(inner.reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+        """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        inner, on_cpu = self._find("reduce_scatter_tensor", [output, input])
+        if on_cpu:
+            _cpu.check_single(self, "reduce_scatter_tensor", input, output, ("input", "output"))
+            output, input = _cpu.reducible(  # noqa: A001
+                self, "reduce_scatter_tensor", [output, input], opts.reduceOp
+            )
+        if self._detour(inner, output):
+            work = super()._reduce_scatter_base(output, input, opts)
+        else:
+            work = inner._reduce_scatter_base(output, input, opts)
+        return self._done(work, "_reduce_scatter_base", on_cpu)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+        """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
+        if _torch.watched():
+            return super().reduce_scatter_single(output, input, opts)
+        return self._reduce_scatter_base(output, input, opts)
+
+    # Gathering and moving ---------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
+        """Broadcast in place; torch.distributed.broadcast comes here."""
+        tensors = _listed(tensors)
+        opts = self._root_options(c10d.BroadcastOptions, opts if root is None else root, timeout=timeout)
+        inner, on_cpu = self._find("broadcast", tensors)
+        if on_cpu:
+            _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
+            tensors = _cpu.movable(tensors, group=self, collective="broadcast")
+        if self._detour(inner, tensors[0]):
+            return self._done(super().broadcast(tensors, opts), "broadcast", on_cpu)
+        return self._done(inner.broadcast(tensors, opts), "broadcast", on_cpu)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Gather tensors into lists on every rank; torch.distributed.all_gather comes here."""
+        inputs, outputs = self._pairs(inputs, outputs)
+        opts = _options(c10d.AllgatherOptions, opts, timeout=timeout)
+        inner, on_cpu = self._find("all_gather", [*inputs, *(t for row in outputs for t in row)])
+        if on_cpu:
+            inputs, outputs = self._cpu_lists("all_gather", inputs, outputs, "output")
+        if self._detour(inner, inputs[0]):
+            return self._done(super().allgather(outputs, inputs, opts), "allgather", on_cpu)
+        return self._done(inner.allgather(outputs, inputs, opts), "allgather", on_cpu)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather lists of tensors; torch.distributed.all_gather_coalesced comes here."""
+        opts = _options(c10d.AllgatherOptions, opts)
+        inner, on_cpu = self._find("all_gather_coalesced", [*inputs, *(t for row in outputs for t in row)])
+        if on_cpu:
+            if len(outputs) != self.size():
+                _cpu.check_count(self, "all_gather_coalesced", "output", outputs)
+            for row in outputs:
+                for tensor, like in zip(row, inputs, strict=True):
+                    _cpu.check_same_shape(self, "all_gather_coalesced", [tensor], like)
+            inputs = _cpu.movable(inputs, group=self, collective="all_gather_coalesced")
+            outputs = [_cpu.movable(row, group=self, collective="all_gather_coalesced") for row in outputs]
+        if self._detour(inner, inputs[0]):
+            return self._done(super().allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
+        return self._done(inner.allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+        """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
+        opts = _options(c10d.AllgatherOptions, opts)
+        inner, on_cpu = self._find("all_gather_into_tensor", [output, input])
+        if on_cpu:
+            _cpu.check_single(self, "all_gather_into_tensor", output, input, ("output", "input"))
+            output, input = _cpu.movable(  # noqa: A001
+                [output, input], group=self, collective="all_gather_into_tensor"
+            )
+        if self._detour(inner, output):
+            work = super()._allgather_base(output, input, opts)
+        else:
+            work = inner._allgather_base(output, input, opts)
+        return self._done(work, "_allgather_base", on_cpu)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+        """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
+        if _torch.watched():
+            return super().all_gather_single(output, input, opts)
+        return self._allgather_base(output, input, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Gather tensors into a list on one rank; torch.distributed.gather comes here."""
+        inputs = _listed(inputs)
+        opts = self._root_options(c10d.GatherOptions, opts, timeout=timeout)
+        outputs = [_listed(row) for row in outputs] if not _is_flat(outputs) else [list(outputs)]
+        inner, on_cpu = self._find("gather", [*inputs, *(t for row in outputs for t in row)])
+        if on_cpu:
+            _cpu.check_rank(self, "gather", "destination", opts.rootRank)
+            inputs, outputs = self._cpu_rooted("gather", inputs, outputs, "output")
+        if self._detour(inner, inputs[0]):
+            return self._done(super().gather(outputs, inputs, opts), "gather", on_cpu)
+        return self._done(inner.gather(outputs, inputs, opts), "gather", on_cpu)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Scatter a list of one rank; torch.distributed.scatter comes here."""
+        outputs = _listed(outputs)
+        opts = self._root_options(c10d.ScatterOptions, opts, timeout=timeout)
+        inputs = [_listed(row) for row in inputs] if not _is_flat(inputs) else [list(inputs)]
+        inner, on_cpu = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
+        if on_cpu:
+            _cpu.check_rank(self, "scatter", "source", opts.rootRank)
+            outputs, inputs = self._cpu_rooted("scatter", outputs, inputs, "input")
+        if self._detour(inner, outputs[0]):
+            return self._done(super().scatter(outputs, inputs, opts), "scatter", on_cpu)
+        return self._done(inner.scatter(outputs, inputs, opts), "scatter", on_cpu)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None  # noqa: A002
+    ) -> Any:
+        """Exchange slices of one tensor; torch.distributed.all_to_all_single comes here."""
+        opts = _options(c10d.AllToAllOptions, opts)
+        inner, on_cpu = self._find("all_to_all_single", [output, input])
+        if on_cpu:
+            output, input, output_splits, input_splits = self._cpu_exchange(  # noqa: A001
+                output, input, output_splits, input_splits
+            )
+        if self._detour(inner, output):
+            work = super().alltoall_base(output, input, output_splits, input_splits, opts)
+        else:
+            work = inner.alltoall_base(output, input, output_splits, input_splits, opts)
+        return self._done(work, "alltoall_base", on_cpu)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None  # noqa: A002
+    ) -> Any:
+        """The name that torch 2.13 and later use for :meth:`alltoall_base`."""
+        if _torch.watched():
+            return super().all_to_all_single(output, input, output_splits, input_splits, opts)
+        return self.alltoall_base(output, input, output_splits, input_splits, opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Exchange lists of tensors; torch.distributed.all_to_all comes here."""
+        outputs, inputs = _listed(outputs), _listed(inputs)
+        opts = _options(c10d.AllToAllOptions, opts)
+        inner, on_cpu = self._find("all_to_all", [*outputs, *inputs])
+        if on_cpu:
+            _cpu.check_count(self, "all_to_all", "output", outputs)
+            _cpu.check_count(self, "all_to_all", "input", inputs)
+            outputs = _cpu.movable(outputs, group=self, collective="all_to_all")
+            inputs = _cpu.movable(inputs, group=self, collective="all_to_all")
+        if self._detour(inner, outputs[0]):
+            return self._done(super().alltoall(outputs, inputs, opts), "alltoall", on_cpu)
+        return self._done(inner.alltoall(outputs, inputs, opts), "alltoall", on_cpu)
+
+    # Point to point and barriers --------------------------------------------------------------------------
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        """Send to a group rank; torch.distributed.send and isend come here."""
+        tensors, inner = self._p2p("send", _listed(tensors), "destination", rank)
+        if self._detour(inner, tensors[0]):
+            return super().send(tensors, rank, tag)
+        return inner.send(tensors, rank, tag)
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        """Receive from a group rank; torch.distributed.recv and irecv come here."""
+        tensors, inner = self._p2p("recv", _listed(tensors), "source", rank)
+        if self._detour(inner, tensors[0]):
+            return super().recv(tensors, rank, tag)
+        return inner.recv(tensors, rank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Receive from whoever sends first; torch.distributed.recv without a source comes here."""
+        tensors, inner = self._p2p("recv", _listed(tensors), "source", None)
+        if self._detour(inner, tensors[0]):
+            return super().recv_anysource(tensors, tag)
+        return inner.recv_anysource(tensors, tag)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        """Wait for all ranks: on the device that the options name, else on the CPU."""
+        opts = _options(c10d.BarrierOptions, opts, timeout=timeout)
+        device = self._barrier_device(opts)
+        inner = self._inner.get(device)
+        if inner is None:
+            inner = self._open_route(device)
+        if _torch.watched() and _torch.is_c10d_backend(inner):
+            return self._done(super().barrier(opts), "barrier", device == "cpu")
+        return self._done(inner.barrier(opts), "barrier", device == "cpu")
+
+    def _barrier_device(self, opts: Any) -> str:
+        if getattr(opts, "device", None) is not None:
+            return str(opts.device.type)
+        accelerators = [device for device in self._inner if device != "cpu"]
+        return accelerators[0] if accelerators and opts.device_ids else "cpu"
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A CPU barrier that names the ranks that did not come in time."""
+        inner = self._inner.get("cpu") or self._open_route("cpu")
+        inner.monitored_barrier(_torch.UNSET_TIMEOUT if timeout is None else timeout, wait_all_ranks)
+
+    # What the argument checks of the CPU have in common ---------------------------------------------------
+
+    def _root_options(self, cls: type, given: Any, **fields: Any) -> Any:
+        return _options(cls, None, rootRank=given, **fields) if isinstance(given, int) else _options(cls, given, **fields)
+
+    def _pairs(self, flat: Any, nested: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """(one tensor per call, one list per call), also from the single-tensor call form."""
+        return _listed(flat), [list(nested)] if _is_flat(nested) else [list(row) for row in nested]
+
+    def _cpu_lists(
+        self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        for tensor, row in zip(flat, nested, strict=True):
+            _cpu.check_count(self, collective, what, row)
+            _cpu.check_same_shape(self, collective, row, tensor)
+        moved = [_cpu.movable(row, group=self, collective=collective) for row in nested]
+        return _cpu.movable(flat, group=self, collective=collective), moved
+
+    def _cpu_rooted(
+        self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        if not nested or not nested[0]:  # a rank that is not the root brings no list
+            return _cpu.movable(flat, group=self, collective=collective), nested
+        return self._cpu_lists(collective, flat, nested, what)
+
+    def _cpu_exchange(
+        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any  # noqa: A002
+    ) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        name = "all_to_all_single"
+        if output.dtype != input.dtype:
+            raise bad_argument(self, name, f"output is {output.dtype}, input is {input.dtype}", "Use one dtype.")
+        _cpu.check_splits(self, name, "output", output, output_splits)
+        _cpu.check_splits(self, name, "input", input, input_splits)
+        _cpu.check_contiguous(self, name, [output, input])
+        if output.dtype in _cpu.REDUCIBLE:
+            return output, input, output_splits, input_splits
+        # As bytes the rows keep their order but not their size, so explicit splits count bytes.
+        moved = _cpu.movable([output, input], group=self, collective=name)
+        return moved[0], moved[1], _byte_splits(output, output_splits), _byte_splits(input, input_splits)
+
+    def _p2p(self, collective: str, tensors: list[Tensor], role: str, rank: int | None) -> tuple[list[Tensor], Any]:
+        inner, on_cpu = self._find(collective, tensors)
+        if on_cpu:
+            if rank is not None:
+                _cpu.check_rank(self, collective, role, rank)
+            _cpu.check_contiguous(self, collective, tensors)
+            tensors = _cpu.movable(tensors, group=self, collective=collective)
+        return tensors, inner
+
+    # Coalescing -------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        inner = self._get_backend(device)
+        if not getattr(inner, "supports_coalescing", False):
+            # Gloo runs its operations one by one anyway: collecting their works is all there is to do.
+            raise NotImplementedError(
+                f"coalescing on {device.type} is not supported by its route, {self._routes[device.type].backend}: "
+                f"call the coalescing manager without a device. [{where(self)}]"
+            )
+        inner._start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._get_backend(device)._end_coalescing()
+
+    # The group itself -------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's C++ name
+        """``"monarch"``; the C++ base asks for it."""
+        return "monarch"
+
+    def get_group_store(self) -> dist.Store:
+        """The group's store; the C++ base was made without one."""
+        return self._creator_options.store  # type: ignore[no-any-return]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in self._inner]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The inner group of a device; opens a route that is not open yet. A RuntimeError where none exists."""
+        kind = torch.device(device).type
+        return self._inner.get(kind) or self._open_route(kind)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of every route's operations that start from now on."""
+        for inner in self._inner.values():
+            inner.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self._default_inner()._get_sequence_number_for_group())
+
+    def _set_sequence_number_for_group(self) -> None:
+        for inner in self._inner.values():
+            inner._set_sequence_number_for_group()
+
+    def _default_inner(self) -> Any:
+        return self._inner.get("cuda") or self._get_backend(torch.device("cpu"))
+
+    def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
+        """Call ``hook(work_info)`` after every collective, on each route (NCCL brings its own)."""
+        self._hooks.add(hook)
+        for device, inner in self._inner.items():
+            if device != "cpu" and hasattr(inner, "_register_on_completion_hook"):
+                inner._register_on_completion_hook(hook)
+
+    def _has_hooks(self) -> bool:
+        return bool(self._hooks)
+
+    def _wait_for_pending_works(self) -> None:
+        self._hooks.wait()
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Split every route's group (see torch.distributed.split_group) and make one of ours of the result."""
+        child = super().split_group(*args, **kwargs)
+        return None if child is None else MonarchProcessGroup._from_split(self, child)
+
+    @classmethod
+    def _from_split(cls, parent: MonarchProcessGroup, child: dist.ProcessGroup) -> MonarchProcessGroup:
+        """A group of ours around the inner groups that torch split off ``parent``'s."""
+        adopted = {}
+        for device in child._device_types:
+            route = parent._routes[device.type]
+            adopted[device.type] = (replace(route, why=f"{route.why}; split from {parent._label}"), child._get_backend(device))
+        options = SimpleNamespace(
+            group_rank=child.rank(),
+            group_size=child.size(),
+            group_id=child.group_name,
+            store=child.get_group_store(),
+            timeout=parent._creator_options.timeout,
+            global_ranks_in_group=[],
+        )
+        group = cls(options, parent._pg_options, parent._creation, adopted)
+        group._set_group_name(child.group_name)
+        group._set_group_desc(child.group_desc)
+        return group
+
+    def shutdown(self) -> None:
+        """Close every route; the group can't be used afterwards. torch's destroy_process_group calls it."""
+        self._close("destroyed", lambda inner: inner.shutdown())
+
+    def abort(self) -> None:
+        """End pending operations with an error and close every route."""
+        self._close("aborted", lambda inner: inner.abort())
+
+    def _close(self, how: str, end: Callable[[Any], None]) -> None:
+        if self._closed:
+            return
+        if how == "destroyed":
+            self._hooks.wait()
+        self._closed = how
+        inners = list({id(i): i for i in self._inner.values()}.values())
+        self._inner.clear()
+        for inner in inners:
+            if hasattr(inner, "shutdown"):
+                end(inner)
+
+
+def _is_flat(tensors: Any) -> bool:
+    return len(tensors) > 0 and isinstance(tensors[0], Tensor)
+
+
+def _byte_splits(tensor: Tensor, splits: Sequence[int]) -> list[int]:
+    row = tensor.stride(0) * tensor.element_size() if tensor.dim() and tensor.numel() else 0
+    return [rows * row for rows in splits]

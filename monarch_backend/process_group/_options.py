@@ -1,0 +1,45 @@
+"""What ``pg_options=`` of ``init_process_group`` and ``new_group`` may be for backend "monarch"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Options:
+    """Options for the groups behind the routes, by device type.
+
+    ``by_device["cuda"]`` takes torch's ``ProcessGroupNCCL.Options``. Torch's own options object given alone is
+    understood too: an NCCL one goes to ``"cuda"``.
+
+    >>> from monarch_backend import Options
+    >>> Options(by_device={}).for_device("cpu") is None
+    True
+    """
+
+    by_device: dict[str, Any] = field(default_factory=dict)
+
+    def for_device(self, device: str) -> Any:
+        """The options for one device type, or None."""
+        return self.by_device.get(device)
+
+    @classmethod
+    def parse(cls, given: Any) -> Options:
+        """From whatever the user passed as ``pg_options``.
+
+        Raises TypeError for an object that belongs to no route.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        name = type(given).__qualname__
+        if name in ("ProcessGroupNCCL.Options", "ProcessGroupNCCL2.Options"):
+            return cls({"cuda": given})
+        if name in ("ProcessGroupXCCL.Options",):
+            return cls({"xpu": given})
+        raise TypeError(
+            f"pg_options of type {name} belongs to no route of backend 'monarch': pass "
+            "monarch_backend.Options(by_device={'cuda': ProcessGroupNCCL.Options(...)}) or a ProcessGroupNCCL.Options"
+        )

@@ -1,0 +1,130 @@
+"""Which route a device's tensors take, why, and what is missing where there is none.
+
+A route is one inner group (torch's Gloo, NCCL or RCCL, torch_xla's, a plugin's) for one device type of one of
+our groups. The choice is `choose()`, and it fits on a screen. What a collective *does* on a route is not here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from monarch_backend.process_group._group import MonarchProcessGroup
+
+OURS = "monarch"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One device type's way: the backend that carries it, the reason, and what is missing if it can't."""
+
+    device: str
+    backend: str
+    why: str
+    missing: str = ""
+
+    @property
+    def available(self) -> bool:
+        """True when the route can carry tensors on this machine, now."""
+        return not self.missing
+
+    def __str__(self) -> str:
+        """``cpu -> gloo (reason)``, or the same with what is missing."""
+        return f"{self.device} -> {self.backend} ({self.missing or self.why})"
+
+
+def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
+    """The route of ``device`` (a device type); ``device_map`` is what the user wrote in ``backend=``."""
+    named = (device_map or {}).get(device, OURS)
+    if named != OURS:
+        return Route(device, named, f'"{device}:{named}" was asked for')
+    if device == "cpu":
+        return _cpu()
+    if device == "cuda":
+        return _cuda()
+    if device == "xla":
+        return _xla()
+    return _plugin(device)
+
+
+def _cpu() -> Route:
+    # The place of the shared-memory route: ranks of one host will take it, Gloo stays between hosts.
+    missing = "" if dist.is_gloo_available() else "this torch was built without Gloo; install a build with it"
+    return Route("cpu", "gloo", "TCP through torch's Gloo works between any hosts", missing)
+
+
+def _cuda() -> Route:
+    vendor, library = ("AMD", "RCCL") if torch.version.hip else ("NVIDIA", "NCCL")
+    missing = ""
+    if not torch.backends.cuda.is_built():
+        missing = "this torch has no GPU support; install a CUDA or ROCm build of torch"
+    elif not torch.cuda.is_available():
+        missing = f"torch sees no {vendor} GPU; check the driver and CUDA_VISIBLE_DEVICES"
+    elif not dist.is_nccl_available():
+        missing = f"this torch was built without {library}; install a build with it"
+    return Route("cuda", "nccl", f"{vendor} GPUs take {library} through torch's own ProcessGroupNCCL", missing)
+
+
+def _xla() -> Route:
+    missing = ""
+    if not _installed("torch_xla"):
+        missing = "torch_xla is not installed; pip install 'monarch_backend[xla]' (it needs the torch it was built for)"
+    return Route("xla", "xla", "XLA tensors take torch_xla's own group", missing)
+
+
+def _plugin(device: str) -> Route:
+    """Any other device: the backend that its own package registered as the device's default ("tpu", "xpu")."""
+    name = dist.Backend.default_device_backend_map.get(device, "")
+    if name and name != OURS:
+        module = getattr(torch, device, None)
+        seen = module is None or not hasattr(module, "is_available") or module.is_available()
+        missing = "" if seen else f"torch sees no {device!r} device on this machine"
+        return Route(device, str(name), f"{device!r} tensors take the group registered for them", missing)
+    hint = "import torch-tpu's package first (pip install torch-tpu)" if device == "tpu" else ""
+    hint = hint or f"import the package that brings {device!r} devices before init_process_group"
+    return Route(device, "none", "", f"no package registered a backend for {device!r}; {hint}")
+
+
+def _installed(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
+
+
+def survey(device_map: dict[str, str] | None = None) -> dict[str, Route]:
+    """The routes of every device type that is known here, the unavailable ones with what they miss."""
+    known = dict.fromkeys(["cpu", "cuda", "xla", "tpu", *dist.Backend.default_device_backend_map])
+    return {device: choose(device, device_map) for device in known}
+
+
+def routes(group: dist.ProcessGroup | None = None) -> dict[str, Route]:
+    """The routes that can carry tensors: of ``group``, of the default group, or of this machine without one.
+
+    Returns device type -> Route. Raises TypeError if ``group`` is not a group of backend "monarch".
+
+    >>> import monarch_backend
+    >>> monarch_backend.routes()["cpu"].backend
+    'gloo'
+    """
+    from monarch_backend.process_group._group import MonarchProcessGroup
+
+    if group is None and dist.is_initialized():
+        default = dist.group.WORLD
+        group = default if isinstance(default, MonarchProcessGroup) else None
+    if group is not None and not isinstance(group, MonarchProcessGroup):
+        raise TypeError(f"routes() takes a process group of backend 'monarch', not {type(group).__name__}")
+    found = group._known_routes() if group is not None else survey()
+    return {device: route for device, route in found.items() if route.available}
+
+
+def announce(group: MonarchProcessGroup, route: Route) -> None:
+    """Under MONARCH_DEBUG=1 print the choice; called once per group and device."""
+    if os.environ.get("MONARCH_DEBUG", "") in ("", "0"):
+        return
+    line = f"[monarch rank {group.rank()}/{group.size()} pid {os.getpid()}] group {group._label}: {route}"
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,186 @@
+"""Everything in process_group/ that leans on a private part of torch.
+
+Each function names what it leans on; tests/process_group/test_torch_internals.py fails when torch changes it.
+What *replaces* a function of torch stands in monarch_backend/_torch_patches.py instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C import _len_torch_dispatch_stack
+from torch._C._distributed_c10d import Backend as C10DBackend
+from torch._C._distributed_c10d import _allow_inflight_collective_as_graph_input, _DistributedBackendOptions
+from torch.autograd import profiler
+from torch.distributed import distributed_c10d as c10d
+
+BackendType = dist.ProcessGroup.BackendType
+
+# The default timeout of the methods that take one: "use the group's", as c10d writes it.
+UNSET_TIMEOUT = c10d.AllreduceOptions().timeout
+
+_COPIED_OPTIONS = (
+    "group_rank",
+    "group_size",
+    "timeout",
+    "group_id",
+    "global_ranks_in_group",
+    "process_group",
+    "split_from",
+    "enable_reconfigure",
+)
+
+
+@dataclass(frozen=True)
+class Creation:
+    """What torch knows while it makes a group and does not tell a backend's creator."""
+
+    # device type -> backend name as the user wrote it; None: unknown, treat every device as ours
+    device_map: dict[str, str] | None = None
+    device_id: torch.device | None = None
+    split_from: Any = None
+
+
+def creation() -> Creation:
+    """Read the locals of ``distributed_c10d._new_process_group_helper``, which is calling our creator.
+
+    torch hands a creator neither the "cpu:monarch,cuda:gloo" that the user wrote, nor `device_id`, nor (before
+    2.14) the group to split from; and a creator that returns a ProcessGroup is called once for all devices.
+    Without the frame (another caller) the answer is an empty Creation.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_new_process_group_helper":
+            local = frame.f_locals
+            config = local.get("backend_config")
+            device_map = {k: str(v) for k, v in config.get_device_backend_map().items()} if config else None
+            return Creation(device_map, local.get("device_id"), local.get("split_from"))
+        frame = frame.f_back  # type: ignore[assignment]
+    return Creation()
+
+
+def watched() -> bool:
+    """True while something listens on torch's dispatcher, so that a collective must go through it.
+
+    Dispatch modes (FakeTensorMode, CommDebugMode, LocalTensorMode), the profiler, and compiled code that keeps
+    collectives in flight. Leans on torch._C._len_torch_dispatch_stack, profiler._is_profiler_enabled and
+    _distributed_c10d._allow_inflight_collective_as_graph_input.
+    """
+    return (
+        _len_torch_dispatch_stack() > 0
+        or profiler._is_profiler_enabled
+        or _allow_inflight_collective_as_graph_input()
+    )
+
+
+def creator_options(options: Any, store: dist.Store, split_from: Any) -> Any:
+    """A copy of `_DistributedBackendOptions` for a group behind a route, with a store of its own."""
+    copy = _DistributedBackendOptions()
+    for name in _COPIED_OPTIONS:
+        if hasattr(options, name) and hasattr(copy, name):
+            setattr(copy, name, getattr(options, name))
+    copy.store = store
+    if hasattr(copy, "split_from"):
+        copy.split_from = split_from
+    return copy
+
+
+def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, device: str) -> Any:
+    """Make torch's own group ``name`` ("gloo", "nccl", a plugin), as `_new_process_group_helper` would."""
+    store = dist.PrefixStore(f"{device}:{name}/", options.store)
+    opts = creator_options(options, store, creation.split_from)
+    ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
+    if ensure is not None:
+        ensure(name)
+    if name.upper() in dist.Backend._plugins:
+        plugin = dist.Backend._plugins[name.upper()]
+        if plugin.extended_api:
+            inner = plugin.creator_fn(opts, pg_options)
+        else:
+            inner = plugin.creator_fn(store, opts.group_rank, opts.group_size, opts.timeout)
+    elif name == "gloo":
+        inner = _make_gloo(opts)
+    elif name == "nccl":
+        inner = _make_nccl(opts, pg_options, creation.split_from)
+    elif name == "xccl":
+        inner = _make_xccl(opts, pg_options)
+    else:
+        raise ValueError(f"torch knows no backend {name!r} for device {device!r}")
+    return _debug_wrapper(inner, opts) if isinstance(inner, C10DBackend) else inner
+
+
+def _make_gloo(opts: Any) -> Any:
+    """As torch < 2.14 does inline; later releases have a plugin creator for it."""
+    gloo = c10d.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, timeout=opts.timeout)
+    gloo.options.global_ranks_in_group = opts.global_ranks_in_group
+    gloo.options.group_name = opts.group_id
+    gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def _make_nccl(opts: Any, pg_options: Any, split_from: Any) -> Any:
+    """As torch < 2.14 does inline; later releases have a plugin creator for it."""
+    nccl = c10d.ProcessGroupNCCL
+    chosen = nccl.Options() if pg_options is None else pg_options
+    if pg_options is None:
+        chosen.is_high_priority_stream = False
+    chosen._timeout = opts.timeout
+    if split_from is not None:
+        chosen.split_from = split_from
+        chosen.split_color = c10d._process_group_color(opts.global_ranks_in_group)
+    chosen.global_ranks_in_group = opts.global_ranks_in_group
+    chosen.group_name = opts.group_id
+    group = nccl(opts.store, opts.group_rank, opts.group_size, chosen)
+    group._set_sequence_number_for_group()
+    return group
+
+
+def _make_xccl(opts: Any, pg_options: Any) -> Any:
+    """As torch < 2.14 does inline; later releases have a plugin creator for it."""
+    xccl = c10d.ProcessGroupXCCL
+    chosen = xccl.Options() if pg_options is None else pg_options
+    chosen._timeout = opts.timeout
+    chosen.global_ranks_in_group = opts.global_ranks_in_group
+    chosen.group_name = opts.group_id
+    return xccl(opts.store, opts.group_rank, opts.group_size, chosen)
+
+
+def _debug_wrapper(inner: Any, opts: Any) -> Any:
+    """What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend; torch skips it for a ProcessGroup like ours."""
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL or not dist.is_gloo_available():
+        return inner
+    return c10d._create_process_group_wrapper(
+        wrapped_pg=inner,
+        store_prefix=opts.group_id,
+        store=opts.store,
+        rank=opts.group_rank,
+        world_size=opts.group_size,
+        timeout=opts.timeout,
+    )
+
+
+def backend_type(name: str) -> Any:
+    """The `ProcessGroup.BackendType` of a backend's name; CUSTOM for plugins."""
+    return dist.Backend.backend_type_map.get(name, BackendType.CUSTOM)
+
+
+def is_c10d_backend(inner: Any) -> bool:
+    """True for a compiled `c10d::Backend`, which C++ callers of the group can reach without Python."""
+    return isinstance(inner, C10DBackend)
+
+
+def peel(inner: Any) -> Any:
+    """The group inside the DETAIL wrapper, or ``inner`` itself."""
+    wrapper = getattr(c10d, "_ProcessGroupWrapper", None)
+    while wrapper is not None and isinstance(inner, wrapper):
+        inner = inner.wrapped_pg
+    return inner
+
+
+def backend_config(group: dist.ProcessGroup) -> str:
+    """What the user wrote, as "cpu:monarch,cuda:monarch"; only once torch has registered the group."""
+    return cast(str, dist.get_backend_config(group))

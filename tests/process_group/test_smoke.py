@@ -1,0 +1,21 @@
+"""The thinnest real path: ranks, one group, one sum."""
+
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+
+
+def _sum(rank: int) -> float:
+    x = torch.full((3,), float(rank + 1))
+    dist.all_reduce(x)
+    return float(x[0])
+
+
+def test_all_reduce_on_two_ranks() -> None:
+    assert run_ranks(_sum, 2) == [3.0, 3.0]
+
+
+def test_pool(pool) -> None:
+    assert pool(2).run(_sum) == [3.0, 3.0]
+    assert pool(4).run(_sum) == [10.0] * 4

@@ -1,0 +1,73 @@
+"""What a test may leave behind: nothing. Takes a picture before and after, and tells the difference."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.ranks import KEPT_FDS, KEPT_PIDS
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Descendant processes, this process's descriptors (Unix sockets among them) and /dev/shm names."""
+
+    processes: frozenset[str]
+    descriptors: frozenset[str]
+    shared_memory: frozenset[str]
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except (OSError, IndexError):
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: set[int] = set()
+    todo = [root]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            found.add(child)
+            todo.append(child)
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80]
+    except OSError:
+        return "?"
+
+
+def take() -> Picture:
+    """A picture of now."""
+    kept = set(KEPT_PIDS)
+    for pid in KEPT_PIDS:
+        kept |= _descendants(pid)
+    processes = {f"{pid} {_command(pid)}" for pid in _descendants(os.getpid()) - kept}
+    descriptors = set()
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in KEPT_FDS:
+            try:
+                descriptors.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+            except OSError:
+                continue  # the directory's own descriptor
+    shm = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    return Picture(frozenset(processes), frozenset(descriptors), frozenset(shm))
+
+
+def left_behind(before: Picture, patience: float = 5.0) -> list[str]:
+    """What is there now and was not there before; a process that is just exiting gets ``patience`` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        after = take()
+        left = [f"process {p}" for p in sorted(after.processes - before.processes)]
+        left += [f"descriptor {d}" for d in sorted(after.descriptors - before.descriptors)]
+        left += [f"/dev/shm/{s}" for s in sorted(after.shared_memory - before.shared_memory)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)

@@ -1,0 +1,213 @@
+"""Ranks for tests: forked processes that share one imported torch, run functions, and answer.
+
+`RankPool` keeps its ranks and an initialised default group between calls; `run_ranks` makes fresh ones for a
+test that inits, destroys, dies or misbehaves itself. A rank that raises fails the caller with its traceback; a
+rank that hangs prints all stacks and is killed. Nothing here decides what a collective should give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+# Processes and descriptors that outlive a test on purpose; the leak check leaves them out.
+KEPT_PIDS: set[int] = set()
+KEPT_FDS: set[int] = set()
+
+HANG = 120.0
+_GOODBYE = b"goodbye"
+
+
+class RankFailedError(AssertionError):
+    """At least one rank raised, died or hung; the text has every rank's story."""
+
+
+def _spawn(target: Callable[[Connection], None]) -> tuple[int, Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    code = 1
+    try:
+        ours.close()
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+        target(theirs)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _answer(connection: Connection, call: Callable[[], Any]) -> None:
+    try:
+        reply: tuple[bool, Any] = (True, call())
+    except BaseException:
+        reply = (False, traceback.format_exc())
+    connection.send_bytes(pickle.dumps(reply))
+
+
+def _collect(pids: list[int], connections: list[Connection], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    replies: dict[int, tuple[bool, Any]] = {}
+    waiting = {connection: rank for rank, connection in enumerate(connections)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in waiting.values():
+                os.kill(pids[rank], signal.SIGUSR1)
+                replies[rank] = (False, f"no answer within {timeout:.0f} s (stacks on stderr)")
+            time.sleep(1.0)  # the hung ranks print their stacks meanwhile; the test has failed already
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)  # type: ignore[arg-type]
+            try:
+                replies[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                replies[rank] = (False, "the rank died without an answer")
+    failed = {rank: text for rank, (ok, text) in sorted(replies.items()) if not ok}
+    if failed:
+        raise RankFailedError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in failed.items()))
+    return [replies[rank][1] for rank in range(len(connections))]
+
+
+def _kill(pids: list[int]) -> dict[int, int]:
+    codes = {}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return codes
+
+
+@contextlib.contextmanager
+def store_file() -> Iterator[str]:
+    """An address for `init_method=` that no other test uses, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="monarch-test-") as folder:
+        yield f"file://{folder}/store"
+
+
+def init(rank: int, world_size: int, address: str, backend: str = "monarch", seconds: float = 60.0, **kw: Any) -> None:
+    """init_process_group for a test rank."""
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group(
+        backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout, **kw
+    )
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "monarch",
+    timeout: float = HANG,
+    group_timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Run ``fn(rank, *args)`` on fresh ranks and return their results by rank.
+
+    With ``backend=None`` no group is made, and ``fn`` gets the address as well: ``fn(rank, address, *args)``.
+    """
+    with store_file() as address:
+
+        def body(rank: int) -> Callable[[Connection], None]:
+            def run(connection: Connection) -> None:
+                os.environ.update(env or {})
+                # what torchrun would have set: tests that read it must not see the pytest process's
+                os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+
+                def call() -> Any:
+                    if backend is None:
+                        return fn(rank, address, *args)
+                    init(rank, world_size, address, backend, group_timeout)
+                    result = fn(rank, *args)
+                    if dist.is_initialized():
+                        dist.destroy_process_group()
+                    return result
+
+                _answer(connection, call)
+
+            return run
+
+        started = [_spawn(body(rank)) for rank in range(world_size)]
+        pids, connections = [p for p, _ in started], [c for _, c in started]
+        try:
+            return _collect(pids, connections, timeout)
+        finally:
+            for connection in connections:
+                connection.close()
+            _kill(pids)
+
+
+class RankPool:
+    """``world_size`` ranks with an initialised default group, for many calls."""
+
+    def __init__(self, world_size: int, backend: str = "monarch") -> None:
+        self.world_size = world_size
+        self._folder = store_file()
+        address = self._folder.__enter__()
+
+        def body(rank: int) -> Callable[[Connection], None]:
+            def serve(connection: Connection) -> None:
+                init(rank, world_size, address, backend, seconds=30.0)
+                while True:
+                    # An explicit goodbye: pools forked later hold copies of this pipe, so no end of file comes.
+                    message = connection.recv_bytes()
+                    if message == _GOODBYE:
+                        break
+                    name, args = pickle.loads(message)
+                    fn = getattr(sys.modules[name[0]], name[1])
+                    _answer(connection, lambda fn=fn, args=args: fn(rank, *args))  # type: ignore[misc]
+                dist.destroy_process_group()
+
+            return serve
+
+        started = [_spawn(body(rank)) for rank in range(world_size)]
+        self._pids, self._connections = [p for p, _ in started], [c for _, c in started]
+        KEPT_PIDS.update(self._pids)
+        KEPT_FDS.update(c.fileno() for c in self._connections)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = HANG) -> list[Any]:
+        """Run the module-level function ``fn(rank, *args)`` on every rank; results by rank."""
+        message = pickle.dumps(((fn.__module__, fn.__qualname__), args))
+        for connection in self._connections:
+            connection.send_bytes(message)
+        return _collect(self._pids, self._connections, timeout)
+
+    def close(self) -> None:
+        """Let the ranks destroy their group and end; kill those that don't."""
+        for connection in self._connections:
+            KEPT_FDS.discard(connection.fileno())
+            with contextlib.suppress(OSError):
+                connection.send_bytes(_GOODBYE)
+            connection.close()
+        deadline = time.monotonic() + 20
+        alive = list(self._pids)
+        while alive and time.monotonic() < deadline:
+            alive = [pid for pid in alive if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+            time.sleep(0.01)
+        _kill(alive)
+        KEPT_PIDS.difference_update(self._pids)
+        self._folder.__exit__(None, None, None)
