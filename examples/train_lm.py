@@ -24,10 +24,11 @@ import sys
 import time
 import warnings
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,8 +152,7 @@ def parallelize(model: Transformer, parallel: str, mesh: DeviceMesh | None) -> n
     if mesh is None:
         return model
     if parallel == "ddp":
-        # The only buffer is the constant RoPE table: no need to broadcast it in every forward.
-        return DistributedDataParallel(model, process_group=mesh.get_group("dp"), broadcast_buffers=False)
+        return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
     if "tp" in parallel:
         tensor_parallel(model, mesh["tp"])
     if "fsdp" in parallel:
@@ -277,7 +277,7 @@ class Trainer:
         """Run to the last step; returns bytes of text trained on per second, checkpoints and evaluation aside."""
         args, seconds, speed, first_step = self.args, 0.0, 0.0, self.step
         progress = tqdm(
-            total=args.steps, initial=self.step, disable=RANK != 0, desc=args.parallel, unit="step", dynamic_ncols=True
+            total=args.steps, initial=self.step, disable=RANK != 0, desc=args.parallel, unit="step", dynamic_ncols=True, mininterval=0.5
         )
         with progress:
             while self.step < args.steps:

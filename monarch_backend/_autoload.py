@@ -6,9 +6,12 @@ time or can fail. The process group itself is imported by the creator, when the 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
 BACKEND_NAME = "monarch"
@@ -23,19 +26,41 @@ def _create_process_group(options: Any, pg_options: Any = None) -> ProcessGroup:
     return create(options, pg_options)
 
 
+def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function ``name``, with the body of _torch_patches in front; that module is imported when called."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from monarch_backend import _torch_patches
+
+        return getattr(_torch_patches, name)(original, *args, **kwargs)
+
+    return call
+
+
+def _needs_stand_ins(dist: Any) -> bool:
+    # torch 2.14 brought this method together with the last of the fixes (see _torch_patches.FIXED_IN).
+    return not hasattr(dist.Backend, "_ensure_backend_registered")
+
+
 def register() -> None:
     """Register ``"monarch"`` with torch.distributed; calling it again changes nothing.
 
-    Raises nothing on a torch without distributed support: there ``init_process_group`` does not exist either.
+    Does nothing on a torch without distributed support: there ``init_process_group`` does not exist either.
     """
     import torch.distributed as dist
 
     if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(BACKEND_NAME, _create_process_group, extended_api=True, devices=DEVICES)
-    from monarch_backend import _torch_patches
+    if _needs_stand_ins(dist):
+        from torch.distributed import distributed_c10d as c10d
 
-    _torch_patches.install()
+        # Early, so that `from torch.distributed import batch_isend_irecv` in a user's script gets it as well.
+        for name in ("monitored_barrier", "batch_isend_irecv"):
+            stand_in = _stand_in(name, getattr(c10d, name))
+            setattr(c10d, name, stand_in)
+            setattr(dist, name, stand_in)
 
 
 def torch_backends_entry() -> None:
@@ -48,7 +73,7 @@ def torch_backends_entry() -> None:
     import torch
 
     try:
-        if not hasattr(torch.distributed.Backend, "_ensure_backend_registered"):
+        if _needs_stand_ins(torch.distributed):
             register()
     except Exception as error:  # see the docstring
         import warnings

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from monarch_backend.process_group._errors import bad_argument
@@ -49,7 +48,10 @@ def reducible(group: MonarchProcessGroup, collective: str, tensors: Sequence[Ten
         )
     if name == "AVG" and dtype not in FLOATS:
         raise bad_argument(
-            group, collective, f"reduce op AVG can't average {dtype}", f"It takes {_names(FLOATS)}; use SUM and divide."
+            group,
+            collective,
+            f"reduce op AVG can't average {dtype}",
+            f"It takes {_names(FLOATS)}; use SUM and divide.",
         )
     if name in _BITWISE and dtype not in INTEGERS:
         raise bad_argument(
@@ -68,7 +70,10 @@ def check_rank(group: MonarchProcessGroup, collective: str, role: str, rank: int
     """Refuse a group rank that is not in the group."""
     if not 0 <= rank < group.size():
         raise bad_argument(
-            group, collective, f"{role} rank {rank} is outside the group", f"Ranks here are 0 to {group.size() - 1}."
+            group,
+            collective,
+            f"{role} rank {rank} is outside the group",
+            f"Ranks here are 0 to {group.size() - 1}.",
         )
 
 
@@ -125,9 +130,7 @@ def check_contiguous(group: MonarchProcessGroup, collective: str, tensors: Seque
             )
 
 
-def check_splits(
-    group: MonarchProcessGroup, collective: str, what: str, tensor: Tensor, splits: Sequence[int]
-) -> None:
+def check_splits(group: MonarchProcessGroup, collective: str, what: str, tensor: Tensor, splits: Sequence[int]) -> None:
     """Refuse split sizes that do not cover the first dimension of ``tensor`` exactly, or an uneven default."""
     rows = tensor.size(0) if tensor.dim() else 0
     if not splits:

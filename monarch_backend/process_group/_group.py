@@ -22,7 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Store,
+)
 
 from monarch_backend import _versions
 from monarch_backend.process_group import _cpu, _routes, _torch
@@ -69,7 +81,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         adopted: dict[str, tuple[_routes.Route, Any]] | None = None,
     ) -> None:
         # The form without a store: the other one can't construct a Python subclass before torch 2.14.
-        super().__init__(options.group_rank, options.group_size)
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._creator_options = options
         self._pg_options = pg_options
         self._creation = creation
@@ -114,14 +126,18 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if not route.available:
             raise self._no_route(route)
         if route.backend == "xla":
-            import torch_xla.distributed.xla_backend  # type: ignore[import-not-found] # noqa: F401 # registers it
+            import torch_xla.distributed.xla_backend  # noqa: F401 # registers it
         # One Gloo group serves "cpu:monarch,cuda:gloo": c10d keeps one backend per kind as well.
         shared = [d for d, r in self._routes.items() if r.backend == route.backend]
         if shared:
             inner = self._inner[shared[0]]
         else:
             inner = _torch.make_inner(
-                route.backend, self._creator_options, self._pg_options.for_device(device), self._creation, device
+                route.backend,
+                self._creator_options,
+                self._pg_options.for_device(device),
+                self._creation,
+                device,
             )
         self._adopt(device, route, inner)
         return inner
@@ -178,7 +194,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """All-reduce in place; torch.distributed.all_reduce comes here."""
         tensors = _listed(tensors)
-        opts = _options(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout)
+        opts = _options(AllreduceOptions, opts, reduceOp=op, timeout=timeout)
         inner, on_cpu = self._find("all_reduce", tensors)
         if on_cpu:
             tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp)
@@ -189,7 +205,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """All-reduce of several tensors in one operation."""
         tensors = _listed(tensors)
-        opts = _options(c10d.AllreduceCoalescedOptions, opts)
+        opts = _options(AllreduceCoalescedOptions, opts)
         inner, on_cpu = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
             tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp)[0] for t in tensors]
@@ -200,7 +216,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce to one rank; torch.distributed.reduce comes here."""
         tensors = _listed(tensors)
-        opts = self._root_options(c10d.ReduceOptions, opts, reduceOp=op, timeout=timeout)
+        opts = self._root_options(ReduceOptions, opts, reduceOp=op, timeout=timeout)
         inner, on_cpu = self._find("reduce", tensors)
         if on_cpu:
             _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
@@ -212,7 +228,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce lists of tensors and scatter the result; torch.distributed.reduce_scatter comes here."""
         outputs, inputs = self._pairs(outputs, inputs)
-        opts = _options(c10d.ReduceScatterOptions, opts, timeout=timeout)
+        opts = _options(ReduceScatterOptions, opts, timeout=timeout)
         inner, on_cpu = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
             for output, row in zip(outputs, inputs, strict=True):
@@ -224,22 +240,20 @@ class MonarchProcessGroup(dist.ProcessGroup):
             return self._done(super().reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
         return self._done(inner.reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
-        opts = _options(c10d.ReduceScatterOptions, opts)
+        opts = _options(ReduceScatterOptions, opts)
         inner, on_cpu = self._find("reduce_scatter_tensor", [output, input])
         if on_cpu:
             _cpu.check_single(self, "reduce_scatter_tensor", input, output, ("input", "output"))
-            output, input = _cpu.reducible(  # noqa: A001
-                self, "reduce_scatter_tensor", [output, input], opts.reduceOp
-            )
+            output, input = _cpu.reducible(self, "reduce_scatter_tensor", [output, input], opts.reduceOp)
         if self._detour(inner, output):
             work = super()._reduce_scatter_base(output, input, opts)
         else:
             work = inner._reduce_scatter_base(output, input, opts)
         return self._done(work, "_reduce_scatter_base", on_cpu)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
         if _torch.watched():
             return super().reduce_scatter_single(output, input, opts)
@@ -250,7 +264,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
         """Broadcast in place; torch.distributed.broadcast comes here."""
         tensors = _listed(tensors)
-        opts = self._root_options(c10d.BroadcastOptions, opts if root is None else root, timeout=timeout)
+        opts = self._root_options(BroadcastOptions, opts if root is None else root, timeout=timeout)
         inner, on_cpu = self._find("broadcast", tensors)
         if on_cpu:
             _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
@@ -262,7 +276,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather tensors into lists on every rank; torch.distributed.all_gather comes here."""
         inputs, outputs = self._pairs(inputs, outputs)
-        opts = _options(c10d.AllgatherOptions, opts, timeout=timeout)
+        opts = _options(AllgatherOptions, opts, timeout=timeout)
         inner, on_cpu = self._find("all_gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             inputs, outputs = self._cpu_lists("all_gather", inputs, outputs, "output")
@@ -272,7 +286,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather lists of tensors; torch.distributed.all_gather_coalesced comes here."""
-        opts = _options(c10d.AllgatherOptions, opts)
+        opts = _options(AllgatherOptions, opts)
         inner, on_cpu = self._find("all_gather_coalesced", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             if len(outputs) != self.size():
@@ -286,22 +300,20 @@ class MonarchProcessGroup(dist.ProcessGroup):
             return self._done(super().allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
         return self._done(inner.allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
-        opts = _options(c10d.AllgatherOptions, opts)
+        opts = _options(AllgatherOptions, opts)
         inner, on_cpu = self._find("all_gather_into_tensor", [output, input])
         if on_cpu:
             _cpu.check_single(self, "all_gather_into_tensor", output, input, ("output", "input"))
-            output, input = _cpu.movable(  # noqa: A001
-                [output, input], group=self, collective="all_gather_into_tensor"
-            )
+            output, input = _cpu.movable([output, input], group=self, collective="all_gather_into_tensor")
         if self._detour(inner, output):
             work = super()._allgather_base(output, input, opts)
         else:
             work = inner._allgather_base(output, input, opts)
         return self._done(work, "_allgather_base", on_cpu)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
         if _torch.watched():
             return super().all_gather_single(output, input, opts)
@@ -310,7 +322,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather tensors into a list on one rank; torch.distributed.gather comes here."""
         inputs = _listed(inputs)
-        opts = self._root_options(c10d.GatherOptions, opts, timeout=timeout)
+        opts = self._root_options(GatherOptions, opts, timeout=timeout)
         outputs = [_listed(row) for row in outputs] if not _is_flat(outputs) else [list(outputs)]
         inner, on_cpu = self._find("gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
@@ -323,7 +335,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Scatter a list of one rank; torch.distributed.scatter comes here."""
         outputs = _listed(outputs)
-        opts = self._root_options(c10d.ScatterOptions, opts, timeout=timeout)
+        opts = self._root_options(ScatterOptions, opts, timeout=timeout)
         inputs = [_listed(row) for row in inputs] if not _is_flat(inputs) else [list(inputs)]
         inner, on_cpu = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
@@ -334,15 +346,18 @@ class MonarchProcessGroup(dist.ProcessGroup):
         return self._done(inner.scatter(outputs, inputs, opts), "scatter", on_cpu)
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None  # noqa: A002
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
     ) -> Any:
         """Exchange slices of one tensor; torch.distributed.all_to_all_single comes here."""
-        opts = _options(c10d.AllToAllOptions, opts)
+        opts = _options(AllToAllOptions, opts)
         inner, on_cpu = self._find("all_to_all_single", [output, input])
         if on_cpu:
-            output, input, output_splits, input_splits = self._cpu_exchange(  # noqa: A001
-                output, input, output_splits, input_splits
-            )
+            output, input, output_splits, input_splits = self._cpu_exchange(output, input, output_splits, input_splits)
         if self._detour(inner, output):
             work = super().alltoall_base(output, input, output_splits, input_splits, opts)
         else:
@@ -350,7 +365,12 @@ class MonarchProcessGroup(dist.ProcessGroup):
         return self._done(work, "alltoall_base", on_cpu)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None  # noqa: A002
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
     ) -> Any:
         """The name that torch 2.13 and later use for :meth:`alltoall_base`."""
         if _torch.watched():
@@ -360,7 +380,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Exchange lists of tensors; torch.distributed.all_to_all comes here."""
         outputs, inputs = _listed(outputs), _listed(inputs)
-        opts = _options(c10d.AllToAllOptions, opts)
+        opts = _options(AllToAllOptions, opts)
         inner, on_cpu = self._find("all_to_all", [*outputs, *inputs])
         if on_cpu:
             _cpu.check_count(self, "all_to_all", "output", outputs)
@@ -396,7 +416,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Wait for all ranks: on the device that the options name, else on the CPU."""
-        opts = _options(c10d.BarrierOptions, opts, timeout=timeout)
+        opts = _options(BarrierOptions, opts, timeout=timeout)
         device = self._barrier_device(opts)
         inner = self._inner.get(device)
         if inner is None:
@@ -419,7 +439,9 @@ class MonarchProcessGroup(dist.ProcessGroup):
     # What the argument checks of the CPU have in common ---------------------------------------------------
 
     def _root_options(self, cls: type, given: Any, **fields: Any) -> Any:
-        return _options(cls, None, rootRank=given, **fields) if isinstance(given, int) else _options(cls, given, **fields)
+        return (
+            _options(cls, None, rootRank=given, **fields) if isinstance(given, int) else _options(cls, given, **fields)
+        )
 
     def _pairs(self, flat: Any, nested: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
         """(one tensor per call, one list per call), also from the single-tensor call form."""
@@ -442,7 +464,11 @@ class MonarchProcessGroup(dist.ProcessGroup):
         return self._cpu_lists(collective, flat, nested, what)
 
     def _cpu_exchange(
-        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any  # noqa: A002
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Any,
+        input_splits: Any,
     ) -> tuple[Tensor, Tensor, list[int], list[int]]:
         name = "all_to_all_single"
         if output.dtype != input.dtype:
@@ -482,13 +508,14 @@ class MonarchProcessGroup(dist.ProcessGroup):
 
     # The group itself -------------------------------------------------------------------------------------
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's C++ name
+    def getBackendName(self) -> str:  # torch's C++ name
         """``"monarch"``; the C++ base asks for it."""
         return "monarch"
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """The group's store; the C++ base was made without one."""
-        return self._creator_options.store  # type: ignore[no-any-return]
+        store: Store = self._creator_options.store
+        return store
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -538,7 +565,10 @@ class MonarchProcessGroup(dist.ProcessGroup):
         adopted = {}
         for device in child._device_types:
             route = parent._routes[device.type]
-            adopted[device.type] = (replace(route, why=f"{route.why}; split from {parent._label}"), child._get_backend(device))
+            adopted[device.type] = (
+                replace(route, why=f"{route.why}; split from {parent._label}"),
+                child._get_backend(device),
+            )
         options = SimpleNamespace(
             group_rank=child.rank(),
             group_size=child.size(),

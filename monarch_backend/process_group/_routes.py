@@ -63,7 +63,7 @@ def _cpu() -> Route:
 def _cuda() -> Route:
     vendor, library = ("AMD", "RCCL") if torch.version.hip else ("NVIDIA", "NCCL")
     missing = ""
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         missing = "this torch has no GPU support; install a CUDA or ROCm build of torch"
     elif not torch.cuda.is_available():
         missing = f"torch sees no {vendor} GPU; check the driver and CUDA_VISIBLE_DEVICES"
@@ -126,5 +126,6 @@ def announce(group: MonarchProcessGroup, route: Route) -> None:
     """Under MONARCH_DEBUG=1 print the choice; called once per group and device."""
     if os.environ.get("MONARCH_DEBUG", "") in ("", "0"):
         return
-    line = f"[monarch rank {group.rank()}/{group.size()} pid {os.getpid()}] group {group._label}: {route}"
-    print(line, file=sys.stderr, flush=True)
+    # One write: the ranks of a host share a terminal.
+    sys.stderr.write(f"[monarch rank {group.rank()}/{group.size()} pid {os.getpid()}] group {group._label}: {route}\n")
+    sys.stderr.flush()

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, cast
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
 from torch._C._distributed_c10d import Backend as C10DBackend
-from torch._C._distributed_c10d import _allow_inflight_collective_as_graph_input, _DistributedBackendOptions
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    PrefixStore,
+    Store,
+    _allow_inflight_collective_as_graph_input,
+    _DistributedBackendOptions,
+    get_debug_level,
+)
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 
@@ -52,14 +60,14 @@ def creation() -> Creation:
     2.14) the group to split from; and a creator that returns a ProcessGroup is called once for all devices.
     Without the frame (another caller) the answer is an empty Creation.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_new_process_group_helper":
             local = frame.f_locals
             config = local.get("backend_config")
             device_map = {k: str(v) for k, v in config.get_device_backend_map().items()} if config else None
             return Creation(device_map, local.get("device_id"), local.get("split_from"))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return Creation()
 
 
@@ -71,13 +79,11 @@ def watched() -> bool:
     _distributed_c10d._allow_inflight_collective_as_graph_input.
     """
     return (
-        _len_torch_dispatch_stack() > 0
-        or profiler._is_profiler_enabled
-        or _allow_inflight_collective_as_graph_input()
+        _len_torch_dispatch_stack() > 0 or profiler._is_profiler_enabled or _allow_inflight_collective_as_graph_input()
     )
 
 
-def creator_options(options: Any, store: dist.Store, split_from: Any) -> Any:
+def creator_options(options: Any, store: Store, split_from: Any) -> Any:
     """A copy of `_DistributedBackendOptions` for a group behind a route, with a store of its own."""
     copy = _DistributedBackendOptions()
     for name in _COPIED_OPTIONS:
@@ -91,7 +97,7 @@ def creator_options(options: Any, store: dist.Store, split_from: Any) -> Any:
 
 def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, device: str) -> Any:
     """Make torch's own group ``name`` ("gloo", "nccl", a plugin), as `_new_process_group_helper` would."""
-    store = dist.PrefixStore(f"{device}:{name}/", options.store)
+    store = PrefixStore(f"{device}:{name}/", options.store)
     opts = creator_options(options, store, creation.split_from)
     ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
     if ensure is not None:
@@ -151,7 +157,7 @@ def _make_xccl(opts: Any, pg_options: Any) -> Any:
 
 def _debug_wrapper(inner: Any, opts: Any) -> Any:
     """What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend; torch skips it for a ProcessGroup like ours."""
-    if dist.get_debug_level() != dist.DebugLevel.DETAIL or not dist.is_gloo_available():
+    if get_debug_level() != DebugLevel.DETAIL or not dist.is_gloo_available():
         return inner
     return c10d._create_process_group_wrapper(
         wrapped_pg=inner,
@@ -183,4 +189,4 @@ def peel(inner: Any) -> Any:
 
 def backend_config(group: dist.ProcessGroup) -> str:
     """What the user wrote, as "cpu:monarch,cuda:monarch"; only once torch has registered the group."""
-    return cast(str, dist.get_backend_config(group))
+    return dist.get_backend_config(group)

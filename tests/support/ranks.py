@@ -112,9 +112,7 @@ def store_file() -> Iterator[str]:
 def init(rank: int, world_size: int, address: str, backend: str = "monarch", seconds: float = 60.0, **kw: Any) -> None:
     """init_process_group for a test rank."""
     timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group(
-        backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout, **kw
-    )
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout, **kw)
 
 
 def run_ranks(

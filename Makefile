@@ -1,0 +1,53 @@
+# Every target does its own set-up: `make demo` and `make test` are all that a fresh clone needs.
+# PYTHON picks the interpreter for the virtual environment (3.10 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+VERSION ?= 2.14.1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test test-fast test-slow test-gpu test-xla test-torch lint format bench clean
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## the virtual environment with torch, the compiled core and the tools
+
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; run make PYTHON=python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch numpy "setuptools>=77" "pybind11>=2.13"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --config-settings editable_mode=compat -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
+	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_lm.py --parallel ddp --out build/demo
+
+test: $(STAMP) lint  ## lint, types and the ordinary tests
+	$(BIN)/python -m pytest -m "not slow and not gpu and not xla"
+
+test-fast: $(STAMP)  ## the process group's own tests
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not xla" tests/process_group tests/cli tests/test_*.py
+
+test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
+	$(BIN)/python -m pytest -m "slow and not gpu and not xla"
+
+test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason where there is none
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)  ## ruff (format and lint) and mypy --strict
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## every benchmark, its figures on the terminal
+	$(BIN)/python benchmarks/import_hook.py
+	$(BIN)/python benchmarks/c10d_overhead.py
+
+clean:  ## what the targets above made
+	rm -rf $(VENV) .envs build *.egg-info monarch_backend/*.so

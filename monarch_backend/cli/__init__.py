@@ -1,0 +1,27 @@
+"""The command line, `monarch-backend COMMAND`: the parser, and one module per command.
+
+May live here: arguments and exit codes. May not: what the commands find out or do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from monarch_backend import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Unknown commands and options exit with 2 and a usage line."""
+    parser = argparse.ArgumentParser(prog="monarch-backend", description="Tools around backend='monarch'.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser(
+        "doctor", help="what this machine offers, which route each device takes, what is missing"
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    args = parser.parse_args(argv)
+
+    from monarch_backend.cli import doctor as doctor_module
+
+    return doctor_module.run(as_json=args.json)
