@@ -1,0 +1,200 @@
+"""Bad input: each gets a clear error on every rank that made the mistake, and a group that goes on working.
+
+Errors of arguments only; ranks that disagree with each other, or die, are not here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import monarch_backend
+from monarch_backend import CollectiveArgumentError, GroupClosedError, NoRouteError
+from tests.support.ranks import run_ranks
+
+ONES = torch.ones
+
+
+def _cases(rank: int) -> dict[str, tuple[Callable[[], Any], type[BaseException], tuple[str, ...]]]:
+    """name -> (the mistake, the error's type, words that its message must have)."""
+    wrong = CollectiveArgumentError
+    return {
+        "short output list": (lambda: dist.all_gather([ONES(4)], ONES(4)), wrong, ("1 tensors", "2 ranks")),
+        "long output list": (lambda: dist.all_gather([ONES(4)] * 3, ONES(4)), wrong, ("3 tensors", "2 ranks")),
+        "uneven output list": (lambda: dist.all_gather([ONES(4), ONES(5)], ONES(4)), wrong, ("tensor 1", "[5]", "[4]")),
+        "other dtype in list": (
+            lambda: dist.all_gather([ONES(4), ONES(4).int()], ONES(4)),
+            (wrong, ValueError),
+            ("dtype",),
+        ),
+        "short input list": (lambda: dist.reduce_scatter(ONES(4), [ONES(4)]), wrong, ("1 tensors",)),
+        "short exchange": (lambda: dist.all_to_all([ONES(4)], [ONES(4)]), wrong, ("output list",)),
+        "gather size": (lambda: _gather_single(ONES(9), ONES(4)), wrong, ("[9]", "[4]", "2")),
+        "scatter size": (lambda: _scatter_single(ONES(9), ONES(4)), wrong, ("[9]", "[4]")),
+        "non-contiguous output": (lambda: _gather_single(ONES(4, 8).t(), ONES(4, 4)), wrong, ("not contiguous",)),
+        "non-contiguous send": (lambda: dist.send(ONES(4, 4).t(), 1 - rank), (wrong, ValueError), ("contiguous",)),
+        "splits": (lambda: dist.all_to_all_single(ONES(4), ONES(4), [1, 1], [3, 1]), wrong, ("[1, 1]", "4")),
+        "uneven rows": (lambda: dist.all_to_all_single(ONES(3), ONES(3)), wrong, ("3 rows", "split sizes")),
+        "dtype": (lambda: dist.all_reduce(ONES(4).to(torch.float8_e5m2)), wrong, ("float8_e5m2", "bfloat16", "int64")),
+        "op for floats": (lambda: dist.all_reduce(ONES(4), dist.ReduceOp.BXOR), wrong, ("BXOR", "float32", "int32")),
+        "op for ints": (lambda: dist.all_reduce(ONES(4).int(), dist.ReduceOp.AVG), wrong, ("AVG", "int32", "SUM")),
+        "op of NCCL": (
+            lambda: dist.all_reduce(ONES(2), dist._make_nccl_premul_sum(2.0)),  # type: ignore[attr-defined]
+            wrong,
+            ("PREMUL_SUM", "SUM"),
+        ),
+        "destination": (lambda: dist.group.WORLD.send([ONES(4)], 7, 0), wrong, ("rank 7", "0 to 1")),
+        "source": (lambda: dist.group.WORLD.recv([ONES(4)], -2, 0), wrong, ("rank -2",)),
+        "global destination": (lambda: dist.send(ONES(4), 7), (wrong, ValueError), ("7",)),
+        "root": (lambda: dist.broadcast(ONES(4), 9), (wrong, ValueError), ("9",)),
+        "unknown device": (lambda: dist.all_reduce(_stranger()), NoRouteError, ("'hpu'", "cpu -> gloo", "doctor")),
+        "second init": (lambda: dist.init_process_group("monarch"), ValueError, ("twice",)),
+        "options": (lambda: dist.new_group([0, 1], pg_options=object()), TypeError, ("pg_options", "Options")),
+        "not ours": (lambda: monarch_backend.routes(_gloo_group()), TypeError, ("monarch",)),
+    }
+
+
+def _gather_single(output: torch.Tensor, input: torch.Tensor) -> None:
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(output, input)
+
+
+def _scatter_single(output: torch.Tensor, input: torch.Tensor) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(output, input)
+
+
+def _stranger() -> torch.Tensor:
+    """A tensor that says it lives on a device nobody has a route for."""
+
+    class Stranger(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} reached the device")
+
+    return torch.Tensor._make_wrapper_subclass(Stranger, (4,), device="hpu")  # type: ignore[attr-defined]
+
+
+def _gloo_group() -> Any:
+    group = dist.new_group([0, 1], backend="gloo")
+    return group
+
+
+CASES = list(_cases(0))
+
+
+def _make_mistake(rank: int, name: str) -> str:
+    mistake, error, words = _cases(rank)[name]
+    with pytest.raises(error) as info:
+        mistake()
+    caught, text = info.value, str(info.value)
+    for word in words:
+        assert word in text, f"{name}: {word!r} is missing in: {text}"
+    if isinstance(caught, monarch_backend.MonarchError):
+        for word in (f"rank {rank} of 2", socket.gethostname(), f"pid {os.getpid()}"):
+            assert word in text, f"{name}: {word!r} is missing in: {text}"
+    # The group goes on.
+    x = ONES(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0] * 3
+    return text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mistake_is_named_and_group_lives(pool, name: str) -> None:
+    pool(2).run(_make_mistake, name)
+
+
+def _two_devices(rank: int) -> None:
+    with pytest.raises(CollectiveArgumentError, match="on cpu and on meta"):
+        dist.all_gather([ONES(4), ONES(4, device="meta")], ONES(4))
+
+
+def test_tensor_on_the_wrong_device(pool) -> None:
+    pool(2).run(_two_devices)
+
+
+def _outside_rank(rank: int) -> str:
+    group = dist.new_group([0])
+    if rank == 0:
+        with pytest.raises(ValueError, match="1"):
+            dist.send(ONES(1), dst=1, group=group)
+        return ""
+    with pytest.warns(UserWarning, match="not belong|not in group|does not"):
+        dist.all_reduce(ONES(1), group=group)
+    return ""
+
+
+def test_rank_outside_the_group(pool) -> None:
+    pool(2).run(_outside_rank)
+
+
+def _use_after_destroy(rank: int) -> None:
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    with pytest.raises(GroupClosedError, match="destroyed; make a new one"):
+        group.allreduce([ONES(1)])
+    with pytest.raises(GroupClosedError, match="destroyed"):
+        group.barrier()
+    with pytest.raises(GroupClosedError):
+        group.monitored_barrier()
+    with pytest.raises(ValueError, match="not been initialized"):
+        dist.all_reduce(ONES(1))
+
+
+def test_use_after_destroy() -> None:
+    run_ranks(_use_after_destroy, 2)
+
+
+def _use_after_abort(rank: int) -> None:
+    group = dist.group.WORLD
+    dist.distributed_c10d._abort_process_group()
+    with pytest.raises(GroupClosedError, match="aborted"):
+        group.allreduce([ONES(1)])
+
+
+def test_use_after_abort() -> None:
+    run_ranks(_use_after_abort, 2)
+
+
+def _unreachable_store(rank: int, address: str) -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # closed again below: nobody listens there
+    start = time.monotonic()
+    with pytest.raises(dist.DistError) as caught:
+        dist.init_process_group(
+            "monarch",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=1,
+            world_size=2,
+            timeout=datetime.timedelta(seconds=2),
+        )
+    assert time.monotonic() - start < 15
+    assert "127.0.0.1" in str(caught.value)
+    assert str(port) in str(caught.value)
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def test_unreachable_store() -> None:
+    run_ranks(_unreachable_store, 1, backend=None)
+
+
+def _late(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out|[Tt]imeout"):
+            dist.all_reduce(ONES(1))
+        dist.group.WORLD.get_group_store().set("given-up", "1")
+    else:
+        dist.group.WORLD.get_group_store().wait(["given-up"], datetime.timedelta(seconds=30))
+
+
+def test_a_rank_that_does_not_come_hits_the_timeout() -> None:
+    run_ranks(_late, 2, group_timeout=1.0)

@@ -1,0 +1,85 @@
+"""What _torch.py leans on in torch is still there and still means the same. One test per function of that module."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from monarch_backend.process_group import MonarchProcessGroup, Options, _torch
+from tests.support.ranks import run_ranks
+
+
+def _creation(rank: int, address: str) -> list[dict[str, str] | None]:
+    seen = []
+
+    def creator(options: object, pg_options: object) -> object:
+        seen.append(_torch.creation())
+        return MonarchProcessGroup(options, Options(), _torch.Creation())
+
+    dist.Backend.register_backend("spy", creator, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group("cpu:spy,cuda:gloo", init_method=address, rank=rank, world_size=1)
+    dist.new_group([0], backend="spy")
+    dist.destroy_process_group()
+    assert all(c.device_id is None and c.split_from is None for c in seen)
+    return [c.device_map for c in seen]
+
+
+def test_creation_reads_the_caller() -> None:
+    first, second = run_ranks(_creation, 1, backend=None)[0]
+    assert first == {"cpu": "spy", "cuda": "gloo"}
+    assert second == {"cpu": "spy", "cuda": "spy"}
+
+
+def test_creation_without_the_frame_is_empty() -> None:
+    assert _torch.creation() == _torch.Creation(None, None, None)
+
+
+def test_creation_s_names_are_locals_of_torch_s_helper() -> None:
+    names = c10d._new_process_group_helper.__code__.co_varnames + c10d._new_process_group_helper.__code__.co_cellvars
+    assert {"backend_config", "device_id", "split_from"} <= set(names)
+
+
+def _watched(rank: int) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    assert not _torch.watched()
+    with Mode():
+        assert _torch.watched()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.watched()
+    from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
+
+    with allow_inflight_collective_as_graph_input_ctx():
+        assert _torch.watched()
+    assert not _torch.watched()
+
+
+def test_watched_sees_modes_profiler_and_inflight(pool) -> None:
+    pool(1).run(_watched)
+
+
+def test_unset_timeout_is_c10d_s_default() -> None:
+    assert _torch.UNSET_TIMEOUT.total_seconds() < 0
+
+
+def test_backend_types() -> None:
+    kinds = dist.ProcessGroup.BackendType
+    assert (_torch.backend_type("gloo"), _torch.backend_type("nccl")) == (kinds.GLOO, kinds.NCCL)
+    assert _torch.backend_type("somebody's") == kinds.CUSTOM
+
+
+def _detail(rank: int) -> tuple[str, bool]:
+    dist.set_debug_level_from_env()
+    group = dist.new_group([0, 1])
+    inner = group._get_backend(torch.device("cpu"))
+    dist.all_reduce(torch.ones(1), group=group)
+    return type(inner).__name__, isinstance(_torch.peel(inner), dist.ProcessGroupGloo)
+
+
+def test_debug_wrapper_is_put_and_peeled() -> None:
+    assert run_ranks(_detail, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) == [("_ProcessGroupWrapper", True)] * 2

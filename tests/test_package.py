@@ -1,0 +1,141 @@
+"""The package as such: what it exports, how it is found, what it never contains."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.metadata
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import monarch_backend
+from monarch_backend import _autoload, _native, _versions
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(m.name for m in pkgutil.walk_packages(monarch_backend.__path__, "monarch_backend."))
+
+
+def test_public_names_resolve() -> None:
+    for name in monarch_backend.__all__:
+        assert getattr(monarch_backend, name) is not None
+    assert set(monarch_backend.__all__) <= set(dir(monarch_backend))
+    with pytest.raises(AttributeError, match="no attribute 'missing'; it has"):
+        monarch_backend.missing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["monarch_backend", *MODULES])
+def test_docstrings(name: str) -> None:
+    if name.endswith("_native"):
+        pytest.skip("compiled; its docstrings have no examples")
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} does not say what lives in it"
+    assert doctest.testmod(module).failed == 0
+
+
+def test_entry_points_are_ours() -> None:
+    for group, target in {
+        "torch.backends": "monarch_backend._autoload:torch_backends_entry",
+        "torch.distributed.backends": "monarch_backend._autoload:register",
+    }.items():
+        (entry,) = (e for e in importlib.metadata.entry_points(group=group) if e.name == "monarch")
+        assert entry.value == target
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("monarch", init_method="file://{store}", rank=0, world_size=1)
+x = torch.ones(2)
+dist.all_reduce(x)
+print(dist.get_backend(), x.tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("autoload", ["1", "0"])
+def test_no_import_needed(tmp_path: Path, autoload: str) -> None:
+    """With the entry point no import; with TORCH_DEVICE_BACKEND_AUTOLOAD=0 the explicit one does it."""
+    script = SCRIPT.format(store=tmp_path / "store")
+    if autoload == "0" and _autoload._needs_stand_ins(dist):
+        script = "import monarch_backend\n" + script
+    import os
+
+    env = dict(os.environ, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout == "monarch [2.0, 2.0]\n".replace("2.0", "1.0")
+
+
+def test_import_torch_imports_little() -> None:
+    code = "import torch, sys; print(*sorted(m for m in sys.modules if m.startswith('monarch_backend')))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    allowed = {"monarch_backend", "monarch_backend._autoload"}
+    assert set(out.stdout.split()) <= allowed
+
+
+def test_a_broken_hook_does_not_break_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(_autoload, "_needs_stand_ins", lambda _: True)
+    monkeypatch.setattr(_autoload, "register", broken)
+    with pytest.warns(UserWarning, match="could not register with torch .*: no luck"):
+        _autoload.torch_backends_entry()
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = dict(dist.Backend._plugins), dist.monitored_barrier
+    _autoload.register()
+    assert (dict(dist.Backend._plugins), dist.monitored_barrier) == before
+    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+
+
+@pytest.mark.parametrize("version", ["2.8.1", "2.16.0a0+git1", "3.0"])
+def test_a_version_outside_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(_versions.torch, "__version__", version)
+    _versions.remark.cache_clear()
+    with pytest.warns(UserWarning, match=re.escape(version)) as caught:
+        line = _versions.remark()
+    assert "\n" not in line
+    assert len(caught) == 1
+    _versions.remark.cache_clear()
+
+
+def test_a_version_inside_is_not_remarked() -> None:
+    _versions.remark.cache_clear()
+    assert _versions.remark() == ""
+
+
+def test_csrc_never_includes_torch() -> None:
+    sources = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".hpp", ".cpp", ".cc"}]
+    assert sources
+    for source in sources:
+        for include in re.findall(r'#\s*include\s*[<"]([^>"]+)[>"]', source.read_text()):
+            assert not re.match(r"(torch|ATen|c10|caffe2|cuda|nccl|hip)", include), f"{source.name}: {include}"
+
+
+def test_the_extension_needs_no_torch_library() -> None:
+    data = Path(_native.__file__).read_bytes()
+    for library in (b"libtorch", b"libc10", b"libcuda"):
+        assert library not in data
+
+
+def test_native_stub_matches() -> None:
+    stub = (ROOT / "monarch_backend" / "_native.pyi").read_text()
+    declared = set(re.findall(r"^def (\w+)", stub, re.M))
+    assert declared == {n for n in dir(_native) if not n.startswith("_")}
+
+
+def test_native_probes() -> None:
+    assert isinstance(_native.boot_id(), str)
+    assert set(_native.kernel_features()) == {"memfd_create", "pidfd_open", "process_vm_readv", "futex"}
+    if sys.platform == "linux":
+        assert _native.boot_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert _native.ipc_namespace().startswith("ipc:[")
+        flags = Path("/proc/cpuinfo").read_text()
+        assert all(f in flags for f in _native.cpu_features())

@@ -1,0 +1,153 @@
+"""The places where torch's name checks make a new backend miss out: each is still there, and our answer works.
+
+One test per row of docs/torch-names.md. A test that fails here says that torch changed: then the row, the
+stand-in in _torch_patches.py, or both, must go.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from monarch_backend import _torch_patches
+from monarch_backend._versions import torch_version
+from tests.support.ranks import run_ranks
+
+NAMES = sorted(_torch_patches.FIXED_IN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stand_in_is_there_only_where_torch_needs_it(name: str) -> None:
+    function = getattr(dist, name)
+    assert function is getattr(c10d, name)
+    replaced = hasattr(function, "__wrapped__") and function.__module__ == c10d.__name__
+    assert replaced == (torch_version() < _torch_patches.FIXED_IN[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "special_case"),
+    [("monitored_barrier", "!= Backend.GLOO"), ("batch_isend_irecv", "type(group) is ProcessGroup")],
+)
+def test_torch_still_has_the_special_case(name: str, special_case: str) -> None:
+    source = inspect.getsource(inspect.unwrap(getattr(c10d, name)))
+    assert (special_case in source) == (torch_version() < _torch_patches.FIXED_IN[name])
+
+
+def _monitored(rank: int) -> None:
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
+    dist.monitored_barrier(dist.group.WORLD, wait_all_ranks=True)
+    with pytest.raises(TypeError, match="timedelta"):
+        dist.monitored_barrier(timeout="soon")
+
+
+def test_monitored_barrier(pool) -> None:
+    pool(2).run(_monitored)
+
+
+def _monitored_late(rank: int) -> str:
+    store = dist.group.WORLD.get_group_store()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier") as caught:
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+        store.set("done", "1")
+        return str(caught.value)
+    store.wait(["done"], datetime.timedelta(seconds=30))
+    return ""
+
+
+def test_monitored_barrier_names_the_late_rank() -> None:
+    run_ranks(_monitored_late, 2)
+
+
+def _other_backend(rank: int) -> None:
+    group = dist.new_group([0, 1], backend="gloo")
+    dist.monitored_barrier(group)
+    tensors = [torch.full((2,), float(rank)), torch.empty(2)]
+    ops = [dist.P2POp(dist.isend, tensors[0], 1 - rank, group), dist.P2POp(dist.irecv, tensors[1], 1 - rank, group)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert tensors[1].tolist() == [1.0 - rank] * 2
+
+
+def test_other_backends_reach_torch_s_own_function(pool) -> None:
+    pool(2).run(_other_backend)
+
+
+class _Recorder:
+    """Stands for NCCL's group on a machine without one: coalesces, and notes the order of calls."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _start_coalescing(self) -> None:
+        self.calls.append("start")
+
+    def _end_coalescing(self) -> None:
+        self.calls.append("end")
+
+    def send(self, tensors: object, rank: int, tag: int) -> None:
+        self.calls.append("send")
+
+    def recv(self, tensors: object, rank: int, tag: int) -> None:
+        self.calls.append("recv")
+
+
+def _coalesced(rank: int) -> list[str]:
+    group = dist.new_group([0, 1])
+    recorder = _Recorder()
+    group._inner["cpu"] = recorder
+    ops = [dist.P2POp(op, torch.ones(1), 1 - rank, group) for op in (dist.isend, dist.irecv)]
+    dist.batch_isend_irecv(ops)
+    return recorder.calls
+
+
+def test_a_batch_is_coalesced_where_the_route_can(pool) -> None:
+    assert pool(2).run(_coalesced) == [["start", "send", "recv", "end"]] * 2
+
+
+def _names(rank: int) -> tuple[str, str, str]:
+    group = dist.group.WORLD
+    return dist.get_backend(), group.name(), dist.get_backend_config()
+
+
+def test_a_group_says_its_name(pool) -> None:
+    # A compiled plugin is called "custom" by ProcessGroup::getBackendName; a ProcessGroup subclass answers itself.
+    assert pool(2).run(_names) == [("monarch", "monarch", "cpu:monarch,cuda:monarch")] * 2
+
+
+def _sequence(rank: int) -> int:
+    group = dist.new_group([0, 1])
+    before = group._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    return group._get_sequence_number_for_group() - before
+
+
+def test_sequence_numbers(pool) -> None:
+    # ProcessGroup::backendSupportsSequenceNumbers knows four names; ours asks the inner group.
+    assert pool(2).run(_sequence) == [1, 1]
+
+
+def _timeouts(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    c10d._set_pg_timeout(datetime.timedelta(seconds=7), group)
+    gloo = group._get_backend(torch.device("cpu"))
+    assert gloo.options._timeout == datetime.timedelta(seconds=7)
+
+
+def test_set_pg_timeout_reaches_gloo(pool) -> None:
+    # distributed_c10d.py:_set_pg_timeout looks for instances of torch's own groups behind `_get_backend`.
+    pool(2).run(_timeouts)
+
+
+def test_torchcomms_takes_every_name_on_2_13() -> None:
+    # TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 sends every backend but "fake" to torchcomms.new_comm on 2.13; README says so.
+    source = inspect.getsource(c10d._new_process_group_helper)
+    if torch_version() == (2, 13):
+        assert "_use_torchcomms_enabled() and backend_str not in [Backend.FAKE]" in source

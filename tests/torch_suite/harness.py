@@ -1,0 +1,131 @@
+"""pytest's side of torch's suite: which tests there are, and a process that runs them.
+
+Reads names out of the file without importing it, starts and stops server.py, and turns its answers into
+outcomes. What a good outcome is stands in test_distributed.py and skips.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.ranks import KEPT_FDS, KEPT_PIDS
+from tests.torch_suite.server import HANG, suite_path
+
+ROOT = Path(__file__).parents[2]
+# The server ends a test at HANG by itself; when it says nothing for this long it hangs.
+SILENCE = HANG + 60
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one test: "passed", "skipped" or "failed"; why, and what was printed."""
+
+    status: str
+    why: str
+    output: str = ""
+
+
+def test_names() -> list[str]:
+    """The names of the suite's tests, in the file's order, as unittest sees them."""
+    tree = ast.parse(suite_path().read_text())
+    suite = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "DistributedTest")
+    base = next(n for n in suite.body if isinstance(n, ast.ClassDef) and n.name == "_DistTestBase")
+    names = []
+    for method in base.body:
+        if isinstance(method, ast.FunctionDef) and method.name.startswith("test"):
+            names += [method.name + suffix for suffix in _suffixes(method)]
+    return list(dict.fromkeys(names))
+
+
+def _suffixes(method: ast.FunctionDef) -> list[str]:
+    """What torch's @parametrize appends to a name: "_size_2_flag_True"; the lowest decorator comes first."""
+    axes = []
+    for decorator in reversed(method.decorator_list):
+        if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name):
+            if decorator.func.id == "parametrize":
+                argument, values = (ast.literal_eval(a) for a in decorator.args)
+                axes.append([f"_{argument}_{value}" for value in values])
+    return ["".join(combination) for combination in itertools.product(*axes)]
+
+
+class Suite:
+    """The suite for one backend, loaded in a process of its own; every test runs once and is remembered."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.outcomes: dict[str, Outcome] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="monarch-suite-")
+        for name in ("tmp", "barrier", "test_dir", "init_dir"):
+            os.mkdir(f"{self._folder.name}/{name}")
+        self._log = Path(self._folder.name, "log")
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs, self._log.open("ab") as log:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.torch_suite.server", str(theirs.fileno()), backend],
+                cwd=ROOT,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        KEPT_PIDS.add(self._server.pid)
+        KEPT_FDS.add(self._connection.fileno())
+        self.names: list[str] = self._receive(100.0)
+
+    def _environment(self) -> dict[str, str]:
+        # One thread per rank: two ranks on a small machine would otherwise fight for the cores.
+        # No GPU: torch skips the whole suite on a machine with one, and this is about the CPU route.
+        # A warning is a warning in the ranks, as torch runs its suite; pytest's "error" filter is ours.
+        chosen = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "default"}
+        # The suite reads these; what a launcher or another test left there is not meant for it.
+        dropped = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "MONARCH_DEBUG")
+        kept = {name: value for name, value in os.environ.items() if name not in dropped}
+        # It leaves files behind; in a folder that goes away they harm nobody.
+        return {**kept, **chosen, "TMPDIR": f"{self._folder.name}/tmp", "TEMP_DIR": self._folder.name}
+
+    def _receive(self, timeout: float) -> object:
+        with contextlib.suppress(EOFError, ConnectionError):
+            if self._connection.poll(timeout):
+                return self._connection.recv()
+            self._server.send_signal(signal.SIGUSR1)  # prints its stacks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(1.0)
+        output = self.output()
+        self.close()
+        raise AssertionError(f"the server of torch's suite for {self.backend} hung or died; its output:\n{output}")
+
+    def run(self, name: str) -> Outcome:
+        """The outcome of one test; from memory if it ran before."""
+        if name not in self.outcomes:
+            self._connection.send(name)
+            status, why = self._receive(SILENCE)
+            self.outcomes[name] = Outcome(status, why, self.output() if status == "failed" else "")
+        return self.outcomes[name]
+
+    def output(self) -> str:
+        """The end of what the running test printed."""
+        return self._log.read_text(errors="replace")[-20_000:] if self._log.exists() else ""
+
+    def close(self) -> None:
+        """End the server and whatever is left of its ranks; there is nothing in them to save."""
+        if self._connection.closed:
+            return
+        KEPT_FDS.discard(self._connection.fileno())
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+        KEPT_PIDS.discard(self._server.pid)
+        self._folder.cleanup()

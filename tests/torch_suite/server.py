@@ -1,0 +1,150 @@
+"""The process that has torch's suite loaded and runs one test of it at a time, on two forked ranks.
+
+Runs as ``python -m tests.torch_suite.server FD BACKEND``, started by harness.py: what the suite does to its
+process (environment, seeds, logging, working on file descriptors) must not reach pytest's. Here are loading, forking, joining
+and the outcome of a test; no opinion about outcomes.
+
+Torch's own harness spawns the ranks, which imports torch twice for every test (20 s on two cores). Forked ones
+share the import; this process never computes anything, so it has no thread that a fork would lose.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import types
+import unittest
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tests.torch_suite import substitutions
+
+WORLD_SIZE = 2
+# A rank that takes longer hangs. Torch's own limit is 300 s; the longest test takes some 10 s here.
+HANG = float(os.environ.get("MONARCH_SUITE_HANG", "60"))
+_STACKS = signal.SIGUSR1
+
+
+def suite_path() -> Path:
+    """Where this torch keeps the file."""
+    import torch
+
+    return Path(torch.__file__).parent / "testing/_internal/distributed/distributed_test.py"
+
+
+def load(backend: str) -> types.ModuleType:
+    """Torch's distributed_test.py as a module; changed for "monarch", as it is for any other backend."""
+    os.environ.update(BACKEND=backend, WORLD_SIZE=str(WORLD_SIZE))
+    os.environ["INIT_METHOD"] = f"file://{os.environ['TEMP_DIR']}/init_dir/shared_init_file"
+    source = suite_path().read_text()
+    module = types.ModuleType("distributed_test")
+    module.__file__ = str(suite_path())
+    if backend == "monarch":
+        from torch.testing._internal.common_distributed import DistTestCases
+
+        for feature in substitutions.FEATURES:
+            DistTestCases.backend_feature[feature].add(backend)
+        source = substitutions.apply(source)
+        vars(module).update(substitutions.NAMES)
+    # pickle, dataclasses and typing look classes of the suite up by their module
+    sys.modules[module.__name__] = module
+    exec(compile(source, module.__file__, "exec"), vars(module))
+    return module
+
+
+def case(module: types.ModuleType) -> type[unittest.TestCase]:
+    """The suite as a TestCase whose ranks are forked."""
+
+    class Forked(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+        @classmethod
+        def _run(cls, *args: Any, **kwargs: Any) -> None:
+            faulthandler.register(_STACKS, all_threads=True)
+            super()._run(*args, **kwargs)
+
+        def _join_processes(self, fn: Callable[..., Any]) -> None:
+            """Torch's, without its polling; and a rank that hangs prints its stacks whatever it hangs in."""
+            started = time.monotonic()
+            try:
+                late = _join(self.processes, started + HANG, self.TEST_ERROR_EXIT_CODE)
+                if late:
+                    raise RuntimeError(f"rank {late} did not end within {HANG:.0f} s; stacks in the output")
+                self._check_return_codes(fn, time.monotonic() - started)
+                codes = {p.exitcode for p in self.processes}
+                if len(codes) > 1 and fn not in self.skip_return_code_checks:
+                    raise RuntimeError(f"the ranks ended differently: exit codes {codes}")
+            finally:
+                for pipe in self.pid_to_pipe.values():
+                    pipe.close()
+
+    return Forked
+
+
+def _join(processes: list[Any], deadline: float, failure: int) -> list[int]:
+    """Wait for the ranks and leave none behind; returns those that had to be killed at the deadline.
+
+    When one has failed the others may wait for it for ever: they are killed without being late.
+    """
+    running = {p.sentinel: p for p in processes}
+    while running and not any(p.exitcode == failure for p in processes):
+        ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for sentinel in ready:
+            running.pop(sentinel).join()  # type: ignore[arg-type]
+    late = [] if any(p.exitcode == failure for p in processes) else list(running.values())
+    for process in late:
+        os.kill(process.pid, _STACKS)
+    if late:
+        time.sleep(1.0)  # the stacks are being printed; the test has failed already
+    for process in processes:
+        process.kill()
+        process.join()
+    return [rank for rank, process in enumerate(processes) if process in late]
+
+
+def run(test: unittest.TestCase) -> tuple[str, str]:
+    """(passed | skipped | failed, why)."""
+    result = unittest.TestResult()
+    test.run(result)
+    problems = [*result.failures, *result.errors]
+    if problems:
+        return "failed", "\n".join(text for _, text in problems)
+    if result.skipped:
+        return "skipped", result.skipped[0][1]
+    return ("passed", "") if result.testsRun == 1 else ("failed", "unittest ran nothing")
+
+
+def _serve(connection: Connection, backend: str) -> None:
+    Forked = case(load(backend))  # noqa: N806
+    Forked.setUpClass()
+    connection.send(unittest.TestLoader().getTestCaseNames(Forked))
+    pytest = os.getppid()
+    while True:
+        # Other children of pytest hold copies of its end, so no end of file would say that it is gone.
+        while not connection.poll(2.0):
+            if os.getppid() != pytest:
+                return
+        name = connection.recv()
+        # stderr is a file in append mode: what is in it belongs to the test that runs
+        os.truncate(sys.stderr.fileno(), 0)
+        connection.send(run(Forked(name)))
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    faulthandler.register(_STACKS, all_threads=True)
+    # torch's harness says in its log, at this level, why a test was skipped inside its ranks
+    logging.basicConfig(level=logging.INFO)
+    os.set_inheritable(int(sys.argv[1]), False)
+    _serve(Connection(int(sys.argv[1])), sys.argv[2])

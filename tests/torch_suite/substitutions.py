@@ -1,0 +1,114 @@
+"""What is changed in torch's distributed_test.py before it runs, and why: "monarch" gets what "gloo" gets.
+
+The file decides by name what a backend can do, and skips silently for a name it doesn't know. Here are the
+changes of its text, each with its reason, and the mentions of Gloo that stay. Nothing else may change the suite:
+no test, tolerance, timeout or expectation. `unmatched` and `unreviewed` are empty as long as torch's file is the
+one that was read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """``old`` becomes ``new``, everywhere; ``counts`` is how often torch 2.9 to 2.15 write ``old``."""
+
+    old: str
+    new: str
+    counts: tuple[int, ...]
+    reason: str
+
+
+# The features that torch's common_distributed.py lists by backend name, as sets; "monarch" joins them.
+# "plugin" is torch's own place for backends that are not built in: it makes `require_backend_is_available` look
+# no further than the name.
+FEATURES = ("gpu", "cuda", "ddp", "subgroup", "plugin")
+
+# Names that the changed file uses and that the harness puts beside its own.
+NAMES = {"TITLES": {"monarch": "gloo"}}
+
+SUBSTITUTIONS = (
+    Substitution(
+        'BACKEND != "gloo"',
+        'BACKEND not in ("gloo", "monarch")',
+        (18, 19),
+        "timeouts, CPU batch_isend_irecv, sparse all_reduce, get_future and DDP join work on the CPU route as on Gloo",
+    ),
+    Substitution(
+        'BACKEND == "mpi" or BACKEND == "gloo"',
+        'BACKEND in ("mpi", "gloo", "monarch")',
+        (1,),
+        "the model of the gradient accumulation tests is made for the CPU; without it they fail on a missing name",
+    ),
+    Substitution(
+        '@require_backend_is_available({"gloo"})',
+        '@require_backend_is_available({"gloo", "monarch"})',
+        (19,),
+        "coalesced collectives, monitored_barrier and two DDP tests are written for CPU groups, which we have",
+    ),
+    Substitution(
+        "\n    dist.Backend.GLOO,\n",
+        '\n    dist.Backend.GLOO,\n    "monarch",\n',
+        (3,),
+        "profiling works; outside these lists the expected events are not looked at",
+    ),
+    Substitution(
+        'f"{backend}:',
+        'f"{TITLES.get(backend, backend)}:',
+        (9,),
+        "a profiled event keeps the title of the group that did it (gloo:send), which is what the traces' tools know",
+    ),
+    Substitution(
+        'f"{dist.get_backend()}:',
+        'f"{TITLES.get(dist.get_backend(), dist.get_backend())}:',
+        (2,),
+        "the same for the titles that DDP's profiling tests look for",
+    ),
+    Substitution(
+        "dist.get_backend() + profiling_title_postfix",
+        "TITLES.get(dist.get_backend(), dist.get_backend()) + profiling_title_postfix",
+        (1,),
+        "the same for the titles of the collectives",
+    ),
+)
+
+# Lines that name Gloo and stay: (pattern of the whole line, reason).
+KEPT = (
+    (r"#.*", "comments"),
+    (r'dist\.Backend\(\["gloo"\]\)', "a call that must raise whatever the backend"),
+    (r"dist\.Backend\.GLOO,", "the lists of the profiling substitution, which adds the next line"),
+    (r'group_gloo = dist\.new_group\(ranks=\[0, 1\], backend="gloo"\)', "a group of Gloo's own beside ours"),
+    (r"(timeout=timedelta\(seconds=60\), )?backend=dist\.Backend\.GLOO,?", "a group of Gloo's own beside ours"),
+    (r"if backend == dist\.Backend\.GLOO:", "is Gloo built in; the feature set \"plugin\" answers for us"),
+    (
+        r'if ddp_logging_data\.get\("backend_name"\) == "gloo":',
+        "torch's logger.cpp writes the GLOO_* variables only for a backend called gloo; ours is logged as monarch",
+    ),
+)
+
+
+def apply(source: str) -> str:
+    """Torch's file with every substitution made."""
+    for substitution in SUBSTITUTIONS:
+        source = source.replace(substitution.old, substitution.new)
+    return source
+
+
+def unmatched(source: str) -> list[str]:
+    """The substitutions that torch's file has more or less often than the releases that were read."""
+    found = ((s, source.count(s.old)) for s in SUBSTITUTIONS)
+    return [f"{s.old!r}: {n} times, expected {s.counts} ({s.reason})" for s, n in found if n not in s.counts]
+
+
+def unreviewed(source: str) -> list[str]:
+    """The lines of torch's file that name Gloo and are neither substituted nor listed in KEPT."""
+    left = []
+    for number, line in enumerate(apply(source).splitlines(), 1):
+        if not re.search(r"\"gloo\"|Backend\.GLOO", line) or "monarch" in line:
+            continue
+        if not any(re.fullmatch(pattern, line.strip()) for pattern, _ in KEPT):
+            left.append(f"{number}: {line.strip()}")
+    return left
