@@ -151,3 +151,12 @@ def test_torchcomms_takes_every_name_on_2_13() -> None:
     source = inspect.getsource(c10d._new_process_group_helper)
     if torch_version() == (2, 13):
         assert "_use_torchcomms_enabled() and backend_str not in [Backend.FAKE]" in source
+
+
+def test_old_autograd_all_gather_refuses_other_names() -> None:
+    # torch.distributed.nn.functional is deprecated in favour of _functional_collectives; documented, not patched.
+    from torch.distributed.nn import functional
+
+    source = inspect.getsource(functional._AllGatherBase.backward)
+    assert "Backend not supported!" in source
+    assert "dist.Backend.NCCL" in source
