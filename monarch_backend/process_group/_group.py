@@ -168,7 +168,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if inner is None:
             # Meta tensors have no memory to send; torch's dispatcher makes their collectives no-ops.
             inner = self if device == "meta" and not self._closed else self._open_route(device)
-        for tensor in tensors:
+        for tensor in tensors[1:]:
             if tensor.device.type != device:
                 raise bad_argument(
                     self,
