@@ -24,6 +24,7 @@ import sys
 import time
 import warnings
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 class Attention(nn.Module):
+    rope: Tensor
+
     def __init__(self, dim: int, heads: int, context: int):
         super().__init__()
         self.head_dim = dim // heads
@@ -81,23 +84,14 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.w1 = nn.Linear(dim, 4 * dim, bias=False)
-        self.w2 = nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.gelu(self.w1(x)))
-
-
 class Block(nn.Module):
     def __init__(self, dim: int, heads: int, context: int):
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
         self.attention = Attention(dim, heads, context)
         self.mlp_norm = nn.RMSNorm(dim, eps=1e-5)
-        self.mlp = MLP(dim)
+        up, down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        self.mlp = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -113,11 +107,12 @@ class Transformer(nn.Module):
         self.output = nn.Linear(dim, BYTES, bias=False)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:  # the layers that write to the residual stream start smaller, as in GPT-2
-                residual = name.endswith(("wo.weight", "w2.weight"))
+                residual = name.endswith(("wo.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(self.norm(self.blocks(self.embed(tokens))))
+        """Log-probabilities of the next byte at each position."""
+        return self.output(self.norm(self.blocks(self.embed(tokens)))).log_softmax(-1)
 
 
 # ---- parallelism
@@ -140,8 +135,8 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
         "attention.wo": RowwiseParallel(output_layouts=sequence),
         "mlp_norm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole),
-        "mlp.w1": ColwiseParallel(),
-        "mlp.w2": RowwiseParallel(output_layouts=sequence),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=sequence),
     }
     parallelize_module(model, mesh, plan)
     for block in model.blocks:
@@ -234,18 +229,14 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **loaded)
         self.data.rng.set_state(state["data_rng"])
         self.step, self.train_losses = state["step"], state["train_losses"]
         self.heldout_losses = state["heldout_losses"]
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        return F.nll_loss(self.model(tokens).flatten(0, 1), targets.flatten())
 
     def global_mean(self, loss: Tensor) -> float:
         """The slices of a batch are equally long, so the mean of their means is the mean of the batch."""
@@ -276,11 +267,9 @@ class Trainer:
     def train(self) -> float:
         """Run to the last step; returns bytes of text trained on per second, checkpoints and evaluation aside."""
         args, seconds, speed, first_step = self.args, 0.0, 0.0, self.step
-        progress = tqdm(
-            total=args.steps, initial=self.step, disable=RANK != 0, desc=args.parallel, unit="step", dynamic_ncols=True, mininterval=0.5
-        )
-        with progress:
-            while self.step < args.steps:
+        steps = range(self.step, args.steps)
+        with tqdm(steps, args.parallel, args.steps, initial=self.step, unit="step", disable=RANK != 0) as progress:
+            for _ in progress:
                 start = time.perf_counter()
                 self.train_losses.append(self.train_step())
                 seconds += time.perf_counter() - start
@@ -289,11 +278,11 @@ class Trainer:
                     self.heldout_losses.append([self.step, self.evaluate()])
                 if self.step % args.checkpoint_every == 0 or self.step == args.steps:
                     save_checkpoint(self)
-                heldout = f"{self.heldout_losses[-1][1]:.3f}" if self.heldout_losses else "-"
-                progress.set_postfix_str(
-                    f"loss {self.train_losses[-1]:.3f}, held-out {heldout}, {speed:,.0f} tokens/s", refresh=False
-                )
-                progress.update()
+                heldout = f" held-out {self.heldout_losses[-1][1]:.3f}" if self.heldout_losses else ""
+                note = f"loss {self.train_losses[-1]:.3f}{heldout} {speed:,.0f} tokens/s"
+                progress.set_postfix_str(note, refresh=False)
+        if not self.heldout_losses:  # resumed at the last step, from before the first evaluation
+            self.heldout_losses.append([self.step, self.evaluate()])
         return speed
 
     @torch.no_grad()
@@ -305,8 +294,8 @@ class Trainer:
             window = text[-self.args.context :]
             # Always a full window, as in training: attention is causal, so what follows the text does not matter.
             padded = window + [0] * (self.args.context - len(window))
-            logits = self.model(torch.tensor([padded], device=self.data.device))[0, len(window) - 1]
-            text.append(int(torch.multinomial((logits.float().cpu() / 0.7).softmax(-1), 1, generator=rng)))
+            scores = self.model(torch.tensor([padded], device=self.data.device))[0, len(window) - 1].cpu()
+            text.append(int(torch.multinomial((scores / 0.8).softmax(-1), 1, generator=rng)))
         return bytes(text).decode(errors="replace")
 
 
@@ -355,7 +344,8 @@ def plot_losses(trainer: Trainer, path: Path) -> None:
     train = trainer.train_losses
     axes.plot(range(1, len(train) + 1), train, color="#9ecae1", linewidth=1, label="train, each step")
     if trainer.heldout_losses:
-        axes.plot(*zip(*trainer.heldout_losses), "o-", color="#d6541b", markersize=4, label="held-out files")
+        steps, losses = zip(*trainer.heldout_losses, strict=True)
+        axes.plot(steps, losses, "o-", color="#d6541b", markersize=4, label="held-out files")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
     axes.set_title(f"Byte-level transformer on torch's sources: {trainer.args.parallel}, world size {WORLD_SIZE}")
     axes.grid(alpha=0.3)
@@ -366,7 +356,7 @@ def plot_losses(trainer: Trainer, path: Path) -> None:
 
 def report(trainer: Trainer, speed: float) -> None:
     args = trainer.args
-    sample = trainer.generate(b"def ", 160)
+    sample = trainer.generate(b"import torch\n\n\nclass ", args.sample)
     if RANK != 0:
         return
     args.out.mkdir(parents=True, exist_ok=True)
@@ -377,7 +367,8 @@ def report(trainer: Trainer, speed: float) -> None:
     heldout = trainer.heldout_losses[-1][1]
     print(f"\nsample:\n{sample}\n")
     print(f"train loss {trainer.train_losses[-1]:.4f}, held-out loss {heldout:.4f} nats per byte", end=" ")
-    print(f"({heldout / math.log(2):.2f} bits) after {trainer.step} steps, {speed:,.0f} tokens/s")
+    pace = f", {speed:,.0f} tokens/s" if speed else ""  # none when resumed at the last step
+    print(f"({heldout / math.log(2):.2f} bits) after {trainer.step} steps{pace}")
     print(f"loss curve {args.out}/loss.png, checkpoint {newest_checkpoint(args.out)}")
 
 
@@ -405,6 +396,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--eval-every", type=int, default=50, help="steps")
     add("--eval-batches", type=int, default=4)
     add("--checkpoint-every", type=int, default=100, help="steps")
+    add("--sample", type=int, default=160, help="bytes of sample text at the end")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     args.tp_size = {"tp": WORLD_SIZE, "fsdp+tp": args.tp_size}.get(args.parallel, 1)
@@ -415,10 +407,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find_problem(args: argparse.Namespace) -> str | None:
-    tp, dp = args.tp_size, WORLD_SIZE // max(args.tp_size, 1)
-    small = [name for name in ("steps", "batch", "context", "layers", "warmup", "tp_size") if getattr(args, name) < 1]
-    if small:
-        return f"--{small[0].replace('_', '-')} must be at least 1"
+    tp = args.tp_size
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name != "seed":
+            return f"--{name.replace('_', '-')} must be at least 1"
     if args.parallel == "none" and WORLD_SIZE > 1:
         return f"--parallel none is one process, and torchrun started {WORLD_SIZE}: pick ddp, fsdp, tp or fsdp+tp"
     if args.parallel != "none" and "RANK" not in os.environ:
@@ -431,8 +423,8 @@ def find_problem(args: argparse.Namespace) -> str | None:
         return f"--heads {args.heads} is not divisible by the tensor-parallel size {tp}: each rank takes whole heads"
     if args.context % tp:
         return f"--context {args.context} is not divisible by the tensor-parallel size {tp}: it is split along it"
-    if args.batch % dp:
-        return f"--batch {args.batch} is the global batch and is not divisible by {dp} data-parallel ranks"
+    if args.batch % (WORLD_SIZE // tp):
+        return f"--batch {args.batch}, the global batch, is not divisible by {WORLD_SIZE // tp} data-parallel ranks"
     if args.device == "cuda" and torch.cuda.device_count() < LOCAL_WORLD_SIZE:
         return f"--device cuda: {torch.cuda.device_count()} GPUs for {LOCAL_WORLD_SIZE} local ranks; use --device cpu"
     if args.resume and newest_checkpoint(args.out) is None:
@@ -442,7 +434,7 @@ def find_problem(args: argparse.Namespace) -> str | None:
 
 def pick_device(choice: str) -> torch.device:
     if choice == "cpu" or torch.cuda.device_count() < LOCAL_WORLD_SIZE:
-        # torchrun sets OMP_NUM_THREADS=1; without it every rank would take all cores.
+        # torchrun sets OMP_NUM_THREADS=1, and alone a process takes all cores: share them out instead.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // LOCAL_WORLD_SIZE))
         return torch.device("cpu")
@@ -461,7 +453,10 @@ def device_mesh(args: argparse.Namespace, device: torch.device) -> Iterator[Devi
     dist.init_process_group(args.backend)
     try:
         shape = (WORLD_SIZE // args.tp_size, args.tp_size)
-        yield init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+        if min(shape) > 1:
+            mesh._flatten()  # lets DTensor sum the gradient norm over both dimensions at once
+        yield mesh
     finally:
         dist.destroy_process_group()
 
@@ -472,8 +467,8 @@ def main(argv: list[str] | None = None) -> None:
     with device_mesh(args, device) as mesh:
         torch.manual_seed(args.seed)
         # On the CPU and before any sharding: every rank of every mode starts from the same weights.
-        model = Transformer(args.dim, args.layers, args.heads, args.context).to(device)
-        model = parallelize(model, args.parallel, mesh)
+        whole = Transformer(args.dim, args.layers, args.heads, args.context).to(device)
+        model = parallelize(whole, args.parallel, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
         dp_rank, dp_size = (mesh.get_local_rank("dp"), mesh["dp"].size()) if mesh else (0, 1)
         data = Data(args.context, args.batch, args.seed, dp_rank, dp_size, device)

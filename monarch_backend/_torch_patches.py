@@ -8,6 +8,8 @@ backends reach torch's own function untouched.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -58,3 +60,21 @@ def batch_isend_irecv(original: Callable[..., Any], p2p_op_list: list[Any]) -> A
             peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
             op.op(op.tensor, group=op.group, tag=op.tag, **peer)
     return manager.works
+
+
+def restore_new_group() -> None:
+    """torch_xla 2.9, distributed/xla_backend.py: its import replaces dist.new_group for the groups of all backends.
+
+    Its function has no group_desc, device_id, sort_ranks or use_local_synchronization. Where the default group
+    is ours torch's own is called again. Does nothing unless somebody imported that module.
+    """
+    backend = sys.modules.get("torch_xla.distributed.xla_backend")
+    theirs = getattr(backend, "new_xla_process_group", None)
+    if theirs is None or dist.new_group is not theirs:
+        return
+
+    @functools.wraps(c10d.new_group)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return (c10d.new_group if _is_ours(dist.group.WORLD) else theirs)(*args, **kwargs)
+
+    dist.new_group = new_group

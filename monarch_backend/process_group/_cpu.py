@@ -8,7 +8,7 @@ only; no communication. Also the one adaptation: dtypes that Gloo can't name mov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,6 +61,18 @@ def reducible(group: MonarchProcessGroup, collective: str, tensors: list[Tensor]
             group, collective, f"reduce op {name} can't combine {dtype}", f"It takes {_names(INTEGERS)}."
         )
     return tensors
+
+
+def bool_sum_as_max(tensors: Sequence[Tensor], opts: Any) -> Any:
+    """``opts`` with MAX for the SUM of bools: Gloo adds their bytes, so 256 times True is False. NCCL does the same."""
+    if tensors[0].dtype is not torch.bool or _op_name(opts.reduceOp) != "SUM":
+        return opts
+    swapped = type(opts)()  # a new one: the caller's may serve other calls
+    for name in ("rootRank", "timeout", "asyncOp"):
+        if hasattr(opts, name):
+            setattr(swapped, name, getattr(opts, name))
+    swapped.reduceOp = ReduceOp.MAX
+    return swapped
 
 
 def _op_name(op: object) -> str:
@@ -121,6 +133,13 @@ def check_single(
     check_contiguous(group, collective, [large, small])
 
 
+def concatenated(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
+    """A checked (large, small) pair as Gloo takes it: it refuses the stacked form and crashes on a 0-dim tensor."""
+    if small.dim() and large.shape[1:] == small.shape[1:]:
+        return large, small
+    return large.view(-1), small.view(-1)
+
+
 def check_contiguous(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that are not contiguous, where torch refuses them on its other backends too."""
     for tensor in tensors:
@@ -133,9 +152,23 @@ def check_contiguous(group: MonarchProcessGroup, collective: str, tensors: Seque
             )
 
 
+def check_dense(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors with gaps or another order of elements: Gloo would overwrite whatever lies in between.
+
+    channels_last passes, as it does on NCCL: the same elements in the same memory, if all ranks use it.
+    """
+    for tensor in tensors:
+        if tensor.layout is torch.strided and not tensor.is_contiguous():
+            order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+            if order is None or not tensor.is_contiguous(memory_format=order):
+                check_contiguous(group, collective, [tensor])
+
+
 def check_splits(group: MonarchProcessGroup, collective: str, what: str, tensor: Tensor, splits: Sequence[int]) -> None:
     """Refuse split sizes that do not cover the first dimension of ``tensor`` exactly, or an uneven default."""
-    rows = tensor.size(0) if tensor.dim() else 0
+    if not tensor.dim():
+        raise bad_argument(group, collective, f"{what} has no dimensions", "Give a tensor with rows to share.")
+    rows = tensor.size(0)
     if not splits:
         if rows % group.size():
             raise bad_argument(

@@ -36,8 +36,8 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from monarch_backend import _versions
-from monarch_backend.process_group import _cpu, _routes, _torch
+from monarch_backend import _torch_patches, _versions
+from monarch_backend.process_group import _cpu, _routes, _torch, _xla
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, bad_argument, where
 from monarch_backend.process_group._hooks import CompletionHooks
 from monarch_backend.process_group._options import Options
@@ -48,6 +48,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
     """Make the group; torch calls this on every member with its `_DistributedBackendOptions`."""
     _versions.remark()
+    _torch_patches.restore_new_group()
     return MonarchProcessGroup(options, Options.parse(pg_options), _torch.creation())
 
 
@@ -70,6 +71,7 @@ def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
+@_torch.hide_from_dynamo
 class MonarchProcessGroup(dist.ProcessGroup):
     """A group of ranks whose tensors travel by the route of their device."""
 
@@ -125,20 +127,19 @@ class MonarchProcessGroup(dist.ProcessGroup):
         route = _routes.choose(device, self._creation.device_map)
         if not route.available:
             raise self._no_route(route)
-        if route.backend == "xla":
-            import torch_xla.distributed.xla_backend  # noqa: F401 # registers it
+        options = self._pg_options.for_device(device)
+
+        def make() -> Any:
+            return _torch.make_inner(route.backend, self._creator_options, options, self._creation, device)
+
         # One Gloo group serves "cpu:monarch,cuda:gloo": c10d keeps one backend per kind as well.
         shared = [d for d, r in self._routes.items() if r.backend == route.backend]
         if shared:
             inner = self._inner[shared[0]]
+        elif route.backend == "xla":
+            inner = _xla.make(self, make, list(self._creator_options.global_ranks_in_group), options)
         else:
-            inner = _torch.make_inner(
-                route.backend,
-                self._creator_options,
-                self._pg_options.for_device(device),
-                self._creation,
-                device,
-            )
+            inner = make()
         self._adopt(device, route, inner)
         return inner
 
@@ -197,9 +198,12 @@ class MonarchProcessGroup(dist.ProcessGroup):
         opts = _options(AllreduceOptions, opts, reduceOp=op, timeout=timeout)
         inner, on_cpu = self._find("all_reduce", tensors)
         if on_cpu:
+            _cpu.check_dense(self, "all_reduce", tensors)
+            opts = _cpu.bool_sum_as_max(tensors, opts)
             tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp)
         if self._detour(inner, tensors[0]):
-            return self._done(super().allreduce(tensors, opts), "allreduce", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().allreduce(tensors, opts), "allreduce", on_cpu)
         return self._done(inner.allreduce(tensors, opts), "allreduce", on_cpu)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -208,9 +212,11 @@ class MonarchProcessGroup(dist.ProcessGroup):
         opts = _options(AllreduceCoalescedOptions, opts)
         inner, on_cpu = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
+            opts = _cpu.bool_sum_as_max(tensors, opts)
             tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp)[0] for t in tensors]
         if self._detour(inner, tensors[0]):
-            return self._done(super().allreduce_coalesced(tensors, opts), "allreduce_coalesced", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().allreduce_coalesced(tensors, opts), "allreduce_coalesced", on_cpu)
         return self._done(inner.allreduce_coalesced(tensors, opts), "allreduce_coalesced", on_cpu)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
@@ -220,9 +226,12 @@ class MonarchProcessGroup(dist.ProcessGroup):
         inner, on_cpu = self._find("reduce", tensors)
         if on_cpu:
             _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
+            _cpu.check_dense(self, "reduce", tensors)
+            opts = _cpu.bool_sum_as_max(tensors, opts)
             tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp)
         if self._detour(inner, tensors[0]):
-            return self._done(super().reduce(tensors, opts), "reduce", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().reduce(tensors, opts), "reduce", on_cpu)
         return self._done(inner.reduce(tensors, opts), "reduce", on_cpu)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -234,10 +243,14 @@ class MonarchProcessGroup(dist.ProcessGroup):
             for output, row in zip(outputs, inputs, strict=True):
                 _cpu.check_count(self, "reduce_scatter", "input", row)
                 _cpu.check_same_shape(self, "reduce_scatter", row, output)
+            _cpu.check_contiguous(self, "reduce_scatter", outputs)
+            inputs = [[t.contiguous() for t in row] for row in inputs]  # Gloo ignores strides
+            opts = _cpu.bool_sum_as_max(outputs, opts)
             outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp)
             inputs = [_cpu.reducible(self, "reduce_scatter", row, opts.reduceOp) for row in inputs]
         if self._detour(inner, outputs[0]):
-            return self._done(super().reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
         return self._done(inner.reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -246,9 +259,12 @@ class MonarchProcessGroup(dist.ProcessGroup):
         inner, on_cpu = self._find("reduce_scatter_tensor", [output, input])
         if on_cpu:
             _cpu.check_single(self, "reduce_scatter_tensor", input, output, ("input", "output"))
+            input, output = _cpu.concatenated(input, output)
+            opts = _cpu.bool_sum_as_max([output], opts)
             output, input = _cpu.reducible(self, "reduce_scatter_tensor", [output, input], opts.reduceOp)
         if self._detour(inner, output):
-            work = super()._reduce_scatter_base(output, input, opts)
+            with _torch.through_dispatcher():
+                work = super()._reduce_scatter_base(output, input, opts)
         else:
             work = inner._reduce_scatter_base(output, input, opts)
         return self._done(work, "_reduce_scatter_base", on_cpu)
@@ -256,7 +272,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
         if _torch.watched():
-            return super().reduce_scatter_single(output, input, opts)
+            with _torch.through_dispatcher():
+                return super().reduce_scatter_single(output, input, _options(ReduceScatterOptions, opts))
         return self._reduce_scatter_base(output, input, opts)
 
     # Gathering and moving ---------------------------------------------------------------------------------
@@ -268,9 +285,11 @@ class MonarchProcessGroup(dist.ProcessGroup):
         inner, on_cpu = self._find("broadcast", tensors)
         if on_cpu:
             _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
+            _cpu.check_dense(self, "broadcast", tensors)
             tensors = _cpu.movable(tensors, group=self, collective="broadcast")
         if self._detour(inner, tensors[0]):
-            return self._done(super().broadcast(tensors, opts), "broadcast", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().broadcast(tensors, opts), "broadcast", on_cpu)
         return self._done(inner.broadcast(tensors, opts), "broadcast", on_cpu)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -281,7 +300,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if on_cpu:
             inputs, outputs = self._cpu_lists("all_gather", inputs, outputs, "output")
         if self._detour(inner, inputs[0]):
-            return self._done(super().allgather(outputs, inputs, opts), "allgather", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().allgather(outputs, inputs, opts), "allgather", on_cpu)
         return self._done(inner.allgather(outputs, inputs, opts), "allgather", on_cpu)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -297,7 +317,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
             inputs = _cpu.movable(inputs, group=self, collective="all_gather_coalesced")
             outputs = [_cpu.movable(row, group=self, collective="all_gather_coalesced") for row in outputs]
         if self._detour(inner, inputs[0]):
-            return self._done(super().allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
         return self._done(inner.allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -306,9 +327,11 @@ class MonarchProcessGroup(dist.ProcessGroup):
         inner, on_cpu = self._find("all_gather_into_tensor", [output, input])
         if on_cpu:
             _cpu.check_single(self, "all_gather_into_tensor", output, input, ("output", "input"))
+            output, input = _cpu.concatenated(output, input)
             output, input = _cpu.movable([output, input], group=self, collective="all_gather_into_tensor")
         if self._detour(inner, output):
-            work = super()._allgather_base(output, input, opts)
+            with _torch.through_dispatcher():
+                work = super()._allgather_base(output, input, opts)
         else:
             work = inner._allgather_base(output, input, opts)
         return self._done(work, "_allgather_base", on_cpu)
@@ -316,7 +339,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
         if _torch.watched():
-            return super().all_gather_single(output, input, opts)
+            with _torch.through_dispatcher():
+                return super().all_gather_single(output, input, _options(AllgatherOptions, opts))
         return self._allgather_base(output, input, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -329,7 +353,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
             _cpu.check_rank(self, "gather", "destination", opts.rootRank)
             inputs, outputs = self._cpu_rooted("gather", inputs, outputs, "output")
         if self._detour(inner, inputs[0]):
-            return self._done(super().gather(outputs, inputs, opts), "gather", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().gather(outputs, inputs, opts), "gather", on_cpu)
         return self._done(inner.gather(outputs, inputs, opts), "gather", on_cpu)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -340,29 +365,13 @@ class MonarchProcessGroup(dist.ProcessGroup):
         inner, on_cpu = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
             _cpu.check_rank(self, "scatter", "source", opts.rootRank)
+            _cpu.check_contiguous(self, "scatter", outputs)
+            inputs = [[t.contiguous() for t in row] for row in inputs]  # Gloo ignores strides
             outputs, inputs = self._cpu_rooted("scatter", outputs, inputs, "input")
         if self._detour(inner, outputs[0]):
-            return self._done(super().scatter(outputs, inputs, opts), "scatter", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().scatter(outputs, inputs, opts), "scatter", on_cpu)
         return self._done(inner.scatter(outputs, inputs, opts), "scatter", on_cpu)
-
-    def alltoall_base(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Any,
-        input_splits: Any,
-        opts: Any = None,
-    ) -> Any:
-        """Exchange slices of one tensor; torch.distributed.all_to_all_single comes here."""
-        opts = _options(AllToAllOptions, opts)
-        inner, on_cpu = self._find("all_to_all_single", [output, input])
-        if on_cpu:
-            output, input, output_splits, input_splits = self._cpu_exchange(output, input, output_splits, input_splits)
-        if self._detour(inner, output):
-            work = super().alltoall_base(output, input, output_splits, input_splits, opts)
-        else:
-            work = inner.alltoall_base(output, input, output_splits, input_splits, opts)
-        return self._done(work, "alltoall_base", on_cpu)
 
     def all_to_all_single(
         self,
@@ -372,10 +381,32 @@ class MonarchProcessGroup(dist.ProcessGroup):
         input_splits: Any,
         opts: Any = None,
     ) -> Any:
-        """The name that torch 2.13 and later use for :meth:`alltoall_base`."""
-        if _torch.watched():
-            return super().all_to_all_single(output, input, output_splits, input_splits, opts)
-        return self.alltoall_base(output, input, output_splits, input_splits, opts)
+        """Exchange slices of one tensor; torch.distributed.all_to_all_single comes here.
+
+        torch 2.13 and later find this name from both of theirs. Overriding `alltoall_base` as well would never
+        end: their C++ base looks for either override, whichever of the two called it.
+        """
+        inner, on_cpu, opts, args = self._exchange(output, input, output_splits, input_splits, opts)
+        if self._detour(inner, output):
+            with _torch.through_dispatcher():
+                work = super().all_to_all_single(*args, opts)
+        else:
+            work = inner.alltoall_base(*args, opts)
+        return self._done(work, "alltoall_base", on_cpu)
+
+    if not hasattr(dist.ProcessGroup, "all_to_all_single"):
+
+        def alltoall_base(
+            self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+        ) -> Any:
+            """The name that torch before 2.13 has for :meth:`all_to_all_single`."""
+            inner, on_cpu, opts, args = self._exchange(output, input, output_splits, input_splits, opts)
+            if self._detour(inner, output):
+                with _torch.through_dispatcher():
+                    work = super().alltoall_base(*args, opts)
+            else:
+                work = inner.alltoall_base(*args, opts)
+            return self._done(work, "alltoall_base", on_cpu)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Exchange lists of tensors; torch.distributed.all_to_all comes here."""
@@ -388,8 +419,35 @@ class MonarchProcessGroup(dist.ProcessGroup):
             outputs = _cpu.movable(outputs, group=self, collective="all_to_all")
             inputs = _cpu.movable(inputs, group=self, collective="all_to_all")
         if self._detour(inner, outputs[0]):
-            return self._done(super().alltoall(outputs, inputs, opts), "alltoall", on_cpu)
+            with _torch.through_dispatcher():
+                return self._done(super().alltoall(outputs, inputs, opts), "alltoall", on_cpu)
         return self._done(inner.alltoall(outputs, inputs, opts), "alltoall", on_cpu)
+
+    # Functional collectives and FSDP come to these two from C++. The inner groups don't show them to Python, so
+    # the way is the dispatcher's; they are here because without an override the GIL stays held (see _torch.py).
+    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced"):
+
+        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            """Gather each input into its large output, in one operation."""
+            with _torch.through_dispatcher():
+                return super().all_gather_single_coalesced(outputs, inputs, _options(AllgatherOptions, opts))
+
+        def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            """Reduce each large input and scatter it into its output, in one operation."""
+            with _torch.through_dispatcher():
+                return super().reduce_scatter_single_coalesced(outputs, inputs, _options(ReduceScatterOptions, opts))
+
+    else:
+
+        def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            """The name that torch before 2.13 has for :meth:`all_gather_single_coalesced`."""
+            with _torch.through_dispatcher():
+                return super().allgather_into_tensor_coalesced(outputs, inputs, _options(AllgatherOptions, opts))
+
+        def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            """The name that torch before 2.13 has for :meth:`reduce_scatter_single_coalesced`."""
+            with _torch.through_dispatcher():
+                return super().reduce_scatter_tensor_coalesced(outputs, inputs, _options(ReduceScatterOptions, opts))
 
     # Point to point and barriers --------------------------------------------------------------------------
 
@@ -397,21 +455,24 @@ class MonarchProcessGroup(dist.ProcessGroup):
         """Send to a group rank; torch.distributed.send and isend come here."""
         tensors, inner = self._p2p("send", _listed(tensors), "destination", rank)
         if self._detour(inner, tensors[0]):
-            return super().send(tensors, rank, tag)
+            with _torch.through_dispatcher():
+                return super().send(tensors, rank, tag)
         return inner.send(tensors, rank, tag)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         """Receive from a group rank; torch.distributed.recv and irecv come here."""
         tensors, inner = self._p2p("recv", _listed(tensors), "source", rank)
         if self._detour(inner, tensors[0]):
-            return super().recv(tensors, rank, tag)
+            with _torch.through_dispatcher():
+                return super().recv(tensors, rank, tag)
         return inner.recv(tensors, rank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive from whoever sends first; torch.distributed.recv without a source comes here."""
         tensors, inner = self._p2p("recv", _listed(tensors), "source", None)
         if self._detour(inner, tensors[0]):
-            return super().recv_anysource(tensors, tag)
+            with _torch.through_dispatcher():
+                return super().recv_anysource(tensors, tag)
         return inner.recv_anysource(tensors, tag)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
@@ -422,7 +483,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if inner is None:
             inner = self._open_route(device)
         if _torch.watched() and _torch.is_c10d_backend(inner):
-            return self._done(super().barrier(opts), "barrier", device == "cpu")
+            with _torch.through_dispatcher():
+                return self._done(super().barrier(opts), "barrier", device == "cpu")
         return self._done(inner.barrier(opts), "barrier", device == "cpu")
 
     def _barrier_device(self, opts: Any) -> str:
@@ -462,6 +524,14 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if not nested or not nested[0]:  # a rank that is not the root brings no list
             return _cpu.movable(flat, group=self, collective=collective), nested
         return self._cpu_lists(collective, flat, nested, what)
+
+    def _exchange(
+        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any
+    ) -> tuple[Any, bool, Any, tuple[Tensor, Tensor, list[int], list[int]]]:
+        """(inner group, is it the CPU's, options, arguments as the inner group takes them) of all_to_all_single."""
+        inner, on_cpu = self._find("all_to_all_single", [output, input])
+        args = (output, input, output_splits, input_splits)
+        return inner, on_cpu, _options(AllToAllOptions, opts), self._cpu_exchange(*args) if on_cpu else args
 
     def _cpu_exchange(
         self,

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from monarch_backend.process_group import _xla
+
 if TYPE_CHECKING:
     from monarch_backend.process_group._group import MonarchProcessGroup
 
@@ -50,7 +52,7 @@ def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
     if device == "cuda":
         return _cuda()
     if device == "xla":
-        return _xla()
+        return _xla_route()
     return _plugin(device)
 
 
@@ -72,33 +74,48 @@ def _cuda() -> Route:
     return Route("cuda", "nccl", f"{vendor} GPUs take {library} through torch's own ProcessGroupNCCL", missing)
 
 
-def _xla() -> Route:
-    missing = ""
-    if not _installed("torch_xla"):
-        missing = "torch_xla is not installed; pip install 'monarch_backend[xla]' (it needs the torch it was built for)"
-    return Route("xla", "xla", "XLA tensors take torch_xla's own group", missing)
+def _xla_route() -> Route:
+    return Route("xla", "xla", "XLA tensors take torch_xla's own group", _xla.missing())
 
 
 def _plugin(device: str) -> Route:
     """Any other device: the backend that its own package registered as the device's default ("tpu", "xpu")."""
     name = dist.Backend.default_device_backend_map.get(device, "")
-    if name and name != OURS:
-        module = getattr(torch, device, None)
-        seen = module is None or not hasattr(module, "is_available") or module.is_available()
-        missing = "" if seen else f"torch sees no {device!r} device on this machine"
+    if name and name not in (OURS, "fake"):  # torch itself registers its test backend as the default of "hpu"
+        missing = "" if _is_seen(device) else f"torch sees no {device!r} device on this machine"
         return Route(device, str(name), f"{device!r} tensors take the group registered for them", missing)
-    hint = "import torch-tpu's package first (pip install torch-tpu)" if device == "tpu" else ""
-    hint = hint or f"import the package that brings {device!r} devices before init_process_group"
-    return Route(device, "none", "", f"no package registered a backend for {device!r}; {hint}")
+    return Route(device, "none", "", f"no package registered a backend for {device!r}; {_remedy(device)}")
 
 
-def _installed(module: str) -> bool:
-    return module in sys.modules or importlib.util.find_spec(module) is not None
+def _is_seen(device: str) -> bool:
+    # Not torch.<device>.is_available(): torch-tpu lets nobody but torch call its own.
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == device:
+        return torch.accelerator.is_available()
+    return not hasattr(torch, device)  # an accelerator that is not this build's; anything else is not torch's to see
+
+
+def _remedy(device: str) -> str:
+    if device != "tpu":
+        return f"import the package that brings {device!r} devices before init_process_group"
+    if importlib.util.find_spec("torch_tpu") is None:
+        return "install torch-tpu (pip install torch-tpu), which torch loads by itself"
+    return "torch-tpu is installed and found no TPU on this machine"
+
+
+def _is_device(name: str) -> bool:
+    # torch < 2.14 registers the letters of `devices="xla"`, which is how torch_xla calls it.
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def survey(device_map: dict[str, str] | None = None) -> dict[str, Route]:
     """The routes of every device type that is known here, the unavailable ones with what they miss."""
-    known = dict.fromkeys(["cpu", "cuda", "xla", "tpu", *dist.Backend.default_device_backend_map])
+    registered = filter(_is_device, dist.Backend.default_device_backend_map)
+    known = dict.fromkeys(["cpu", "cuda", "xla", "tpu", *registered])
     return {device: choose(device, device_map) for device in known}
 
 

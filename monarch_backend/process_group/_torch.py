@@ -7,9 +7,10 @@ What *replaces* a function of torch stands in monarch_backend/_torch_patches.py 
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,10 @@ from torch._C._distributed_c10d import (
     _DistributedBackendOptions,
     get_debug_level,
 )
+from torch._C._dynamo import eval_frame
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BackendType = dist.ProcessGroup.BackendType
 
@@ -81,6 +84,43 @@ def watched() -> bool:
     return (
         _len_torch_dispatch_stack() > 0 or profiler._is_profiler_enabled or _allow_inflight_collective_as_graph_input()
     )
+
+
+class _PassOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls every operator again, from Python, which releases the GIL for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def through_dispatcher() -> AbstractContextManager[Any]:
+    """A context for the ``super()`` calls of an overridden collective.
+
+    torch's trampolines (PyProcessGroup.hpp) hold the GIL while they call the C++ base. Gloo's threads free a
+    finished work, which takes the GIL for its tensors, under the lock that the next operation waits for: both
+    wait for ever. A dispatch mode makes the operator pass through Python, where its call releases the GIL; a
+    mode that is already there does the same.
+    """
+    return nullcontext() if _len_torch_dispatch_stack() > 0 else _PassOn()  # type: ignore[no-untyped-call]
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def hide_from_dynamo(cls: _Class) -> _Class:
+    """Class decorator: the methods and all that they call run as they are, also inside a compiled region.
+
+    C++ (DDP broadcasting buffers, the reducer) calls them while TorchDynamo watches every Python frame; it would
+    try to compile them as a program of their own. torch.compiler.disable would do, but imports TorchDynamo; its
+    own mark on a code object, from torch._C._dynamo.eval_frame, costs nothing.
+    """
+    for member in vars(cls).values():
+        function = member.fget if isinstance(member, property) else member
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            skip = eval_frame._FrameAction.SKIP
+            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return cls
 
 
 def creator_options(options: Any, store: Store, split_from: Any) -> Any:
@@ -167,6 +207,13 @@ def _debug_wrapper(inner: Any, opts: Any) -> Any:
         world_size=opts.group_size,
         timeout=opts.timeout,
     )
+
+
+def finished_work(result: Any) -> Any:
+    """A Work that is done and whose future holds ``result``; what torch_xla returns from its collectives."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
 def backend_type(name: str) -> Any:

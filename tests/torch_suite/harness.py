@@ -17,13 +17,16 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.ranks import KEPT_FDS, KEPT_PIDS
-from tests.torch_suite.server import HANG, suite_path
+from tests.torch_suite.server import suite_path
 
 ROOT = Path(__file__).parents[2]
-# The server ends a test at HANG by itself; when it says nothing for this long it hangs.
-SILENCE = HANG + 60
+# Seconds that the ranks of one test get. The longest takes 2 s on two cores; torch's own limit is 300 s.
+HANG = 60.0
+# The server ends a hung test by itself; when nothing comes for so much longer, it hangs too.
+SILENCE = 60.0
 
 
 @dataclass(frozen=True)
@@ -40,38 +43,38 @@ def test_names() -> list[str]:
     tree = ast.parse(suite_path().read_text())
     suite = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "DistributedTest")
     base = next(n for n in suite.body if isinstance(n, ast.ClassDef) and n.name == "_DistTestBase")
-    names = []
-    for method in base.body:
-        if isinstance(method, ast.FunctionDef) and method.name.startswith("test"):
-            names += [method.name + suffix for suffix in _suffixes(method)]
-    return list(dict.fromkeys(names))
+    methods = [n for n in base.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
+    # A name that the file uses twice is one method.
+    return list(dict.fromkeys(method.name + suffix for method in methods for suffix in _suffixes(method)))
 
 
 def _suffixes(method: ast.FunctionDef) -> list[str]:
-    """What torch's @parametrize appends to a name: "_size_2_flag_True"; the lowest decorator comes first."""
+    """What torch's @parametrize appends to a name, "_size_2_flag_True"; the lowest decorator comes first."""
     axes = []
-    for decorator in reversed(method.decorator_list):
-        if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name):
-            if decorator.func.id == "parametrize":
-                argument, values = (ast.literal_eval(a) for a in decorator.args)
-                axes.append([f"_{argument}_{value}" for value in values])
+    calls = [d for d in method.decorator_list if isinstance(d, ast.Call)]
+    for call in reversed(calls):
+        if ast.unparse(call.func) == "parametrize":
+            argument, values = (ast.literal_eval(a) for a in call.args)
+            axes.append([f"_{argument}_{value}" for value in values])
     return ["".join(combination) for combination in itertools.product(*axes)]
 
 
 class Suite:
     """The suite for one backend, loaded in a process of its own; every test runs once and is remembered."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, world_size: int = 2, hang: float = HANG) -> None:
         self.backend = backend
         self.outcomes: dict[str, Outcome] = {}
+        self._silence = hang + SILENCE
         self._folder = tempfile.TemporaryDirectory(prefix="monarch-suite-")
         for name in ("tmp", "barrier", "test_dir", "init_dir"):
             os.mkdir(f"{self._folder.name}/{name}")
         self._log = Path(self._folder.name, "log")
         self._connection, theirs = multiprocessing.Pipe()
+        arguments = [str(theirs.fileno()), backend, str(world_size), str(hang)]
         with theirs, self._log.open("ab") as log:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "tests.torch_suite.server", str(theirs.fileno()), backend],
+                [sys.executable, "-m", "tests.torch_suite.server", *arguments],
                 cwd=ROOT,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -82,12 +85,12 @@ class Suite:
             )
         KEPT_PIDS.add(self._server.pid)
         KEPT_FDS.add(self._connection.fileno())
-        self.names: list[str] = self._receive(100.0)
+        self.names: list[str] = self._receive()
 
     def _environment(self) -> dict[str, str]:
         # One thread per rank: two ranks on a small machine would otherwise fight for the cores.
         # No GPU: torch skips the whole suite on a machine with one, and this is about the CPU route.
-        # A warning is a warning in the ranks, as torch runs its suite; pytest's "error" filter is ours.
+        # A warning is only a warning in the ranks, as where torch runs its suite; "error" is pytest's filter for us.
         chosen = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "default"}
         # The suite reads these; what a launcher or another test left there is not meant for it.
         dropped = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "MONARCH_DEBUG")
@@ -95,9 +98,9 @@ class Suite:
         # It leaves files behind; in a folder that goes away they harm nobody.
         return {**kept, **chosen, "TMPDIR": f"{self._folder.name}/tmp", "TEMP_DIR": self._folder.name}
 
-    def _receive(self, timeout: float) -> object:
+    def _receive(self) -> Any:
         with contextlib.suppress(EOFError, ConnectionError):
-            if self._connection.poll(timeout):
+            if self._connection.poll(self._silence):
                 return self._connection.recv()
             self._server.send_signal(signal.SIGUSR1)  # prints its stacks
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -110,13 +113,13 @@ class Suite:
         """The outcome of one test; from memory if it ran before."""
         if name not in self.outcomes:
             self._connection.send(name)
-            status, why = self._receive(SILENCE)
+            status, why = self._receive()
             self.outcomes[name] = Outcome(status, why, self.output() if status == "failed" else "")
         return self.outcomes[name]
 
     def output(self) -> str:
         """The end of what the running test printed."""
-        return self._log.read_text(errors="replace")[-20_000:] if self._log.exists() else ""
+        return self._log.read_text(errors="replace")[-20_000:]
 
     def close(self) -> None:
         """End the server and whatever is left of its ranks; there is nothing in them to save."""

@@ -1,10 +1,10 @@
-"""The process that has torch's suite loaded and runs one test of it at a time, on two forked ranks.
+"""The process that has torch's suite loaded and runs one test of it at a time, on forked ranks.
 
-Runs as ``python -m tests.torch_suite.server FD BACKEND``, started by harness.py: what the suite does to its
-process (environment, seeds, logging, working on file descriptors) must not reach pytest's. Here are loading, forking, joining
+Runs as ``python -m tests.torch_suite.server FD BACKEND WORLD_SIZE HANG``, started by harness.py: what the suite
+does to its process (environment, logging, seeds) must not reach pytest's. Here are loading, forking, joining
 and the outcome of a test; no opinion about outcomes.
 
-Torch's own harness spawns the ranks, which imports torch twice for every test (20 s on two cores). Forked ones
+Torch's own harness spawns the ranks, which imports torch once per rank and test (20 s on two cores). Forked ones
 share the import; this process never computes anything, so it has no thread that a fork would lose.
 """
 
@@ -26,9 +26,6 @@ from typing import Any
 
 from tests.torch_suite import substitutions
 
-WORLD_SIZE = 2
-# A rank that takes longer hangs. Torch's own limit is 300 s; the longest test takes some 10 s here.
-HANG = float(os.environ.get("MONARCH_SUITE_HANG", "60"))
 _STACKS = signal.SIGUSR1
 
 
@@ -39,9 +36,9 @@ def suite_path() -> Path:
     return Path(torch.__file__).parent / "testing/_internal/distributed/distributed_test.py"
 
 
-def load(backend: str) -> types.ModuleType:
-    """Torch's distributed_test.py as a module; changed for "monarch", as it is for any other backend."""
-    os.environ.update(BACKEND=backend, WORLD_SIZE=str(WORLD_SIZE))
+def load(backend: str, world_size: str) -> types.ModuleType:
+    """Torch's distributed_test.py as a module: with the substitutions for "monarch", else as it is."""
+    os.environ.update(BACKEND=backend, WORLD_SIZE=world_size)
     os.environ["INIT_METHOD"] = f"file://{os.environ['TEMP_DIR']}/init_dir/shared_init_file"
     source = suite_path().read_text()
     module = types.ModuleType("distributed_test")
@@ -49,19 +46,22 @@ def load(backend: str) -> types.ModuleType:
     if backend == "monarch":
         from torch.testing._internal.common_distributed import DistTestCases
 
+        # Registers the name, also where our entry points are not installed, and before the ranks are forked.
+        import monarch_backend.process_group  # noqa: F401
+
         for feature in substitutions.FEATURES:
             DistTestCases.backend_feature[feature].add(backend)
         source = substitutions.apply(source)
         vars(module).update(substitutions.NAMES)
-    # pickle, dataclasses and typing look classes of the suite up by their module
+    # unittest, dataclasses and typing look the suite's classes up by their module.
     sys.modules[module.__name__] = module
-    # dont_inherit: DDP's hooks compare their annotations with classes, which this file's __future__ turns to text
+    # dont_inherit: DDP compares the annotations of hooks with classes; our __future__ would make them texts.
     exec(compile(source, module.__file__, "exec", dont_inherit=True), vars(module))
     return module
 
 
-def case(module: types.ModuleType) -> type[unittest.TestCase]:
-    """The suite as a TestCase whose ranks are forked."""
+def case(module: types.ModuleType, hang: float) -> type[unittest.TestCase]:
+    """The suite as a TestCase whose ranks are forked and get ``hang`` seconds for a test."""
 
     class Forked(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def setUp(self) -> None:
@@ -74,15 +74,16 @@ def case(module: types.ModuleType) -> type[unittest.TestCase]:
             super()._run(*args, **kwargs)
 
         def _join_processes(self, fn: Callable[..., Any]) -> None:
-            """Torch's, without its polling; and a rank that hangs prints its stacks whatever it hangs in."""
+            """Torch's, without its polling; and a hung rank prints its stacks even if it holds the GIL."""
             started = time.monotonic()
             try:
-                late = _join(self.processes, started + HANG, self.TEST_ERROR_EXIT_CODE)
+                late = _join(self.processes, started + hang, self.TEST_ERROR_EXIT_CODE)
                 if late:
-                    raise RuntimeError(f"rank {late} did not end within {HANG:.0f} s; stacks in the output")
+                    raise RuntimeError(f"ranks {late} did not end within {hang:g} s; stacks in the output")
                 self._check_return_codes(fn, time.monotonic() - started)
-                codes = {p.exitcode for p in self.processes}
-                if len(codes) > 1 and fn not in self.skip_return_code_checks:
+                # Torch looks at the first rank's only.
+                codes = [p.exitcode for p in self.processes]
+                if len(set(codes)) > 1 and fn not in self.skip_return_code_checks:
                     raise RuntimeError(f"the ranks ended differently: exit codes {codes}")
             finally:
                 for pipe in self.pid_to_pipe.values():
@@ -106,8 +107,7 @@ def _join(processes: list[Any], deadline: float, failure: int) -> list[int]:
     late = [] if any(p.exitcode == failure for p in processes) else list(running.values())
     for process in late:
         os.kill(process.pid, _STACKS)
-    if late:
-        time.sleep(1.0)  # the stacks are being printed; the test has failed already
+        time.sleep(0.5)  # it prints its stacks, one rank after the other; the test has failed already
     for process in processes:
         process.kill()
         process.join()
@@ -126,10 +126,10 @@ def run(test: unittest.TestCase) -> tuple[str, str]:
     return ("passed", "") if result.testsRun == 1 else ("failed", "unittest ran nothing")
 
 
-def _serve(connection: Connection, backend: str) -> None:
-    Forked = case(load(backend))  # noqa: N806
-    Forked.setUpClass()
-    connection.send(unittest.TestLoader().getTestCaseNames(Forked))
+def _serve(connection: Connection, backend: str, world_size: str, hang: str) -> None:
+    forked = case(load(backend, world_size), float(hang))
+    forked.setUpClass()
+    connection.send(unittest.TestLoader().getTestCaseNames(forked))
     pytest = os.getppid()
     while True:
         # Other children of pytest hold copies of its end, so no end of file would say that it is gone.
@@ -137,15 +137,15 @@ def _serve(connection: Connection, backend: str) -> None:
             if os.getppid() != pytest:
                 return
         name = connection.recv()
-        # stderr is a file in append mode: what is in it belongs to the test that runs
+        # stderr is a file in append mode: what is in it belongs to the test that runs.
         os.truncate(sys.stderr.fileno(), 0)
-        connection.send(run(Forked(name)))
+        connection.send(run(forked(name)))
 
 
 if __name__ == "__main__":
     faulthandler.enable()
     faulthandler.register(_STACKS, all_threads=True)
-    # torch's harness says in its log, at this level, why a test was skipped inside its ranks
+    # Torch's harness says in its log, at this level, what happened in a rank.
     logging.basicConfig(level=logging.INFO)
     os.set_inheritable(int(sys.argv[1]), False)
-    _serve(Connection(int(sys.argv[1])), sys.argv[2])
+    _serve(Connection(int(sys.argv[1])), *sys.argv[2:])

@@ -1,0 +1,113 @@
+"""Run one function over "gloo" and over "monarch", and compare what the ranks return bit by bit.
+
+What these tests share: the two runs, the comparison, and tiny models with their data. A subject's own steps
+(what to train, shard or save) stand in that subject's test file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from monarch_backend.process_group import MonarchProcessGroup
+from tests.support.ranks import run_ranks
+
+WIDTH = 8
+
+
+class Bits(NamedTuple):
+    """A tensor as it travels from a rank to the test: exact, and without shared memory."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def tensor(self) -> Tensor:
+        """The tensor again; the test process may look at it, not compute with many threads."""
+        dtype = getattr(torch, self.dtype)
+        if not self.data:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=dtype).reshape(self.shape)
+
+
+def freeze(value: Any) -> Any:
+    """``value`` with every tensor in it as :class:`Bits`, and every DTensor as placements, mesh and local part."""
+    if isinstance(value, DTensor):
+        mesh = value.device_mesh.mesh.tolist()
+        return {"placements": str(value.placements), "mesh": mesh, "local": freeze(value.to_local())}
+    if isinstance(value, AsyncCollectiveTensor):
+        value = value.wait()
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1)
+        raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+        return Bits(str(value.dtype).removeprefix("torch."), tuple(value.shape), raw)
+    if isinstance(value, Mapping):
+        return {key: freeze(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, Bits):
+        return [freeze(item) for item in value]
+    return value
+
+
+def differences(ours: Any, gloo: Any, where: str = "result") -> list[str]:
+    """The places where two frozen results differ, by even one bit."""
+    if isinstance(ours, Bits) and isinstance(gloo, Bits):
+        return [] if ours == gloo else [f"{where}: monarch {ours.tensor()}, gloo {gloo.tensor()}"]
+    if type(ours) is not type(gloo):
+        return [f"{where}: monarch {ours!r}, gloo {gloo!r}"]
+    if isinstance(ours, dict):
+        if list(ours) != list(gloo):
+            return [f"{where}: monarch has {list(ours)}, gloo {list(gloo)}"]
+        return [d for key in ours for d in differences(ours[key], gloo[key], f"{where}[{key!r}]")]
+    if isinstance(ours, list):
+        if len(ours) != len(gloo):
+            return [f"{where}: monarch has {len(ours)} items, gloo {len(gloo)}"]
+        return [d for i in range(len(ours)) for d in differences(ours[i], gloo[i], f"{where}[{i}]")]
+    return [] if ours == gloo else [f"{where}: monarch {ours!r}, gloo {gloo!r}"]
+
+
+def _as_rank(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:
+    # One thread: the order of additions must not depend on how busy the machine is.
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    # A comparison of gloo with gloo would pass as well; make sure that it is not one.
+    assert dist.get_backend() == backend
+    assert isinstance(dist.group.WORLD, MonarchProcessGroup) == (backend == "monarch")
+    return freeze(fn(rank, *args))
+
+
+def on_both(fn: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+    """``fn(rank, *args)`` on fresh ranks over gloo, then over monarch; frozen results by rank if they are equal.
+
+    ``fn`` may return anything of tensors, lists, dicts and plain values.
+    """
+    gloo = run_ranks(_as_rank, world_size, fn, args, "gloo", backend="gloo", env=env)
+    ours = run_ranks(_as_rank, world_size, fn, args, "monarch", backend="monarch", env=env)
+    different = differences(ours, gloo)
+    assert not different, "\n".join(different)
+    return ours
+
+
+def mlp(width: int = WIDTH, layers: int = 3) -> nn.Sequential:
+    """Linear and Tanh in turn, the same numbers on every rank and every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        pairs = [m for _ in range(layers) for m in (nn.Linear(width, width), nn.Tanh())]
+        return nn.Sequential(*pairs[:-1])
+
+
+def batch(step: int, part: int = 0, rows: int = 4, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step; each ``part`` (usually a rank) has its own."""
+    generator = torch.Generator().manual_seed(1000 * part + step)
+    x = torch.randn(rows, width, generator=generator)
+    return x, torch.tanh(x.flip(-1))
+
+
+def learns(losses: Sequence[float]) -> bool:
+    """Whether the losses are numbers and fall: a run where nothing happens must not count as equal."""
+    return all(loss == loss for loss in losses) and losses[-1] < losses[0]

@@ -1,0 +1,105 @@
+"""What every collective must give, computed in one process from all ranks' inputs; and those inputs.
+
+No process group, no communication and no code of monarch_backend: what is compared with this must not be made of
+it. All values are small integers that every dtype holds exactly, so no order of additions can matter. The inputs are made once and shared: clone before writing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTEGERS = ("int8", "uint8", "int32", "int64", "bool")
+COMPLEX = ("complex64", "complex128")
+# Gloo has no name for these: they move, and reductions of them are refused.
+MOVED_ONLY = ("float8_e4m3fn", "int16", "uint16", "uint32", "uint64")
+DTYPES = (*FLOATS, *INTEGERS, *COMPLEX, *MOVED_ONLY)
+
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
+
+
+def reduces(dtype: str, op: str) -> bool:
+    """Whether a reduction with ``op`` must work for ``dtype`` on the CPU."""
+    if dtype in FLOATS:
+        return op in (*ARITHMETIC, "AVG")
+    if dtype in INTEGERS:
+        return op in (*ARITHMETIC, "BAND", "BOR", "BXOR")
+    return dtype in COMPLEX and op in ("SUM", "AVG")
+
+
+@functools.lru_cache(maxsize=None)
+def values(rank: int, dtype: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
+    """Numbers from 1 to 13 that tell the rank, the position and ``salt`` apart, for what only moves."""
+    index = torch.arange(_count(shape))
+    numbers = (index * 5 + index // 13 + rank * 3 + salt * 7) % 13 + 1
+    return _typed(numbers, dtype).view(list(shape))
+
+
+@functools.lru_cache(maxsize=None)
+def factors(rank: int, dtype: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
+    """Numbers from 1 to 3, some negative, for reductions: the product of four of them fits an int8."""
+    index = torch.arange(_count(shape))
+    numbers = (index * 5 + index // 3 + rank * 2 + salt) % 3 + 1
+    if not dtype.startswith(("u", "bool")):
+        numbers = torch.where((index + rank) % 5 == 4, -numbers, numbers)
+    return _typed(numbers, dtype).view(list(shape))
+
+
+def _typed(numbers: Tensor, dtype: str) -> Tensor:
+    if dtype == "bool":
+        return numbers % 3 == 0
+    if dtype in COMPLEX:
+        return torch.complex(numbers.double(), (numbers * 5 % 13).double()).to(getattr(torch, dtype))
+    return numbers.to(getattr(torch, dtype))
+
+
+def _count(shape: Sequence[int]) -> int:
+    return functools.reduce(lambda a, b: a * b, shape, 1)
+
+
+def reduced(op: str, inputs: Sequence[Tensor]) -> Tensor:
+    """The inputs of all ranks, combined."""
+    if op == "AVG" and inputs[0].dtype.is_complex:
+        # In its two parts: division of complex by complex rounds otherwise.
+        return torch.view_as_complex(reduced(op, [torch.view_as_real(x) for x in inputs]))
+    if op == "AVG":
+        return functools.reduce(torch.add, inputs) / len(inputs)
+    if inputs[0].dtype is torch.bool:
+        # A sum of bools is what it is on every other device: true if any is.
+        op = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}.get(op, op)
+    combine = {
+        "SUM": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }[op]
+    return functools.reduce(combine, inputs).clone()
+
+
+def exchanged(inputs: Sequence[Sequence[Tensor]], me: int) -> list[Tensor]:
+    """What rank ``me`` gets of an all-to-all in which rank ``r`` sends ``inputs[r][to]`` to rank ``to``."""
+    return [row[me].clone() for row in inputs]
+
+
+def split_sizes(sender: int, size: int) -> list[int]:
+    """How many rows ``sender`` gives to each of ``size`` ranks: uneven, and none to some."""
+    return [(sender * 2 + to + 1) % 3 for to in range(size)]
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    """Equal dtype, shape and bytes: torch.equal knows neither float8 nor the larger unsigned integers."""
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return False
+    return torch.equal(_bytes(got), _bytes(want))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

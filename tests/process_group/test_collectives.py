@@ -1,0 +1,379 @@
+"""The collectives as a matrix: collective x dtype x group x layout x sync or async x world size, against reference.py.
+
+One test is one (collective, world size, dtype); its cells run in one call of the pool, and a failure names the
+cell. What the route refuses is a cell too. Point to point, objects and works have files of their own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from monarch_backend import CollectiveArgumentError
+from monarch_backend.process_group import _cpu
+from tests.process_group import reference
+from tests.support.ranks import run_ranks
+
+# torch 2.13 gave them these names and says that the old ones will go.
+ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+WORLD_SIZES = (1, 2, 4)
+# torch sorts the ranks it is given; the order here only says that it may be any.
+GROUPS: dict[int, dict[str, list[int] | None]] = {
+    1: {"default": None},
+    2: {"default": None, "all": [1, 0], "one": [1]},
+    4: {"default": None, "all": [3, 1, 0, 2], "all but the last": [2, 1, 0], "two": [3, 1]},
+}
+
+# Layouts other than "contiguous" are of the inputs or of the outputs, never of both.
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "contiguous": ((7,), (0,), (1,), (), (3, 5), (4099,), (2, 0, 3)),
+    "offset in": ((7,), (3, 5)),
+    "offset out": ((3, 5), (1,)),
+    "strided in": ((7,), (3, 5)),
+    "strided out": ((3, 5), (7,)),
+    "transposed in": ((3, 5),),
+    "transposed out": ((5, 3),),
+}
+
+_made: dict[str, Any] = {}
+
+
+def _group(name: str) -> Any:
+    """The group of this name, made once in each rank; None on a rank outside it."""
+    if name not in _made:
+        for each, ranks in GROUPS[dist.get_world_size()].items():
+            group = dist.group.WORLD if ranks is None else dist.new_group(ranks)
+            inside = ranks is None or dist.get_rank() in ranks
+            _made[each] = group if inside else None
+    return _made[name]
+
+
+@dataclass
+class Cell:
+    """One call of one collective, on one rank."""
+
+    collective: str
+    dtype: str
+    group_name: str
+    layout: str
+    shape: tuple[int, ...]
+    asynchronous: bool
+    op: str
+    number: int
+    gaps: list[Tensor] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        how = "async" if self.asynchronous else "sync"
+        return (
+            f"{self.collective}({self.op or '-'}) {self.dtype}{list(self.shape)}, {self.layout}, {how}, "
+            f"group {self.group_name!r}"
+        )
+
+    @property
+    def group(self) -> Any:
+        return _group(self.group_name)
+
+    @property
+    def me(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def root(self) -> int:
+        """The root as a rank of the group; another one from cell to cell."""
+        return self.number % self.size
+
+    @property
+    def global_root(self) -> int:
+        return dist.get_process_group_ranks(self.group)[self.root]
+
+    def inputs(self, shape: Sequence[int] | None = None, salt: int = 0) -> list[Tensor]:
+        """What each rank of the group brings."""
+        make = reference.factors if self.op else reference.values
+        wanted = self.shape if shape is None else shape
+        return [make(rank, self.dtype, tuple(wanted), salt + self.number % 3) for rank in range(self.size)]
+
+    def put(self, tensor: Tensor, side: str) -> Tensor:
+        """The same values in the cell's layout, if that is about this ``side``: "in", "out"."""
+        kind, _, about = self.layout.partition(" ")
+        if about != side:
+            return tensor.clone()
+        if kind == "offset":
+            memory = torch.ones(tensor.numel() + 3).to(tensor.dtype)
+            self.gaps.append(memory[:3])
+            placed = memory[3:].view(tensor.shape)
+        elif kind == "strided":
+            memory = torch.ones(*tensor.shape, 2).to(tensor.dtype)
+            self.gaps.append(memory[..., 1])
+            placed = memory[..., 0]
+        else:
+            memory = torch.ones(tensor.shape[::-1]).to(tensor.dtype)
+            placed = memory.permute(*reversed(range(tensor.dim())))
+        return placed.copy_(tensor)
+
+    def blank(self, shape: Sequence[int] | None = None) -> Tensor:
+        """An output that holds nothing of the answer."""
+        wanted = self.shape if shape is None else shape
+        return self.put(torch.zeros(wanted).to(getattr(torch, self.dtype)), "out")
+
+    def call(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if self.op:
+            kwargs["op"] = getattr(dist.ReduceOp, self.op)
+        with warnings.catch_warnings():
+            # torch says of all_gather_coalesced and all_reduce_coalesced that it will remove them one day.
+            warnings.filterwarnings("ignore", r".*_coalesced.* will be deprecated", FutureWarning)
+            work = collective(*args, group=self.group, async_op=self.asynchronous, **kwargs)
+        if self.asynchronous:
+            work.wait()
+        else:
+            assert work is None
+
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+# The collectives: each makes its tensors, calls, and gives (what came, what should have come) ------------------
+
+
+def _broadcast(cell: Cell) -> Pairs:
+    inputs = cell.inputs()
+    x = cell.put(inputs[cell.me], "in")
+    cell.call(dist.broadcast, x, cell.global_root)
+    return [(x, inputs[cell.root])]
+
+
+def _all_reduce(cell: Cell) -> Pairs:
+    inputs = cell.inputs()
+    x = cell.put(inputs[cell.me], "in")
+    cell.call(dist.all_reduce, x)
+    return [(x, reference.reduced(cell.op, inputs))]
+
+
+def _all_reduce_coalesced(cell: Cell) -> Pairs:
+    first, second = cell.inputs(), cell.inputs((2, 3), salt=1)
+    x, y = cell.put(first[cell.me], "in"), second[cell.me].clone()
+    cell.call(dist.all_reduce_coalesced, [x, y])
+    return [(x, reference.reduced(cell.op, first)), (y, reference.reduced(cell.op, second))]
+
+
+def _reduce(cell: Cell) -> Pairs:
+    inputs = cell.inputs()
+    x = cell.put(inputs[cell.me], "in")
+    cell.call(dist.reduce, x, cell.global_root)
+    return [(x, reference.reduced(cell.op, inputs))] if cell.me == cell.root else []
+
+
+def _all_gather(cell: Cell) -> Pairs:
+    inputs = cell.inputs()
+    x, outputs = cell.put(inputs[cell.me], "in"), [cell.blank() for _ in inputs]
+    cell.call(dist.all_gather, outputs, x)
+    return [(x, inputs[cell.me]), *zip(outputs, inputs, strict=True)]
+
+
+def _all_gather_into_tensor(cell: Cell, stacked: bool) -> Pairs:
+    inputs = cell.inputs()
+    join = torch.stack if stacked or not cell.shape else torch.cat
+    want = join(inputs)
+    x, output = cell.put(inputs[cell.me], "in"), cell.blank(want.shape)
+    cell.call(ALL_GATHER_SINGLE, output, x)
+    return [(x, inputs[cell.me]), (output, want)]
+
+
+def _all_gather_coalesced(cell: Cell) -> Pairs:
+    first, second = cell.inputs(), cell.inputs((2, 3), salt=1)
+    outputs = [[cell.blank(), cell.blank((2, 3))] for _ in first]
+    cell.call(dist.all_gather_coalesced, outputs, [cell.put(first[cell.me], "in"), second[cell.me]])
+    got = [t for row in outputs for t in row]
+    return list(zip(got, itertools.chain(*zip(first, second, strict=True)), strict=True))
+
+
+def _gather(cell: Cell) -> Pairs:
+    inputs = cell.inputs()
+    x = cell.put(inputs[cell.me], "in")
+    outputs = [cell.blank() for _ in inputs] if cell.me == cell.root else []
+    cell.call(dist.gather, x, outputs or None, dst=cell.global_root)
+    return [(x, inputs[cell.me]), *zip(outputs, inputs, strict=False)]
+
+
+def _scatter(cell: Cell) -> Pairs:
+    rows = cell.inputs()
+    given = [cell.put(row, "in") for row in rows] if cell.me == cell.root else []
+    output = cell.blank()
+    cell.call(dist.scatter, output, given or None, src=cell.global_root)
+    return [(output, rows[cell.me]), *zip(given, rows, strict=False)]
+
+
+def _reduce_scatter(cell: Cell) -> Pairs:
+    rows = [cell.inputs(salt=to) for to in range(cell.size)]  # rows[to][rank]
+    given = [cell.put(row[cell.me], "in") for row in rows]
+    output = cell.blank()
+    cell.call(dist.reduce_scatter, output, given)
+    kept = [(tensor, row[cell.me]) for tensor, row in zip(given, rows, strict=True)]
+    return [(output, reference.reduced(cell.op, rows[cell.me])), *kept]
+
+
+def _reduce_scatter_tensor(cell: Cell, stacked: bool) -> Pairs:
+    rows = [cell.inputs(salt=to) for to in range(cell.size)]
+    join = torch.stack if stacked or not cell.shape else torch.cat
+    mine = join([row[cell.me] for row in rows])
+    x, output = cell.put(mine, "in"), cell.blank()
+    cell.call(REDUCE_SCATTER_SINGLE, output, x)
+    return [(output, reference.reduced(cell.op, rows[cell.me])), (x, mine)]
+
+
+def _all_to_all(cell: Cell) -> Pairs:
+    rows = [cell.inputs(salt=to) for to in range(cell.size)]  # rows[to][rank]
+    sent = [[rows[to][rank] for to in range(cell.size)] for rank in range(cell.size)]
+    given, outputs = [cell.put(t, "in") for t in sent[cell.me]], [cell.blank() for _ in rows]
+    cell.call(dist.all_to_all, outputs, given)
+    return [
+        *zip(outputs, reference.exchanged(sent, cell.me), strict=True),
+        *zip(given, sent[cell.me], strict=True),
+    ]
+
+
+def _all_to_all_single(cell: Cell, uneven: bool) -> Pairs:
+    sizes = [reference.split_sizes(r, cell.size) if uneven else [1] * cell.size for r in range(cell.size)]
+    whole = [cell.inputs((sum(sizes[rank]), *cell.shape))[rank] for rank in range(cell.size)]
+    sent = [list(torch.split(tensor, split)) for tensor, split in zip(whole, sizes, strict=True)]
+    want = torch.cat(reference.exchanged(sent, cell.me))
+    x, output = cell.put(whole[cell.me], "in"), cell.blank(want.shape)
+    splits = ([row[cell.me] for row in sizes], sizes[cell.me]) if uneven else ()
+    cell.call(dist.all_to_all_single, output, x, *splits)
+    return [(output, want), (x, whole[cell.me])]
+
+
+IN_PLACE = {"broadcast", "all_reduce", "all_reduce_coalesced", "reduce"}
+COLLECTIVES: dict[str, Callable[[Cell], Pairs]] = {
+    "broadcast": _broadcast,
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce_coalesced,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": lambda cell: _all_gather_into_tensor(cell, stacked=False),
+    "all_gather_into_tensor stacked": lambda cell: _all_gather_into_tensor(cell, stacked=True),
+    "all_gather_coalesced": _all_gather_coalesced,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": lambda cell: _reduce_scatter_tensor(cell, stacked=False),
+    "reduce_scatter_tensor stacked": lambda cell: _reduce_scatter_tensor(cell, stacked=True),
+    "all_to_all": _all_to_all,
+    "all_to_all_single": lambda cell: _all_to_all_single(cell, uneven=False),
+    "all_to_all_single uneven": lambda cell: _all_to_all_single(cell, uneven=True),
+}
+
+
+# What the route refuses ---------------------------------------------------------------------------------------
+
+
+def _refused(cell: Cell) -> tuple[str, ...]:
+    """Words that the refusal of this cell must have; empty where the cell must work."""
+    if cell.op and not reference.reduces(cell.dtype, cell.op):
+        if cell.dtype in reference.COMPLEX:
+            return ("complex",)
+        if cell.dtype in reference.MOVED_ONLY:
+            return (cell.op, cell.dtype, "bfloat16", "int64", "bool", "complex")
+        return (cell.op, cell.dtype, "bfloat16" if cell.op == "AVG" else "int64")
+    kind, _, side = cell.layout.partition(" ")
+    gaps = kind in ("strided", "transposed")
+    return ("not contiguous", "strides", ".contiguous()") if gaps and not _takes_strides(cell, side) else ()
+
+
+def _takes_strides(cell: Cell, side: str) -> bool:
+    """Gloo copies the lists of some collectives; elsewhere it would read and write past the strides."""
+    name = cell.collective.split()[0]
+    copied = {"all_gather", "gather", "all_to_all", "all_gather_coalesced"}
+    if name == "all_reduce_coalesced" or (name in ("scatter", "reduce_scatter") and side == "in"):
+        return True
+    if name not in copied:
+        return False
+    # A dtype that moves as bytes has to be contiguous, except where torch makes pairs of floats of complex.
+    return cell.dtype not in reference.MOVED_ONLY and not (name == "gather" and cell.dtype in reference.COMPLEX)
+
+
+def _cells(collective: str, dtype: str, world_size: int) -> Iterator[Cell]:
+    """The default group with everything; other groups with every layout, shapes and sync or async by turns."""
+    numbers = itertools.count()
+    for (turn, group), (layout, shapes) in itertools.product(enumerate(GROUPS[world_size]), SHAPES.items()):
+        if layout.endswith(" out") and collective in IN_PLACE:
+            continue
+        some = shapes if group == "default" else (shapes[0], *shapes[turn : turn + 1])
+        for shape in some:
+            number = next(numbers)
+            for asynchronous in (False, True) if group == "default" else ((number + turn) % 2 == 0,):
+                for op in _ops(collective, dtype, layout, shape, number):
+                    yield Cell(collective, dtype, group, layout, shape, asynchronous, op, number)
+
+
+def _ops(collective: str, dtype: str, layout: str, shape: tuple[int, ...], number: int) -> Sequence[str]:
+    """All ops, refused ones too, at one shape; elsewhere one of those that the dtype has, by turns."""
+    if "reduce" not in collective:
+        return [""]
+    if layout == "contiguous" and shape == (7,):
+        return reference.OPS
+    works = [op for op in reference.OPS if reference.reduces(dtype, op)]
+    return [works[number % len(works)]] if works else []
+
+
+def _run_cell(cell: Cell) -> str:
+    """What is wrong with the cell on this rank; empty if nothing is."""
+    words = _refused(cell)
+    try:
+        pairs = COLLECTIVES[cell.collective](cell)
+    except CollectiveArgumentError as error:
+        missing = [word for word in words if word not in str(error)]
+        return f"refused: {error}" if missing or not words else ""
+    except ValueError as error:
+        # torch itself refuses some reductions of complex, before any backend is asked.
+        return "" if words == ("complex",) and "complex" in str(error) else f"refused: {error!r}"
+    except RuntimeError as error:
+        return f"failed: {error!r}"
+    if words:
+        return f"worked; the refusal should have said {words}"
+    wrong = [
+        f"tensor {i}: got {got.tolist()}, want {want.tolist()}"
+        for i, (got, want) in enumerate(pairs)
+        if not reference.same(got, want)
+    ]
+    if any(not reference.same(gap, torch.ones(gap.shape).to(gap.dtype)) for gap in cell.gaps):
+        wrong.append("wrote between the elements of a tensor")
+    return "; ".join(wrong)[:500]
+
+
+def _run_cells(rank: int, collective: str, dtype: str) -> tuple[int, list[str]]:
+    count, failures = 0, []
+    for cell in _cells(collective, dtype, dist.get_world_size()):
+        if cell.group is not None:
+            count += 1
+            wrong = _run_cell(cell)
+            if wrong:
+                failures.append(f"rank {rank}: {cell}: {wrong}")
+    x = torch.ones(3)
+    dist.all_reduce(x)  # after all refusals, the group still works
+    assert x.tolist() == [float(dist.get_world_size())] * 3
+    return count, failures
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_collective(pool, collective: str, world_size: int, dtype: str) -> None:
+    answers = pool(world_size).run(_run_cells, collective, dtype)
+    failures = [text for _, texts in answers for text in texts]
+    assert all(count > 10 for count, _ in answers)
+    assert not failures, f"{len(failures)} cells failed; the first:\n" + "\n".join(failures[:8])

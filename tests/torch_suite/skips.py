@@ -1,0 +1,47 @@
+"""Which of the suite's reasons to skip a test are ours too, and why. Any other reason fails the test.
+
+A skip that only says "the suite doesn't know this backend's name" is no reason: it belongs to substitutions.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+# (the reason as the suite gives it, why it holds for backend "monarch")
+ACCEPTED = (
+    (
+        r"Need at least \d+ CUDA devices|CUDA is not available\.",
+        "needs two GPUs or more; the suite is run on the CPU route, and GPUs take torch's own NCCL group",
+    ),
+    (
+        r"(Only Nccl|Only NCCL|NCCL Batch|NCCL Send|Coalescing manager currently tests with NCCL only).*",
+        "written for NCCL: CUDA tensors, one GPU per rank",
+    ),
+    (
+        r"Test requires backend monarch to be one of \{'nccl'\}",
+        "written for NCCL: CUDA tensors, one GPU per rank",
+    ),
+    (
+        r"Skipped due to small world size\.|Test requires (an exact )?world size of \d+",
+        "needs 4 or 8 ranks; test_larger_worlds runs it there",
+    ),
+    (
+        r"Only MPI supports all_to_all",
+        "sends lists of different shapes, which Gloo's all_to_all does not take; all_to_all_single does",
+    ),
+    (
+        r"(Test is failing, see )?https://github\.com/pytorch/pytorch/\S+|Skipped due to flakiness",
+        "torch skips it for every backend",
+    ),
+    (r"no torchvision", "needs torchvision, which nothing here depends on"),
+)
+
+
+def why(reason: str) -> str:
+    """Why we accept the suite's reason; "" if we don't."""
+    return next((ours for pattern, ours in ACCEPTED if re.fullmatch(pattern, reason)), "")
+
+
+def for_world_size(reason: str) -> bool:
+    """True if more ranks would let the test run."""
+    return "world size" in reason
