@@ -2,7 +2,7 @@
 
 Gloo takes a rank outside the group as an index (a segmentation fault), drops the rest of an uneven
 all_to_all_single without a word, and knows nine dtypes. Here are the checks, made of the caller's arguments
-only; no communication. Also the one adaptation: dtypes that Gloo can't name move as bytes.
+only; no communication. Also the one adaptation: dtypes that Gloo can't name move under one that it can.
 """
 
 from __future__ import annotations
@@ -153,15 +153,23 @@ def check_contiguous(group: MonarchProcessGroup, collective: str, tensors: Seque
 
 
 def check_dense(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors with gaps or another order of elements: Gloo would overwrite whatever lies in between.
+    """Refuse tensors with gaps or overlaps: Gloo would write whatever lies in between.
 
-    channels_last passes, as it does on NCCL: the same elements in the same memory, if all ranks use it.
+    Another order of dimensions (a transposed gradient, channels_last) passes, as it does on NCCL: the same
+    elements in the same memory, if all ranks use it.
     """
     for tensor in tensors:
-        if tensor.layout is torch.strided and not tensor.is_contiguous():
-            order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-            if order is None or not tensor.is_contiguous(memory_format=order):
-                check_contiguous(group, collective, [tensor])
+        if tensor.layout is torch.strided and not tensor.is_contiguous() and not _is_dense(tensor):
+            check_contiguous(group, collective, [tensor])
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def check_splits(group: MonarchProcessGroup, collective: str, what: str, tensor: Tensor, splits: Sequence[int]) -> None:
@@ -186,9 +194,17 @@ def check_splits(group: MonarchProcessGroup, collective: str, what: str, tensor:
         )
 
 
-def movable(tensors: Sequence[Tensor], *, group: MonarchProcessGroup, collective: str) -> list[Tensor]:
-    """The same memory under a dtype that Gloo knows: unchanged for its nine, a view of bytes for the others."""
-    if all(t.dtype in REDUCIBLE for t in tensors):
-        return list(tensors)
-    check_contiguous(group, collective, tensors)
-    return [t.detach().view(-1).view(torch.uint8) for t in tensors]
+# What only moves may go under another name of the same size; strides and splits stay as they are.
+_SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+def movable(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory under a dtype that Gloo knows: unchanged for its nine, a view for all others."""
+    return [t if t.dtype in REDUCIBLE else _renamed(group, collective, t) for t in tensors]
+
+
+def _renamed(group: MonarchProcessGroup, collective: str, tensor: Tensor) -> Tensor:
+    if tensor.is_conj():
+        raise bad_argument(group, collective, "a tensor is a lazy conjugate", "Call .resolve_conj() first.")
+    same = _SAME_SIZE.get(tensor.element_size())
+    return torch.view_as_real(tensor.detach()) if same is None else tensor.detach().view(same)

@@ -286,7 +286,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if on_cpu:
             _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
             _cpu.check_dense(self, "broadcast", tensors)
-            tensors = _cpu.movable(tensors, group=self, collective="broadcast")
+            tensors = _cpu.movable(self, "broadcast", tensors)
         if self._detour(inner, tensors[0]):
             with _torch.through_dispatcher():
                 return self._done(super().broadcast(tensors, opts), "broadcast", on_cpu)
@@ -314,8 +314,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
             for row in outputs:
                 for tensor, like in zip(row, inputs, strict=True):
                     _cpu.check_same_shape(self, "all_gather_coalesced", [tensor], like)
-            inputs = _cpu.movable(inputs, group=self, collective="all_gather_coalesced")
-            outputs = [_cpu.movable(row, group=self, collective="all_gather_coalesced") for row in outputs]
+            inputs = _cpu.movable(self, "all_gather_coalesced", inputs)
+            outputs = [_cpu.movable(self, "all_gather_coalesced", row) for row in outputs]
         if self._detour(inner, inputs[0]):
             with _torch.through_dispatcher():
                 return self._done(super().allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
@@ -328,7 +328,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if on_cpu:
             _cpu.check_single(self, "all_gather_into_tensor", output, input, ("output", "input"))
             output, input = _cpu.concatenated(output, input)
-            output, input = _cpu.movable([output, input], group=self, collective="all_gather_into_tensor")
+            output, input = _cpu.movable(self, "all_gather_into_tensor", [output, input])
         if self._detour(inner, output):
             with _torch.through_dispatcher():
                 work = super()._allgather_base(output, input, opts)
@@ -416,8 +416,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if on_cpu:
             _cpu.check_count(self, "all_to_all", "output", outputs)
             _cpu.check_count(self, "all_to_all", "input", inputs)
-            outputs = _cpu.movable(outputs, group=self, collective="all_to_all")
-            inputs = _cpu.movable(inputs, group=self, collective="all_to_all")
+            outputs = _cpu.movable(self, "all_to_all", outputs)
+            inputs = _cpu.movable(self, "all_to_all", inputs)
         if self._detour(inner, outputs[0]):
             with _torch.through_dispatcher():
                 return self._done(super().alltoall(outputs, inputs, opts), "alltoall", on_cpu)
@@ -515,14 +515,14 @@ class MonarchProcessGroup(dist.ProcessGroup):
         for tensor, row in zip(flat, nested, strict=True):
             _cpu.check_count(self, collective, what, row)
             _cpu.check_same_shape(self, collective, row, tensor)
-        moved = [_cpu.movable(row, group=self, collective=collective) for row in nested]
-        return _cpu.movable(flat, group=self, collective=collective), moved
+        moved = [_cpu.movable(self, collective, row) for row in nested]
+        return _cpu.movable(self, collective, flat), moved
 
     def _cpu_rooted(
         self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         if not nested or not nested[0]:  # a rank that is not the root brings no list
-            return _cpu.movable(flat, group=self, collective=collective), nested
+            return _cpu.movable(self, collective, flat), nested
         return self._cpu_lists(collective, flat, nested, what)
 
     def _exchange(
@@ -546,11 +546,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
         _cpu.check_splits(self, name, "output", output, output_splits)
         _cpu.check_splits(self, name, "input", input, input_splits)
         _cpu.check_contiguous(self, name, [output, input])
-        if output.dtype in _cpu.REDUCIBLE:
-            return output, input, output_splits, input_splits
-        # As bytes the rows keep their order but not their size, so explicit splits count bytes.
-        moved = _cpu.movable([output, input], group=self, collective=name)
-        return moved[0], moved[1], _byte_splits(output, output_splits), _byte_splits(input, input_splits)
+        output, input = _cpu.movable(self, name, [output, input])
+        return output, input, output_splits, input_splits
 
     def _p2p(self, collective: str, tensors: list[Tensor], role: str, rank: int | None) -> tuple[list[Tensor], Any]:
         inner, on_cpu = self._find(collective, tensors)
@@ -558,7 +555,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
             if rank is not None:
                 _cpu.check_rank(self, collective, role, rank)
             _cpu.check_contiguous(self, collective, tensors)
-            tensors = _cpu.movable(tensors, group=self, collective=collective)
+            tensors = _cpu.movable(self, collective, tensors)
         return tensors, inner
 
     # Coalescing -------------------------------------------------------------------------------------------
@@ -675,8 +672,3 @@ class MonarchProcessGroup(dist.ProcessGroup):
 
 def _is_flat(tensors: Any) -> bool:
     return len(tensors) > 0 and isinstance(tensors[0], Tensor)
-
-
-def _byte_splits(tensor: Tensor, splits: Sequence[int]) -> list[int]:
-    row = tensor.stride(0) * tensor.element_size() if tensor.dim() and tensor.numel() else 0
-    return [rows * row for rows in splits]

@@ -1,7 +1,8 @@
 """What every collective must give, computed in one process from all ranks' inputs; and those inputs.
 
 No process group, no communication and no code of monarch_backend: what is compared with this must not be made of
-it. All values are small integers that every dtype holds exactly, so no order of additions can matter. The inputs are made once and shared: clone before writing.
+it. All values are small integers that every dtype holds exactly, so no order of additions can matter. The inputs
+are made once and shared: clone before writing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def reduces(dtype: str, op: str) -> bool:
     return dtype in COMPLEX and op in ("SUM", "AVG")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def values(rank: int, dtype: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
     """Numbers from 1 to 13 that tell the rank, the position and ``salt`` apart, for what only moves."""
     index = torch.arange(_count(shape))
@@ -40,7 +41,7 @@ def values(rank: int, dtype: str, shape: tuple[int, ...], salt: int = 0) -> Tens
     return _typed(numbers, dtype).view(list(shape))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def factors(rank: int, dtype: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
     """Numbers from 1 to 3, some negative, for reductions: the product of four of them fits an int8."""
     index = torch.arange(_count(shape))

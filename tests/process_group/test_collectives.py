@@ -289,21 +289,18 @@ def _refused(cell: Cell) -> tuple[str, ...]:
         if cell.dtype in reference.MOVED_ONLY:
             return (cell.op, cell.dtype, "bfloat16", "int64", "bool", "complex")
         return (cell.op, cell.dtype, "bfloat16" if cell.op == "AVG" else "int64")
-    kind, _, side = cell.layout.partition(" ")
-    gaps = kind in ("strided", "transposed")
-    return ("not contiguous", "strides", ".contiguous()") if gaps and not _takes_strides(cell, side) else ()
+    works = cell.layout.startswith(("contiguous", "offset")) or _takes_strides(cell)
+    return () if works else ("not contiguous", "strides", ".contiguous()")
 
 
-def _takes_strides(cell: Cell, side: str) -> bool:
-    """Gloo copies the lists of some collectives; elsewhere it would read and write past the strides."""
+def _takes_strides(cell: Cell) -> bool:
+    """Gloo copies the tensors of some collectives; elsewhere it would read and write past the strides."""
     name = cell.collective.split()[0]
-    copied = {"all_gather", "gather", "all_to_all", "all_gather_coalesced"}
-    if name == "all_reduce_coalesced" or (name in ("scatter", "reduce_scatter") and side == "in"):
-        return True
-    if name not in copied:
-        return False
-    # A dtype that moves as bytes has to be contiguous, except where torch makes pairs of floats of complex.
-    return cell.dtype not in reference.MOVED_ONLY and not (name == "gather" and cell.dtype in reference.COMPLEX)
+    if name in ("scatter", "reduce_scatter"):
+        return cell.layout.endswith(" in")
+    # The same order of dimensions on every rank is the same memory on every rank.
+    in_place = name in ("broadcast", "all_reduce", "reduce") and cell.layout.startswith("transposed")
+    return in_place or name in ("all_gather", "gather", "all_to_all", "all_gather_coalesced", "all_reduce_coalesced")
 
 
 def _cells(collective: str, dtype: str, world_size: int) -> Iterator[Cell]:
@@ -333,6 +330,8 @@ def _ops(collective: str, dtype: str, layout: str, shape: tuple[int, ...], numbe
 def _run_cell(cell: Cell) -> str:
     """What is wrong with the cell on this rank; empty if nothing is."""
     words = _refused(cell)
+    if words and cell.collective == "gather" and cell.layout.endswith(" out") and cell.me != cell.root:
+        return ""  # only the root has an output to be refused, and nobody to gather from it
     try:
         pairs = COLLECTIVES[cell.collective](cell)
     except CollectiveArgumentError as error:
@@ -377,3 +376,163 @@ def test_collective(pool, collective: str, world_size: int, dtype: str) -> None:
     failures = [text for _, texts in answers for text in texts]
     assert all(count > 10 for count, _ in answers)
     assert not failures, f"{len(failures)} cells failed; the first:\n" + "\n".join(failures[:8])
+
+
+# What has no place in the matrix --------------------------------------------------------------------------------
+
+
+def _barriers(rank: int, world_size: int) -> None:
+    """Each rank leaves a note before a barrier and must find everybody's after it."""
+    for turn, (name, asynchronous) in enumerate(itertools.product(GROUPS[world_size], ("sync", "async", "monitored"))):
+        group = _group(name)
+        if group is None:
+            continue
+        store, run = group.get_group_store(), _runs(group)
+        store.set(f"barrier/{run}/{turn}/{group.rank()}", "here")
+        if asynchronous == "monitored":
+            dist.monitored_barrier(group, datetime.timedelta(seconds=20), wait_all_ranks=turn % 2 == 0)
+        else:
+            work = dist.barrier(group, async_op=asynchronous == "async")
+            assert (work is None) == (asynchronous == "sync")
+            if work is not None:
+                work.wait()
+        assert store.check([f"barrier/{run}/{turn}/{member}" for member in range(group.size())])
+
+
+def _runs(group: Any) -> int:
+    """How often this rank has come here with the group: the store of a pool outlives a test."""
+    group.barrier_runs = getattr(group, "barrier_runs", 0) + 1
+    return group.barrier_runs
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_barrier(pool, world_size: int) -> None:
+    pool(world_size).run(_barriers, world_size)
+
+
+def _missing_at_barrier(rank: int) -> None:
+    if rank == 1:
+        dist.group.WORLD.get_group_store().wait(["given up"], datetime.timedelta(seconds=30))
+        return
+    with pytest.raises(RuntimeError, match=r"[Rr]ank 1"):
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.5))
+    dist.group.WORLD.get_group_store().set("given up", "1")
+
+
+def test_monitored_barrier_names_the_missing_rank() -> None:
+    run_ranks(_missing_at_barrier, 2)
+
+
+def _sparse(rank: int) -> None:
+    size = dist.get_world_size()
+    place = torch.tensor([[rank, rank + 1], [0, 1]])
+    mine = torch.sparse_coo_tensor(place, torch.tensor([1.0, 2.0]), (size + 1, 2), check_invariants=True)
+    dist.all_reduce(mine)
+    want = torch.zeros(size + 1, 2)
+    want[:size, 0] += 1.0
+    want[1:, 1] += 2.0
+    assert mine.is_sparse
+    assert torch.equal(mine.to_dense(), want)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_sparse_all_reduce(pool, world_size: int) -> None:
+    pool(world_size).run(_sparse)
+
+
+def _channels_last(rank: int) -> None:
+    inputs = [reference.values(r, "float32", (2, 3, 4, 5)) for r in range(dist.get_world_size())]
+    x = inputs[rank].contiguous(memory_format=torch.channels_last)
+    dist.all_reduce(x)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(x, reference.reduced("SUM", inputs))
+    y = inputs[rank].contiguous(memory_format=torch.channels_last)
+    dist.broadcast(y, 1)
+    assert torch.equal(y, inputs[1])
+
+
+def test_channels_last(pool) -> None:
+    pool(2).run(_channels_last)
+
+
+def _zero_dimensions(rank: int) -> None:
+    with pytest.raises(CollectiveArgumentError, match="no dimensions"):
+        dist.all_to_all_single(torch.ones(()), torch.ones(()))
+
+
+def test_all_to_all_single_needs_rows(pool) -> None:
+    pool(2).run(_zero_dimensions)
+
+
+def _bool_sums(rank: int) -> None:
+    """256 times True: what Gloo would call False, seen on one rank by its bytes."""
+    x = torch.tensor([True, rank == 0, False])
+    dist.all_reduce(x)
+    assert x.view(torch.uint8).tolist() == [1, 1, 0]
+    options = dist.AllreduceOptions()
+    dist.group.WORLD.allreduce([torch.tensor([True])], options).wait()
+    assert options.reduceOp == dist.ReduceOp.SUM  # the caller's own options stay what they were
+
+
+def test_sum_of_bools_is_a_bool(pool) -> None:
+    pool(4).run(_bool_sums)
+
+
+# The table of _cpu.py against torch's Gloo -------------------------------------------------------------------
+
+
+def _real_gloo(rank: int, address: str) -> dict[str, dict[str, bool]]:
+    """dtype -> op or "move" -> whether Gloo does it, asked without our group."""
+    store = dist.FileStore(address.removeprefix("file://"), 2)
+    gloo = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=10))
+    names = {n for n, d in vars(torch).items() if isinstance(d, torch.dtype) and str(d) == f"torch.{n}"}
+    names.discard("complex32")  # torch warns that it is an experiment; here it goes as pairs of float16
+    table: dict[str, dict[str, bool]] = {}
+    for name in sorted(names):
+        try:
+            x = torch.ones(4).to(getattr(torch, name))
+        except (RuntimeError, NotImplementedError):
+            continue  # quantized and sub-byte dtypes have no plain tensors
+        table[name] = {op: _gloo_reduces(gloo, x, op) for op in reference.OPS}
+        outputs = [torch.empty_like(x), torch.empty_like(x)]
+        table[name]["move"] = _works(lambda x=x, outputs=outputs: gloo.allgather([outputs], [x]).wait())
+    gloo.shutdown()
+    return table
+
+
+def _gloo_reduces(gloo: Any, x: Tensor, op: str) -> bool:
+    options = dist.AllreduceOptions()
+    options.reduceOp = getattr(dist.ReduceOp, op)
+    return _works(lambda: gloo.allreduce([x.clone()], options).wait())
+
+
+def _works(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_table_of_the_cpu_route_is_gloos() -> None:
+    """Fails when torch learns or forgets a dtype or an op: then _cpu.py and reference.py follow."""
+    table, other = run_ranks(_real_gloo, 2, backend=None)
+    assert table == other
+    assert {*reference.DTYPES} <= {*table}
+    for name, can in table.items():
+        dtype = getattr(torch, name)
+        ours = {
+            "move": dtype in _cpu.REDUCIBLE,
+            **dict.fromkeys(reference.ARITHMETIC, dtype in _cpu.REDUCIBLE),
+            **dict.fromkeys(("BAND", "BOR", "BXOR"), dtype in _cpu.INTEGERS),
+            "AVG": dtype in _cpu.FLOATS,
+        }
+        if dtype.is_complex:  # sums of pairs of floats, on both sides
+            ours.update(SUM=True, AVG=True)
+        assert can == ours, f"torch's Gloo and our table differ on {name}"
+        assert all(reference.reduces(name, op) == ours[op] for op in reference.OPS), f"reference.py differs on {name}"
+
+
+def test_ops_of_the_cpu_route_are_torchs() -> None:
+    """An op that torch adds is either in the table or refused by name."""
+    assert {*dist.ReduceOp.RedOpType.__members__} == {*_cpu._OPS, "PREMUL_SUM"}

@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""Builds a virtual environment with one release of torch, to run the tests on another torch than the main one.
+
+    python tools/torch_env.py 2.14.1                          # makes .envs/torch-2.14.1; a second call changes nothing
+    python tools/torch_env.py 2.9.0 --xla                     # with torch_xla, in .envs/torch-2.9.0-xla
+    python tools/torch_env.py 2.14.1 --run -- pytest tests/process_group
+
+Many releases of torch exist only as CUDA builds, which drag in gigabytes of NVIDIA libraries. Their CPU half
+needs those only to load: so the wheel is installed alone, with the real CUDA runtime and CUPTI (a few MB, torch
+calls them at import) and stand-ins for the rest, made with `cc`, whose functions abort. Such an environment is
+for the CPU, also on a machine with a GPU. Nothing about running tests belongs here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = 1  # raise it when environments that were built before must be built again
+TOOLS = ["numpy>=1.26", "pytest>=8.3", "expecttest>=0.3", "setuptools>=77", "pybind11>=2.13"]
+# The CUDA libraries' functions; what the real runtime and CUPTI define is taken out of them.
+CUDA_NAMES = re.compile(r"(cu|nv|nccl|pnccl)[A-Za-z_]")
+CUDA_LIBRARIES = re.compile(r"lib(cu|nv|nccl)\w*\.so")
+# Loaded by torch only to compile for a GPU, and needs the driver's own library.
+LEFT_ALONE = "libcaffe2_nvrtc.so"
+
+WHAT_TORCH_REQUIRES = """
+import importlib.metadata, json
+from pip._vendor.packaging.requirements import Requirement
+found = [Requirement(r) for r in importlib.metadata.requires("torch")]
+print(json.dumps([str(r).split(";")[0].strip() for r in found if not r.marker or r.marker.evaluate({"extra": ""})]))
+"""
+
+
+class BuildError(RuntimeError):
+    """A step failed; the text says which and why."""
+
+
+def call(command: Sequence[str | Path], what: str) -> str:
+    """Run a command and return its output; a BuildError with the end of it where it fails."""
+    done = subprocess.run([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        shown = " ".join(str(c) for c in command)[:300]
+        raise BuildError(f"{what} failed (exit {done.returncode}): {shown}\n{done.stdout[-2000:]}")
+    return done.stdout
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"torch_env: {text}", file=sys.stderr, flush=True)
+
+
+class Environment:
+    """One virtual environment below `folder`."""
+
+    def __init__(self, folder: Path, version: str, xla: bool) -> None:
+        self.folder, self.version, self.xla = folder, version, xla
+        self.python = folder / "bin" / "python"
+        self.stamp = folder / "torch_env.json"
+
+    def recipe(self) -> dict[str, object]:
+        """What the stamp says once everything is in place."""
+        return {"recipe": RECIPE, "torch": self.version, "xla": self.xla, "python": sys.version.split()[0]}
+
+    def is_ready(self) -> bool:
+        """True if a call before this one has built the same thing."""
+        return self.stamp.exists() and json.loads(self.stamp.read_text()) == self.recipe()
+
+    def build(self) -> None:
+        """Make what is not there yet."""
+        if self.is_ready():
+            return
+        if self.stamp.exists():
+            say(f"{self.folder} was built from another recipe; starting over")
+            shutil.rmtree(self.folder)
+        if not self.python.exists():
+            say(f"virtual environment {self.folder}")
+            venv.create(self.folder, with_pip=True)
+        say(f"torch {self.version}")
+        self.pip("--no-deps", f"torch=={self.version}")
+        self.torch_requirements()
+        say("tools" + (f" and torch_xla {self.version}" if self.xla else ""))
+        self.pip(*TOOLS, *([f"torch_xla=={self.version}"] if self.xla else []))
+        self.project()
+        imported = call([self.python, "-c", "import torch; print(torch.__version__)"], "import torch")
+        say(f"ready: torch {imported.strip().splitlines()[-1]} in {self.folder}")
+        self.stamp.write_text(json.dumps(self.recipe()))
+
+    def pip(self, *arguments: str) -> None:
+        """`pip install` in the environment."""
+        command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+        call(command, f"pip install {' '.join(a for a in arguments if not a.startswith('--'))}")
+
+    def torch_requirements(self) -> None:
+        """What torch requires: all of it for a CPU build, the light part and stand-ins for a CUDA build."""
+        required = json.loads(call([self.python, "-c", WHAT_TORCH_REQUIRES], "reading torch's requirements"))
+        heavy = [r for r in required if re.match(r"nvidia-|cuda-|triton", r)]
+        self.pip(*[r for r in required if r not in heavy])
+        if not heavy:
+            return
+        for requirement in heavy:
+            name, _, version = requirement.partition("==")
+            if name.startswith("cuda-toolkit["):
+                self.pip(f"cuda-toolkit[cudart,cupti]=={version}")
+            elif re.match(r"nvidia-cuda-(runtime|cupti)", name):
+                self.pip("--no-deps", requirement)
+        self.stand_ins()
+
+    def packages(self) -> Path:
+        """The environment's site-packages."""
+        return next(self.folder.glob("lib/python3*/site-packages"))
+
+    def stand_ins(self) -> None:
+        """Compile stand-ins for CUDA libraries that are named and missing, beside torch's own libraries."""
+        libraries = self.packages() / "torch" / "lib"
+        ours = [f for f in libraries.glob("lib*.so*") if f.name != LEFT_ALONE]
+        real = [f for f in self.packages().glob("nvidia/**/lib*.so*") if f.is_file()]
+        needed = set().union(*(_needed(f) for f in ours))
+        there = {f.name for f in [*libraries.iterdir(), *real]}
+        missing = sorted(n for n in needed - there if CUDA_LIBRARIES.match(n))
+        if not missing:
+            return
+        say(f"stand-ins for {len(missing)} CUDA libraries")
+        defined = set().union(*(_symbols(f, "--defined-only") for f in [*ours, *real]))
+        wanted = set().union(*(_symbols(f, "--undefined-only") for f in ours)) - defined
+        names = sorted(n for n in wanted if CUDA_NAMES.match(n))
+        source = libraries / "stand_in.c"
+        body = '(void) { fputs(__func__, stderr); fputs(": a stand-in of tools/torch_env.py\\n", stderr); abort(); }'
+        source.write_text("#include <stdio.h>\n#include <stdlib.h>\n" + "".join(f"void {n}{body}\n" for n in names))
+        for name in missing:
+            flags = ["-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{name}"]
+            call(["cc", *flags, "-o", libraries / name, source], f"compiling a stand-in for {name}")
+            if name == missing[0]:  # one library with the functions is enough for all of them
+                source.write_text("")
+        source.unlink()
+
+    def project(self) -> None:
+        """Install this checkout, in place: torch finds the backend by the entry points of what is installed."""
+        say("monarch_backend, from this checkout")
+        self.pip("--no-deps", "--no-build-isolation", "--config-settings", "editable_mode=compat", "-e", str(ROOT))
+
+    def variables(self) -> dict[str, str]:
+        """The process environment of a command that runs in it."""
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+        found = {**os.environ, "PATH": path, "VIRTUAL_ENV": str(self.folder)}
+        if self.xla:
+            found.setdefault("PJRT_DEVICE", "CPU")
+        return found
+
+
+def _needed(library: Path) -> set[str]:
+    text = call(["readelf", "-d", library], f"reading {library.name}")
+    return set(re.findall(r"\(NEEDED\).*\[(.+)\]", text))
+
+
+def _symbols(library: Path, which: str) -> set[str]:
+    text = call(["nm", "-D", which, library], f"reading {library.name}")
+    return {line.split()[-1].split("@")[0] for line in text.splitlines() if line.strip()}
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("version", help="a release of torch, as 2.14.1")
+    parser.add_argument("--xla", action="store_true", help="with torch_xla of the same version (2.9.0 is its last)")
+    parser.add_argument("--dir", type=Path, help="where to; .envs/torch-VERSION in this checkout")
+    parser.add_argument("--run", action="store_true", help="run the command behind -- in the environment")
+    # Split by hand: argparse would take options of the command for its own.
+    words = sys.argv[1:]
+    split = words.index("--") if "--" in words else len(words)
+    args, command = parser.parse_args(words[:split]), words[split + 1 :]
+    if not re.fullmatch(r"\d+\.\d+\.\d+\w*", args.version):
+        parser.error(f"{args.version!r} is no release of torch; give one as 2.14.1")
+    if args.run != bool(command):
+        parser.error("--run and a command behind -- go together")
+    absent = [tool for tool in ("cc", "nm", "readelf") if shutil.which(tool) is None]
+    if absent:
+        parser.error(f"{', '.join(absent)} not found; install a C compiler and binutils")
+    folder = args.dir or ROOT / ".envs" / f"torch-{args.version}{'-xla' if args.xla else ''}"
+    environment = Environment(Path(folder).absolute(), args.version, args.xla)
+    try:
+        environment.build()
+    except BuildError as error:
+        say(str(error))
+        return 1
+    if args.run:
+        sys.stdout.flush()
+        os.execvpe(command[0], command, environment.variables())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
