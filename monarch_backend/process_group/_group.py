@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         options: Any,
         pg_options: Options,
         creation: _torch.Creation,
-        adopted: dict[str, tuple[_routes.Route, Any]] | None = None,
+        only: Sequence[str] | None = None,
     ) -> None:
         # The form without a store: the other one can't construct a Python subclass before torch 2.14.
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -89,18 +88,16 @@ class MonarchProcessGroup(dist.ProcessGroup):
         self._creation = creation
         self._label = str(options.group_id)
         self._closed = ""
+        self._splits = 0
         self._hooks = CompletionHooks()
         self._routes: dict[str, _routes.Route] = {}
         self._inner: dict[str, Any] = {}
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
-        if adopted is None:
-            for device in self._eager_devices():
+        for device in self._eager_devices():
+            if only is None or device in only:
                 self._open_route(device)
-        else:
-            for device, (route, inner) in adopted.items():
-                self._adopt(device, route, inner)
-        default = "cuda" if "cuda" in self._inner else "cpu"
+        default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
         self._set_default_backend(_torch.backend_type(self._routes[default].backend))
 
     # Routes -----------------------------------------------------------------------------------------------
@@ -554,6 +551,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
         if on_cpu:
             if rank is not None:
                 _cpu.check_rank(self, collective, role, rank)
+                if rank == self.rank():  # Gloo has no connection to itself
+                    raise bad_argument(self, collective, f"{role} rank {rank} is this rank itself", "Copy the tensor.")
             _cpu.check_contiguous(self, collective, tensors)
             tensors = _cpu.movable(self, collective, tensors)
         return tensors, inner
@@ -621,32 +620,36 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def _wait_for_pending_works(self) -> None:
         self._hooks.wait()
 
-    def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Split every route's group (see torch.distributed.split_group) and make one of ours of the result."""
-        child = super().split_group(*args, **kwargs)
-        return None if child is None else MonarchProcessGroup._from_split(self, child)
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> MonarchProcessGroup | None:
+        """A group of ours of some of this group's ranks; all ranks call it, the others get None.
 
-    @classmethod
-    def _from_split(cls, parent: MonarchProcessGroup, child: dist.ProcessGroup) -> MonarchProcessGroup:
-        """A group of ours around the inner groups that torch split off ``parent``'s."""
-        adopted = {}
-        for device in child._device_types:
-            route = parent._routes[device.type]
-            adopted[device.type] = (
-                replace(route, why=f"{route.why}; split from {parent._label}"),
-                child._get_backend(device),
-            )
-        options = SimpleNamespace(
-            group_rank=child.rank(),
-            group_size=child.size(),
-            group_id=child.group_name,
-            store=child.get_group_store(),
-            timeout=parent._creator_options.timeout,
-            global_ranks_in_group=[],
-        )
-        group = cls(options, parent._pg_options, parent._creation, adopted)
-        group._set_group_name(child.group_name)
-        group._set_group_desc(child.group_desc)
+        torch.distributed.split_group comes here. NCCL's communicator is split from ours; Gloo's is made anew, as
+        its own split does. The base class can't do it: it was made without a store.
+        """
+        ranks = sorted(ranks)
+        accelerators = [d for d in self._inner if d != "cpu" and _torch.splits(self._inner[d])]
+        if self.rank() not in ranks:
+            for device in accelerators:
+                _torch.peel(self._inner[device]).perform_nocolor_split(self.bound_device_id)
+            return None
+        self._splits += 1
+        name = group_name or f"{self._label}:split{self._splits}:{'-'.join(map(str, ranks))}"
+        options = _torch.split_options(self, self._creator_options, ranks, timeout, name)
+        source = _torch.peel(self._inner[accelerators[0]]) if accelerators else None
+        creation = replace(self._creation, device_id=self.bound_device_id, split_from=source)
+        pg_options = Options({accelerators[0]: opts}) if accelerators and opts is not None else self._pg_options
+        only = None if device_types is None else [torch.device(d).type for d in device_types]
+        group = MonarchProcessGroup(options, pg_options, creation, only)
+        group._set_group_name(name)  # type: ignore[arg-type,unused-ignore]  # a NewType in some releases
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
         return group
 
     def shutdown(self) -> None:
@@ -654,7 +657,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         self._close("destroyed", lambda inner: inner.shutdown())
 
     def abort(self) -> None:
-        """End pending operations with an error and close every route."""
+        """Close every route at once. NCCL ends pending operations with an error, Gloo at their timeout."""
         self._close("aborted", lambda inner: inner.abort())
 
     def _close(self, how: str, end: Callable[[Any], None]) -> None:

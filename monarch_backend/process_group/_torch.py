@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
@@ -237,3 +238,25 @@ def peel(inner: Any) -> Any:
 def backend_config(group: dist.ProcessGroup) -> str:
     """What the user wrote, as "cpu:monarch,cuda:monarch"; only once torch has registered the group."""
     return dist.get_backend_config(group)
+
+
+def splits(inner: Any) -> bool:
+    """True for a group that can split its communicator (NCCL); Gloo says so too, but has nothing to keep."""
+    return bool(getattr(peel(inner), "supports_splitting", False)) and hasattr(peel(inner), "perform_nocolor_split")
+
+
+def split_options(
+    group: dist.ProcessGroup, options: Any, ranks: list[int], timeout: timedelta | None, name: str
+) -> Any:
+    """`_DistributedBackendOptions` for a group of some of ``group``'s ranks, whose own options are ``options``."""
+    store = PrefixStore(f"{name}/", options.store)
+    made = creator_options(options, store, None)
+    # Before torch registers a group nobody knows its global ranks; then its own ranks are all there is.
+    registered = group in c10d._world.pg_group_ranks
+    members = dist.get_process_group_ranks(group) if registered else list(range(group.size()))
+    made.group_rank, made.group_size = ranks.index(group.rank()), len(ranks)
+    made.global_ranks_in_group = [members[rank] for rank in ranks]
+    made.group_id = name
+    if timeout is not None:
+        made.timeout = timeout
+    return made

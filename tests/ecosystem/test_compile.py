@@ -6,6 +6,9 @@ with inductor.
 
 from __future__ import annotations
 
+import importlib
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both
 
+# torch 2.13 renamed its *_tensor collectives to *_single; the old names are the ones that every release has.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated. Please use:FutureWarning")
+
+# TorchDynamo asks every tensor that enters a graph for its .grad, those of FSDP and of the backward pass as well.
+asks_for_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
 Collective = Callable[[Tensor, Any], Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler_is_imported() -> None:
+    """Import the compiler once, before the ranks fork, instead of for seconds in each of them."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # without a pool of compile processes, which would outlive the tests
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        # inductor imports parts of torch.jit, which torch itself has deprecated
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        for module in (
+            "torch._functorch.aot_autograd",
+            "torch._inductor.compile_fx",
+            "torch._dynamo.backends.debugging",
+        ):
+            importlib.import_module(module)
 
 
 def _compiled(fn: Any, backend: str = "aot_eager", **options: Any) -> Any:
@@ -70,52 +95,52 @@ def _all_to_all_single(x: Tensor, group: Any) -> Tensor:
     return out
 
 
-IN_PLACE: list[Collective] = [
-    _all_reduce,
-    _all_reduce_max,
-    _all_gather_into_tensor,
-    _all_gather,
-    _reduce_scatter_tensor,
-    _all_to_all_single,
-]
+IN_PLACE: dict[str, Collective] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_max": _all_reduce_max,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gather": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "all_to_all_single": _all_to_all_single,
+}
 
 FUNCTIONAL: dict[str, Collective] = {
     "all_reduce": lambda x, group: fc.all_reduce(x * 2, "sum", group),
     "all_reduce_avg": lambda x, group: fc.all_reduce(x * 2, "avg", group),
     "all_reduce_coalesced": lambda x, group: torch.cat(fc.all_reduce_coalesced([x, x * 2], "sum", group)),
     "all_gather": lambda x, group: fc.all_gather_tensor(x * 2, 1, group),
-    "all_gather_coalesced": lambda x, group: torch.cat(
-        fc.all_gather_into_tensor_coalesced([x, x * 2], group)
-    ),
+    "all_gather_coalesced": lambda x, group: torch.cat(fc.all_gather_into_tensor_coalesced([x, x * 2], group)),
     "reduce_scatter": lambda x, group: fc.reduce_scatter_tensor(x * 2, "sum", 0, group),
     "reduce_scatter_coalesced": lambda x, group: torch.cat(
         fc.reduce_scatter_tensor_coalesced([x, x * 2], "sum", [0, 0], group)
     ),
     "broadcast": lambda x, group: fc.broadcast(x * 2, 1, group),
     "all_to_all": lambda x, group: fc.all_to_all_single(x * 2, None, None, group),
-    "permute": lambda x, group: fc.permute_tensor(x * 2, [1, 0], group),
+    "permute": lambda x, group: fc.permute_tensor(x.flatten() * 2, [1, 0], group),
 }
 
 
-def _in_graph(rank: int, which: str, name: str) -> Any:
-    fn = FUNCTIONAL[name] if which == "functional" else next(f for f in IN_PLACE if f.__name__ == name)
+def _in_graph(rank: int, collectives: dict[str, Collective]) -> Any:
     group = dist.group.WORLD
     x = torch.arange(8.0).reshape(4, 2).sin() + rank
-    graph = _compiled(lambda x: (fn(x, group) + 1).relu())
-    eager = (fn(x, group) + 1).relu()
-    results = [graph(x), graph(x * 3), eager]
-    assert torch.equal(results[0], eager), f"compiled {results[0]}, eager {eager}"
+    results = {}
+    for name, fn in collectives.items():
+
+        def step(x: Tensor, fn: Collective = fn) -> Tensor:
+            return (fn(x, group) + 1).relu()
+
+        graph = _compiled(step)
+        results[name] = [graph(x), step(x), graph(x * 3)]
+        torch._dynamo.reset()  # all of them are one code object, which may be compiled only so often
     return results
 
 
-@pytest.mark.parametrize("name", [fn.__name__ for fn in IN_PLACE])
-def test_collective_of_torch_distributed(name: str) -> None:
-    on_both(_in_graph, 2, "in place", name)
-
-
-@pytest.mark.parametrize("name", FUNCTIONAL)
-def test_functional_collective(name: str) -> None:
-    on_both(_in_graph, 2, "functional", name)
+@pytest.mark.parametrize("collectives", [IN_PLACE, FUNCTIONAL], ids=["in-place", "functional"])
+def test_collectives(collectives: dict[str, Collective]) -> None:
+    results = on_both(_in_graph, 2, collectives)
+    for result in results:
+        for name, (compiled, eager, other) in result.items():
+            assert compiled == eager != other, name
 
 
 def _in_subgroups(rank: int) -> Any:
@@ -193,8 +218,8 @@ def test_step_with_collectives_in_it() -> None:
 
 
 def _ddp(rank: int, backend: str) -> Any:
-    torch._dynamo.config.optimize_ddp = True  # splits the graph where DDP's buckets end
-    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = True  # cuts the graph where DDP's buckets end
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 256  # which must not be larger than the others, and is a megabyte
     model = DistributedDataParallel(mlp(), bucket_cap_mb=0.0005)
     return _train(torch.compile(model, backend=backend), rank)
 
@@ -206,36 +231,47 @@ def test_ddp_step() -> None:
 def _ddp_python_reducer(rank: int) -> Any:
     torch._dynamo.config.optimize_ddp = "python_reducer"
     model = DistributedDataParallel(mlp())
-    step = torch.compile(model, backend="aot_eager", fullgraph=True)
-    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    graph = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    with torch._dynamo.config.patch(compiled_autograd=True), torch._dynamo.compiled_autograd._enable(compiler):
-        for _ in range(3):
-            x, y = batch(0, rank)
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(step(x), y)
+    for _ in range(3):
+        x, y = batch(0, rank)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(graph(x), y)
+        with torch._dynamo.compiled_autograd._enable(_compiled):
             loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        optimizer.step()
+        losses.append(loss.item())
     return {"losses": losses, "state": model.state_dict()}
 
 
+@asks_for_grad
 def test_ddp_with_collectives_in_the_compiled_backward() -> None:
     _check(on_both(_ddp_python_reducer, 2))
 
 
+class Block(nn.Module):
+    """A layer of our own; TorchDynamo does not start in a module of torch.nn."""
+
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
 def _fsdp(rank: int) -> Any:
-    model = mlp()
-    for layer in model.children():
-        if isinstance(layer, nn.Linear):
-            layer.compile(backend="aot_eager", fullgraph=True)
-            fully_shard(layer)
+    model = nn.Sequential(*(Block(mlp(layers=2)) for _ in range(2)))
+    for block in model.children():
+        block.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(block)
     fully_shard(model)
     result = _train(model, rank)
     return {"losses": result["losses"], "state": {k: v.full_tensor() for k, v in result["state"].items()}}
 
 
+@asks_for_grad
 def test_fsdp2_with_compiled_layers() -> None:
     _check(on_both(_fsdp, 2))
 
@@ -270,13 +306,10 @@ def test_dtensors_in_a_graph() -> None:
 
 def _inductor(rank: int, step: Callable[[int, str], Any], folder: str) -> Any:
     # inductor keeps its files; each rank of each run its own, so that nobody finds another's
-    import os
-
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{dist.get_backend()}-{rank}"
     return step(rank, "inductor")
 
 
 @pytest.mark.parametrize("step", [_averaging, _ddp], ids=["collectives", "ddp"])
 def test_inductor(step: Callable[[int, str], Any], tmp_path: Path) -> None:
-    # without a pool of compile processes, which would outlive the ranks
-    _check(on_both(_inductor, 2, step, str(tmp_path), env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}))
+    _check(on_both(_inductor, 2, step, str(tmp_path)))

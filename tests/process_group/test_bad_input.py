@@ -82,8 +82,7 @@ def _stranger() -> torch.Tensor:
 
 
 def _gloo_group() -> Any:
-    group = dist.new_group([0, 1], backend="gloo")
-    return group
+    return dist.new_group([0, 1], backend="gloo")
 
 
 CASES = list(_cases(0))

@@ -10,11 +10,11 @@ import re
 # (the reason as the suite gives it, why it holds for backend "monarch")
 ACCEPTED = (
     (
-        r"Need at least \d+ CUDA devices|CUDA is not available\.",
+        r"Need at least \d+ (CUDA|accelerator) devices|(CUDA|accelerator) is not available\.",
         "needs two GPUs or more; the suite is run on the CPU route, and GPUs take torch's own NCCL group",
     ),
     (
-        r"(Only Nccl|Only NCCL|NCCL Batch|NCCL Send|Coalescing manager currently tests with NCCL only).*",
+        r"(Only Nccl|Only NCCL|NCCL Batch|NCCL Send|Coalescing manager currently tests with NCCL only|Tests nccl).*",
         "written for NCCL: CUDA tensors, one GPU per rank",
     ),
     (
@@ -30,9 +30,10 @@ ACCEPTED = (
         "sends lists of different shapes, which Gloo's all_to_all does not take; all_to_all_single does",
     ),
     (
-        r"(Test is failing, see )?https://github\.com/pytorch/pytorch/\S+|Skipped due to flakiness",
+        r"(Test is failing, (see|tracking issue at) )?https://github\.com/pytorch/pytorch/\S+",
         "torch skips it for every backend",
     ),
+    (r"Skipped due to flakiness|Currently failing in NVIDIA internal CI", "torch skips it for every backend"),
     (r"no torchvision", "needs torchvision, which nothing here depends on"),
 )
 
