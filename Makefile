@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VERSION ?= 2.14.1
+CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-fast test-slow test-gpu test-xla test-torch lint format bench clean
@@ -35,6 +36,12 @@ test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-ra
 
 test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason where there is none
 	$(BIN)/python -m pytest -m gpu
+
+test-xla: $(STAMP)  ## the XLA route for real, in an environment with torch_xla 2.9 that it builds once
+	$(BIN)/python tools/torch_env.py 2.9.0 --xla --run -- python -m pytest -m xla tests/xla
+
+test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1
+	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla" $(CORE)
 
 lint: $(STAMP)  ## ruff (format and lint) and mypy --strict
 	$(BIN)/ruff format --check .

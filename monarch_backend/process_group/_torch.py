@@ -151,12 +151,13 @@ def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, dev
             inner = plugin.creator_fn(store, opts.group_rank, opts.group_size, opts.timeout)
     elif name == "gloo":
         inner = _make_gloo(opts)
-    elif name == "nccl":
+    elif name == "nccl" and dist.is_nccl_available():
         inner = _make_nccl(opts, pg_options, creation.split_from)
     elif name == "xccl":
         inner = _make_xccl(opts, pg_options)
     else:
-        raise ValueError(f"torch knows no backend {name!r} for device {device!r}")
+        # A RuntimeError by way of NotImplementedError: what torch's own callers of `_get_backend` expect.
+        raise NotImplementedError(f"this torch has no backend {name!r} for device {device!r}")
     return _debug_wrapper(inner, opts) if isinstance(inner, C10DBackend) else inner
 
 

@@ -191,7 +191,7 @@ def test_layouts(pool) -> None:
 
 def _to_itself(rank: int) -> None:
     for call in (dist.send, dist.isend, dist.recv, dist.irecv):
-        with pytest.raises(ValueError, match="same as the rank|this rank itself"):
+        with pytest.raises(ValueError, match=r"same as the rank|this rank itself"):
             call(torch.ones(1), rank)
     dist.barrier()
 

@@ -19,16 +19,20 @@ class Picture:
     shared_memory: frozenset[str]
 
 
-def _descendants(root: int) -> set[int]:
-    children: dict[int, list[int]] = {}
+def _children() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except (OSError, IndexError):
             continue
-        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+        found.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    return found
+
+
+def _descendants(roots: set[int], children: dict[int, list[int]]) -> set[int]:
     found: set[int] = set()
-    todo = [root]
+    todo = list(roots)
     while todo:
         for child in children.get(todo.pop(), []):
             found.add(child)
@@ -45,10 +49,9 @@ def _command(pid: int) -> str:
 
 def take() -> Picture:
     """A picture of now."""
-    kept = set(KEPT_PIDS)
-    for pid in KEPT_PIDS:
-        kept |= _descendants(pid)
-    processes = {f"{pid} {_command(pid)}" for pid in _descendants(os.getpid()) - kept}
+    children = _children()  # one walk over /proc, which is what a picture costs
+    kept = KEPT_PIDS | _descendants(KEPT_PIDS, children)
+    processes = {f"{pid} {_command(pid)}" for pid in _descendants({os.getpid()}, children) - kept}
     descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in KEPT_FDS:
