@@ -67,6 +67,8 @@ def bool_sum_as_max(tensors: Sequence[Tensor], opts: Any) -> Any:
     """``opts`` with MAX for the SUM of bools: Gloo adds their bytes, so 256 times True is False. NCCL does the same."""
     if tensors[0].dtype is not torch.bool or _op_name(opts.reduceOp) != "SUM":
         return opts
+    if any(tensor.dtype is not torch.bool for tensor in tensors):
+        return opts
     swapped = type(opts)()  # a new one: the caller's may serve other calls
     for name in ("rootRank", "timeout", "asyncOp"):
         if hasattr(opts, name):

@@ -426,25 +426,59 @@ class MonarchProcessGroup(dist.ProcessGroup):
 
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
             """Gather each input into its large output, in one operation."""
+            opts = _options(AllgatherOptions, opts)
+            outputs, inputs, on_cpu = self._gather_pairs(outputs, inputs)
             with _torch.through_dispatcher():
-                return super().all_gather_single_coalesced(outputs, inputs, _options(AllgatherOptions, opts))
+                work = super().all_gather_single_coalesced(outputs, inputs, opts)
+            return self._done(work, "allgather_into_tensor_coalesced", on_cpu)
 
         def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
             """Reduce each large input and scatter it into its output, in one operation."""
+            outputs, inputs, opts, on_cpu = self._scatter_pairs(outputs, inputs, _options(ReduceScatterOptions, opts))
             with _torch.through_dispatcher():
-                return super().reduce_scatter_single_coalesced(outputs, inputs, _options(ReduceScatterOptions, opts))
+                work = super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+            return self._done(work, "reduce_scatter_tensor_coalesced", on_cpu)
 
     else:
 
         def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
             """The name that torch before 2.13 has for :meth:`all_gather_single_coalesced`."""
+            opts = _options(AllgatherOptions, opts)
+            outputs, inputs, on_cpu = self._gather_pairs(outputs, inputs)
             with _torch.through_dispatcher():
-                return super().allgather_into_tensor_coalesced(outputs, inputs, _options(AllgatherOptions, opts))
+                work = super().allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return self._done(work, "allgather_into_tensor_coalesced", on_cpu)
 
         def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
             """The name that torch before 2.13 has for :meth:`reduce_scatter_single_coalesced`."""
+            outputs, inputs, opts, on_cpu = self._scatter_pairs(outputs, inputs, _options(ReduceScatterOptions, opts))
             with _torch.through_dispatcher():
-                return super().reduce_scatter_tensor_coalesced(outputs, inputs, _options(ReduceScatterOptions, opts))
+                work = super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            return self._done(work, "reduce_scatter_tensor_coalesced", on_cpu)
+
+    def _gather_pairs(self, outputs: Any, inputs: Any) -> tuple[list[Tensor], list[Tensor], bool]:
+        """The tensors of a coalesced all_gather_into_tensor as the route takes them; is it the CPU's."""
+        name = "all_gather_into_tensor"
+        _, on_cpu = self._find(name, [*outputs, *inputs])
+        if on_cpu:
+            for output, input in zip(outputs, inputs, strict=True):
+                _cpu.check_single(self, name, output, input, ("output", "input"))
+            flat = [_cpu.concatenated(*pair) for pair in zip(outputs, inputs, strict=True)]
+            outputs, inputs = (_cpu.movable(self, name, list(side)) for side in zip(*flat, strict=True))
+        return outputs, inputs, on_cpu
+
+    def _scatter_pairs(self, outputs: Any, inputs: Any, opts: Any) -> tuple[list[Tensor], list[Tensor], Any, bool]:
+        """The same for a coalesced reduce_scatter_tensor."""
+        name = "reduce_scatter_tensor"
+        _, on_cpu = self._find(name, [*outputs, *inputs])
+        if on_cpu:
+            for output, input in zip(outputs, inputs, strict=True):
+                _cpu.check_single(self, name, input, output, ("input", "output"))
+            opts = _cpu.bool_sum_as_max(inputs, opts)
+            flat = [_cpu.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
+            able = [_cpu.reducible(self, name, list(pair), opts.reduceOp) for pair in flat]
+            inputs, outputs = (list(side) for side in zip(*able, strict=True))
+        return outputs, inputs, opts, on_cpu
 
     # Point to point and barriers --------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ def test_rank_outside_the_group(pool) -> None:
 
 def _use_after_destroy(rank: int) -> None:
     group = dist.group.WORLD
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()
     with pytest.raises(GroupClosedError, match="destroyed; make a new one"):
         group.allreduce([ONES(1)])
@@ -153,6 +154,7 @@ def test_use_after_destroy() -> None:
 
 def _use_after_abort(rank: int) -> None:
     group = dist.group.WORLD
+    dist.barrier()  # the other rank may still be connecting
     dist.distributed_c10d._abort_process_group()
     with pytest.raises(GroupClosedError, match="aborted"):
         group.allreduce([ONES(1)])
