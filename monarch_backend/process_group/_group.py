@@ -268,9 +268,6 @@ class MonarchProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
-        if _torch.watched():
-            with _torch.through_dispatcher():
-                return super().reduce_scatter_single(output, input, _options(ReduceScatterOptions, opts))
         return self._reduce_scatter_base(output, input, opts)
 
     # Gathering and moving ---------------------------------------------------------------------------------
@@ -335,9 +332,6 @@ class MonarchProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
-        if _torch.watched():
-            with _torch.through_dispatcher():
-                return super().all_gather_single(output, input, _options(AllgatherOptions, opts))
         return self._allgather_base(output, input, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:

@@ -13,7 +13,14 @@ from monarch_backend.cli import main
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    for word in (torch.__version__, "route cpu", "gloo", "NCCL" if not torch.version.hip else "RCCL", "torch_xla", "verbs"):
+    for word in (
+        torch.__version__,
+        "route cpu",
+        "gloo",
+        "NCCL" if not torch.version.hip else "RCCL",
+        "torch_xla",
+        "verbs",
+    ):
         assert word in text
 
 
