@@ -140,6 +140,7 @@ def run_ranks(
                     if backend is None:
                         return fn(rank, address, *args)
                     init(rank, world_size, address, backend, group_timeout)
+                    dist.barrier()  # a rank that leaves at once must not leave while others still connect
                     result = fn(rank, *args)
                     if dist.is_initialized():
                         dist.destroy_process_group()
