@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -78,3 +79,28 @@ def restore_new_group() -> None:
         return (c10d.new_group if _is_ours(dist.group.WORLD) else theirs)(*args, **kwargs)
 
     dist.new_group = new_group
+
+
+def see_attached_hooks() -> None:
+    """torch >= 2.14, _distributed_c10d: NanCheckHook and FlightRecorderHook register themselves in C++.
+
+    Python does not see it, and their callbacks come from torch's dispatcher, which our groups pass by. `attach`
+    tells the group first. Without these classes, or a second time, it does nothing.
+    """
+    for name in ("NanCheckHook", "FlightRecorderHook"):
+        hook = getattr(torch._C._distributed_c10d, name, None)
+        if hook is not None and not hasattr(hook.attach, "__wrapped__"):
+            hook.attach = staticmethod(_telling(hook.attach, name))
+
+
+def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    # not functools.wraps: pybind11's functions have no attributes to copy
+    def attach(pg: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch 2.15 attaches a recorder to every group; it skips the operations of backends that record themselves.
+        record = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", ()) if name == "FlightRecorderHook" else ()
+        if _is_ours(pg) and any(route.backend not in record for route in pg._routes.values()):
+            pg._observed = True
+        return original(pg, *args, **kwargs)
+
+    attach.__wrapped__ = original  # type: ignore[attr-defined]
+    return attach

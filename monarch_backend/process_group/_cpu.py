@@ -7,13 +7,14 @@ only; no communication. Also the one adaptation: dtypes that Gloo can't name mov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from monarch_backend.process_group import _torch
 from monarch_backend.process_group._errors import bad_argument
 
 if TYPE_CHECKING:
@@ -210,3 +211,16 @@ def _renamed(group: MonarchProcessGroup, collective: str, tensor: Tensor) -> Ten
         raise bad_argument(group, collective, "a tensor is a lazy conjugate", "Call .resolve_conj() first.")
     same = _SAME_SIZE.get(tensor.element_size())
     return torch.view_as_real(tensor.detach()) if same is None else tensor.detach().view(same)
+
+
+def exchange_lists(exchange: Callable[..., Any], outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
+    """all_to_all of lists by way of ``exchange``, which does it for slices of one tensor."""
+    sent = torch.cat([t.reshape(-1) for t in inputs])
+    received = sent.new_empty(sum(t.numel() for t in outputs))
+    sizes = [t.numel() for t in outputs]
+
+    def copy() -> None:
+        for output, piece in zip(outputs, torch.split(received, sizes), strict=True):
+            output.copy_(piece.view(output.shape))
+
+    return _torch.after(exchange(received, sent, sizes, [t.numel() for t in inputs], opts), copy)

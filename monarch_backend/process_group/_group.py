@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import (
 from monarch_backend import _torch_patches, _versions
 from monarch_backend.process_group import _cpu, _routes, _torch, _xla
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, bad_argument, where
-from monarch_backend.process_group._hooks import CompletionHooks
+from monarch_backend.process_group._hooks import CompletionHooks, LateWork
 from monarch_backend.process_group._options import Options
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -48,6 +48,7 @@ def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
     """Make the group; torch calls this on every member with its `_DistributedBackendOptions`."""
     _versions.remark()
     _torch_patches.restore_new_group()
+    _torch_patches.see_attached_hooks()
     return MonarchProcessGroup(options, Options.parse(pg_options), _torch.creation())
 
 
@@ -90,6 +91,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         self._closed = ""
         self._splits = 0
         self._hooks = CompletionHooks()
+        self._observed = False  # True once somebody hooked into torch's dispatcher for this group, torch >= 2.14
         self._routes: dict[str, _routes.Route] = {}
         self._inner: dict[str, Any] = {}
         if creation.device_id is not None:
@@ -180,7 +182,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         """True if the call must go through torch's dispatcher instead of straight to the inner group."""
         if inner is self:
             return True
-        return (type(tensor) not in _PLAIN or _torch.watched()) and _torch.is_c10d_backend(inner)
+        return (type(tensor) not in _PLAIN or self._observed or _torch.watched()) and _torch.is_c10d_backend(inner)
 
     def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
         if self._hooks and on_cpu:
@@ -247,8 +249,10 @@ class MonarchProcessGroup(dist.ProcessGroup):
             inputs = [_cpu.reducible(self, "reduce_scatter", row, opts.reduceOp) for row in inputs]
         if self._detour(inner, outputs[0]):
             with _torch.through_dispatcher():
-                return self._done(super().reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
-        return self._done(inner.reduce_scatter(outputs, inputs, opts), "reduce_scatter", on_cpu)
+                work = super().reduce_scatter(outputs, inputs, opts)
+        else:
+            work = inner.reduce_scatter(outputs, inputs, opts)
+        return self._done(LateWork(work, outputs) if on_cpu else work, "reduce_scatter", on_cpu)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
@@ -264,7 +268,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
                 work = super()._reduce_scatter_base(output, input, opts)
         else:
             work = inner._reduce_scatter_base(output, input, opts)
-        return self._done(work, "_reduce_scatter_base", on_cpu)
+        return self._done(LateWork(work, [output]) if on_cpu else work, "_reduce_scatter_base", on_cpu)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
@@ -348,6 +352,23 @@ class MonarchProcessGroup(dist.ProcessGroup):
                 return self._done(super().gather(outputs, inputs, opts), "gather", on_cpu)
         return self._done(inner.gather(outputs, inputs, opts), "gather", on_cpu)
 
+    if hasattr(dist.ProcessGroup, "gather_single"):
+
+        def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+            """Gather into one tensor on one rank; torch.distributed.gather_single comes here, torch 2.14 and later."""
+            opts = self._root_options(GatherOptions, opts)
+            inner, on_cpu = self._find("gather_single", [output, input])
+            if on_cpu:  # Gloo has none: gather into the parts of the output
+                parts: list[list[Tensor]] = []
+                if self.rank() == opts.rootRank:
+                    _cpu.check_single(self, "gather_single", output, input, ("output", "input"))
+                    parts = [list(output.view(self.size(), *input.shape).unbind())]
+                return self.gather(parts, [input], opts)
+            if self._detour(inner, input):
+                with _torch.through_dispatcher():
+                    return super().gather_single(output, input, opts)  # type: ignore[misc]
+            return inner.gather_single(output, input, opts)
+
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Scatter a list of one rank; torch.distributed.scatter comes here."""
         outputs = _listed(outputs)
@@ -409,6 +430,9 @@ class MonarchProcessGroup(dist.ProcessGroup):
             _cpu.check_count(self, "all_to_all", "input", inputs)
             outputs = _cpu.movable(self, "all_to_all", outputs)
             inputs = _cpu.movable(self, "all_to_all", inputs)
+            if not hasattr(dist.ProcessGroup, "all_to_all_single"):
+                # The Gloo of torch before 2.13 exchanges slices of one tensor, no lists.
+                return _cpu.exchange_lists(self.alltoall_base, outputs, inputs, opts)
         if self._detour(inner, outputs[0]):
             with _torch.through_dispatcher():
                 return self._done(super().alltoall(outputs, inputs, opts), "alltoall", on_cpu)
@@ -431,7 +455,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
             outputs, inputs, opts, on_cpu = self._scatter_pairs(outputs, inputs, _options(ReduceScatterOptions, opts))
             with _torch.through_dispatcher():
                 work = super().reduce_scatter_single_coalesced(outputs, inputs, opts)
-            return self._done(work, "reduce_scatter_tensor_coalesced", on_cpu)
+            return self._done(LateWork(work, outputs) if on_cpu else work, "reduce_scatter_tensor_coalesced", on_cpu)
 
     else:
 
@@ -448,7 +472,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
             outputs, inputs, opts, on_cpu = self._scatter_pairs(outputs, inputs, _options(ReduceScatterOptions, opts))
             with _torch.through_dispatcher():
                 work = super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-            return self._done(work, "reduce_scatter_tensor_coalesced", on_cpu)
+            return self._done(LateWork(work, outputs) if on_cpu else work, "reduce_scatter_tensor_coalesced", on_cpu)
 
     def _gather_pairs(self, outputs: Any, inputs: Any) -> tuple[list[Tensor], list[Tensor], bool]:
         """The tensors of a coalesced all_gather_into_tensor as the route takes them; is it the CPU's."""
@@ -507,7 +531,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
         inner = self._inner.get(device)
         if inner is None:
             inner = self._open_route(device)
-        if _torch.watched() and _torch.is_c10d_backend(inner):
+        if (self._observed or _torch.watched()) and _torch.is_c10d_backend(inner):
             with _torch.through_dispatcher():
                 return self._done(super().barrier(opts), "barrier", device == "cpu")
         return self._done(inner.barrier(opts), "barrier", device == "cpu")
@@ -590,6 +614,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         inner = self._get_backend(device)
         if not getattr(inner, "supports_coalescing", False):
+            _torch.forget_coalescing(self)
             # Gloo runs its operations one by one anyway: collecting their works is all there is to do.
             raise NotImplementedError(
                 f"coalescing on {device.type} is not supported by its route, {self._routes[device.type].backend}: "
@@ -641,6 +666,18 @@ class MonarchProcessGroup(dist.ProcessGroup):
         for device, inner in self._inner.items():
             if device != "cpu" and hasattr(inner, "_register_on_completion_hook"):
                 inner._register_on_completion_hook(hook)
+
+    if hasattr(dist.ProcessGroup, "register_pre_hook"):
+
+        def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+            """Call ``hook`` before every collective; torch's dispatcher does, so all of them go there from now on."""
+            self._observed = True
+            super().register_pre_hook(hook_id, hook)  # type: ignore[misc]
+
+        def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+            """Call ``hook`` after every collective was started."""
+            self._observed = True
+            super().register_post_hook(hook_id, hook)  # type: ignore[misc]
 
     def _has_hooks(self) -> bool:
         return bool(self._hooks)

@@ -1,16 +1,65 @@
-"""Completion hooks for the CPU route: what torch's NCCL group does for its own works, from futures.
+"""The end of works on the CPU route: completion hooks, and a work for what Gloo only finishes in wait().
 
 `ProcessGroup._register_on_completion_hook` calls back with an object that has op_type, seq, time_started,
-time_finished and active_duration, once for each finished collective. Gloo has no such hook; works have futures.
+time_finished and active_duration, once for each finished collective. torch's NCCL group does it for its own works;
+Gloo has no such hook, so here it is made of futures.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from monarch_backend.process_group import _torch
+
+_FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
+
+
+@_torch.hide_from_dynamo
+class LateWork(dist.Work):
+    """The work of a reduce_scatter on Gloo, which copies its result in wait(): else complete never, future none.
+
+    `get_future` waits, because nobody else would finish the work. A second wait() does nothing; Gloo's would
+    write the output again.
+    """
+
+    def __init__(self, work: Any, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._work, self._outputs = work, outputs
+        self._lock = threading.RLock()  # a callback of the future may wait, too
+        self.finished: Future[list[Tensor]] = Future()
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+        """Wait, as Gloo's work does; raises what it raises."""
+        with self._lock:
+            if not self.finished.done():
+                try:
+                    self._work.wait(timeout)
+                except Exception as error:
+                    if timeout == _FOR_EVER:  # else the caller was impatient, and may come again
+                        self.finished.set_exception(error)  # type: ignore[arg-type] # torch's annotation
+                    raise
+                self.finished.set_result(self._outputs)
+        self.finished.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """True once somebody has waited."""
+        return self.finished.done()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future that is done; an error is in it and not raised here."""
+        with contextlib.suppress(Exception):
+            self.wait()
+        return self.finished
 
 
 @dataclass(frozen=True)
@@ -29,6 +78,7 @@ class CompletionHooks:
 
     def __init__(self) -> None:
         self._hooks: list[Callable[[Any], None]] = []
+        self._late: list[LateWork] = []
         self._pending = 0
         self._sequence = 0
         self._idle = threading.Condition()
@@ -58,9 +108,16 @@ class CompletionHooks:
                     self._pending -= 1
                     self._idle.notify_all()
 
-        work.get_future().add_done_callback(finished)
+        if isinstance(work, LateWork):
+            self._late = [late for late in self._late if not late.is_completed()] + [work]
+            work.finished.add_done_callback(finished)
+        else:
+            work.get_future().add_done_callback(finished)
 
     def wait(self) -> None:
         """Wait until no work is pending and every hook has returned."""
+        for work in self._late:
+            work.get_future()
+        self._late.clear()
         with self._idle:
             self._idle.wait_for(lambda: self._pending == 0)

@@ -6,7 +6,9 @@ What *replaces* a function of torch stands in monarch_backend/_torch_patches.py 
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -136,9 +138,22 @@ def creator_options(options: Any, store: Store, split_from: Any) -> Any:
     return copy
 
 
+def _attempt() -> str:
+    """A prefix of its own for the keys of each attempt of a torchrun job on one node; nothing elsewhere.
+
+    torchrun keeps one store for all its restarts (elastic/rendezvous/dynamic_rendezvous.py), so that a restarted
+    rank finds the addresses of ranks that are dead: with backend "gloo" a restart is refused or hangs more often
+    than not. Agents of several nodes count restarts each for itself, so there the number would not be shared.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("GROUP_WORLD_SIZE") != "1":
+        return ""
+    return f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+
+
 def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, device: str) -> Any:
     """Make torch's own group ``name`` ("gloo", "nccl", a plugin), as `_new_process_group_helper` would."""
-    store = PrefixStore(f"{device}:{name}/", options.store)
+    store = PrefixStore(f"{_attempt()}{device}:{name}/", options.store)
     opts = creator_options(options, store, creation.split_from)
     ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
     if ensure is not None:
@@ -216,6 +231,24 @@ def finished_work(result: Any) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
+def forget_coalescing(group: dist.ProcessGroup) -> None:
+    """Undo what `_coalescing_manager` noted before it asked us: else every later all_reduce waits for its end.
+
+    Leans on distributed_c10d._world.pg_coalesce_state.
+    """
+    c10d._world.pg_coalesce_state.pop(group, None)
+
+
+def after(work: Any, then: Callable[[], None]) -> Any:
+    """A Work that is done when ``work`` is and ``then`` has run; an error of either is its error."""
+
+    def run(future: torch.futures.Future[Any]) -> None:
+        future.value()  # raises the work's error
+        then()
+
+    return torch._C._distributed_c10d._create_work_from_future(work.get_future().then(run))  # type: ignore[attr-defined]
 
 
 def backend_type(name: str) -> Any:

@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -74,7 +73,6 @@ def main() -> None:
         "backend": dist.get_backend(),
         "group": type(dist.group.WORLD).__name__,
         "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-        "imported": "monarch_backend" in sys.modules,
     }
     (args.out / f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

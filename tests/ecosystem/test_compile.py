@@ -1,7 +1,7 @@
 """torch.compile over "monarch" as over "gloo", bit by bit: collectives in a graph, and compiled parallel models.
 
-Mostly with backend "aot_eager", which traces, functionalises and splits graphs as inductor does; once each
-with inductor.
+Mostly with backend "aot_eager", which traces, functionalises and splits graphs as inductor does; inductor
+itself has the slow tests at the end.
 """
 
 from __future__ import annotations
@@ -166,6 +166,22 @@ def test_subgroups_in_a_graph() -> None:
 # Training -------------------------------------------------------------------------------------------------
 
 
+class Net(nn.Module):
+    """A module of our own: TorchDynamo does not start to compile in one of torch.nn."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.inner = mlp(layers=layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _graphs() -> int:
+    """How many graphs were compiled; without fullgraph=True nothing else tells that any was."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def _train(model: Any, rank: int, steps: int = 3, params: Any = None) -> Any:
     optimizer = torch.optim.SGD(params or model.parameters(), lr=0.1)
     losses = []
@@ -220,17 +236,20 @@ def test_step_with_collectives_in_it() -> None:
 def _ddp(rank: int, backend: str) -> Any:
     torch._dynamo.config.optimize_ddp = True  # cuts the graph where DDP's buckets end
     dist._DEFAULT_FIRST_BUCKET_BYTES = 256  # which must not be larger than the others, and is a megabyte
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.0005)
-    return _train(torch.compile(model, backend=backend), rank)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.0005)
+    result = _train(torch.compile(model, backend=backend), rank)
+    return {**result, "graphs": _graphs()}
 
 
 def test_ddp_step() -> None:
-    _check(on_both(_ddp, 2, "aot_eager"))
+    results = on_both(_ddp, 2, "aot_eager")
+    _check(results)
+    assert results[0]["graphs"] == 1
 
 
 def _ddp_python_reducer(rank: int) -> Any:
     torch._dynamo.config.optimize_ddp = "python_reducer"
-    model = DistributedDataParallel(mlp())
+    model = DistributedDataParallel(Net())
     graph = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -242,28 +261,19 @@ def _ddp_python_reducer(rank: int) -> Any:
             loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": losses, "state": model.state_dict()}
+    return {"losses": losses, "state": model.state_dict(), "graphs": _graphs()}
 
 
 @asks_for_grad
 def test_ddp_with_collectives_in_the_compiled_backward() -> None:
-    _check(on_both(_ddp_python_reducer, 2))
-
-
-class Block(nn.Module):
-    """A layer of our own; TorchDynamo does not start in a module of torch.nn."""
-
-    def __init__(self, inner: nn.Sequential) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
+    results = on_both(_ddp_python_reducer, 2)
+    _check(results)
+    assert results[0]["graphs"] == 2, "not one graph forward and one backward"
 
 
 def _fsdp(rank: int) -> Any:
-    model = nn.Sequential(*(Block(mlp(layers=2)) for _ in range(2)))
-    for block in model.children():
+    model = nn.Sequential(Net(2), nn.Tanh(), Net(2))
+    for block in (model[0], model[2]):
         block.compile(backend="aot_eager", fullgraph=True)
         fully_shard(block)
     fully_shard(model)
@@ -310,6 +320,7 @@ def _inductor(rank: int, step: Callable[[int, str], Any], folder: str) -> Any:
     return step(rank, "inductor")
 
 
+@pytest.mark.slow  # a C++ compiler runs in each rank
 @pytest.mark.parametrize("step", [_averaging, _ddp], ids=["collectives", "ddp"])
 def test_inductor(step: Callable[[int, str], Any], tmp_path: Path) -> None:
     _check(on_both(_inductor, 2, step, str(tmp_path)))

@@ -1,11 +1,14 @@
 """torch.distributed.elastic over "monarch": a rank dies, all start again, and the losses are as if none had.
 
-The script that runs is elastic_script.py, in processes of their own, as torchrun starts them.
+The script that runs is elastic_script.py, in processes of their own, as torchrun starts them. Not compared with
+a restart over "gloo": torch 2.13 itself refuses or hangs there (see `_torch._attempt`).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend.process_group import _torch
 from tests.ecosystem import elastic_script
 from tests.ecosystem.support import learns
 from tests.support.ranks import run_ranks
@@ -21,15 +25,24 @@ SCRIPT = Path(elastic_script.__file__)
 
 
 def _undisturbed(rank: int, folder: str) -> list[float]:
-    return elastic_script.train(Path(folder) / "checkpoint.pt")
+    return elastic_script.train(Path(folder) / "undisturbed.pt")
 
 
-def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _torchrun(folder: Path, die_at: int, restarts: int) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--max-restarts=2", "--monitor-interval=0.1", f"--log-dir={folder / 'logs'}"]
-    command += [str(SCRIPT), f"--out={folder}", *arguments]
+    command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", f"--log-dir={folder / 'logs'}"]
+    command += [str(SCRIPT), f"--out={folder}", "--backend=monarch", f"--die-at={die_at}"]
     # In the test's folder: the script must find the backend by its entry point, not in the working directory.
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    # In a session of its own, so that a launcher that hangs can be ended with all of its ranks.
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output
 
 
 def _reports(folder: Path) -> list[dict[str, Any]]:
@@ -39,14 +52,38 @@ def _reports(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("die_at", [0, 3], ids=["before a checkpoint", "after checkpoints"])
 def test_restart_after_a_killed_rank(die_at: int, tmp_path: Path) -> None:
     expected = run_ranks(_undisturbed, 2, str(tmp_path), backend="gloo")
-    (tmp_path / "checkpoint.pt").unlink()
     assert all(learns(losses) for losses in expected)
 
-    run = _torchrun(tmp_path, "--backend=monarch", f"--die-at={die_at}")
+    code, output = _torchrun(tmp_path, die_at, restarts=2)
 
-    assert run.returncode == 0, run.stderr
-    assert "exitcode: -9" in run.stderr, "nobody died"
+    assert code == 0, output
+    assert "exitcode: -9" in output, "nobody died"
     for report, losses in zip(_reports(tmp_path), expected, strict=True):
         assert report["losses"] == losses
         assert (report["backend"], report["group"]) == ("monarch", "MonarchProcessGroup")
         assert report["restarts"] == 1
+
+
+def test_without_restarts_left_the_job_fails_and_names_the_signal(tmp_path: Path) -> None:
+    code, output = _torchrun(tmp_path, die_at=2, restarts=0)
+    assert code == 1
+    assert "Signal 9 (SIGKILL)" in output
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "prefix"),
+    [
+        ({}, ""),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}, "attempt-3/"),
+        # each agent counts for itself: a number of one node would keep its ranks apart from the others'
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}, ""),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "GROUP_WORLD_SIZE": "1"}, ""),
+    ],
+)
+def test_keys_of_an_attempt(environment: dict[str, str], prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TORCHELASTIC_RESTART_COUNT": "3", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert _torch._attempt() == prefix
