@@ -41,6 +41,11 @@ from monarch_backend.process_group._errors import GroupClosedError, NoRouteError
 from monarch_backend.process_group._hooks import CompletionHooks, LateWork
 from monarch_backend.process_group._options import Options
 
+# From torch 2.14 on the C++ base comes from _allgather_base and _reduce_scatter_base to the overrides of
+# all_gather_single and reduce_scatter_single; before, only the old names are overridden from C++. An override of
+# both would call each other for ever.
+_NEW_NAMES = _versions.torch_version() >= (2, 14)
+
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -254,8 +259,31 @@ class MonarchProcessGroup(dist.ProcessGroup):
             work = inner.reduce_scatter(outputs, inputs, opts)
         return self._done(LateWork(work, outputs) if on_cpu else work, "reduce_scatter", on_cpu)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
+    if not _NEW_NAMES:
+
+        def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+            """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
+            inner, on_cpu, opts, output, input = self._reduced_single(output, input, opts)
+            if self._detour(inner, output):
+                with _torch.through_dispatcher():
+                    work = super()._reduce_scatter_base(output, input, opts)
+            else:
+                work = inner._reduce_scatter_base(output, input, opts)
+            return self._done(LateWork(work, [output]) if on_cpu else work, "_reduce_scatter_base", on_cpu)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
+        if not _NEW_NAMES:
+            return self._reduce_scatter_base(output, input, opts)
+        inner, on_cpu, opts, output, input = self._reduced_single(output, input, opts)
+        if self._detour(inner, output):
+            with _torch.through_dispatcher():
+                work = super().reduce_scatter_single(output, input, opts)
+        else:
+            work = inner._reduce_scatter_base(output, input, opts)
+        return self._done(LateWork(work, [output]) if on_cpu else work, "_reduce_scatter_base", on_cpu)
+
+    def _reduced_single(self, output: Tensor, input: Tensor, opts: Any) -> tuple[Any, bool, Any, Tensor, Tensor]:
         opts = _options(ReduceScatterOptions, opts)
         inner, on_cpu = self._find("reduce_scatter_tensor", [output, input])
         if on_cpu:
@@ -263,16 +291,7 @@ class MonarchProcessGroup(dist.ProcessGroup):
             input, output = _cpu.concatenated(input, output)
             opts = _cpu.bool_sum_as_max([output], opts)
             output, input = _cpu.reducible(self, "reduce_scatter_tensor", [output, input], opts.reduceOp)
-        if self._detour(inner, output):
-            with _torch.through_dispatcher():
-                work = super()._reduce_scatter_base(output, input, opts)
-        else:
-            work = inner._reduce_scatter_base(output, input, opts)
-        return self._done(LateWork(work, [output]) if on_cpu else work, "_reduce_scatter_base", on_cpu)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
-        return self._reduce_scatter_base(output, input, opts)
+        return inner, on_cpu, opts, output, input
 
     # Gathering and moving ---------------------------------------------------------------------------------
 
@@ -319,24 +338,38 @@ class MonarchProcessGroup(dist.ProcessGroup):
                 return self._done(super().allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
         return self._done(inner.allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
+    if not _NEW_NAMES:
+
+        def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+            """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
+            inner, on_cpu, opts, output, input = self._gathered_single(output, input, opts)
+            if self._detour(inner, output):
+                with _torch.through_dispatcher():
+                    work = super()._allgather_base(output, input, opts)
+            else:
+                work = inner._allgather_base(output, input, opts)
+            return self._done(work, "_allgather_base", on_cpu)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
+        if not _NEW_NAMES:
+            return self._allgather_base(output, input, opts)
+        inner, on_cpu, opts, output, input = self._gathered_single(output, input, opts)
+        if self._detour(inner, output):
+            with _torch.through_dispatcher():
+                work = super().all_gather_single(output, input, opts)
+        else:
+            work = inner._allgather_base(output, input, opts)
+        return self._done(work, "_allgather_base", on_cpu)
+
+    def _gathered_single(self, output: Tensor, input: Tensor, opts: Any) -> tuple[Any, bool, Any, Tensor, Tensor]:
         opts = _options(AllgatherOptions, opts)
         inner, on_cpu = self._find("all_gather_into_tensor", [output, input])
         if on_cpu:
             _cpu.check_single(self, "all_gather_into_tensor", output, input, ("output", "input"))
             output, input = _cpu.concatenated(output, input)
             output, input = _cpu.movable(self, "all_gather_into_tensor", [output, input])
-        if self._detour(inner, output):
-            with _torch.through_dispatcher():
-                work = super()._allgather_base(output, input, opts)
-        else:
-            work = inner._allgather_base(output, input, opts)
-        return self._done(work, "_allgather_base", on_cpu)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
-        return self._allgather_base(output, input, opts)
+        return inner, on_cpu, opts, output, input
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather tensors into a list on one rank; torch.distributed.gather comes here."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
 from torch._C._distributed_c10d import Backend as C10DBackend
 from torch._C._distributed_c10d import (
+    BarrierOptions,
     DebugLevel,
     PrefixStore,
     Store,
@@ -173,7 +174,18 @@ def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, dev
     else:
         # A RuntimeError by way of NotImplementedError: what torch's own callers of `_get_backend` expect.
         raise NotImplementedError(f"this torch has no backend {name!r} for device {device!r}")
+    _meet(inner)
     return _debug_wrapper(inner, opts) if isinstance(inner, C10DBackend) else inner
+
+
+def _meet(inner: Any) -> None:
+    """Wait until all ranks of a new Gloo group are connected.
+
+    Its constructor returns when this rank's connections stand. A rank that destroys the group right then closes
+    them under the others, which fail with "connection closed by peer" in the middle of making it.
+    """
+    if dist.is_gloo_available() and isinstance(inner, c10d.ProcessGroupGloo):
+        inner.barrier(BarrierOptions()).wait()  # type: ignore[attr-defined]
 
 
 def _make_gloo(opts: Any) -> Any:

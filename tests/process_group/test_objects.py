@@ -5,6 +5,8 @@ They are made of torch's collectives of bytes and sizes; those are in test_colle
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,40 +28,50 @@ def _objects(rank: int) -> list[Any]:
     return [None, {"rank": rank, "list": [1, (2.5, "three")]}, Thing(rank, "x" * 1000 * rank), b"\0" * (rank * 70_000)]
 
 
-def _members(rank: int, inside: list[int]) -> Any:
-    """The group of ``inside``: on the ranks of it a group, elsewhere None."""
-    if len(inside) == dist.get_world_size():
-        return dist.group.WORLD
+@contextlib.contextmanager
+def _group_of(inside: list[int]) -> Iterator[Any]:
+    """A group of these ranks for a while; None on the others."""
     group = dist.new_group(inside)
-    return group if rank in inside else None
+    if dist.get_rank() not in inside:
+        yield None
+        return
+    yield group
+    dist.destroy_process_group(group)
 
 
 def _gathers(rank: int, inside: list[int]) -> None:
-    group = _members(rank, inside)
-    if group is None:
-        return
-    for index, mine in enumerate(_objects(rank)):
-        everybody: list[Any] = [None] * len(inside)
-        dist.all_gather_object(everybody, mine, group=group)
-        assert everybody == [_objects(r)[index] for r in inside]
-        root = inside[index % len(inside)]
-        at_root: list[Any] = [None] * len(inside)
-        dist.gather_object(mine, at_root if rank == root else None, dst=root, group=group)
-        assert at_root == (everybody if rank == root else [None] * len(inside))
+    with _group_of(inside) as group:
+        for index, mine in enumerate(_objects(rank) if group else []):
+            everybody: list[Any] = [None] * len(inside)
+            dist.all_gather_object(everybody, mine, group=group)
+            assert everybody == [_objects(r)[index] for r in inside]
+            root = inside[index % len(inside)]
+            at_root: list[Any] = [None] * len(inside)
+            dist.gather_object(mine, at_root if rank == root else None, dst=root, group=group)
+            assert at_root == (everybody if rank == root else [None] * len(inside))
 
 
 def _spreads(rank: int, inside: list[int]) -> None:
-    group = _members(rank, inside)
-    if group is None:
-        return
-    for root in inside:
-        received = _objects(root) if rank == root else [None] * 4
-        dist.broadcast_object_list(received, src=root, group=group)
-        assert received == _objects(root)
-        rows = [(root, to, Thing(to, "y" * 300 * to)) for to in inside]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, rows if rank == root else None, src=root, group=group)
-        assert mine == [rows[inside.index(rank)]]
+    with _group_of(inside) as group:
+        for root in inside if group else []:
+            received = _objects(root) if rank == root else [None] * 4
+            dist.broadcast_object_list(received, src=root, group=group)
+            assert received == _objects(root)
+            rows = [(root, to, Thing(to, "y" * 300 * to)) for to in inside]
+            mine: list[Any] = [None]
+            dist.scatter_object_list(mine, rows if rank == root else None, src=root, group=group)
+            assert mine == [rows[inside.index(rank)]]
+
+
+def _in_the_default_group(rank: int) -> None:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, Thing(rank, "here"))
+    assert everybody == [Thing(r, "here") for r in range(dist.get_world_size())]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_default_group(pool, world_size: int) -> None:
+    pool(world_size).run(_in_the_default_group)
 
 
 GROUPS = [(1, [0]), (2, [0, 1]), (2, [1]), (4, [0, 1, 2, 3]), (4, [1, 2, 3])]
