@@ -1,0 +1,129 @@
+"""What torch 2.14 and later add to every process group: hooks around collectives, NaN checks, gather_single.
+
+The hooks are called by torch's dispatcher, which our collectives otherwise pass by. On an older torch all of
+this skips; `make test-torch VERSION=2.15.0` runs it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from monarch_backend import CollectiveArgumentError
+from monarch_backend._versions import torch_version
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(torch_version() < (2, 14), reason="torch 2.14 brought it")
+
+
+def _collectives(rank: int) -> list[str]:
+    """Runs one of each; returns the names by which the hooks call them."""
+    x, two = torch.ones(2), [torch.zeros(2), torch.zeros(2)]
+    dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait()
+    dist.broadcast(x, 0)
+    dist.reduce(x, 1)
+    dist.all_gather(two, x)
+    dist.all_gather_single(torch.zeros(4), x)
+    dist.reduce_scatter(torch.zeros(2), two)
+    dist.reduce_scatter_single(torch.zeros(1), x)
+    dist.gather(x, two if rank == 0 else None, 0)
+    dist.scatter(x, two if rank == 0 else None, 0)
+    dist.all_to_all([torch.zeros(2), torch.zeros(2)], two)
+    dist.barrier()
+    names = ["ALLREDUCE", "ALLREDUCE", "BROADCAST", "REDUCE", "ALLGATHER", "_ALLGATHER_BASE", "REDUCE_SCATTER"]
+    return [*names, "_REDUCE_SCATTER_BASE", "GATHER", "SCATTER", "ALLTOALL", "BARRIER"]
+
+
+def _hooks(rank: int) -> list[str]:
+    group, seen = dist.group.WORLD, []
+    group.register_pre_hook(7, lambda call: seen.append(f"before {call.name.name}"))
+    group.register_post_hook(8, lambda call: seen.append(f"after {call.name.name}"))
+    _collectives(rank)
+    group.unregister_pre_hook(7)
+    group.unregister_post_hook(8)
+    count = len(seen)
+    dist.all_reduce(torch.ones(1))
+    assert len(seen) == count
+    return seen
+
+
+def test_hooks_see_every_collective_as_on_gloo() -> None:
+    ours = run_ranks(_hooks, 2)
+    assert ours == run_ranks(_hooks, 2, backend="gloo")
+    assert len(ours[0]) == 2 * 12
+    assert ours[0][:2] == ["before ALLREDUCE", "after ALLREDUCE"]
+
+
+def _nan(rank: int, attach: bool) -> None:
+    from torch._C._distributed_c10d import NanCheckHook
+
+    good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    group = dist.new_group([0, 1])
+    if attach:
+        dist.all_reduce(bad.clone(), group=group)  # nobody looks yet
+        NanCheckHook.attach(group)
+    dist.all_reduce(good, group=group)
+    for call in (lambda: dist.all_reduce(bad, group=group), lambda: dist.broadcast(bad, rank, group=group)):
+        with pytest.raises(RuntimeError, match="NaN"):
+            call()
+    dist.all_reduce(good, group=group)
+    assert good.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("attach", [True, False], ids=["attached", "by the environment"])
+def test_nan_checks(attach: bool) -> None:
+    run_ranks(_nan, 2, attach, env={} if attach else {"TORCH_DIST_NAN_CHECK": "1"})
+
+
+def _recorded(rank: int) -> list[str]:
+    from torch._C import _distributed_c10d
+
+    group = dist.group.WORLD
+    # torch 2.15 attaches a recorder to every group. Gloo records itself: no reason for a longer way.
+    assert not group._observed
+    hook = _distributed_c10d.FlightRecorderHook.attach(group)
+    dist.all_reduce(torch.ones(1))
+    assert hook is not None
+    return [e["profiling_name"] for e in json.loads(_distributed_c10d._dump_fr_trace_json())["entries"]]
+
+
+def test_flight_recorder() -> None:
+    ours = run_ranks(_recorded, 2, env={"TORCH_FR_BUFFER_SIZE": "100"})
+    assert "gloo:all_reduce" in ours[0]
+    if torch_version() == (2, 14):  # where the hook does not know yet who records himself
+        assert "c10d:allreduce" in ours[0]
+
+
+def _timeouts(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    dist.set_timeout(datetime.timedelta(seconds=7), group)
+    assert group._get_backend(torch.device("cpu")).options._timeout == datetime.timedelta(seconds=7)
+
+
+def test_set_timeout() -> None:
+    run_ranks(_timeouts, 2)
+
+
+def _gather_single(rank: int) -> Any:
+    answers = []
+    for shape, dtype in (((2,), torch.float32), ((3, 2), torch.int16), ((0,), torch.int64)):
+        mine = torch.full(shape, rank + 1, dtype=dtype)
+        out = torch.zeros(2 * shape[0], *shape[1:], dtype=dtype) if rank == 1 else None
+        work = dist.gather_single(mine, out, dst=1, async_op=True)
+        work.wait()
+        answers.append(None if out is None else out.tolist())
+    with pytest.raises(CollectiveArgumentError, match="The output must have 2"):
+        dist.gather_single(torch.ones(2), torch.zeros(3), dst=rank)
+    return answers
+
+
+def test_gather_single_which_gloo_lacks() -> None:
+    nothing, gathered = run_ranks(_gather_single, 2)
+    assert nothing == [None] * 3
+    assert gathered == [[1.0, 1.0, 2.0, 2.0], [[1, 1]] * 3 + [[2, 2]] * 3, []]
