@@ -167,7 +167,7 @@ def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, dev
             inner = plugin.creator_fn(store, opts.group_rank, opts.group_size, opts.timeout)
     elif name == "gloo":
         inner = _make_gloo(opts)
-    elif name == "nccl" and dist.is_nccl_available():
+    elif name == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
         inner = _make_nccl(opts, pg_options, creation.split_from)
     elif name == "xccl":
         inner = _make_xccl(opts, pg_options)
