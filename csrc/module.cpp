@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "interpreter_exit.h"
 #include "machine.h"
 
 PYBIND11_MODULE(_native, m) {
@@ -11,4 +12,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("kernel_features", &monarch::kernel_features, pybind11::call_guard<pybind11::gil_scoped_release>(),
         "Abilities of the kernel, each tried: memfd_create, pidfd_open, process_vm_readv, futex.");
   m.def("cpu_features", &monarch::cpu_features, "Vector extensions of this processor that the core can use.");
+  m.def("park_threads_at_exit", &monarch::park_threads_at_exit,
+        "From now on a C++ thread that wants the GIL of an ending interpreter sleeps instead of aborting the process.");
+  m.def("keep_for_ever", [](pybind11::object instance) { instance.release(); },
+        "Never free this object, also not while the interpreter ends.");
 }

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import (
 )
 
 from monarch_backend import _torch_patches, _versions
-from monarch_backend.process_group import _cpu, _routes, _torch, _xla
+from monarch_backend.process_group import _cpu, _exit, _routes, _torch, _xla
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, bad_argument, where
 from monarch_backend.process_group._hooks import CompletionHooks, LateWork
 from monarch_backend.process_group._options import Options
@@ -150,6 +150,8 @@ class MonarchProcessGroup(dist.ProcessGroup):
     def _adopt(self, device: str, route: _routes.Route, inner: Any) -> None:
         if _torch.is_c10d_backend(inner):
             self._register_backend(torch.device(device), _torch.backend_type(route.backend), inner)
+            if device == "cpu":
+                _exit.outlives(self, inner)
         self._routes[device] = route
         self._inner[device] = inner
         _routes.announce(self, route)
