@@ -1,11 +1,13 @@
 """What backend="monarch" costs over the route it takes: the same calls on a gloo and on a monarch group.
 
-    python benchmarks/c10d_overhead.py [--rounds 40] [--json FILE]
+    python benchmarks/c10d_overhead.py [--rounds 16] [--pairs 5] [--json FILE]
 
-Two forked ranks hold both groups at once and alternate between them, so noise of the machine meets both. Each
-round measures a burst on each group; the figures are medians over rounds of the burst's mean, the ratio is the
-median of the rounds' ratios. The floor beside: a bare TCP round trip over loopback with the same bytes each way,
-which is what Gloo's two-rank all-reduce has to do at least.
+Two forked ranks hold all groups at once and alternate between them, so noise of the machine meets all. Each round
+measures a burst on each group; the figures are medians over rounds of the burst's mean, a ratio is the median of
+the rounds' ratios. Where the scheduler happens to put a group's threads decides as much as what they do: so there
+is a second gloo group, whose ratio to the first says how far from 1 noise alone goes, and several pairs of ranks
+one after the other make their groups in turns of order. The floor beside: a bare TCP round trip over loopback with
+the same bytes each way, which is what Gloo's two-rank all-reduce has to do at least.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-GROUPS = ("gloo", "monarch")
+# What is compared -> its backend; the first is what the others are divided by.
+GROUPS = {"gloo": "gloo", "monarch": "monarch", "gloo again": "gloo"}
 Step = Callable[[], object]
 
 
@@ -83,18 +86,24 @@ def _floor(link: socket.socket, size: int, calls: int, first: bool) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _rank(rank: int, address: str, link: socket.socket, rounds: int) -> dict[str, Any]:
+def _turned(names: Sequence[str], turn: int) -> list[str]:
+    turn %= len(names)
+    return [*names[turn:], *names[:turn]]
+
+
+def _rank(rank: int, address: str, link: socket.socket, rounds: int, pair: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    groups = {name: dist.new_group([0, 1], backend=name) for name in GROUPS}
+    names = _turned(list(GROUPS), pair)
+    groups = {name: dist.new_group([0, 1], backend=GROUPS[name]) for name in names}
     cases = {name: _cases(group) for name, group in groups.items()}
     times: dict[str, dict[str, list[float]]] = {}
     for case, (_, calls) in cases["gloo"].items():
         series: dict[str, list[float]] = {name: [] for name in GROUPS}
-        for step in (cases[name][case][0] for name in GROUPS):
-            _burst(step, calls)  # warm
+        for name in names:
+            _burst(cases[name][case][0], calls)  # warm
         for turn in range(rounds):
-            for name in GROUPS if turn % 2 else GROUPS[::-1]:
+            for name in _turned(names, turn):
                 series[name].append(_burst(cases[name][case][0], calls))
         times[case] = series
     floors = {size: [_floor(link, size, 50, rank == 0) for _ in range(10)] for size in (8, 1 << 20)}
@@ -103,7 +112,7 @@ def _rank(rank: int, address: str, link: socket.socket, rounds: int) -> dict[str
     return {"times": times, "floors": floors}
 
 
-def _run(rounds: int) -> dict[str, Any]:
+def _pair(rounds: int, pair: int) -> dict[str, Any]:
     listener = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(listener.getsockname())
     far = listener.accept()[0]
@@ -113,34 +122,56 @@ def _run(rounds: int) -> dict[str, Any]:
         address = f"file://{folder}/store"
         child = os.fork()
         if child == 0:
-            _rank(1, address, far, rounds)
+            _rank(1, address, far, rounds, pair)
             os._exit(0)
-        result = _rank(0, address, near, rounds)
+        result = _rank(0, address, near, rounds, pair)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             sys.exit("rank 1 failed")
+    near.close()
+    far.close()
+    listener.close()
+    return result
+
+
+def _run(rounds: int, pairs: int) -> dict[str, Any]:
+    """The series of all pairs of ranks, one behind the other."""
+    result = _pair(rounds, 0)
+    for pair in range(1, pairs):
+        more = _pair(rounds, pair)
+        for size, floors in more["floors"].items():
+            result["floors"][size] += floors
+        for case, series in more["times"].items():
+            for name, times in series.items():
+                result["times"][case][name] += times
     return result
 
 
 def _report(result: dict[str, Any]) -> dict[str, Any]:
     table = {}
     floor = {size: statistics.median(series) * 1e6 for size, series in result["floors"].items()}
-    print(f"{'2 ranks, median us per call':<32}{'gloo':>10}{'monarch':>10}{'ratio':>8}{'TCP floor':>11}")
+    head = "".join(f"{name:>12}" for name in GROUPS)
+    print(f"{'2 ranks, median us per call':<32}{head}{'monarch/gloo':>14}{'again/gloo':>12}{'TCP floor':>11}")
     for case, series in result["times"].items():
-        gloo, ours = (statistics.median(series[name]) * 1e6 for name in GROUPS)
-        ratio = statistics.median(m / g for m, g in zip(series["monarch"], series["gloo"], strict=True))
+        row = {name: statistics.median(series[name]) * 1e6 for name in GROUPS}
+        ratio = {
+            name: statistics.median(mine / gloo for mine, gloo in zip(series[name], series["gloo"], strict=True))
+            for name in GROUPS
+        }
         limit = floor[8] if "8 B" in case else floor[1 << 20] if "MiB" in case else float("nan")
-        print(f"{case:<32}{gloo:>10.1f}{ours:>10.1f}{ratio:>8.3f}{limit:>11.1f}")
-        table[case] = {"gloo_us": gloo, "monarch_us": ours, "ratio": ratio, "floor_us": limit}
+        figures = "".join(f"{row[name]:>12.1f}" for name in GROUPS)
+        print(f"{case:<32}{figures}{ratio['monarch']:>14.3f}{ratio['gloo again']:>12.3f}{limit:>11.1f}")
+        table[case] = {"us": row, "ratio": ratio, "floor_us": limit}
     return table
 
 
 def main() -> None:
     """Run and print; with --json also write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of ranks, one after the other")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
-    table = _report(_run(args.rounds))
+    table = _report(_run(args.rounds, args.pairs))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(table, file, indent=1)

@@ -160,3 +160,10 @@ def test_old_autograd_all_gather_refuses_other_names() -> None:
     source = inspect.getsource(functional._AllGatherBase.backward)
     assert "Backend not supported!" in source
     assert "dist.Backend.NCCL" in source
+
+
+def test_default_timeout_knows_nccl_only() -> None:
+    # Documented, not patched: a group of ours gets 30 minutes where "nccl" gets 10; give timeout=.
+    assert c10d._get_default_timeout("monarch") == dist.default_pg_timeout
+    source = inspect.getsource(c10d._get_default_timeout)
+    assert "Backend.NCCL" in source and "default_pg_nccl_timeout" in source

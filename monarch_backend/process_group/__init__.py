@@ -1,11 +1,14 @@
 """The "monarch" torch.distributed backend. Works with no actor anywhere; imports no other room of the house.
 
-_group.py      the ProcessGroup that torch sees: one method per collective, each finds its route and goes
-_routes.py     which route a device takes and why; how the groups behind the routes are made
-_cpu.py        what the CPU route accepts: dtypes, reduce ops, shapes, ranks
-_errors.py     what is raised, and how a message names its rank
-_options.py    what `pg_options=` may be
-_torch.py      everything that leans on a private part of torch
+_group.py        the ProcessGroup that torch sees: its routes, its life
+_collectives.py  its operations: one method per collective, each finds its route and goes
+_exit.py         what happens to groups that are alive when the interpreter ends
+_hooks.py        completion hooks, and works that end late
+_routes.py       which route a device takes and why; how the groups behind the routes are made
+_cpu.py          what the CPU route accepts: dtypes, reduce ops, shapes, ranks
+_errors.py       what is raised, and how a message names its rank
+_options.py      what `pg_options=` may be
+_torch.py        everything that leans on a private part of torch
 """
 
 from monarch_backend.process_group._errors import (

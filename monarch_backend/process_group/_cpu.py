@@ -18,7 +18,7 @@ from monarch_backend.process_group import _torch
 from monarch_backend.process_group._errors import bad_argument
 
 if TYPE_CHECKING:
-    from monarch_backend.process_group._group import MonarchProcessGroup
+    from monarch_backend.process_group._collectives import Collectives
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool})
@@ -32,7 +32,7 @@ def _names(dtypes: frozenset[torch.dtype]) -> str:
     return ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
 
 
-def reducible(group: MonarchProcessGroup, collective: str, tensors: list[Tensor], op: object) -> list[Tensor]:
+def reducible(group: Collectives, collective: str, tensors: list[Tensor], op: object) -> list[Tensor]:
     """The tensors as the CPU route can reduce them: complex sums as pairs of floats, all others unchanged.
 
     Refuses a dtype or reduce op that the route can't do, saying which it can.
@@ -84,7 +84,7 @@ def _op_name(op: object) -> str:
     return str(getattr(kind, "name", kind))
 
 
-def check_rank(group: MonarchProcessGroup, collective: str, role: str, rank: int) -> None:
+def check_rank(group: Collectives, collective: str, role: str, rank: int) -> None:
     """Refuse a group rank that is not in the group."""
     if not 0 <= rank < group.size():
         raise bad_argument(
@@ -95,7 +95,7 @@ def check_rank(group: MonarchProcessGroup, collective: str, role: str, rank: int
         )
 
 
-def check_count(group: MonarchProcessGroup, collective: str, what: str, tensors: Sequence[Tensor]) -> None:
+def check_count(group: Collectives, collective: str, what: str, tensors: Sequence[Tensor]) -> None:
     """Refuse a list of tensors that has not one tensor per rank."""
     if len(tensors) != group.size():
         raise bad_argument(
@@ -106,7 +106,7 @@ def check_count(group: MonarchProcessGroup, collective: str, what: str, tensors:
         )
 
 
-def check_same_shape(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+def check_same_shape(group: Collectives, collective: str, tensors: Sequence[Tensor], like: Tensor) -> None:
     """Refuse tensors whose element count or dtype differs from ``like``'s."""
     for index, tensor in enumerate(tensors):
         if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
@@ -122,9 +122,7 @@ def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def check_single(
-    group: MonarchProcessGroup, collective: str, large: Tensor, small: Tensor, names: tuple[str, str]
-) -> None:
+def check_single(group: Collectives, collective: str, large: Tensor, small: Tensor, names: tuple[str, str]) -> None:
     """Refuse a (large, small) pair where the large one is not world size times the small one, or not contiguous."""
     if large.numel() != small.numel() * group.size() or large.dtype != small.dtype:
         raise bad_argument(
@@ -143,7 +141,7 @@ def concatenated(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
     return large.view(-1), small.view(-1)
 
 
-def check_contiguous(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor]) -> None:
+def check_contiguous(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that are not contiguous, where torch refuses them on its other backends too."""
     for tensor in tensors:
         if not tensor.is_contiguous():
@@ -155,7 +153,7 @@ def check_contiguous(group: MonarchProcessGroup, collective: str, tensors: Seque
             )
 
 
-def check_dense(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor]) -> None:
+def check_dense(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors with gaps or overlaps: Gloo would write whatever lies in between.
 
     Another order of dimensions (a transposed gradient, channels_last) passes, as it does on NCCL: the same
@@ -175,7 +173,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def check_splits(group: MonarchProcessGroup, collective: str, what: str, tensor: Tensor, splits: Sequence[int]) -> None:
+def check_splits(group: Collectives, collective: str, what: str, tensor: Tensor, splits: Sequence[int]) -> None:
     """Refuse split sizes that do not cover the first dimension of ``tensor`` exactly, or an uneven default."""
     if not tensor.dim():
         raise bad_argument(group, collective, f"{what} has no dimensions", "Give a tensor with rows to share.")
@@ -201,12 +199,12 @@ def check_splits(group: MonarchProcessGroup, collective: str, what: str, tensor:
 _SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
-def movable(group: MonarchProcessGroup, collective: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+def movable(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same memory under a dtype that Gloo knows: unchanged for its nine, a view for all others."""
     return [t if t.dtype in REDUCIBLE else _renamed(group, collective, t) for t in tensors]
 
 
-def _renamed(group: MonarchProcessGroup, collective: str, tensor: Tensor) -> Tensor:
+def _renamed(group: Collectives, collective: str, tensor: Tensor) -> Tensor:
     if tensor.is_conj():
         raise bad_argument(group, collective, "a tensor is a lazy conjugate", "Call .resolve_conj() first.")
     same = _SAME_SIZE.get(tensor.element_size())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import DistError
 
 if TYPE_CHECKING:
-    from monarch_backend.process_group._group import MonarchProcessGroup
+    from monarch_backend.process_group._collectives import Collectives
 
 
 class MonarchError(DistError):
@@ -28,12 +28,12 @@ class GroupClosedError(MonarchError):
     """The process group was destroyed or aborted; make a new one."""
 
 
-def where(group: MonarchProcessGroup) -> str:
+def where(group: Collectives) -> str:
     """``"rank 1 of 2 in group 0 (default_pg), host h, pid 42"``: the part of every message that names us."""
     name = group._label
     return f"rank {group.rank()} of {group.size()} in group {name}, host {socket.gethostname()}, pid {os.getpid()}"
 
 
-def bad_argument(group: MonarchProcessGroup, collective: str, what: str, remedy: str) -> CollectiveArgumentError:
+def bad_argument(group: Collectives, collective: str, what: str, remedy: str) -> CollectiveArgumentError:
     """The error for arguments of ``collective`` that can't work: what is wrong, where, and the remedy."""
     return CollectiveArgumentError(f"{collective}: {what}. {remedy} [{where(group)}]")

@@ -140,7 +140,8 @@ def _no_recursion(rank: int, name: str) -> None:
 
         return guarded
 
-    public = [m for m in vars(MonarchProcessGroup) if callable(getattr(world, m)) and hasattr(dist.ProcessGroup, m)]
+    ours = MonarchProcessGroup.__mro__[: MonarchProcessGroup.__mro__.index(dist.ProcessGroup)]
+    public = [m for cls in ours for m in vars(cls) if callable(getattr(world, m)) and hasattr(dist.ProcessGroup, m)]
     collectives = [m for m in public if not m.startswith("__")]
     for method in collectives:
         setattr(world, method, guard(method))
