@@ -136,7 +136,8 @@ def test_sequence_numbers(pool) -> None:
 
 def _timeouts(rank: int) -> None:
     group = dist.new_group([0, 1])
-    c10d._set_pg_timeout(datetime.timedelta(seconds=7), group)
+    set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name from torch 2.14 on
+    set_timeout(datetime.timedelta(seconds=7), group)
     gloo = group._get_backend(torch.device("cpu"))
     assert gloo.options._timeout == datetime.timedelta(seconds=7)
 

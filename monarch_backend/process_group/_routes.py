@@ -46,7 +46,8 @@ def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
     """The route of ``device`` (a device type); ``device_map`` is what the user wrote in ``backend=``."""
     named = (device_map or {}).get(device, OURS)
     if named != OURS:
-        return Route(device, named, f'"{device}:{named}" was asked for')
+        missing = _cuda().missing if (device, named) == ("cuda", "nccl") else ""
+        return Route(device, named, f'"{device}:{named}" was asked for', missing)
     if device == "cpu":
         return _cpu()
     if device == "cuda":
