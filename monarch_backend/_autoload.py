@@ -35,7 +35,17 @@ def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
         return getattr(_torch_patches, name)(original, *args, **kwargs)
 
-    return call
+    return _hidden_from_dynamo(call)
+
+
+def _hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compiler.disable does, without importing TorchDynamo: compiled code breaks off here and goes on."""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def _needs_stand_ins(dist: Any) -> bool:

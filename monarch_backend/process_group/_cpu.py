@@ -7,6 +7,7 @@ only; no communication. Also the one adaptation: dtypes that Gloo can't name mov
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,12 @@ from torch.distributed import ReduceOp
 
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._errors import bad_argument
+from monarch_backend.process_group._hooks import GivenWork
 
 if TYPE_CHECKING:
     from monarch_backend.process_group._collectives import Collectives
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool})
@@ -106,6 +110,14 @@ def check_count(group: Collectives, collective: str, what: str, tensors: Sequenc
         )
 
 
+def check_pairs(group: Collectives, collective: str, a: Sequence[Any], b: Sequence[Any]) -> None:
+    """Refuse two lists that should go together and differ in length."""
+    if len(a) != len(b):
+        raise bad_argument(
+            group, collective, f"the lists of outputs and inputs have {len(a)} and {len(b)} entries", "Give pairs."
+        )
+
+
 def check_same_shape(group: Collectives, collective: str, tensors: Sequence[Tensor], like: Tensor) -> None:
     """Refuse tensors whose element count or dtype differs from ``like``'s."""
     for index, tensor in enumerate(tensors):
@@ -123,7 +135,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def check_single(group: Collectives, collective: str, large: Tensor, small: Tensor, names: tuple[str, str]) -> None:
-    """Refuse a (large, small) pair where the large one is not world size times the small one, or not contiguous."""
+    """Refuse a (large, small) pair where the large one is not world size times the small one."""
     if large.numel() != small.numel() * group.size() or large.dtype != small.dtype:
         raise bad_argument(
             group,
@@ -131,7 +143,6 @@ def check_single(group: Collectives, collective: str, large: Tensor, small: Tens
             f"{names[0]} is {_describe(large)} and {names[1]} is {_describe(small)}",
             f"The {names[0]} must have {group.size()} (the group's size) times the {names[1]}'s elements, same dtype.",
         )
-    check_contiguous(group, collective, [large, small])
 
 
 def concatenated(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,6 +154,7 @@ def concatenated(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_contiguous(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that are not contiguous, where torch refuses them on its other backends too."""
+    check_settled(group, collective, tensors)
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise bad_argument(
@@ -159,9 +171,58 @@ def check_dense(group: Collectives, collective: str, tensors: Sequence[Tensor]) 
     Another order of dimensions (a transposed gradient, channels_last) passes, as it does on NCCL: the same
     elements in the same memory, if all ranks use it.
     """
+    check_settled(group, collective, tensors)
     for tensor in tensors:
         if tensor.layout is torch.strided and not tensor.is_contiguous() and not _is_dense(tensor):
             check_contiguous(group, collective, [tensor])
+
+
+def check_settled(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse to write into a lazy conjugate or negation (``z.conj()``, ``z.conj().imag``): its memory differs."""
+    for tensor in tensors:
+        if tensor.is_neg() or tensor.is_conj():
+            what = "conjugate" if tensor.is_conj() else "negation"
+            remedy = f"Call .resolve_{'conj' if tensor.is_conj() else 'neg'}() first and copy back."
+            raise bad_argument(group, collective, f"a tensor to write is a lazy {what} of other memory", remedy)
+
+
+def settled(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors to read, with what is lazy about them carried out: past torch's dispatcher nobody else does."""
+    return [t if type(t) is Tensor and not t.is_neg() and not t.is_conj() else _settle(t) for t in tensors]
+
+
+def _settle(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_neg().resolve_conj()
+    # A subclass that only stands for a plain tensor (AsyncCollectiveTensor, the result of a functional collective)
+    # gives a plain one when it is copied. Others (FakeTensor, DTensor) stay what they are.
+    copied = tensor.clone() if type(tensor) not in PLAIN else tensor
+    return copied if type(copied) is Tensor else tensor
+
+
+def check_memory(group: Collectives, collective: str, rows: Sequence[Sequence[Tensor]]) -> None:
+    """Refuse lists of outputs with a wrapper subclass: torch's dispatcher does not look into lists of lists."""
+    for tensor in (t for row in rows for t in row if type(t) not in PLAIN):
+        if not _torch.watched() and tensor.numel() and torch._C._data_address(tensor) == 0:  # type: ignore[attr-defined]
+            what = f"an output is a {type(tensor).__name__}, which has no memory of its own"
+            raise bad_argument(group, collective, what, "Give a plain tensor.")
+
+
+def readable(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors to read as Gloo can: settled and contiguous, because it ignores strides."""
+    return [t.contiguous() for t in settled(tensors)]
+
+
+def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+    """A tensor to write as Gloo can; and, if that is not the given one, what copies the result there."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor, None
+    scratch = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return scratch, functools.partial(tensor.detach().copy_, scratch)
+
+
+def as_given(work: Any, outputs: Sequence[Tensor]) -> Any:
+    """The work, whose future must show the caller's tensors and not the views of them that travelled."""
+    return work if not outputs or outputs[0].dtype in REDUCIBLE else GivenWork(work, list(outputs))
 
 
 def _is_dense(tensor: Tensor) -> bool:

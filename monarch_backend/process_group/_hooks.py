@@ -1,4 +1,4 @@
-"""The end of works on the CPU route: completion hooks, and a work for what Gloo only finishes in wait().
+"""The end of works on the CPU route: completion hooks, and works for what Gloo leaves to be done after its own.
 
 `ProcessGroup._register_on_completion_hook` calls back with an object that has op_type, seq, time_started,
 time_finished and active_duration, once for each finished collective. torch's NCCL group does it for its own works;
@@ -31,9 +31,9 @@ class LateWork(dist.Work):
     write the output again.
     """
 
-    def __init__(self, work: Any, outputs: list[Tensor]) -> None:
+    def __init__(self, work: Any, outputs: list[Tensor], finish: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._work, self._outputs = work, outputs
+        self._work, self._outputs, self._finish = work, outputs, finish
         self._lock = threading.RLock()  # a callback of the future may wait, too
         self.finished: Future[list[Tensor]] = Future()
 
@@ -43,6 +43,8 @@ class LateWork(dist.Work):
             if not self.finished.done():
                 try:
                     self._work.wait(timeout)
+                    if self._finish is not None:
+                        self._finish()
                 except Exception as error:
                     if timeout == _FOR_EVER:  # else the caller was impatient, and may come again
                         self.finished.set_exception(error)  # type: ignore[arg-type] # torch's annotation
@@ -60,6 +62,45 @@ class LateWork(dist.Work):
         with contextlib.suppress(Exception):
             self.wait()
         return self.finished
+
+
+@_torch.hide_from_dynamo
+class GivenWork(dist.Work):
+    """A work on views or copies of the caller's tensors; its future and result are the tensors that were given."""
+
+    def __init__(self, work: Any, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._work, self._outputs = work, outputs
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+        """Wait for the operation; raises what it raises."""
+        return bool(self._work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        """True once the operation has ended, with an error or without."""
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """True once the operation has ended without an error."""
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        """The operation's error, if any."""
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        """The caller's tensors, once the operation has ended."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the caller's tensors."""
+
+        def given(future: Future[Any]) -> list[Tensor]:
+            future.value()  # raises the operation's error
+            return self._outputs
+
+        return self._work.get_future().then(given)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -101,15 +142,17 @@ class CompletionHooks:
         def finished(_future: Any) -> None:
             now = datetime.now()
             try:
-                for hook in self._hooks:
-                    hook(WorkInfo(op_type, sequence, started, now, now - started))
+                with contextlib.ExitStack() as every_one:  # also those after one that raises
+                    for hook in reversed(self._hooks):
+                        every_one.callback(hook, WorkInfo(op_type, sequence, started, now, now - started))
             finally:
                 with self._idle:
                     self._pending -= 1
                     self._idle.notify_all()
 
         if isinstance(work, LateWork):
-            self._late = [late for late in self._late if not late.is_completed()] + [work]
+            with self._idle:
+                self._late = [late for late in self._late if not late.is_completed()] + [work]
             work.finished.add_done_callback(finished)
         else:
             work.get_future().add_done_callback(finished)

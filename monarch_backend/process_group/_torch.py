@@ -253,7 +253,7 @@ def forget_coalescing(group: dist.ProcessGroup) -> None:
     c10d._world.pg_coalesce_state.pop(group, None)
 
 
-def after(work: Any, then: Callable[[], None]) -> Any:
+def after(work: Any, then: Callable[[], object]) -> Any:
     """A Work that is done when ``work`` is and ``then`` has run; an error of either is its error."""
 
     def run(future: torch.futures.Future[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 import monarch_backend
 from monarch_backend import CollectiveArgumentError, GroupClosedError, NoRouteError
@@ -39,7 +40,28 @@ def _cases(rank: int) -> dict[str, tuple[Callable[[], Any], type[BaseException],
         "short exchange": (lambda: dist.all_to_all([ONES(4)], [ONES(4)]), wrong, ("output list",)),
         "gather size": (lambda: _gather_single(ONES(9), ONES(4)), wrong, ("[9]", "[4]", "2")),
         "scatter size": (lambda: _scatter_single(ONES(9), ONES(4)), wrong, ("[9]", "[4]")),
-        "non-contiguous output": (lambda: _gather_single(ONES(4, 8).t(), ONES(4, 4)), wrong, ("not contiguous",)),
+        "non-contiguous output": (
+            lambda: dist.all_to_all_single(ONES(4, 8).t(), ONES(8, 4)),
+            wrong,
+            ("not contiguous",),
+        ),
+        "lazy conjugate": (
+            lambda: dist.group.WORLD.broadcast(ONES(4).cfloat().conj(), 0),
+            wrong,
+            ("conjugate", "resolve_conj"),
+        ),
+        "lazy negation": (lambda: dist.all_reduce(ONES(4).cfloat().conj().imag), wrong, ("negation", "resolve_neg")),
+        "subclass in a list": (lambda: dist.all_gather([_pending()] * 2, ONES(4)), wrong, ("AsyncCollectiveTensor",)),
+        "unpaired lists": (
+            lambda: dist.group.WORLD.reduce_scatter([ONES(4)], [[ONES(4)] * 2] * 2),
+            wrong,
+            ("1 and 2 entries",),
+        ),
+        "unpaired rows": (
+            lambda: dist.group.WORLD.allgather_coalesced([[ONES(4)], [ONES(4)]], [ONES(4), ONES(4)]),
+            wrong,
+            ("1 and 2 entries",),
+        ),
         "non-contiguous send": (lambda: dist.send(ONES(4, 4).t(), 1 - rank), (wrong, ValueError), ("contiguous",)),
         "splits": (lambda: dist.all_to_all_single(ONES(4), ONES(4), [1, 1], [3, 1]), wrong, ("[1, 1]", "4")),
         "uneven rows": (lambda: dist.all_to_all_single(ONES(3), ONES(3)), wrong, ("3 rows", "split sizes")),
@@ -60,6 +82,10 @@ def _cases(rank: int) -> dict[str, tuple[Callable[[], Any], type[BaseException],
         "options": (lambda: dist.new_group([0, 1], pg_options=object()), TypeError, ("pg_options", "Options")),
         "not ours": (lambda: monarch_backend.routes(_gloo_group()), TypeError, ("monarch",)),
     }
+
+
+def _pending() -> torch.Tensor:
+    return funcol.all_reduce(ONES(4), "sum", dist.group.WORLD)
 
 
 def _gather_single(output: torch.Tensor, input: torch.Tensor) -> None:

@@ -296,6 +296,8 @@ def _refused(cell: Cell) -> tuple[str, ...]:
 def _takes_strides(cell: Cell) -> bool:
     """Gloo copies the tensors of some collectives; elsewhere it would read and write past the strides."""
     name = cell.collective.split()[0]
+    if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        return True
     if name in ("scatter", "reduce_scatter"):
         return cell.layout.endswith(" in")
     # The same order of dimensions on every rank is the same memory on every rank.
