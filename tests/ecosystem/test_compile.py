@@ -163,6 +163,25 @@ def test_subgroups_in_a_graph() -> None:
         assert compiled == eager
 
 
+def _between_graphs(rank: int) -> Any:
+    def step(x: Tensor) -> Tensor:
+        x, got = x * 2, torch.zeros_like(x)
+        pair = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        dist.monitored_barrier()
+        return got + 1
+
+    # not with fullgraph: here the compiler must break off and go on
+    compiled = torch.compile(step, backend="eager")
+    return [compiled(torch.full((4,), float(rank))), step(torch.full((4,), float(rank)))]
+
+
+def test_what_no_graph_can_hold_runs_between_graphs() -> None:
+    for compiled, eager in on_both(_between_graphs, 2):
+        assert compiled == eager
+
+
 # Training -------------------------------------------------------------------------------------------------
 
 
