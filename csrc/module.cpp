@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bind.h"
 #include "interpreter_exit.h"
 #include "machine.h"
 
@@ -16,4 +17,7 @@ PYBIND11_MODULE(_native, m) {
         "From now on a C++ thread that wants the GIL of an ending interpreter sleeps instead of aborting the process.");
   m.def("keep_for_ever", [](pybind11::object instance) { instance.release(); },
         "Never free this object, also not while the interpreter ends.");
+#if defined(__linux__)
+  monarch::bind_shared_memory(m);
+#endif
 }

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 def boot_id() -> str:
     """Identity of the running kernel; empty where it has none."""
 
@@ -15,3 +17,84 @@ def park_threads_at_exit() -> None:
 
 def keep_for_ever(instance: object, /) -> None:
     """Never free this object, also not while the interpreter ends."""
+
+class Host:
+    """This process among those of its host: its arena and its peers. Linux only, as all below."""
+
+    def __init__(self, arena_bytes: int) -> None: ...
+    @property
+    def token(self) -> str:
+        """The name under which this process listens."""
+
+    def connect(self, token: str, /) -> bool:
+        """Connect to the process with this token and exchange arenas; False if it can't be reached from here."""
+
+    def accepted(self, token: str, seconds: float, /) -> bool:
+        """Wait until the process with this token has connected to us; False if it has not within ``seconds``."""
+
+    def make_board(self, size: int, /) -> int:
+        """Room in the arena for one rank of a group of ``size``; its offset, or 0 when the arena is full."""
+
+    def drop_board(self, board: int, /) -> None:
+        """Give back a board that no group came of."""
+
+    def used(self) -> int:
+        """Bytes of the arena in use."""
+
+    def leave(self) -> None:
+        """Tell the peers that this process ends in peace."""
+
+    def abandon(self) -> None:
+        """In a forked child: give up what belongs to the parent, without a word to the peers."""
+
+_Spans = list[tuple[int, int]]  # address, bytes
+_Fault = tuple[str, int, str]  # dead, left, late, mismatch or closed; rank of the culprit or -1; what happened
+
+class Operation:
+    """An operation under way."""
+
+    @property
+    def done(self) -> bool:
+        """True once it has ended, with a fault or without."""
+
+    @property
+    def fault(self) -> _Fault | None:
+        """Why it failed, once it is done."""
+
+class ShmGroup:
+    """A group of ranks on this host."""
+
+    def __init__(self, host: Host, rank: int, tokens: list[str], boards: list[int]) -> None: ...
+    def run(
+        self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, seconds: float, /
+    ) -> _Fault | None:
+        """Run an operation to its end on this thread."""
+
+    def wait(self, operation: Operation, seconds: float, /) -> bool:
+        """Help an operation along until it is done; False after ``seconds``."""
+
+    def close(self) -> None:
+        """End the group for this rank; operations under way fail."""
+
+class Engine:
+    """The progress thread of asynchronous operations."""
+
+    def __init__(self, host: Host) -> None: ...
+    def start(
+        self,
+        group: ShmGroup,
+        collective: int,
+        dtype: int,
+        op: int,
+        root: int,
+        size: int,
+        ins: _Spans,
+        outs: _Spans,
+        seconds: float,
+        then: Callable[[], object],
+        /,
+    ) -> Operation:
+        """Start an operation; ``then`` is called from the progress thread when it is done."""
+
+    def stop(self) -> None:
+        """End the thread; what is under way stays as it is."""

@@ -5,6 +5,9 @@ _collectives.py  its operations: one method per collective, each finds its route
 _exit.py         what happens to groups that are alive when the interpreter ends
 _hooks.py        completion hooks, and works that end late
 _routes.py       which route a device takes and why; how the groups behind the routes are made
+_shm_meet.py     how ranks find out that they share memory
+_shm.py          the shared-memory route: c10d's calls as calls on the compiled core
+_call_forms.py   the call forms of c10d's methods
 _cpu.py          what the CPU route accepts: dtypes, reduce ops, shapes, ranks
 _errors.py       what is raised, and how a message names its rank
 _options.py      what `pg_options=` may be

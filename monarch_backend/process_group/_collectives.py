@@ -16,10 +16,13 @@ calls its base, and else calls the override again, for ever.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
@@ -40,6 +43,7 @@ from monarch_backend.process_group import _cpu, _torch
 from monarch_backend.process_group._call_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hooks import CompletionHooks, GivenWork, LateWork
+from monarch_backend.process_group._shm import SharedMemory
 
 # From torch 2.14 on the C++ base comes from _allgather_base and _reduce_scatter_base to the overrides of
 # all_gather_single and reduce_scatter_single; before, only the old names are overridden from C++. An override of
@@ -72,6 +76,7 @@ class Collectives(dist.ProcessGroup):
     _label: str
     _observed: bool  # True once somebody hooked into torch's dispatcher for this group, torch >= 2.14
     _hooks: CompletionHooks
+    _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
 
     def _open_route(self, device: str) -> Any:
         raise NotImplementedError
@@ -94,7 +99,22 @@ class Collectives(dist.ProcessGroup):
             if tensor.device.type != device:
                 what = f"tensors on {device} and on {tensor.device.type} in one call"
                 raise bad_argument(self, collective, what, "Move them to one device.")
-        return inner, device == "cpu", inner is self or (not plain and _torch.is_c10d_backend(inner))
+        aside = inner is self or (not plain and _torch.is_c10d_backend(inner))
+        if device == "cpu" and self._shm is not None and tensors[0].layout is torch.strided:
+            inner = self._shm
+        return inner, device == "cpu", aside
+
+    def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
+        """The context of a `super()` call: it comes out at the registered group, or at the shared memory instead."""
+        if self._shm is None or inner is not self._shm:
+            return _torch.through_dispatcher()
+        return _torch.beneath_dispatch_modes(functools.partial(inner.dispatched, opts))
+
+    def _reduced(self, inner: Any, work: Any, given: list[Tensor], finish: Callable[[], object] | None = None) -> Any:
+        """The work of a reduce_scatter on the CPU."""
+        if inner is not self._shm:
+            return LateWork(work, given, finish)
+        return GivenWork(_torch.after(work, finish), given) if finish else _cpu.as_given(work, given)
 
     def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
         if self._hooks and on_cpu:
@@ -113,7 +133,7 @@ class Collectives(dist.ProcessGroup):
             opts = _cpu.bool_sum_as_max(tensors, opts)
             tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().allreduce(tensors, opts)
         else:
             work = inner.allreduce(tensors, opts)
@@ -129,7 +149,7 @@ class Collectives(dist.ProcessGroup):
             opts = _cpu.bool_sum_as_max(tensors, opts)
             tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp)[0] for t in tensors]
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().allreduce_coalesced(tensors, opts)
         else:
             work = inner.allreduce_coalesced(tensors, opts)
@@ -146,7 +166,7 @@ class Collectives(dist.ProcessGroup):
             opts = _cpu.bool_sum_as_max(tensors, opts)
             tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().reduce(tensors, opts)
         else:
             work = inner.reduce(tensors, opts)
@@ -169,11 +189,11 @@ class Collectives(dist.ProcessGroup):
             outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp)
             inputs = [_cpu.reducible(self, "reduce_scatter", row, opts.reduceOp) for row in inputs]
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().reduce_scatter(outputs, inputs, opts)
         else:
             work = inner.reduce_scatter(outputs, inputs, opts)
-        return self._done(LateWork(work, given) if on_cpu else work, "reduce_scatter", on_cpu)
+        return self._done(self._reduced(inner, work, given) if on_cpu else work, "reduce_scatter", on_cpu)
 
     if not _NEW_NAMES:
 
@@ -182,7 +202,7 @@ class Collectives(dist.ProcessGroup):
             """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
             inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
             if aside:
-                with _torch.through_dispatcher():
+                with self._dispatched(inner, opts):
                     return end(super()._reduce_scatter_base(*args))
             return end(inner._reduce_scatter_base(*args))
 
@@ -193,7 +213,7 @@ class Collectives(dist.ProcessGroup):
             return self._reduce_scatter_base(output, input, opts)
         inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 return end(super().reduce_scatter_single(*args))
         return end(inner._reduce_scatter_base(*args))
 
@@ -208,7 +228,9 @@ class Collectives(dist.ProcessGroup):
             output, input = _cpu.reducible(self, name, [output, input], opts.reduceOp)
 
         def end(work: Any) -> Any:
-            return self._done(LateWork(work, [given], finish) if on_cpu else work, "_reduce_scatter_base", on_cpu)
+            return self._done(
+                self._reduced(inner, work, [given], finish) if on_cpu else work, "_reduce_scatter_base", on_cpu
+            )
 
         return inner, aside, (output, input, opts), end
 
@@ -224,7 +246,7 @@ class Collectives(dist.ProcessGroup):
             _cpu.check_dense(self, "broadcast", tensors)
             tensors = _cpu.movable(self, "broadcast", tensors)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().broadcast(tensors, opts)
         else:
             work = inner.broadcast(tensors, opts)
@@ -242,7 +264,7 @@ class Collectives(dist.ProcessGroup):
                 _cpu.check_settled(self, "all_gather", row)
             inputs, outputs = self._cpu_lists("all_gather", _cpu.settled(inputs), outputs, "output")
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().allgather(outputs, inputs, opts)
         else:
             work = inner.allgather(outputs, inputs, opts)
@@ -265,7 +287,7 @@ class Collectives(dist.ProcessGroup):
             inputs = _cpu.movable(self, name, _cpu.settled(inputs))
             outputs = [_cpu.movable(self, name, row) for row in outputs]
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 return self._done(super().allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
         return self._done(inner.allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
 
@@ -276,7 +298,7 @@ class Collectives(dist.ProcessGroup):
             """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
             inner, aside, args, end = self._all_gather_one(output, input, opts)
             if aside:
-                with _torch.through_dispatcher():
+                with self._dispatched(inner, opts):
                     return end(super()._allgather_base(*args))
             return end(inner._allgather_base(*args))
 
@@ -287,7 +309,7 @@ class Collectives(dist.ProcessGroup):
             return self._allgather_base(output, input, opts)
         inner, aside, args, end = self._all_gather_one(output, input, opts)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 return end(super().all_gather_single(*args))
         return end(inner._allgather_base(*args))
 
@@ -321,7 +343,7 @@ class Collectives(dist.ProcessGroup):
                 _cpu.check_settled(self, "gather", row)
             inputs, outputs = self._cpu_rooted("gather", _cpu.settled(inputs), outputs, "output")
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().gather(outputs, inputs, opts)
         else:
             work = inner.gather(outputs, inputs, opts)
@@ -341,7 +363,7 @@ class Collectives(dist.ProcessGroup):
                     parts = [list(output.view(self.size(), *input.shape).unbind())]
                 return self.gather(parts, [input], opts)
             if aside:
-                with _torch.through_dispatcher():
+                with self._dispatched(inner, opts):
                     return super().gather_single(output, input, opts)  # type: ignore[misc]
             return inner.gather_single(output, input, opts)
 
@@ -357,7 +379,7 @@ class Collectives(dist.ProcessGroup):
             inputs = [_cpu.readable(row) for row in inputs]
             outputs, inputs = self._cpu_rooted("scatter", outputs, inputs, "input")
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().scatter(outputs, inputs, opts)
         else:
             work = inner.scatter(outputs, inputs, opts)
@@ -374,7 +396,7 @@ class Collectives(dist.ProcessGroup):
             """
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
-                with _torch.through_dispatcher():
+                with self._dispatched(inner, opts):
                     return end(super().all_to_all_single(*args))
             return end(inner.alltoall_base(*args))
 
@@ -385,7 +407,7 @@ class Collectives(dist.ProcessGroup):
             """The name that torch before 2.13 has for :meth:`all_to_all_single`."""
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
-                with _torch.through_dispatcher():
+                with self._dispatched(inner, opts):
                     return end(super().alltoall_base(*args))
             return end(inner.alltoall_base(*args))
 
@@ -417,7 +439,7 @@ class Collectives(dist.ProcessGroup):
                 # The Gloo of torch before 2.13 exchanges slices of one tensor, no lists.
                 return _cpu.exchange_lists(self.alltoall_base, outputs, inputs, opts)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, opts):
                 work = super().alltoall(outputs, inputs, opts)
         else:
             work = inner.alltoall(outputs, inputs, opts)
@@ -430,15 +452,15 @@ class Collectives(dist.ProcessGroup):
         @call_forms(AllgatherOptions, ("outputs",), ("inputs",))
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Gather each input into its large output, in one operation."""
-            args, end = self._all_gather_many(outputs, inputs, opts)
-            with _torch.through_dispatcher():
+            inner, args, end = self._all_gather_many(outputs, inputs, opts)
+            with self._dispatched(inner, opts):
                 return end(super().all_gather_single_coalesced(*args))
 
         @call_forms(ReduceScatterOptions, ("outputs",), ("inputs",))
         def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Reduce each large input and scatter it into its output, in one operation."""
-            args, end = self._reduce_scatter_many(outputs, inputs, opts)
-            with _torch.through_dispatcher():
+            inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
+            with self._dispatched(inner, opts):
                 return end(super().reduce_scatter_single_coalesced(*args))
 
     else:
@@ -446,20 +468,20 @@ class Collectives(dist.ProcessGroup):
         @call_forms(AllgatherOptions, ("outputs",), ("inputs",))
         def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """The name that torch before 2.13 has for :meth:`all_gather_single_coalesced`."""
-            args, end = self._all_gather_many(outputs, inputs, opts)
-            with _torch.through_dispatcher():
+            inner, args, end = self._all_gather_many(outputs, inputs, opts)
+            with self._dispatched(inner, opts):
                 return end(super().allgather_into_tensor_coalesced(*args))
 
         @call_forms(ReduceScatterOptions, ("outputs",), ("inputs",))
         def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """The name that torch before 2.13 has for :meth:`reduce_scatter_single_coalesced`."""
-            args, end = self._reduce_scatter_many(outputs, inputs, opts)
-            with _torch.through_dispatcher():
+            inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
+            with self._dispatched(inner, opts):
                 return end(super().reduce_scatter_tensor_coalesced(*args))
 
-    def _all_gather_many(self, outputs: Any, inputs: Any, opts: Any) -> tuple[tuple[Any, ...], _End]:
+    def _all_gather_many(self, outputs: Any, inputs: Any, opts: Any) -> tuple[Any, tuple[Any, ...], _End]:
         name, given = "all_gather_into_tensor", list(outputs)
-        _, on_cpu, _ = self._find(name, [*outputs, *inputs])
+        inner, on_cpu, _ = self._find(name, [*outputs, *inputs])
         if on_cpu:
             _cpu.check_pairs(self, name, outputs, inputs)
             inputs = _cpu.readable(inputs)
@@ -472,11 +494,11 @@ class Collectives(dist.ProcessGroup):
         def end(work: Any) -> Any:
             return self._done(_cpu.as_given(work, given) if on_cpu else work, "allgather_into_tensor_coalesced", on_cpu)
 
-        return (outputs, inputs, opts), end
+        return inner, (outputs, inputs, opts), end
 
-    def _reduce_scatter_many(self, outputs: Any, inputs: Any, opts: Any) -> tuple[tuple[Any, ...], _End]:
+    def _reduce_scatter_many(self, outputs: Any, inputs: Any, opts: Any) -> tuple[Any, tuple[Any, ...], _End]:
         name, given = "reduce_scatter_tensor", list(outputs)
-        _, on_cpu, _ = self._find(name, [*outputs, *inputs])
+        inner, on_cpu, _ = self._find(name, [*outputs, *inputs])
         if on_cpu:
             _cpu.check_pairs(self, name, outputs, inputs)
             inputs = _cpu.readable(inputs)
@@ -489,9 +511,11 @@ class Collectives(dist.ProcessGroup):
             inputs, outputs = (list(side) for side in zip(*able, strict=True))
 
         def end(work: Any) -> Any:
-            return self._done(LateWork(work, given) if on_cpu else work, "reduce_scatter_tensor_coalesced", on_cpu)
+            return self._done(
+                self._reduced(inner, work, given) if on_cpu else work, "reduce_scatter_tensor_coalesced", on_cpu
+            )
 
-        return (outputs, inputs, opts), end
+        return inner, (outputs, inputs, opts), end
 
     # Point to point and barriers --------------------------------------------------------------------------
 
@@ -526,8 +550,11 @@ class Collectives(dist.ProcessGroup):
         inner = self._inner.get(device)
         if inner is None:
             inner = self._open_route(device)
-        if (self._observed or _torch.watched()) and _torch.is_c10d_backend(inner):
-            with _torch.through_dispatcher():
+        aside = (self._observed or _torch.watched()) and _torch.is_c10d_backend(inner)
+        if device == "cpu" and self._shm is not None:
+            inner = self._shm
+        if aside:
+            with self._dispatched(inner, opts):
                 return self._done(super().barrier(opts), "barrier", device == "cpu")
         return self._done(inner.barrier(opts), "barrier", device == "cpu")
 
@@ -579,6 +606,7 @@ class Collectives(dist.ProcessGroup):
     ) -> tuple[list[Tensor], Any, bool]:
         inner, on_cpu, aside = self._find(collective, tensors)
         if on_cpu:
+            inner = self._inner["cpu"]
             if rank is not None:
                 _cpu.check_rank(self, collective, role, rank)
                 if rank == self.rank():  # Gloo has no connection to itself

@@ -24,6 +24,22 @@ class CollectiveArgumentError(MonarchError, ValueError):
     """A collective was called with arguments that can't work; nothing was sent and the group stays usable."""
 
 
+class CollectiveMismatchError(MonarchError):
+    """The ranks called different collectives, or one with different shapes, dtypes, ops or roots."""
+
+
+class CollectiveTimeoutError(MonarchError):
+    """A rank did not enter a collective in time; the message names the rank and the collective."""
+
+
+class RankFailedError(MonarchError):
+    """A rank of the group ended while the others needed it; ``rank`` is its rank in the group."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class GroupClosedError(MonarchError):
     """The process group was destroyed or aborted; make a new one."""
 

@@ -5,6 +5,7 @@ No operation on tensors (_collectives.py), no choice of a route (_routes.py), no
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from monarch_backend import _torch_patches, _versions
-from monarch_backend.process_group import _exit, _routes, _torch, _xla
+from monarch_backend.process_group import _exit, _routes, _shm_meet, _torch, _xla
 from monarch_backend.process_group._collectives import Collectives
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, where
 from monarch_backend.process_group._hooks import CompletionHooks
@@ -53,13 +54,15 @@ class MonarchProcessGroup(Collectives):
         self._observed = False
         self._routes: dict[str, _routes.Route] = {}
         self._inner: dict[str, Any] = {}
+        self._backends: dict[str, str] = {}  # device -> the name of its inner group, whatever its route is called
+        self._shm = None
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
         for device in self._eager_devices():
             if only is None or device in only:
                 self._open_route(device)
         default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
-        self._set_default_backend(_torch.backend_type(self._routes[default].backend))
+        self._set_default_backend(_torch.backend_type(self._backends[default]))
 
     # Routes -----------------------------------------------------------------------------------------------
 
@@ -91,7 +94,7 @@ class MonarchProcessGroup(Collectives):
             return _torch.make_inner(route.backend, self._creator_options, options, self._creation, device)
 
         # One Gloo group serves "cpu:monarch,cuda:gloo": c10d keeps one backend per kind as well.
-        shared = [d for d, r in self._routes.items() if r.backend == route.backend]
+        shared = [d for d, backend in self._backends.items() if backend == route.backend]
         if shared:
             inner = self._inner[shared[0]]
         elif route.backend == "xla":
@@ -106,8 +109,15 @@ class MonarchProcessGroup(Collectives):
             self._register_backend(torch.device(device), _torch.backend_type(route.backend), inner)
             if device == "cpu":
                 _exit.outlives(self, inner)
-        self._routes[device] = route
         self._inner[device] = inner
+        self._backends[device] = route.backend
+        named = _routes.was_named(device, self._creation.device_map)
+        if device == "cpu" and route.backend == "gloo" and not named and _shm_meet.wanted():
+            store = _torch.shm_store(self._creator_options)
+            timeout = functools.partial(_torch.timeout_of, inner)
+            self._shm, why = _shm_meet.meet(store, self.rank(), self.size(), timeout)
+            route = _routes.shared_memory(why) if self._shm is not None else replace(route, why=f"{route.why}; {why}")
+        self._routes[device] = route
         _routes.announce(self, route)
 
     def _no_route(self, route: _routes.Route) -> NoRouteError:
@@ -162,7 +172,9 @@ class MonarchProcessGroup(Collectives):
             inner.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        return int(self._default_inner()._get_sequence_number_for_group())
+        inner = self._default_inner()
+        ours = self._shm.sequence if self._shm is not None and inner is self._inner.get("cpu") else 0
+        return int(inner._get_sequence_number_for_group()) + ours
 
     def _set_sequence_number_for_group(self) -> None:
         for inner in self._inner.values():
@@ -242,6 +254,8 @@ class MonarchProcessGroup(Collectives):
         if how == "destroyed":
             self._hooks.wait()
         self._closed = how
+        if self._shm is not None:
+            self._shm.close()
         inners = list({id(i): i for i in self._inner.values()}.values())
         self._inner.clear()
         for inner in inners:

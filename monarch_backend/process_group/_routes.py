@@ -57,8 +57,18 @@ def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
     return _plugin(device)
 
 
+def was_named(device: str, device_map: dict[str, str] | None) -> bool:
+    """True if the user wrote another backend than ours for this device."""
+    return (device_map or {}).get(device, OURS) != OURS
+
+
+def shared_memory(why: str) -> Route:
+    """The CPU's route in a group whose ranks have met (_shm_meet.py)."""
+    return Route("cpu", "shm", why)
+
+
 def _cpu() -> Route:
-    # The place of the shared-memory route: ranks of one host will take it, Gloo stays between hosts.
+    # What a group begins with: only its ranks together can find out that they share memory.
     missing = "" if dist.is_gloo_available() else "this torch was built without Gloo; install a build with it"
     return Route("cpu", "gloo", "TCP through torch's Gloo works between any hosts", missing)
 

@@ -6,10 +6,11 @@ What *replaces* a function of torch stands in monarch_backend/_torch_patches.py 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, FunctionType
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import Backend as C10DBackend
 from torch._C._distributed_c10d import (
     BarrierOptions,
     DebugLevel,
+    HashStore,
     PrefixStore,
     Store,
     _allow_inflight_collective_as_graph_input,
@@ -31,7 +33,12 @@ from torch._C._distributed_c10d import (
 from torch._C._dynamo import eval_frame
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 BackendType = dist.ProcessGroup.BackendType
 
@@ -108,6 +115,53 @@ def through_dispatcher() -> AbstractContextManager[Any]:
     return nullcontext() if _len_torch_dispatch_stack() > 0 else _PassOn()  # type: ignore[no-untyped-call]
 
 
+class _Beneath(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes the c10d operators that reach it and does ``run(name, args)`` instead of what torch's kernel would do."""
+
+    def __init__(self, run: Callable[[str, tuple[Any, ...]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+        self._works: list[Any] = []  # C++ keeps a boxed work alive, but not its Python side
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d" or _len_torch_dispatch_stack() > 0:
+            return func(*args, **(kwargs or {}))  # no operator of ours, or FakeTensorMode and the like come after us
+        for kind in types:
+            if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                with self:  # it calls the operator again, with what it stands for
+                    return kind.__torch_dispatch__(func, types, args, kwargs or {})
+        self._works.append(self._run(func._schema.name.partition("::")[2], args))
+        work = self._works[-1].boxed()
+        return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+@contextmanager
+def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Inside, ``run(name, args)`` takes the place of the kernels of c10d's operators on plain tensors.
+
+    Dispatch modes that are on see, change or take the operators first, and so do tensor subclasses and the profiler:
+    all that the dispatcher does, around an operation that is not the registered group's. Leans on
+    torch.utils._python_dispatch, whose stack has the modes of torch's own (fake tensors, tracing) at its bottom.
+    """
+    users = []
+    while (
+        _get_current_dispatch_mode_stack()
+        and getattr(_get_current_dispatch_mode_stack()[-1], "_mode_key", None) is None
+    ):
+        users.append(_pop_mode())
+    ours = _Beneath(run)
+    _push_mode(ours)
+    for mode in reversed(users):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in range(len(users) + 1):
+            _pop_mode()
+        for mode in reversed(users):
+            _push_mode(mode)
+
+
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -150,6 +204,11 @@ def _attempt() -> str:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("GROUP_WORLD_SIZE") != "1":
         return ""
     return f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+
+
+def shm_store(options: Any) -> Store:
+    """A part of the group's store for ranks to meet in shared memory."""
+    return PrefixStore(f"{_attempt()}cpu:shm/", options.store)
 
 
 def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, device: str) -> Any:
@@ -224,9 +283,14 @@ def _make_xccl(opts: Any, pg_options: Any) -> Any:
     return xccl(opts.store, opts.group_rank, opts.group_size, chosen)
 
 
+def debug_detail() -> bool:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    return bool(get_debug_level() == DebugLevel.DETAIL)
+
+
 def _debug_wrapper(inner: Any, opts: Any) -> Any:
     """What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend; torch skips it for a ProcessGroup like ours."""
-    if get_debug_level() != DebugLevel.DETAIL or not dist.is_gloo_available():
+    if not debug_detail() or not dist.is_gloo_available():
         return inner
     return c10d._create_process_group_wrapper(
         wrapped_pg=inner,
@@ -243,6 +307,22 @@ def finished_work(result: Any) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _alone(_pid: int) -> Any:  # of one process: a fork has no threads to serve it
+    return c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=30))
+
+
+def future_of_tensors(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
+    """A future that is done and holds ``tensors`` as a C++ list, which one made in Python can't.
+
+    Leans on the works of a Gloo group of one rank, whose broadcast leaves its tensors as they are.
+    """
+    work = _alone(os.getpid()).broadcast(tensors[:1], c10d.BroadcastOptions())
+    work.wait()
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return future
 
 
 def forget_coalescing(group: dist.ProcessGroup) -> None:
@@ -279,6 +359,12 @@ def peel(inner: Any) -> Any:
     while wrapper is not None and isinstance(inner, wrapper):
         inner = inner.wrapped_pg
     return inner
+
+
+def timeout_of(inner: Any) -> timedelta:
+    """A Gloo group's timeout, wherever it was changed last; leans on its ``options._timeout``."""
+    timeout: timedelta = peel(inner).options._timeout
+    return timeout
 
 
 def backend_config(group: dist.ProcessGroup) -> str:

@@ -1,0 +1,10 @@
+// What module.cpp puts into monarch_backend._native besides its own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace monarch {
+
+void bind_shared_memory(pybind11::module_& m);  // csrc/shm/, Linux only: it stands on memfd, futex and pidfd
+
+}  // namespace monarch

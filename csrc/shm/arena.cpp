@@ -1,0 +1,97 @@
+#include "shm/arena.h"
+
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <new>
+#include <system_error>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace monarch {
+
+namespace {
+
+constexpr std::uint64_t magic = 0x314152414e4f4d00;  // "\0MONARA1"
+
+std::system_error failure(const char* what) { return {errno, std::generic_category(), what}; }
+
+std::size_t whole_pages(std::size_t bytes) { return (bytes + page - 1) / page * page; }
+
+}  // namespace
+
+Mapping::Mapping(int fd, std::size_t size) : size_(size) {
+  void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED) throw failure("mapping shared memory");
+  base_ = static_cast<char*>(base);
+}
+
+Mapping::~Mapping() { munmap(base_, size_); }
+
+Arena::Arena(std::size_t size) : fd_(memfd_create("monarch", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
+  size = whole_pages(size);
+  if (fd_ < 0) throw failure("memfd_create");
+  // Sealed, so that no peer can shrink it under the others, who would die of SIGBUS.
+  if (ftruncate(fd_, static_cast<off_t>(size)) != 0 || fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    const auto error = failure("sizing shared memory");
+    close(fd_);
+    throw error;
+  }
+  mapping_ = new Mapping(fd_, size);
+  auto* header = new (mapping_->at(0)) ArenaHeader{};
+  header->size = size;
+  header->magic = magic;
+  free_[page] = size - page;
+}
+
+Arena::~Arena() {
+  delete mapping_;
+  close(fd_);
+}
+
+std::uint64_t Arena::allocate(std::size_t bytes) {
+  bytes = whole_pages(bytes);
+  std::uint64_t offset = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto hole = free_.begin(); hole != free_.end(); ++hole) {
+      if (hole->second < bytes) continue;
+      offset = hole->first;
+      const std::size_t rest = hole->second - bytes;
+      free_.erase(hole);
+      if (rest != 0) free_[offset + bytes] = rest;
+      taken_[offset] = bytes;
+      break;
+    }
+  }
+  return offset;
+}
+
+void Arena::release(std::uint64_t offset) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = taken_.find(offset);
+  if (entry == taken_.end()) return;
+  auto hole = free_.emplace(offset, entry->second).first;
+  taken_.erase(entry);
+  if (const auto next = std::next(hole); next != free_.end() && hole->first + hole->second == next->first) {
+    hole->second += next->second;
+    free_.erase(next);
+  }
+  if (hole != free_.begin()) {
+    if (const auto before = std::prev(hole); before->first + before->second == hole->first) {
+      before->second += hole->second;
+      free_.erase(hole);
+    }
+  }
+}
+
+std::size_t Arena::used() const {
+  const std::lock_guard lock(mutex_);
+  std::size_t sum = 0;
+  for (const auto& entry : taken_) sum += entry.second;
+  return sum;
+}
+
+}  // namespace monarch

@@ -1,0 +1,120 @@
+// The Python face of the shared-memory data plane: bindings only, no logic. Tensors come as addresses and sizes;
+// keeping them alive until an operation is done is the caller's part.
+#include "bind.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+
+#include "shm/engine.h"
+
+namespace py = pybind11;
+
+namespace monarch {
+
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;  // address, bytes
+using Fault = std::optional<std::tuple<std::string, int, std::string>>;   // kind, rank of the culprit, what happened
+
+Fault fault_of(const Operation& op) {
+  constexpr std::array kinds{"dead", "left", "late", "mismatch", "closed"};
+  if (!op.failure) return std::nullopt;
+  return std::tuple(std::string(kinds.at(op.failure->kind)), op.failure->rank, op.failure->text);
+}
+
+Clock::time_point after(double seconds) {
+  constexpr double year = 3e7;
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, year)));
+}
+
+std::vector<Span> spans(const Addresses& addresses) {
+  std::vector<Span> result;
+  result.reserve(addresses.size());
+  for (const auto& [address, bytes] : addresses) result.push_back({reinterpret_cast<char*>(address), bytes});
+  return result;
+}
+
+std::shared_ptr<Operation> make_operation(int collective, int dtype, int op, int root, std::uint64_t bytes,
+                                          const Addresses& in, const Addresses& out, double seconds) {
+  if (collective < 0 || collective >= static_cast<int>(Collective::count) || dtype < 0 ||
+      dtype >= static_cast<int>(Dtype::count) || op < 0 || op >= static_cast<int>(ReduceOp::count)) {
+    throw py::value_error("unknown collective, dtype or reduce op");
+  }
+  auto operation = std::make_shared<Operation>();
+  operation->header = {bytes, root, static_cast<Collective>(collective), static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), 0};
+  const bool reduces = operation->header.op != ReduceOp::none;
+  if (reduces && reduce_kernel(operation->header.dtype, operation->header.op) == nullptr) {
+    throw py::value_error(std::string(name_of(operation->header.op)) + " is not defined for " + name_of(operation->header.dtype));
+  }
+  operation->in = spans(in);
+  operation->out = spans(out);
+  operation->deadline = after(seconds);
+  return operation;
+}
+
+std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, const std::vector<std::string>& tokens,
+                                  std::vector<std::uint64_t> boards) {
+  std::vector<std::shared_ptr<Peer>> peers;
+  for (std::size_t r = 0; r < tokens.size(); ++r) {
+    peers.push_back(static_cast<int>(r) == rank ? nullptr : host->accepted(tokens[r], 0));
+    if (static_cast<int>(r) != rank && !peers.back()) throw py::value_error("no connection to rank " + std::to_string(r));
+  }
+  return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(boards));
+}
+
+}  // namespace
+
+void bind_shared_memory(py::module_& m) {
+  py::class_<Host, std::shared_ptr<Host>>(m, "Host", "This process among those of its host: its arena and its peers.")
+      .def(py::init<std::size_t>(), py::arg("arena_bytes"))
+      .def_property_readonly("token", &Host::token)
+      .def("connect", [](Host& host, const std::string& token) { return host.connect(token) != nullptr; }, Release())
+      .def("accepted", [](Host& host, const std::string& token, double seconds) { return host.accepted(token, seconds) != nullptr; }, Release())
+      .def("make_board", &Group::make_board, Release())
+      .def("drop_board", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
+      .def("used", [](Host& host) { return host.arena().used(); })
+      .def("leave", &Host::leave)
+      .def("abandon", &Host::abandon);
+
+  py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation", "An operation under way.")
+      .def_property_readonly("done", [](const Operation& op) { return op.done.load(std::memory_order_acquire); })
+      .def_property_readonly("fault", &fault_of);
+
+  py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "A group of ranks on this host.")
+      .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("tokens"), py::arg("boards"))
+      .def("run",
+           [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,
+              const Addresses& out, double seconds) {
+             const auto operation = make_operation(collective, dtype, op, root, bytes, in, out, seconds);
+             const py::gil_scoped_release release;
+             group.submit(operation);
+             group.wait(*operation);
+             return fault_of(*operation);
+           })
+      .def("wait",
+           [](Group& group, Operation& op, double seconds) {
+             group.wait(op, after(seconds));
+             return op.done.load(std::memory_order_acquire);
+           },
+           Release())
+      .def("close", &Group::close, Release());
+
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine", "The progress thread of asynchronous operations.")
+      .def(py::init<std::shared_ptr<Host>>())
+      .def("start",
+           [](Engine& engine, std::shared_ptr<Group> group, int collective, int dtype, int op, int root,
+              std::uint64_t bytes, const Addresses& in, const Addresses& out, double seconds, std::function<void()> then) {
+             auto operation = make_operation(collective, dtype, op, root, bytes, in, out, seconds);
+             const py::gil_scoped_release release;
+             engine.start(std::move(group), operation, std::move(then));
+             return operation;
+           })
+      .def("stop", &Engine::stop, Release());
+}
+
+}  // namespace monarch

@@ -1,0 +1,97 @@
+#include "shm/engine.h"
+
+#include <algorithm>
+
+#include <pthread.h>
+#include <signal.h>
+
+namespace monarch {
+
+Engine::Engine(std::shared_ptr<Host> host) : host_(std::move(host)) {}
+
+Engine::~Engine() { stop(); }
+
+void Engine::start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
+  group->submit(operation);
+  const std::lock_guard lock(mutex_);
+  tasks_.push_back({std::move(group), std::move(operation), std::move(then)});
+  if (!thread_.joinable() && !stop_) {
+    thread_ = std::thread([this] {
+      sigset_t all;
+      sigfillset(&all);  // signals are for the threads of Python
+      pthread_sigmask(SIG_BLOCK, &all, nullptr);
+      pthread_setname_np(pthread_self(), "monarch_engine");
+      run();
+    });
+  }
+  work_.notify_one();
+  host_->bell().ring();  // the thread may sleep for another operation
+}
+
+void Engine::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  work_.notify_one();
+  host_->bell().wake();
+  if (thread_.joinable()) thread_.join();
+}
+
+// True if anything moved or ended.
+bool Engine::look() {
+  std::vector<std::shared_ptr<Group>> groups;
+  bool ended = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stop_) return true;
+    for (const Task& task : tasks_) {
+      ended |= task.operation->done.load(std::memory_order_acquire);
+      if (std::find(groups.begin(), groups.end(), task.group) == groups.end()) groups.push_back(task.group);
+    }
+  }
+  bool moved = false;
+  for (const auto& group : groups) moved |= group->advance();
+  return moved || ended;
+}
+
+void Engine::call_back() {
+  std::vector<Task> ended;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto open = [](const Task& task) { return !task.operation->done.load(std::memory_order_acquire); };
+    const auto first = std::stable_partition(tasks_.begin(), tasks_.end(), open);
+    std::move(first, tasks_.end(), std::back_inserter(ended));
+    tasks_.erase(first, tasks_.end());
+  }
+  for (Task& task : ended) {
+    if (task.then) task.then();
+  }
+}
+
+void Engine::run() {
+  for (;;) {
+    Clock::time_point deadline = Clock::time_point::max();
+    {
+      std::unique_lock lock(mutex_);
+      work_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+      if (stop_) return;
+      for (const Task& task : tasks_) deadline = std::min(deadline, task.operation->deadline);
+    }
+    // Never spins: the processor belongs to the computation that the operation hides behind.
+    Patience patience(host_->bell(), true);
+    while (!look()) {
+      if (patience.again([this] { return look(); }, deadline)) continue;
+      std::vector<Task> due;
+      {
+        const std::lock_guard lock(mutex_);
+        due = tasks_;
+      }
+      for (const Task& task : due) task.group->expire_if_due(*task.operation);
+      break;
+    }
+    call_back();
+  }
+}
+
+}  // namespace monarch

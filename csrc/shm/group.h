@@ -1,0 +1,155 @@
+// A group of ranks on one host and its operations, each of which is a state machine: nothing in here blocks, so one
+// thread can drive any number of groups, and any thread can lend a hand to the one that it waits for.
+//
+// Every rank has a Board in its own arena that only it writes and all read: how far it is (counters that only grow),
+// what it called (a header for each of its last two operations), and a slot for each of these with its data if they
+// are small. Larger operations go through a stage, two buffers of chunks.
+//
+// Why two of each are enough: an operation ends on a rank only when every rank has entered it, and a rank enters an
+// operation only when it has ended the one before. So when I enter operation s+2, every rank has ended s.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shm/host.h"
+#include "shm/reduce.h"
+
+namespace monarch {
+
+enum class Collective : std::uint8_t {
+  barrier, all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, count
+};
+const char* name_of(Collective collective);
+
+// What a rank called; all ranks compare all headers before any of them touches data.
+struct Header {
+  std::uint64_t bytes;      // of one piece; all_to_all has a table instead
+  std::int32_t root;        // -1 where there is none
+  Collective collective;
+  Dtype dtype;
+  ReduceOp op;
+  std::uint8_t in_slot;     // the data are in the slot already
+  bool operator==(const Header&) const = default;
+};
+static_assert(sizeof(Header) == 16);
+
+inline constexpr std::size_t slot_bytes = 16 << 10;
+inline constexpr std::size_t chunk_bytes = 256 << 10;
+
+struct Board {
+  // One cache line, one writer.
+  alignas(64) std::atomic<std::uint64_t> entered;  // operations
+  std::atomic<std::uint64_t> filled;               // chunks of large operations since the group was made ...
+  std::atomic<std::uint64_t> reduced;              // ... of which the rank's slice is reduced
+  std::atomic<std::uint64_t> taken;                // ... from which the rank has taken what it wants
+  std::atomic<std::uint32_t> culprit;              // why the group ended for this rank: kind << 24 | (1 + the rank to blame)
+  std::atomic<std::uint32_t> stage;                // page number of the stage in the rank's arena, 0: none yet
+  alignas(64) std::array<Header, 2> headers;
+  // Then, for n ranks: u32 gone[n] (written by the others when they have closed), u64 table[2][2 * n], the slots.
+};
+
+struct Span {
+  char* data;
+  std::uint64_t bytes;
+};
+
+struct Failure {
+  enum Kind { dead, left, late, mismatch, closed };
+  Kind kind;
+  int rank;          // the culprit in this group, -1 where it is everybody
+  std::string text;  // what happened, to stand after the name of the culprit
+};
+
+struct Operation {
+  Header header{};
+  std::vector<Span> in, out;  // one per rank, or one
+  Clock::time_point deadline;
+
+  std::atomic<bool> done{false};
+  std::optional<Failure> failure;  // before done
+
+ private:
+  friend class Group;
+  enum State { queued, entering, moving };
+  State state = queued;
+  std::uint64_t sequence = 0;
+  std::uint64_t chunks = 0, width = 0;
+  std::uint64_t filled = 0, reduced = 0, taken = 0;
+};
+
+class Group {
+ public:
+  // `peers[i]` is null for our own rank; `boards[i]` is the offset of rank i's board in its arena.
+  Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers, std::vector<std::uint64_t> boards);
+  ~Group();
+
+  // The board of a rank-to-be; 0 when the arena is full. 
+  static std::uint64_t make_board(Host& host, int size);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  void submit(const std::shared_ptr<Operation>& operation);
+  // Moves what can be moved; false if nothing could, or somebody else is at it.
+  bool advance();
+  // Until the operation is done; it fails at its deadline.
+  void wait(Operation& operation);
+  // The same, but gives up at `limit` and leaves the operation as it is.
+  void wait(Operation& operation, Clock::time_point limit);
+  // Fails the group if the operation is its next and late.
+  void expire_if_due(Operation& operation);
+  void close();
+
+ private:
+  bool step(Operation& op);
+  bool enter(Operation& op);
+  bool compare(Operation& op);
+  bool move(Operation& op);
+  void plan(Operation& op);
+  void put_in_slot(Operation& op);
+  void take_from_slots(Operation& op);
+  void fill(const Operation& op, std::uint64_t chunk, char* to, bool all) const;
+  void take(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from, bool one_shot);
+  void reduce_slice(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from, char* to);
+  void collect(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from);
+
+  void finish(Operation& op);
+  void fail(Failure failure);
+  std::optional<Failure> find_fault(const Operation& op);
+  void expire(const Operation& op);
+  bool somebody_gave_up() const;
+  bool all_reach(std::atomic<std::uint64_t> Board::*counter, std::uint64_t value) const;
+  void ring() const;
+
+  Mapping& arena(int rank) const;
+  Board& board(int rank) const { return *reinterpret_cast<Board*>(arena(rank).at(boards_[rank])); }
+  std::atomic<std::uint32_t>* gone(int rank) const;
+  std::uint64_t* table(int rank, std::uint64_t sequence) const;
+  char* slot(int rank, std::uint64_t sequence) const;
+  char* stage(int rank, std::uint64_t chunk) const;
+  bool ensure_stage();
+  std::string describe(const Header& header) const;
+
+  std::shared_ptr<Host> host_;
+  int rank_, size_;
+  std::vector<std::shared_ptr<Peer>> peers_;
+  std::vector<std::uint64_t> boards_;
+  bool crowded_;
+
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<Operation>> queue_;
+  std::uint64_t sequence_ = 0, chunk_ = 0;
+  std::uint32_t departures_ = 0;
+  std::optional<Failure> broken_;
+  bool closed_ = false;
+};
+
+}  // namespace monarch

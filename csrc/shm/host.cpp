@@ -1,0 +1,353 @@
+#include "shm/host.h"
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <system_error>
+#include <vector>
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace monarch {
+
+// What both sides say once, with their memfd attached.
+struct Hello {
+  std::uint64_t magic = 0x314f4c4c45484d00;
+  std::uint64_t arena_bytes = 0;
+  std::array<char, 32> token{};
+};
+
+namespace {
+
+std::system_error failure(const char* what) { return {errno, std::generic_category(), what}; }
+
+std::string random_token() {
+  std::array<unsigned char, 16> bytes{};
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw failure("getrandom");
+  std::string text;
+  std::array<char, 3> hex{};
+  for (const unsigned char byte : bytes) {
+    std::snprintf(hex.data(), hex.size(), "%02x", byte);
+    text += hex.data();
+  }
+  return text;
+}
+
+// Abstract: no file, gone with the process, visible in this network namespace only.
+socklen_t address_of(const std::string& token, sockaddr_un& address) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  const std::string name = "monarch-" + token;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+bool same_user(int link, int& pid) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  if (getsockopt(link, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid()) return false;
+  pid = peer.pid;
+  return true;
+}
+
+bool say(int link, Hello hello, int memfd) {
+  iovec part{&hello, sizeof hello};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> room{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = room.data();
+  message.msg_controllen = room.size();
+  cmsghdr* attached = CMSG_FIRSTHDR(&message);
+  attached->cmsg_level = SOL_SOCKET;
+  attached->cmsg_type = SCM_RIGHTS;
+  attached->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(attached), &memfd, sizeof memfd);
+  return sendmsg(link, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello);
+}
+
+// The memfd that came along, or -1. A stranger's bytes end here: wrong size, wrong magic, no descriptor.
+int hear(int link, Hello& hello) {
+  iovec part{&hello, sizeof hello};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> room{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = room.data();
+  message.msg_controllen = room.size();
+  const ssize_t got = recvmsg(link, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
+  int memfd = -1;
+  if (const cmsghdr* attached = got > 0 ? CMSG_FIRSTHDR(&message) : nullptr;
+      attached != nullptr && attached->cmsg_level == SOL_SOCKET && attached->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(&memfd, CMSG_DATA(attached), sizeof memfd);
+  }
+  struct stat file{};
+  const bool good = got == static_cast<ssize_t>(sizeof hello) && hello.magic == Hello{}.magic && memfd >= 0 &&
+                    fstat(memfd, &file) == 0 && static_cast<std::uint64_t>(file.st_size) == hello.arena_bytes;
+  if (!good && memfd >= 0) close(memfd);
+  return good ? memfd : -1;
+}
+
+void patience_of_a_second(int link) {
+  const timeval second{1, 0};
+  setsockopt(link, SOL_SOCKET, SO_RCVTIMEO, &second, sizeof second);
+  setsockopt(link, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof second);
+}
+
+std::string in_words(int status) {
+  if (WIFSIGNALED(status)) return "killed by signal " + std::to_string(WTERMSIG(status));
+  return "exited with status " + std::to_string(WEXITSTATUS(status));
+}
+
+// The wait status of a process that is not our child. A zombie shows it in /proc; once it is reaped, the pidfd
+// remembers it (Linux 6.15).
+bool status_of(int pid, int pidfd, int& status) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (std::getline(file, line)) {
+    std::istringstream fields(line.substr(line.rfind(')') + 1));
+    std::string state, field, last;
+    fields >> state;
+    while (fields >> field) last = field;
+    if (state == "Z" && !last.empty()) {
+      status = std::stoi(last);
+      return true;
+    }
+  }
+  struct {  // struct pidfd_info, whose header is newer than most
+    std::uint64_t mask, cgroup;
+    std::uint32_t pid, tgid, ppid, ids[8];
+    std::int32_t exit_code;
+    std::uint32_t more[8];
+  } info{};
+  info.mask = 1u << 3;  // PIDFD_INFO_EXIT
+  if (pidfd >= 0 && ioctl(pidfd, _IOC(_IOC_READ | _IOC_WRITE, 0xFF, 11, 64), &info) == 0 && (info.mask & (1u << 3))) {
+    status = info.exit_code;
+    return true;
+  }
+  return false;
+}
+
+std::string epitaph_of(const Peer& peer) {
+  // The socket closes a moment before the process is a zombie.
+  if (peer.pidfd >= 0) {
+    pollfd end{peer.pidfd, POLLIN, 0};
+    if (poll(&end, 1, 50) == 0) return "closed its link to this process";
+  }
+  int status = 0;
+  return status_of(peer.pid, peer.pidfd, status) ? in_words(status) : "gone (how it ended is not known here)";
+}
+
+}  // namespace
+
+Peer::~Peer() {
+  if (link >= 0) close(link);
+  if (pidfd >= 0) close(pidfd);
+}
+
+Host::Host(std::size_t arena_bytes) : token_(random_token()), arena_(std::make_unique<Arena>(arena_bytes)) {
+  listener_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un address;
+  const socklen_t length = address_of(token_, address);
+  if (listener_ < 0 || bind(listener_, reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(listener_, 4096) != 0) {
+    throw failure("listening on a Unix socket");
+  }
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  stop_ = eventfd(0, EFD_CLOEXEC);
+  for (const int fd : {listener_, stop_}) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.fd = fd;
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw failure("epoll_ctl");
+  }
+  watcher_ = std::thread([this] {
+    sigset_t all;
+    sigfillset(&all);  // signals are for the threads of Python
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    pthread_setname_np(pthread_self(), "monarch_watch");
+    watch();
+  });
+}
+
+Host::~Host() {
+  leave();
+  if (watcher_.joinable()) {
+    const std::uint64_t one = 1;
+    (void)!write(stop_, &one, sizeof one);
+    watcher_.join();
+  }
+  for (const int fd : {listener_, epoll_, stop_}) {
+    if (fd >= 0) close(fd);
+  }
+}
+
+void Host::bury(std::vector<std::uint64_t> offsets, std::function<bool()> unused) {
+  const std::lock_guard lock(mutex_);
+  buried_.emplace_back(std::move(offsets), std::move(unused));
+}
+
+std::uint64_t Host::allocate(std::size_t bytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(buried_, [this](const auto& entry) {
+      const bool free = entry.second();
+      for (const std::uint64_t offset : entry.first) {
+        if (free) arena_->release(offset);
+      }
+      return free;
+    });
+  }
+  return arena_->allocate(bytes);
+}
+
+void Host::leave() { arena_->mapping().header().left.store(1, std::memory_order_seq_cst); }
+
+void Host::abandon() {
+  // The watcher does not exist in the child, and its locks may be held for ever: touch neither. Only descriptors
+  // matter: a child that kept them would keep a dead parent's links open.
+  watcher_.detach();
+  for (int* fd : {&listener_, &epoll_, &stop_}) {
+    if (*fd >= 0) close(*fd);
+    *fd = -1;
+  }
+  for (auto& [token, peer] : peers_) {
+    if (peer->link >= 0) close(peer->link);
+    if (peer->pidfd >= 0) close(peer->pidfd);
+    peer->link = peer->pidfd = -1;
+  }
+  close(arena_->fd());
+}
+
+std::shared_ptr<Peer> Host::find(const std::string& token) {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(token);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<Peer> Host::adopt(int link, const Hello& hello, int memfd, int pid) {
+  auto peer = std::make_shared<Peer>();
+  peer->token.assign(hello.token.begin(), hello.token.end());
+  peer->pid = pid;
+  peer->link = link;
+  peer->pidfd = static_cast<int>(syscall(434 /* pidfd_open */, pid, 0));
+  peer->mapping = std::make_unique<Mapping>(memfd, hello.arena_bytes);
+  close(memfd);
+  const std::lock_guard lock(mutex_);
+  peers_[peer->token] = peer;
+  for (const int fd : {peer->link, peer->pidfd}) {
+    if (fd < 0) continue;
+    by_fd_[fd] = peer;
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLRDHUP;
+    event.data.fd = fd;
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+  }
+  arrived_.notify_all();
+  return peer;
+}
+
+std::shared_ptr<Peer> Host::connect(const std::string& token) {
+  if (auto known = find(token)) return known;
+  if (token.size() != Hello{}.token.size()) return nullptr;
+  const int link = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (link < 0) throw failure("socket");
+  sockaddr_un address;
+  const socklen_t length = address_of(token, address);
+  patience_of_a_second(link);
+  Hello ours, theirs;
+  ours.arena_bytes = arena_->mapping().size();
+  std::memcpy(ours.token.data(), token_.data(), ours.token.size());
+  int pid = 0, memfd = -1;
+  const bool met = ::connect(link, reinterpret_cast<sockaddr*>(&address), length) == 0 && same_user(link, pid) &&
+                   say(link, ours, arena_->fd()) && (memfd = hear(link, theirs)) >= 0;
+  if (!met || std::string(theirs.token.begin(), theirs.token.end()) != token) {
+    if (memfd >= 0) close(memfd);
+    close(link);
+    return nullptr;
+  }
+  return adopt(link, theirs, memfd, pid);
+}
+
+std::shared_ptr<Peer> Host::accepted(const std::string& token, double seconds) {
+  std::unique_lock lock(mutex_);
+  const auto there = [&] { return peers_.count(token) != 0; };
+  if (!arrived_.wait_for(lock, std::chrono::duration<double>(seconds), there)) return nullptr;
+  return peers_[token];
+}
+
+void Host::accept_one() {
+  const int link = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+  if (link < 0) return;
+  patience_of_a_second(link);
+  Hello ours, theirs;
+  ours.arena_bytes = arena_->mapping().size();
+  std::memcpy(ours.token.data(), token_.data(), ours.token.size());
+  int pid = 0, memfd = -1;
+  if (!same_user(link, pid) || (memfd = hear(link, theirs)) < 0 || !say(link, ours, arena_->fd())) {
+    if (memfd >= 0) close(memfd);
+    close(link);
+    return;
+  }
+  try {
+    adopt(link, theirs, memfd, pid);
+  } catch (const std::system_error&) {  // no room to map it: the peer will see its link close
+    close(memfd);
+    close(link);
+  }
+}
+
+void Host::forget(int fd) {
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+  by_fd_.erase(fd);
+}
+
+void Host::lost(Peer& peer) {
+  const bool in_peace = peer.mapping->header().left.load(std::memory_order_acquire) != 0;
+  if (!in_peace) peer.epitaph = epitaph_of(peer);
+  peer.state.store(in_peace ? Peer::left : Peer::dead, std::memory_order_release);
+  departures_.fetch_add(1, std::memory_order_release);
+  bell().wake();
+}
+
+void Host::watch() {
+  std::array<epoll_event, 64> events;
+  for (;;) {
+    const int n = epoll_wait(epoll_, events.data(), events.size(), -1);
+    for (int i = 0; i < n; ++i) {
+      const int fd = events[i].data.fd;
+      if (fd == stop_) return;
+      if (fd == listener_) {
+        accept_one();
+        continue;
+      }
+      std::shared_ptr<Peer> peer;
+      {
+        const std::lock_guard lock(mutex_);
+        const auto found = by_fd_.find(fd);
+        if (found == by_fd_.end()) continue;  // its other descriptor spoke first
+        peer = found->second;
+        forget(peer->link);
+        forget(peer->pidfd);
+        peers_.erase(peer->token);
+      }
+      lost(*peer);
+    }
+  }
+}
+
+}  // namespace monarch

@@ -1,0 +1,86 @@
+// The other processes of this host: who they are, their arenas, and when they die.
+//
+// A process listens on an abstract Unix socket whose name is its token, 128 random bits that it tells the others
+// through the store. Passing each other's memfd over it proves that two processes share memory; boot ids and
+// namespaces only suggest it. The connection stays open, with a pidfd beside it: one thread sleeps on all of them
+// and hears of a death when the kernel does.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "shm/arena.h"
+
+namespace monarch {
+
+struct Peer {
+  enum State : int { alive, left, dead };
+
+  std::string token;
+  int pid = 0;
+  int link = -1;   // the socket
+  int pidfd = -1;  // -1 where the kernel has none, or the process is not ours to see
+  std::unique_ptr<Mapping> mapping;
+  std::atomic<int> state{alive};
+  std::string epitaph;  // "killed by signal 9", written before `state`
+
+  ~Peer();
+};
+
+class Host {
+ public:
+  explicit Host(std::size_t arena_bytes);  // throws std::system_error
+  ~Host();
+
+  const std::string& token() const { return token_; }
+  Arena& arena() { return *arena_; }
+  Bell& bell() { return arena_->mapping().header().bell; }
+
+  // Connects to the process with this token and exchanges arenas with it; nullptr if it cannot be reached from
+  // here, which is an answer: it is on another host or in another namespace. Connecting twice gives the same peer.
+  std::shared_ptr<Peer> connect(const std::string& token);
+  // The peer that connected to us; waits until it has, or for `seconds`.
+  std::shared_ptr<Peer> accepted(const std::string& token, double seconds);
+
+  // Room in the arena that peers may still look at: `unused` says when they no longer do.
+  void bury(std::vector<std::uint64_t> offsets, std::function<bool()> unused);
+  // As Arena::allocate, after giving back what is no longer looked at.
+  std::uint64_t allocate(std::size_t bytes);
+
+  // Changes whenever a peer has died or left.
+  std::uint32_t departures() const { return departures_.load(std::memory_order_acquire); }
+
+  // Tells the peers that this process ends in peace.
+  void leave();
+  // In a forked child: gives up what belongs to the parent, without a word to the peers.
+  void abandon();
+
+ private:
+  void watch();
+  void accept_one();
+  std::shared_ptr<Peer> adopt(int link, const struct Hello& hello, int memfd, int pid);
+  void forget(int fd);
+  void lost(Peer& peer);
+  std::shared_ptr<Peer> find(const std::string& token);
+
+  std::string token_;
+  std::unique_ptr<Arena> arena_;
+  int listener_ = -1, epoll_ = -1, stop_ = -1;
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::map<std::string, std::shared_ptr<Peer>> peers_;
+  std::map<int, std::shared_ptr<Peer>> by_fd_;
+  std::vector<std::pair<std::vector<std::uint64_t>, std::function<bool()>>> buried_;
+  std::atomic<std::uint32_t> departures_{0};
+  std::thread watcher_;
+};
+
+}  // namespace monarch

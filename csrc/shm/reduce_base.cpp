@@ -1,0 +1,11 @@
+// The reductions for any processor of the architecture; on aarch64 that has NEON already.
+#include <bit>
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "shm/reduce.h"
+
+#define MONARCH_ISA isa_base
+#include "shm/reduce_kernels.inc"

@@ -1,0 +1,258 @@
+"""The shared-memory route, which MONARCH_SHM=1 switches on: results, sizes around every limit, failures, no leaks.
+
+The matrix of all collectives is test_collectives.py's; here it runs again over this route.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import monarch_backend
+from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
+from tests.process_group import reference
+from tests.process_group.test_collectives import COLLECTIVES, _run_cells
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd, futex and pidfd are Linux's")
+
+ON = {"MONARCH_SHM": "1"}
+DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn")
+
+
+def _matrix(rank: int, collective: str, world_size: int) -> list[str]:
+    assert monarch_backend.routes()["cpu"].backend == "shm"
+    failures = []
+    for dtype in DTYPES:
+        failures += _run_cells(rank, collective, dtype)[1]
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_matrix(collective: str, world_size: int) -> None:
+    failures = [text for texts in run_ranks(_matrix, world_size, collective, world_size, env=ON) for text in texts]
+    assert not failures, f"{len(failures)} cells failed; the first:\n" + "\n".join(failures[:8])
+
+
+# Around a slot (16 KiB), a chunk (256 KiB) and several of them, and not a multiple of anything.
+SIZES = (0, 1, 4095, 4096, 4097, 65535, 65536, 65537, 131072, 1_000_003)
+
+
+def _sizes(rank: int, dtype: str) -> None:
+    size = dist.get_world_size()
+    for n in SIZES:
+        inputs = [((torch.arange(n) + 3 * r) % 5).to(getattr(torch, dtype)) for r in range(size)]
+        x = inputs[rank].clone()
+        dist.all_reduce(x)
+        assert reference.same(x, reference.reduced("SUM", inputs)), n
+        row = [torch.zeros_like(x) for _ in range(size)]
+        dist.all_gather(row, inputs[rank])
+        assert all(reference.same(a, b) for a, b in zip(row, inputs, strict=True)), n
+        x = inputs[rank].clone()
+        dist.broadcast(x, n % size)
+        assert reference.same(x, inputs[n % size]), n
+        whole = torch.cat(inputs)  # size pieces of n
+        piece = torch.zeros_like(x)
+        dist.reduce_scatter_tensor(piece, whole) if n else None
+        assert not n or reference.same(piece, reference.reduced("SUM", [inputs[rank]] * size)), n
+        swapped = [torch.zeros_like(x) for _ in range(size)]
+        dist.all_to_all(swapped, [inputs[(rank + to) % size].clone() for to in range(size)])
+        assert all(reference.same(got, inputs[(r + rank) % size]) for r, got in enumerate(swapped)), n
+
+
+@pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated. Please use:FutureWarning")
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_sizes_around_every_limit(world_size: int, dtype: str) -> None:
+    run_ranks(_sizes, world_size, dtype, env=ON)
+
+
+def _mixed(rank: int, seed: int) -> None:
+    """Operations of random kinds and sizes on overlapping groups, sync and async, waited for in any order."""
+    draw, order, size = random.Random(seed), random.Random(f"{seed}/{rank}"), dist.get_world_size()
+    groups = [dist.group.WORLD, dist.new_group(list(range(size))), dist.new_group([0, 1]), dist.new_group([1, 2])]
+    pending: list[tuple[Any, torch.Tensor, float]] = []
+    for turn in range(120):
+        which, n, asynchronous = draw.randrange(len(groups)), draw.choice(SIZES[:9]), draw.random() < 0.6
+        root, patient = draw.randrange(2), order.random() < 0.7
+        group = groups[which]
+        if group is None or dist.get_rank(group) < 0:
+            continue
+        members = dist.get_process_group_ranks(group)
+        x = torch.full((n,), float(rank + turn))
+        if turn % 3:
+            work = dist.all_reduce(x, group=group, async_op=asynchronous)
+            want = float(sum(r + turn for r in members))
+        else:
+            work = dist.broadcast(x, members[root], group=group, async_op=asynchronous)
+            want = float(members[root] + turn)
+        pending.append((work, x, want))
+        if not patient or len(pending) > 20:
+            work, x, want = pending.pop(order.randrange(len(pending)))
+            if work is not None:
+                work.wait()
+            assert x.eq(want).all(), f"seed {seed}, turn {turn}"
+    for work, x, want in pending:
+        if work is not None:
+            work.wait()
+        assert x.eq(want).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mixed_operations_on_overlapping_groups(seed: int) -> None:
+    run_ranks(_mixed, 3, seed, env=ON)
+
+
+def _same_bits(rank: int) -> list[list[int]]:
+    """The order of ranks decides, so every run and every rank has the same bits."""
+    bits = []
+    for n in (100, 10_000, 300_000):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank * 3)
+        inputs = [torch.randn(n, generator=torch.Generator().manual_seed(r)) * 10.0 ** (r * 3) for r in range(4)]
+        want = ((inputs[0] + inputs[1]) + inputs[2]) + inputs[3]
+        dist.all_reduce(x)
+        assert torch.equal(x, want)
+        bits.append(x.view(torch.int32).sum().item())
+    return bits
+
+
+def test_sums_are_in_rank_order() -> None:
+    answers = run_ranks(_same_bits, 4, env=ON)
+    assert all(answer == answers[0] for answer in answers)
+
+
+# Failures -------------------------------------------------------------------------------------------------------
+
+
+def _disagree(rank: int) -> None:
+    x = torch.ones(4 + rank)
+    for call, words in (
+        (lambda: dist.all_reduce(x), ("rank 0 called all_reduce(float32, 4", "rank 1 called all_reduce(float32, 5")),
+        (lambda: dist.barrier() if rank else dist.all_reduce(x), ("rank 1 called barrier", "all_reduce")),
+        (lambda: dist.all_reduce(torch.ones(2).to(torch.int32 if rank else torch.float32)), ("int32", "float32")),
+        (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM), ("MAX", "SUM")),
+        (lambda: dist.broadcast(torch.ones(2), rank), ("root 0", "root 1")),
+        (lambda: dist.all_to_all([torch.ones(2 + rank)] * 2, [torch.ones(2)] * 2), ("sends 8 bytes", "expects 12")),
+    ):
+        with pytest.raises(CollectiveMismatchError) as info:
+            call()
+        assert all(word in str(info.value) for word in words), str(info.value)
+    x = torch.ones(2)
+    dist.all_reduce(x)  # nothing was moved, and the group goes on
+    assert x.tolist() == [2.0, 2.0]
+
+
+def test_ranks_that_disagree_are_told_who_called_what() -> None:
+    run_ranks(_disagree, 2, env=ON)
+
+
+def _finished(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _killed(rank: int, asynchronous: bool, n: int) -> float:
+    group = dist.new_group([0, 1, 2])
+    dist.all_reduce(torch.ones(2), group=group)
+    store = dist.group.WORLD.get_group_store()
+    if rank == 1:
+        store.wait(["ready/0", "ready/2"], datetime.timedelta(seconds=30))
+        store.set("time of death", repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set(f"ready/{rank}", "1")
+    with pytest.raises(RankFailedError, match=r"^rank 1 \(host .*, pid \d+\) killed by signal 9") as info:
+        _finished(dist.all_reduce(torch.ones(n), group=group, async_op=asynchronous))
+    assert info.value.rank == 1
+    noticed = time.time() - float(store.get("time of death"))
+    with pytest.raises(RankFailedError, match="rank 1"):
+        dist.barrier(group)
+    store.set(f"done/{rank}", "1")
+    store.wait(["done/0", "done/2"], datetime.timedelta(seconds=30))  # a survivor that ends would be blamed as well
+    return noticed
+
+
+@pytest.mark.parametrize("n", [2, 200_000])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_survivors_name_the_dead(asynchronous: bool, n: int) -> None:
+    with pytest.raises(Exception, match="--- rank 1:\nthe rank died without an answer") as info:
+        run_ranks(_killed, 3, asynchronous, n, env=ON)
+    assert "--- rank 0" not in str(info.value), str(info.value)
+    assert "--- rank 2" not in str(info.value), str(info.value)
+
+
+def _late(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.3))
+    store = dist.group.WORLD.get_group_store()
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"timed out: rank 1 .* did not enter all_reduce\(float32, 2"):
+            dist.all_reduce(torch.ones(2), group=group)
+        store.set("given up", "1")
+    else:
+        store.wait(["given up"], datetime.timedelta(seconds=30))
+        with pytest.raises(CollectiveTimeoutError, match="timed out: rank 1"):  # and so does the late one
+            dist.all_reduce(torch.ones(2), group=group)
+
+
+def test_a_late_rank_is_named() -> None:
+    run_ranks(_late, 2, env=ON)
+
+
+def _many_groups(rank: int) -> None:
+    """A group's memory is used again, and nothing is left of it but what the process keeps for the next."""
+    counts = []
+    for _ in range(30):
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(300_000), group=group)
+        dist.destroy_process_group(group)
+        from monarch_backend.process_group import _shm_meet
+
+        counts.append(_shm_meet._this_process().host.used())
+    assert max(counts[10:]) <= max(counts[:10]), counts
+
+
+def test_group_after_group_uses_memory_again() -> None:
+    run_ranks(_many_groups, 2, env=ON)
+
+
+def _forked(rank: int) -> None:
+    """A child that a rank forks keeps none of its descriptors: else nobody would notice the rank's death."""
+    dist.all_reduce(torch.ones(2))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        links = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        ]
+        os.write(writer, str(sum("memfd:monarch" in link for link in links)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 9) == b"0"
+    os.close(reader)
+    os.close(writer)
+    dist.all_reduce(torch.ones(2))
+
+
+def test_forked_children_keep_nothing() -> None:
+    run_ranks(_forked, 2, env=ON)
+
+
+def test_off_unless_asked_for() -> None:
+    assert run_ranks(_route, 2) == ["gloo", "gloo"]
+    assert run_ranks(_route, 2, env={"MONARCH_SHM": "0"}) == ["gloo", "gloo"]
+    assert run_ranks(_route, 2, env=ON) == ["shm", "shm"]
+
+
+def _route(rank: int) -> str:
+    return monarch_backend.routes()["cpu"].backend
