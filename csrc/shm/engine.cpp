@@ -1,11 +1,69 @@
 #include "shm/engine.h"
 
 #include <algorithm>
+#include <chrono>
+#include <deque>
+#include <iterator>
 
 #include <pthread.h>
 #include <signal.h>
 
 namespace monarch {
+
+namespace {
+
+void begin_thread(const char* name) {
+  sigset_t all;
+  sigfillset(&all);  // signals are for the threads of Python
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  pthread_setname_np(pthread_self(), name);
+}
+
+}  // namespace
+
+struct Callbacks::State {
+  std::mutex mutex;
+  std::condition_variable more;
+  std::deque<std::function<void()>> waiting;
+  std::size_t idle = 0;
+  bool stop = false;
+};
+
+Callbacks::Callbacks() : state_(std::make_shared<State>()) {}
+
+Callbacks::~Callbacks() {
+  const std::lock_guard lock(state_->mutex);
+  state_->stop = true;
+  state_->more.notify_all();
+}
+
+void Callbacks::post(std::function<void()> callback) {
+  bool hire = false;
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->waiting.push_back(std::move(callback));
+    hire = state_->idle < state_->waiting.size();
+    state_->more.notify_one();
+  }
+  if (hire) std::thread(serve, state_).detach();
+}
+
+void Callbacks::serve(std::shared_ptr<State> state) {
+  begin_thread("monarch_call");
+  std::unique_lock lock(state->mutex);
+  for (;;) {
+    ++state->idle;
+    const bool called = state->more.wait_for(lock, std::chrono::seconds(5), [&] { return state->stop || !state->waiting.empty(); });
+    --state->idle;
+    if (!called || state->stop) return;
+    auto callback = std::move(state->waiting.front());
+    state->waiting.pop_front();
+    lock.unlock();
+    callback();
+    callback = nullptr;  // takes the GIL: not under the lock
+    lock.lock();
+  }
+}
 
 Engine::Engine(std::shared_ptr<Host> host) : host_(std::move(host)) {}
 
@@ -17,10 +75,7 @@ void Engine::start(std::shared_ptr<Group> group, std::shared_ptr<Operation> oper
   tasks_.push_back({std::move(group), std::move(operation), std::move(then)});
   if (!thread_.joinable() && !stop_) {
     thread_ = std::thread([this] {
-      sigset_t all;
-      sigfillset(&all);  // signals are for the threads of Python
-      pthread_sigmask(SIG_BLOCK, &all, nullptr);
-      pthread_setname_np(pthread_self(), "monarch_engine");
+      begin_thread("monarch_engine");
       run();
     });
   }
@@ -65,7 +120,7 @@ void Engine::call_back() {
     tasks_.erase(first, tasks_.end());
   }
   for (Task& task : ended) {
-    if (task.then) task.then();
+    if (task.then) callbacks_.post(std::move(task.then));
   }
 }
 

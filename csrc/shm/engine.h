@@ -14,13 +14,27 @@
 
 namespace monarch {
 
+// Runs callbacks, each on a thread that may block: one that waits for another operation must not keep the progress
+// thread from moving it, nor the callback that ends it from running. Threads are made when all others are busy.
+class Callbacks {
+ public:
+  Callbacks();
+  ~Callbacks();  // what runs goes on by itself; what has not begun is dropped
+  void post(std::function<void()> callback);
+
+ private:
+  struct State;
+  static void serve(std::shared_ptr<State> state);
+  std::shared_ptr<State> state_;
+};
+
 class Engine {
  public:
   explicit Engine(std::shared_ptr<Host> host);
   ~Engine();
 
-  // Submits the operation and sees to it that it ends. `then` is called from the progress thread, without locks,
-  // once it is done; an operation has at most one.
+  // Submits the operation and sees to it that it ends. `then` is called once it is done, from a thread of its
+  // own and without locks; an operation has at most one.
   void start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
   void stop();
 
@@ -35,6 +49,7 @@ class Engine {
   void call_back();
 
   std::shared_ptr<Host> host_;
+  Callbacks callbacks_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::vector<Task> tasks_;
