@@ -65,34 +65,38 @@ bool same_user(int link, int& pid) {
   return true;
 }
 
-bool say(int link, Hello hello, int memfd) {
-  iovec part{&hello, sizeof hello};
+// A Hello on its way, with room for one descriptor beside it.
+struct Letter {
+  explicit Letter(Hello& hello) : part{&hello, sizeof hello} {
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = room.data();
+    message.msg_controllen = room.size();
+  }
+  Letter(const Letter&) = delete;  // the message points into itself
+  Letter& operator=(const Letter&) = delete;
+
+  iovec part;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> room{};
   msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = room.data();
-  message.msg_controllen = room.size();
-  cmsghdr* attached = CMSG_FIRSTHDR(&message);
+};
+
+bool say(int link, Hello hello, int memfd) {
+  Letter letter(hello);
+  cmsghdr* attached = CMSG_FIRSTHDR(&letter.message);
   attached->cmsg_level = SOL_SOCKET;
   attached->cmsg_type = SCM_RIGHTS;
   attached->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(attached), &memfd, sizeof memfd);
-  return sendmsg(link, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello);
+  return sendmsg(link, &letter.message, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello);
 }
 
 // The memfd that came along, or -1. A stranger's bytes end here: wrong size, wrong magic, no descriptor.
 int hear(int link, Hello& hello) {
-  iovec part{&hello, sizeof hello};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> room{};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = room.data();
-  message.msg_controllen = room.size();
-  const ssize_t got = recvmsg(link, &message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
+  Letter letter(hello);
+  const ssize_t got = recvmsg(link, &letter.message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
   int memfd = -1;
-  if (const cmsghdr* attached = got > 0 ? CMSG_FIRSTHDR(&message) : nullptr;
+  if (const cmsghdr* attached = got > 0 ? CMSG_FIRSTHDR(&letter.message) : nullptr;
       attached != nullptr && attached->cmsg_level == SOL_SOCKET && attached->cmsg_type == SCM_RIGHTS) {
     std::memcpy(&memfd, CMSG_DATA(attached), sizeof memfd);
   }
@@ -245,7 +249,12 @@ std::shared_ptr<Peer> Host::adopt(int link, const Hello& hello, int memfd, int p
   peer->pid = pid;
   peer->link = link;
   peer->pidfd = static_cast<int>(syscall(434 /* pidfd_open */, pid, 0));
-  peer->mapping = std::make_unique<Mapping>(memfd, hello.arena_bytes);
+  try {
+    peer->mapping = std::make_unique<Mapping>(memfd, hello.arena_bytes);
+  } catch (...) {
+    close(memfd);
+    throw;
+  }
   close(memfd);
   const std::lock_guard lock(mutex_);
   peers_[peer->token] = peer;
@@ -305,9 +314,8 @@ void Host::accept_one() {
   }
   try {
     adopt(link, theirs, memfd, pid);
-  } catch (const std::system_error&) {  // no room to map it: the peer will see its link close
-    close(memfd);
-    close(link);
+  } catch (const std::system_error&) {
+    // No room to map it: the peer sees its link close.
   }
 }
 

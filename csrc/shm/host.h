@@ -66,6 +66,7 @@ class Host {
  private:
   void watch();
   void accept_one();
+  // Takes over both descriptors, whether it succeeds or throws.
   std::shared_ptr<Peer> adopt(int link, const struct Hello& hello, int memfd, int pid);
   void forget(int fd);
   void lost(Peer& peer);

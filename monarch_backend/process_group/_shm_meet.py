@@ -36,7 +36,6 @@ class _Process:
 
     host: Any
     engine: Any
-    pid: int
 
     def stop(self) -> None:
         self.host.leave()
@@ -48,9 +47,9 @@ _process: _Process | None = None
 
 def _this_process() -> _Process:
     global _process
-    if _process is None or _process.pid != os.getpid():
+    if _process is None:
         host = _native.Host(arena_bytes())
-        _process = _Process(host, _native.Engine(host), os.getpid())
+        _process = _Process(host, _native.Engine(host))
         atexit.register(_process.stop)
     return _process
 

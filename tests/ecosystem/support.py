@@ -101,6 +101,15 @@ def mlp(width: int = WIDTH, layers: int = 3) -> nn.Sequential:
         return nn.Sequential(*pairs[:-1])
 
 
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+    """One step on a batch; its loss."""
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def batch(step: int, part: int = 0, rows: int = 4, width: int = WIDTH) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step; each ``part`` (usually a rank) has its own."""
     generator = torch.Generator().manual_seed(1000 * part + step)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both
+from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both, train_step
 
 # torch 2.13 renamed its *_tensor collectives to *_single; the old names are the ones that every release has.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated. Please use:FutureWarning")
@@ -205,12 +205,7 @@ def _train(model: Any, rank: int, steps: int = 3, params: Any = None) -> Any:
     optimizer = torch.optim.SGD(params or model.parameters(), lr=0.1)
     losses = []
     for _ in range(steps):
-        x, y = batch(0, rank)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(train_step(model, optimizer, *batch(0, rank)))
     return {"losses": losses, "state": model.state_dict()}
 
 

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both
+from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both, train_step
 
 STEPS = 5
 
@@ -49,12 +49,7 @@ def _outcome(losses: list[float], model: nn.Module) -> dict[str, Any]:
 def _train(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int = STEPS) -> list[float]:
     losses = []
     for _ in range(steps):
-        x, y = batch(0, rank)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(train_step(ddp, optimizer, *batch(0, rank)))
     return losses
 
 
@@ -207,12 +202,7 @@ def _power_sgd(rank: int, name: str, half: bool) -> Any:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):
-        x, y = batch(0, rank, width=16)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(train_step(ddp, optimizer, *batch(0, rank, width=16)))
     return {**_outcome(losses, ddp), "compressed": state.compression_stats()}
 
 
@@ -269,12 +259,7 @@ def _uneven(rank: int, zero: bool) -> Any:
     losses = []
     with Join([ddp, optimizer] if zero else [ddp]):
         for _ in range(STEPS + 2 * rank):
-            x, y = batch(0, rank)
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(ddp(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(train_step(ddp, optimizer, *batch(0, rank)))
     return _outcome(losses, ddp)
 
 

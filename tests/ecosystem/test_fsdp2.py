@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.ecosystem.support import batch, learns, mlp, on_both
+from tests.ecosystem.support import batch, learns, mlp, on_both, train_step
 
 STEPS = 4
 
@@ -156,12 +156,7 @@ def _same_as_ddp(rank: int) -> Any:
     for model in (sharded, replicated):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
-            x, y = batch(0, rank)
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(train_step(model, optimizer, *batch(0, rank)))
     return losses
 
 
