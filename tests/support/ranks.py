@@ -128,6 +128,7 @@ def run_ranks(
 
     With ``backend=None`` no group is made, and ``fn`` gets the address as well: ``fn(rank, address, *args)``.
     """
+    groups: list[Any] = []
     with store_file() as address:
 
         def body(rank: int) -> Callable[[Connection], None]:
@@ -141,6 +142,9 @@ def run_ranks(
                         return fn(rank, address, *args)
                     init(rank, world_size, address, backend, group_timeout)
                     dist.barrier()  # a rank that leaves at once must not leave while others still connect
+                    # Held till the process ends: a Gloo group whose last holder is a callback on one of its own
+                    # threads (PowerSGD's, say) joins that thread, and torch aborts the process.
+                    groups.append(dist.group.WORLD)
                     result = fn(rank, *args)
                     if dist.is_initialized():
                         dist.destroy_process_group()
