@@ -14,47 +14,23 @@ namespace {
 constexpr std::array<const char*, static_cast<std::size_t>(Collective::count)> collectives{
     "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"};
 
-// Pieces begin on cache lines, which is a multiple of every element size.
-std::uint64_t lines(std::uint64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-std::size_t board_bytes(std::size_t n) {
-  const std::size_t head = sizeof(Board) + lines(n * sizeof(std::uint32_t)) + lines(4 * n * sizeof(std::uint64_t));
-  return head + 2 * slot_bytes;
-}
+// Where things lie behind a Board of n ranks.
+struct Layout {
+  explicit Layout(std::size_t n)
+      : gone(sizeof(Board)),
+        tables(gone + whole_lines(n * sizeof(std::uint32_t))),
+        slots(tables + whole_lines(4 * n * sizeof(std::uint64_t))),
+        stage(slots + 2 * slot_bytes) {}
+  std::size_t gone, tables, slots, stage;
+};
 
 int processors() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-struct Range {
-  std::uint64_t from, bytes;
-};
-
-// The part of piece or vector of `bytes` that chunk `chunk` of `width` covers.
-Range part(std::uint64_t bytes, std::uint64_t chunk, std::uint64_t width) {
-  const std::uint64_t from = std::min(bytes, chunk * width);
-  return {from, std::min(width, bytes - from)};
-}
-
-// Rank `rank`'s share of `bytes`, in whole cache lines.
-Range slice(std::uint64_t bytes, int rank, int n) {
-  const std::uint64_t share = lines((bytes + n - 1) / n);
-  const std::uint64_t from = std::min(bytes, share * rank);
-  return {from, std::min(share, bytes - from)};
-}
-
 bool rooted(Collective c) {
   return c == Collective::broadcast || c == Collective::reduce || c == Collective::gather || c == Collective::scatter;
-}
-
-// Each rank brings something of its own for every other rank.
-bool by_pieces(Collective c) {
-  return c == Collective::scatter || c == Collective::reduce_scatter || c == Collective::all_to_all;
-}
-
-void copy(char* to, const char* from, std::uint64_t bytes) {
-  if (to != from && bytes != 0) std::memcpy(to, from, bytes);
 }
 
 }  // namespace
@@ -64,43 +40,36 @@ const char* name_of(Collective collective) { return collectives.at(static_cast<s
 // Boards -----------------------------------------------------------------------------------------------------------
 
 std::uint64_t Group::make_board(Host& host, int size) {
-  const std::size_t bytes = board_bytes(size);
-  const std::uint64_t offset = host.allocate(bytes);
-  if (offset != 0) {
-    char* memory = host.arena().mapping().at(offset);
-    std::memset(memory, 0, bytes - 2 * slot_bytes);
-    new (memory) Board{};
+  const Layout layout(size);
+  std::uint64_t offset = 0;
+  std::size_t stage = 2 * largest_stage;
+  while (offset == 0 && stage > smallest_stage) {
+    stage /= 2;
+    offset = host.allocate(layout.stage + stage);
   }
+  if (offset == 0) return 0;
+  char* memory = host.arena().mapping().at(offset);
+  std::memset(memory, 0, layout.slots);
+  Board* board = new (memory) Board{};
+  board->stage = static_cast<std::uint32_t>(stage);
+  board->processors = processors();
   return offset;
 }
 
-Mapping& Group::arena(int rank) const { return rank == rank_ ? host_->arena().mapping() : *peers_[rank]->mapping; }
-
 std::atomic<std::uint32_t>* Group::gone(int rank) const {
-  return reinterpret_cast<std::atomic<std::uint32_t>*>(reinterpret_cast<char*>(&board(rank)) + sizeof(Board));
+  return reinterpret_cast<std::atomic<std::uint32_t>*>(at(rank) + Layout(size_).gone);
 }
 
 std::uint64_t* Group::table(int rank, std::uint64_t sequence) const {
-  char* tables = reinterpret_cast<char*>(&board(rank)) + sizeof(Board) + lines(size_ * sizeof(std::uint32_t));
-  return reinterpret_cast<std::uint64_t*>(tables) + (sequence & 1) * 2 * size_;
+  return reinterpret_cast<std::uint64_t*>(at(rank) + Layout(size_).tables) + (sequence & 1) * 2 * size_;
 }
 
 char* Group::slot(int rank, std::uint64_t sequence) const {
-  return reinterpret_cast<char*>(&board(rank)) + board_bytes(size_) - 2 * slot_bytes + (sequence & 1) * slot_bytes;
+  return at(rank) + Layout(size_).slots + (sequence & 1) * slot_bytes;
 }
 
-char* Group::stage(int rank, std::uint64_t chunk) const {
-  const std::uint64_t at = std::uint64_t{board(rank).stage.load(std::memory_order_relaxed)} * page;
-  return arena(rank).at(at) + (chunk & 1) * chunk_bytes;
-}
-
-// Kept once it is there: memory that has been touched is what makes the next large operation fast.
-bool Group::ensure_stage() {
-  auto& mine = board(rank_).stage;
-  if (mine.load(std::memory_order_relaxed) != 0) return true;
-  const std::uint64_t offset = host_->allocate(2 * chunk_bytes);
-  mine.store(static_cast<std::uint32_t>(offset / page), std::memory_order_relaxed);
-  return offset != 0;
+char* Group::stage(int rank, std::uint64_t position) const {
+  return at(rank) + Layout(size_).stage + (position & (stage_ - 1));
 }
 
 Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers,
@@ -110,7 +79,18 @@ Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<P
       size_(static_cast<int>(boards.size())),
       peers_(std::move(peers)),
       boards_(std::move(boards)),
-      crowded_(size_ > processors()) {}
+      stage_(largest_stage),
+      crowded_(false),
+      from_(size_),
+      sources_(size_) {
+  for (int r = 0; r < size_; ++r) {
+    const Mapping& arena = r == rank_ ? host_->arena().mapping() : *peers_[r]->mapping;
+    bases_.push_back(arena.at(boards_[r]));
+    // Where the stages or the processors differ, all ranks still come to the same plans.
+    stage_ = std::min<std::uint64_t>(stage_, board(r).stage);
+    crowded_ |= size_ > static_cast<int>(board(r).processors);
+  }
+}
 
 Group::~Group() { close(); }
 
@@ -214,29 +194,6 @@ bool Group::enter(Operation& op) {
   return true;
 }
 
-void Group::put_in_slot(Operation& op) {
-  const Collective c = op.header.collective;
-  std::uint64_t width = op.header.bytes, total = width;
-  if (c == Collective::all_to_all) {
-    std::uint64_t* sizes = table(rank_, op.sequence);
-    width = 0;
-    for (int r = 0; r < size_; ++r) {
-      sizes[r] = op.in[r].bytes;
-      sizes[size_ + r] = op.out[r].bytes;
-      width = std::max(width, op.in[r].bytes);
-    }
-  }
-  if (by_pieces(c)) total = lines(width) * size_;
-  op.header.in_slot = total <= slot_bytes;
-  if (op.header.in_slot) {
-    op.width = by_pieces(c) ? lines(width) : width;
-    op.chunks = 1;
-    fill(op, 0, slot(rank_, op.sequence), true);
-  } else {
-    ensure_stage();
-  }
-}
-
 bool Group::compare(Operation& op) {
   const auto at = op.sequence & 1;
   const auto called = [&](int r) {
@@ -269,205 +226,47 @@ bool Group::compare(Operation& op) {
   return true;
 }
 
-// Every rank comes to the same plan: it is made of what all have published.
-void Group::plan(Operation& op) {
-  bool in_slots = true;
-  std::uint64_t bytes = op.header.bytes;
-  for (int r = 0; r < size_; ++r) {
-    in_slots &= board(r).headers[op.sequence & 1].in_slot != 0;
-    if (op.header.collective == Collective::all_to_all) {
-      const std::uint64_t* sizes = table(r, op.sequence);
-      bytes = std::max(bytes, *std::max_element(sizes, sizes + size_));
-    }
-  }
-  if (in_slots) {
-    take_from_slots(op);
-    finish(op);
-    return;
-  }
-  ensure_stage();  // all_to_all: my own data may have been small
-  op.width = by_pieces(op.header.collective) ? chunk_bytes / size_ / 64 * 64 : chunk_bytes;
-  op.chunks = (bytes + op.width - 1) / op.width;
-  op.state = Operation::moving;
-}
-
-void Group::take_from_slots(Operation& op) {
-  std::vector<const char*> from(size_);
-  for (int r = 0; r < size_; ++r) from[r] = slot(r, op.sequence);
-  take(op, 0, from, true);
-}
-
 // A large operation: fill my buffer, take from everybody's; all_reduce has a step in between, in which each rank
 // reduces its slice of the chunk for all. Chunk numbers go on from one operation to the next.
 bool Group::move(Operation& op) {
   Board& mine = board(rank_);
-  const bool two_shot = op.header.collective == Collective::all_reduce;
   bool moved = false;
-  std::vector<const char*> from(size_);
-  const auto buffers = [&](std::uint64_t chunk) -> const std::vector<const char*>& {
-    for (int r = 0; r < size_; ++r) from[r] = stage(r, chunk);
-    return from;
-  };
+  const auto end_of = [&op](std::uint64_t chunk) { return op.base + (chunk + 1) * op.stride; };
   const auto publish = [&](std::atomic<std::uint64_t>& counter, std::uint64_t& count) {
-    counter.store(chunk_ + ++count, std::memory_order_release);
+    counter.store(end_of(count++), std::memory_order_release);
     ring();
     moved = true;
   };
   for (bool again = true; again;) {
     again = false;
-    // The buffer holds the chunk before the last until everybody has taken from it.
-    const std::uint64_t next = chunk_ + op.filled;
-    if (op.filled < op.chunks && (next < 2 || all_reach(&Board::taken, next - 1))) {
-      fill(op, op.filled, stage(rank_, next), false);
+    // The buffer still holds an older chunk until everybody has taken from it.
+    const std::uint64_t end = end_of(op.filled);
+    if (op.filled < op.chunks && (end <= stage_ || all_reach(&Board::taken, end - stage_))) {
+      fill(op, op.filled, stage(rank_, end - op.stride), false);
       publish(mine.filled, op.filled);
       again = true;
     }
-    if (two_shot && op.reduced < op.filled && all_reach(&Board::filled, chunk_ + op.reduced + 1)) {
-      const std::uint64_t chunk = chunk_ + op.reduced;
-      reduce_slice(op, op.reduced, buffers(chunk), stage(rank_, chunk));
+    if (op.two_shot && op.reduced < op.filled && all_reach(&Board::filled, end_of(op.reduced))) {
+      reduce_slice(op, op.reduced, stage(rank_, end_of(op.reduced) - op.stride));
       publish(mine.reduced, op.reduced);
       again = true;
     }
-    const std::uint64_t ready = two_shot ? op.reduced : op.filled;
-    if (op.taken < ready && all_reach(two_shot ? &Board::reduced : &Board::filled, chunk_ + op.taken + 1)) {
-      if (two_shot) {
-        collect(op, op.taken, buffers(chunk_ + op.taken));
+    const std::uint64_t ready = op.two_shot ? op.reduced : op.filled;
+    if (op.taken < ready && all_reach(op.two_shot ? &Board::reduced : &Board::filled, end_of(op.taken))) {
+      if (op.two_shot) {
+        collect(op, op.taken);
       } else {
-        take(op, op.taken, buffers(chunk_ + op.taken), false);
+        take(op, op.taken, false);
       }
       publish(mine.taken, op.taken);
       again = true;
     }
   }
   if (op.taken == op.chunks) {
-    chunk_ += op.chunks;
+    position_ = op.base + op.chunks * op.stride;
     finish(op);
   }
   return moved;
-}
-
-// Data -------------------------------------------------------------------------------------------------------------
-
-// What the others need of mine, in chunk `chunk`, goes to `to`.
-void Group::fill(const Operation& op, std::uint64_t chunk, char* to, bool all) const {
-  const Header& h = op.header;
-  switch (h.collective) {
-    case Collective::barrier: break;
-    case Collective::all_reduce: {
-      const Range range = part(h.bytes, chunk, op.width);
-      const Range own = all ? Range{range.bytes, 0} : slice(range.bytes, rank_, size_);
-      const char* data = op.in[0].data + range.from;
-      copy(to, data, own.from);
-      copy(to + own.from + own.bytes, data + own.from + own.bytes, range.bytes - own.from - own.bytes);
-      break;
-    }
-    case Collective::reduce:
-      if (rank_ == h.root) break;
-      [[fallthrough]];
-    case Collective::all_gather:
-    case Collective::gather: {
-      const Range range = part(h.bytes, chunk, op.width);
-      if (h.collective != Collective::gather || rank_ != h.root) copy(to, op.in[0].data + range.from, range.bytes);
-      break;
-    }
-    case Collective::broadcast: {
-      const Range range = part(h.bytes, chunk, op.width);
-      if (rank_ == h.root) copy(to, op.in[0].data + range.from, range.bytes);
-      break;
-    }
-    case Collective::scatter:
-      if (rank_ != h.root) break;
-      [[fallthrough]];
-    case Collective::reduce_scatter:
-    case Collective::all_to_all:
-      for (int r = 0; r < size_; ++r) {
-        if (r == rank_) continue;
-        const Range range = part(op.in[r].bytes, chunk, op.width);
-        copy(to + r * op.width, op.in[r].data + range.from, range.bytes);
-      }
-      break;
-    case Collective::count: break;
-  }
-}
-
-// What I want of the others', in chunk `chunk`; `from[r]` is rank r's buffer.
-void Group::take(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from, bool one_shot) {
-  const Header& h = op.header;
-  switch (h.collective) {
-    case Collective::barrier: break;
-    case Collective::reduce:
-      if (rank_ != h.root) break;
-      [[fallthrough]];
-    case Collective::all_reduce: {
-      const Range range = part(h.bytes, chunk, op.width);
-      std::vector<const void*> sources(from.begin(), from.end());
-      sources[rank_] = op.in[0].data + range.from;
-      reduce_kernel(h.dtype, h.op)(op.out[0].data + range.from, sources.data(), size_, range.bytes / size_of(h.dtype));
-      break;
-    }
-    case Collective::broadcast: {
-      const Range range = part(h.bytes, chunk, op.width);
-      if (rank_ != h.root) copy(op.out[0].data + range.from, from[h.root], range.bytes);
-      break;
-    }
-    case Collective::gather:
-      if (rank_ != h.root) break;
-      [[fallthrough]];
-    case Collective::all_gather: {
-      const Range range = part(h.bytes, chunk, op.width);
-      for (int r = 0; r < size_; ++r) {
-        copy(op.out[r].data + range.from, r == rank_ ? op.in[0].data + range.from : from[r], range.bytes);
-      }
-      break;
-    }
-    case Collective::scatter: {
-      const Range range = part(h.bytes, chunk, op.width);
-      const char* source = rank_ == h.root ? op.in[rank_].data + range.from : from[h.root] + rank_ * op.width;
-      copy(op.out[0].data + range.from, source, range.bytes);
-      break;
-    }
-    case Collective::reduce_scatter: {
-      const Range range = part(h.bytes, chunk, op.width);
-      std::vector<const void*> sources(size_);
-      for (int r = 0; r < size_; ++r) sources[r] = from[r] + rank_ * op.width;
-      sources[rank_] = op.in[rank_].data + range.from;
-      reduce_kernel(h.dtype, h.op)(op.out[0].data + range.from, sources.data(), size_, range.bytes / size_of(h.dtype));
-      break;
-    }
-    case Collective::all_to_all:
-      for (int r = 0; r < size_; ++r) {
-        const Range range = part(op.out[r].bytes, chunk, op.width);
-        std::uint64_t width = op.width;
-        if (one_shot) {  // the sender's pieces lie as wide as its own widest
-          const std::uint64_t* sizes = table(r, op.sequence);
-          width = lines(*std::max_element(sizes, sizes + size_));
-        }
-        const char* source = r == rank_ ? op.in[r].data + range.from : from[r] + rank_ * width;
-        copy(op.out[r].data + range.from, source, one_shot ? op.out[r].bytes : range.bytes);
-      }
-      break;
-    case Collective::count: break;
-  }
-}
-
-void Group::reduce_slice(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from, char* to) {
-  const Range range = part(op.header.bytes, chunk, op.width);
-  const Range own = slice(range.bytes, rank_, size_);
-  std::vector<const void*> sources(size_);
-  for (int r = 0; r < size_; ++r) sources[r] = from[r] + own.from;
-  sources[rank_] = op.in[0].data + range.from + own.from;
-  const auto kernel = reduce_kernel(op.header.dtype, op.header.op);
-  kernel(to + own.from, sources.data(), size_, own.bytes / size_of(op.header.dtype));
-  copy(op.out[0].data + range.from + own.from, to + own.from, own.bytes);
-}
-
-void Group::collect(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from) {
-  const Range range = part(op.header.bytes, chunk, op.width);
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_) continue;
-    const Range theirs = slice(range.bytes, r, size_);
-    copy(op.out[0].data + range.from + theirs.from, from[r] + theirs.from, theirs.bytes);
-  }
 }
 
 // Faults -----------------------------------------------------------------------------------------------------------
@@ -547,9 +346,7 @@ void Group::close() {
     }
     return true;
   };
-  std::vector<std::uint64_t> mine{boards_[rank_]};
-  if (const auto pages = board(rank_).stage.load(std::memory_order_relaxed)) mine.push_back(std::uint64_t{pages} * page);
-  host_->bury(std::move(mine), unused);
+  host_->bury({boards_[rank_]}, unused);
 }
 
 std::string Group::describe(const Header& header) const {

@@ -3,10 +3,13 @@
 //
 // Every rank has a Board in its own arena that only it writes and all read: how far it is (counters that only grow),
 // what it called (a header for each of its last two operations), and a slot for each of these with its data if they
-// are small. Larger operations go through a stage, two buffers of chunks.
+// are small. Larger operations go through a stage, a ring of buffers for chunks.
 //
-// Why two of each are enough: an operation ends on a rank only when every rank has entered it, and a rank enters an
+// Why two slots are enough: an operation ends on a rank only when every rank has entered it, and a rank enters an
 // operation only when it has ended the one before. So when I enter operation s+2, every rank has ended s.
+//
+// Why the stage is larger than the caches of one core: writing to a line that another core has just read costs four
+// times as much (9 GB/s against 40) as writing to one that has left that core's cache since.
 #pragma once
 
 #include <array>
@@ -42,19 +45,25 @@ struct Header {
 static_assert(sizeof(Header) == 16);
 
 inline constexpr std::size_t slot_bytes = 16 << 10;
-inline constexpr std::size_t chunk_bytes = 256 << 10;
+inline constexpr std::size_t largest_stage = 4 << 20;  // a power of two; less where the arena has no room for it
+inline constexpr std::size_t smallest_stage = 256 << 10;
 
 struct Board {
   // One cache line, one writer.
   alignas(64) std::atomic<std::uint64_t> entered;  // operations
-  std::atomic<std::uint64_t> filled;               // chunks of large operations since the group was made ...
+  std::atomic<std::uint64_t> filled;               // bytes of the stage since the group was made, modulo its size ...
   std::atomic<std::uint64_t> reduced;              // ... of which the rank's slice is reduced
   std::atomic<std::uint64_t> taken;                // ... from which the rank has taken what it wants
   std::atomic<std::uint32_t> culprit;              // why the group ended for this rank: kind << 24 | (1 + the rank to blame)
-  std::atomic<std::uint32_t> stage;                // page number of the stage in the rank's arena, 0: none yet
+  std::uint32_t stage;                             // its bytes; never changes
+  std::uint32_t processors;                        // that this rank may run on
   alignas(64) std::array<Header, 2> headers;
-  // Then, for n ranks: u32 gone[n] (written by the others when they have closed), u64 table[2][2 * n], the slots.
+  // Then, for n ranks: u32 gone[n] (written by the others when they have closed), u64 table[2][2 * n], two slots,
+  // the stage.
 };
+
+// Pieces begin on cache lines, which are a multiple of every element size.
+constexpr std::uint64_t whole_lines(std::uint64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 struct Span {
   char* data;
@@ -81,8 +90,10 @@ struct Operation {
   enum State { queued, entering, moving };
   State state = queued;
   std::uint64_t sequence = 0;
-  std::uint64_t chunks = 0, width = 0;
-  std::uint64_t filled = 0, reduced = 0, taken = 0;
+  // Large ones: piece or vector bytes in a chunk; bytes of the stage that a chunk takes; where the first one lies.
+  std::uint64_t width = 0, stride = 0, base = 0;
+  std::uint64_t chunks = 0, filled = 0, reduced = 0, taken = 0;
+  bool two_shot = false;
 };
 
 class Group {
@@ -116,10 +127,11 @@ class Group {
   void plan(Operation& op);
   void put_in_slot(Operation& op);
   void take_from_slots(Operation& op);
+  void lay_out(Operation& op, std::uint64_t bytes);
   void fill(const Operation& op, std::uint64_t chunk, char* to, bool all) const;
-  void take(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from, bool one_shot);
-  void reduce_slice(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from, char* to);
-  void collect(const Operation& op, std::uint64_t chunk, const std::vector<const char*>& from);
+  void take(const Operation& op, std::uint64_t chunk, bool in_slots);
+  void reduce_slice(const Operation& op, std::uint64_t chunk, char* to);
+  void collect(const Operation& op, std::uint64_t chunk);
 
   void finish(Operation& op);
   void fail(Failure failure);
@@ -129,24 +141,27 @@ class Group {
   bool all_reach(std::atomic<std::uint64_t> Board::*counter, std::uint64_t value) const;
   void ring() const;
 
-  Mapping& arena(int rank) const;
-  Board& board(int rank) const { return *reinterpret_cast<Board*>(arena(rank).at(boards_[rank])); }
+  char* at(int rank) const { return bases_[rank]; }
+  Board& board(int rank) const { return *reinterpret_cast<Board*>(bases_[rank]); }
   std::atomic<std::uint32_t>* gone(int rank) const;
   std::uint64_t* table(int rank, std::uint64_t sequence) const;
   char* slot(int rank, std::uint64_t sequence) const;
-  char* stage(int rank, std::uint64_t chunk) const;
-  bool ensure_stage();
+  char* stage(int rank, std::uint64_t position) const;
   std::string describe(const Header& header) const;
 
   std::shared_ptr<Host> host_;
   int rank_, size_;
   std::vector<std::shared_ptr<Peer>> peers_;
   std::vector<std::uint64_t> boards_;
-  bool crowded_;
+  std::vector<char*> bases_;  // the boards in our address space
+  std::uint64_t stage_;       // bytes that every rank has
+  bool crowded_;              // more ranks than processors
+  std::vector<const char*> from_;     // scratch: everybody's buffer, ...
+  std::vector<const void*> sources_;  // ... and what a kernel reads
 
   std::mutex mutex_;
   std::deque<std::shared_ptr<Operation>> queue_;
-  std::uint64_t sequence_ = 0, chunk_ = 0;
+  std::uint64_t sequence_ = 0, position_ = 0;
   std::uint32_t departures_ = 0;
   std::optional<Failure> broken_;
   bool closed_ = false;
