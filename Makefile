@@ -8,7 +8,7 @@ VERSION ?= 2.14.1
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-gpu test-xla test-torch lint format bench clean
+.PHONY: help setup demo test test-fast test-slow test-sanitizers test-gpu test-xla test-torch lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,9 @@ test-fast: $(STAMP)  ## the process group's own tests
 test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
 	$(BIN)/python -m pytest -m "slow and not gpu and not xla"
 
+test-sanitizers: $(STAMP)  ## the shared-memory core under AddressSanitizer, UBSan and ThreadSanitizer
+	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py
+
 test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason where there is none
 	$(BIN)/python -m pytest -m gpu
 
@@ -52,9 +55,16 @@ format: $(STAMP)  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## every benchmark, its figures on the terminal
+bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables and plots in build/benchmarks
 	$(BIN)/python benchmarks/import_hook.py
 	$(BIN)/python benchmarks/c10d_overhead.py
+	$(BIN)/python benchmarks/collectives.py --ddp
+
+# DeepSpeed builds only beside the torch that is there; without it, as without any peer, the benchmark goes on.
+$(VENV)/.bench: $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --config-settings editable_mode=compat -e '.[dev,bench]'
+	-DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/pip install -q -c constraints.txt --no-deps --no-build-isolation 'deepspeed>=0.19'
+	touch $@
 
 clean:  ## what the targets above made
 	rm -rf $(VENV) .envs build *.egg-info monarch_backend/*.so

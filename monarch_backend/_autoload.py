@@ -53,6 +53,15 @@ def _needs_stand_ins(dist: Any) -> bool:
     return not hasattr(dist.Backend, "_ensure_backend_registered")
 
 
+def _watch_rendezvous() -> None:
+    """Let ``init_process_group`` of every torch come by _torch_patches on its way to the store."""
+    from torch.distributed import distributed_c10d as c10d
+
+    module: Any = c10d
+    if not hasattr(module.rendezvous, "__wrapped__"):
+        module.rendezvous = _stand_in("rendezvous", module.rendezvous)
+
+
 def register() -> None:
     """Register ``"monarch"`` with torch.distributed; calling it again changes nothing.
 
@@ -63,6 +72,7 @@ def register() -> None:
     if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(BACKEND_NAME, _create_process_group, extended_api=True, devices=DEVICES)
+    _watch_rendezvous()
     if _needs_stand_ins(dist):
         from torch.distributed import distributed_c10d as c10d
 
@@ -76,15 +86,18 @@ def register() -> None:
 def torch_backends_entry() -> None:
     """Entry point of group ``torch.backends``: called by ``import torch`` itself.
 
-    torch 2.14 and later load the group ``torch.distributed.backends`` when the name is first used, so there
-    is nothing to do at import. An exception here would break ``import torch`` for everybody, hence the net:
-    what went wrong is said once, and ``init_process_group`` will say that the backend is unknown.
+    torch 2.14 and later load the group ``torch.distributed.backends`` when the name is first used, which is after
+    ``init_process_group`` has connected to the store: only the way there is left to do at import. An exception here
+    would break ``import torch`` for everybody, hence the net: what went wrong is said once, and
+    ``init_process_group`` will say that the backend is unknown.
     """
     import torch
 
     try:
         if _needs_stand_ins(torch.distributed):
             register()
+        elif torch.distributed.is_available():
+            _watch_rendezvous()
     except Exception as error:  # see the docstring
         import warnings
 

@@ -66,9 +66,15 @@ class ShmGroup:
 
     def __init__(self, host: Host, rank: int, tokens: list[str], boards: list[int]) -> None: ...
     def run(
-        self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, seconds: float, /
-    ) -> _Fault | None:
-        """Run an operation to its end on this thread."""
+        self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, /
+    ) -> Operation | None:
+        """Run an operation on this thread; None if it ended well and soon, else it is to be finished."""
+
+    def sum(self, dtype: int, address: int, size: int, /) -> Operation | None:
+        """The same for the sum of one tensor, in place."""
+
+    def finish(self, operation: Operation, seconds: float, /) -> _Fault | None:
+        """Wait until an operation of this thread is done; it fails after ``seconds``."""
 
     def wait(self, operation: Operation, seconds: float, /) -> bool:
         """Help an operation along until it is done; False after ``seconds``."""

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -61,6 +62,30 @@ def batch_isend_irecv(original: Callable[..., Any], p2p_op_list: list[Any]) -> A
             peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
             op.op(op.tensor, group=op.group, tag=op.tag, **peer)
     return manager.works
+
+
+def rendezvous(original: Callable[..., Any], url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
+    """All torch, distributed_c10d.py:init_process_group connects to the store before it asks any backend.
+
+    Where nobody listens that takes several times the timeout; see process_group/_rendezvous.py. This stands in for the
+    function by the name that init_process_group calls; torch.distributed.rendezvous stays torch's.
+    """
+    if not _initialises_ours(sys._getframe(1)) or set(kwargs) != {"timeout"}:
+        return original(url, rank, world_size, **kwargs)
+    from monarch_backend.process_group import _rendezvous
+
+    return _rendezvous.rendezvous(original, url, rank, world_size, **kwargs)
+
+
+def _initialises_ours(frame: FrameType | None) -> bool:
+    """Whether ``backend`` of the ``init_process_group`` that is calling has our name in it, which torch made lowercase.
+
+    Its locals, because rendezvous is not told.
+    """
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    backend = frame.f_locals.get("backend") if frame is not None else None
+    return "monarch" in [part.rpartition(":")[2].strip() for part in str(backend).split(",")]
 
 
 def restore_new_group() -> None:

@@ -23,7 +23,7 @@ def test_quick_start(tmp_path: Path) -> None:
     assert out.stdout.count("tensor([3., 3., 3., 3.])") == 2
     lines = [line for line in out.stderr.splitlines() if line.startswith("[monarch rank")]
     assert len(lines) == 2, out.stderr
-    assert all("cpu -> gloo" in line for line in lines)
+    assert all("cpu -> shm" in line for line in lines)
 
 
 def test_files_that_it_names_exist() -> None:

@@ -37,6 +37,7 @@ class Patience {
     if (pause()) return true;
     const std::uint32_t heard = bell_.rung.load(std::memory_order_relaxed);
     bell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // with ring's: one of us sees what the other has stored
     bool in_time = true;
     if (!look()) in_time = sleep(heard, deadline);
     bell_.sleepers.fetch_sub(1, std::memory_order_relaxed);

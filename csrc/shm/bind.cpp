@@ -22,7 +22,7 @@ using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;  // add
 using Fault = std::optional<std::tuple<std::string, int, std::string>>;   // kind, rank of the culprit, what happened
 
 Fault fault_of(const Operation& op) {
-  constexpr std::array kinds{"dead", "left", "late", "mismatch", "closed"};
+  constexpr std::array kinds{"dead", "left", "late", "mismatch", "closed", "full"};
   if (!op.failure) return std::nullopt;
   return std::tuple(std::string(kinds.at(op.failure->kind)), op.failure->rank, op.failure->text);
 }
@@ -40,8 +40,8 @@ std::vector<Span> spans(const Addresses& addresses) {
 }
 
 std::shared_ptr<Operation> make_operation(int collective, int dtype, int op, int root, std::uint64_t bytes,
-                                          const Addresses& in, const Addresses& out, double seconds) {
-  if (collective < 0 || collective >= static_cast<int>(Collective::count) || dtype < 0 ||
+                                          std::vector<Span> in, std::vector<Span> out) {
+  if (collective < 0 || collective >= static_cast<int>(Collective::send) || dtype < 0 ||
       dtype >= static_cast<int>(Dtype::count) || op < 0 || op >= static_cast<int>(ReduceOp::count)) {
     throw py::value_error("unknown collective, dtype or reduce op");
   }
@@ -51,9 +51,30 @@ std::shared_ptr<Operation> make_operation(int collective, int dtype, int op, int
   if (reduces && reduce_kernel(operation->header.dtype, operation->header.op) == nullptr) {
     throw py::value_error(std::string(name_of(operation->header.op)) + " is not defined for " + name_of(operation->header.dtype));
   }
-  operation->in = spans(in);
-  operation->out = spans(out);
-  operation->deadline = after(seconds);
+  operation->in = std::move(in);
+  operation->out = std::move(out);
+  return operation;
+}
+
+std::shared_ptr<Operation> make_message(bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes, int size) {
+  if (dtype < 0 || dtype >= static_cast<int>(Dtype::count) || other < (send ? 0 : -1) || other >= size) {
+    throw py::value_error("unknown dtype or rank");
+  }
+  auto operation = std::make_shared<Operation>();
+  operation->header = {bytes, other, send ? Collective::send : Collective::recv, static_cast<Dtype>(dtype), ReduceOp::none, 0};
+  operation->tag = tag;
+  (send ? operation->in : operation->out) = {{reinterpret_cast<char*>(address), bytes}};
+  return operation;
+}
+
+// Runs it in this thread, if it ends soon: null then. What takes longer, or has failed, comes back to be finished;
+// only then does Python look up the time limit, which costs as much as a small operation.
+std::shared_ptr<Operation> run_at_once(Group& group, std::shared_ptr<Operation> operation) {
+  constexpr auto soon = std::chrono::milliseconds(2);
+  const py::gil_scoped_release release;
+  group.submit(operation);
+  group.wait_a_little(*operation, soon);
+  if (operation->done.load(std::memory_order_acquire) && !operation->failure) return nullptr;
   return operation;
 }
 
@@ -83,18 +104,37 @@ void bind_shared_memory(py::module_& m) {
 
   py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation", "An operation under way.")
       .def_property_readonly("done", [](const Operation& op) { return op.done.load(std::memory_order_acquire); })
+      .def_property_readonly("source", [](const Operation& op) { return op.source; })
       .def_property_readonly("fault", &fault_of);
 
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "A group of ranks on this host.")
       .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("tokens"), py::arg("boards"))
       .def("run",
            [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,
-              const Addresses& out, double seconds) {
-             const auto operation = make_operation(collective, dtype, op, root, bytes, in, out, seconds);
+              const Addresses& out) {
+             return run_at_once(group, make_operation(collective, dtype, op, root, bytes, spans(in), spans(out)));
+           })
+      .def("sum",
+           [](Group& group, int dtype, std::uintptr_t address, std::uint64_t bytes) {
+             const Span span{reinterpret_cast<char*>(address), bytes};
+             constexpr int all_reduce = static_cast<int>(Collective::all_reduce), sum = static_cast<int>(ReduceOp::sum);
+             return run_at_once(group, make_operation(all_reduce, dtype, sum, -1, bytes, {span}, {span}));
+           })
+      .def("message",
+           [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes) {
+             auto operation = make_message(send, dtype, other, tag, address, bytes, group.size());
              const py::gil_scoped_release release;
              group.submit(operation);
-             group.wait(*operation);
-             return fault_of(*operation);
+             group.spin(*operation);
+             return operation;
+           })
+      .def("finish",
+           [](Group& group, Operation& operation, double seconds) {
+             {
+               const py::gil_scoped_release release;
+               group.finish_by(operation, after(seconds));
+             }
+             return fault_of(operation);
            })
       .def("wait",
            [](Group& group, Operation& op, double seconds) {
@@ -109,10 +149,18 @@ void bind_shared_memory(py::module_& m) {
       .def("start",
            [](Engine& engine, std::shared_ptr<Group> group, int collective, int dtype, int op, int root,
               std::uint64_t bytes, const Addresses& in, const Addresses& out, double seconds, std::function<void()> then) {
-             auto operation = make_operation(collective, dtype, op, root, bytes, in, out, seconds);
+             auto operation = make_operation(collective, dtype, op, root, bytes, spans(in), spans(out));
+             operation->deadline = after(seconds);
              const py::gil_scoped_release release;
              engine.start(std::move(group), operation, std::move(then));
              return operation;
+           })
+      .def("see_to",
+           [](Engine& engine, std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, double seconds,
+              std::function<void()> then) {
+             operation->deadline = after(seconds);
+             const py::gil_scoped_release release;
+             engine.see_to(std::move(group), std::move(operation), std::move(then));
            })
       .def("stop", &Engine::stop, Release());
 }

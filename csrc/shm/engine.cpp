@@ -71,6 +71,10 @@ Engine::~Engine() { stop(); }
 
 void Engine::start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
   group->submit(operation);
+  see_to(std::move(group), std::move(operation), std::move(then));
+}
+
+void Engine::see_to(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
   const std::lock_guard lock(mutex_);
   tasks_.push_back({std::move(group), std::move(operation), std::move(then)});
   if (!thread_.joinable() && !stop_) {
@@ -81,6 +85,7 @@ void Engine::start(std::shared_ptr<Group> group, std::shared_ptr<Operation> oper
   }
   work_.notify_one();
   host_->bell().ring();  // the thread may sleep for another operation
+  host_->inside().ring();
 }
 
 void Engine::stop() {
@@ -90,11 +95,12 @@ void Engine::stop() {
   }
   work_.notify_one();
   host_->bell().wake();
+  host_->inside().wake();
   if (thread_.joinable()) thread_.join();
 }
 
-// True if anything moved or ended.
-bool Engine::look() {
+// True if anything moved or ended, or if there is something to move when nothing was left to (`idle`).
+bool Engine::look(bool idle, bool before_sleep) {
   std::vector<std::shared_ptr<Group>> groups;
   bool ended = false;
   {
@@ -102,11 +108,12 @@ bool Engine::look() {
     if (stop_) return true;
     for (const Task& task : tasks_) {
       ended |= task.operation->done.load(std::memory_order_acquire);
+      if (task.operation->waiters.load(std::memory_order_relaxed) != 0) continue;  // moved by who waits for it
       if (std::find(groups.begin(), groups.end(), task.group) == groups.end()) groups.push_back(task.group);
     }
   }
-  bool moved = false;
-  for (const auto& group : groups) moved |= group->advance();
+  bool moved = idle && !groups.empty();
+  for (const auto& group : groups) moved |= group->advance(before_sleep);
   return moved || ended;
 }
 
@@ -127,16 +134,21 @@ void Engine::call_back() {
 void Engine::run() {
   for (;;) {
     Clock::time_point deadline = Clock::time_point::max();
+    bool idle = true;
     {
       std::unique_lock lock(mutex_);
       work_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
       if (stop_) return;
-      for (const Task& task : tasks_) deadline = std::min(deadline, task.operation->deadline);
+      for (const Task& task : tasks_) {
+        deadline = std::min(deadline, task.operation->deadline);
+        idle &= task.operation->waiters.load(std::memory_order_relaxed) != 0;
+      }
     }
-    // Never spins: the processor belongs to the computation that the operation hides behind.
-    Patience patience(host_->bell(), true);
-    while (!look()) {
-      if (patience.again([this] { return look(); }, deadline)) continue;
+    // Never spins: the processor belongs to the computation that the operation hides behind. While other threads
+    // move all there is, the peers need not wake this one.
+    Patience patience(idle ? host_->inside() : host_->bell(), true);
+    while (!look(idle, false)) {
+      if (patience.again([&] { return look(idle, true); }, deadline)) continue;
       std::vector<Task> due;
       {
         const std::lock_guard lock(mutex_);

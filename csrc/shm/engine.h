@@ -36,6 +36,8 @@ class Engine {
   // Submits the operation and sees to it that it ends. `then` is called once it is done, from a thread of its
   // own and without locks; an operation has at most one.
   void start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
+  // The same for an operation that has been submitted.
+  void see_to(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
   void stop();
 
  private:
@@ -45,7 +47,7 @@ class Engine {
     std::function<void()> then;
   };
   void run();
-  bool look();
+  bool look(bool idle, bool before_sleep);
   void call_back();
 
   std::shared_ptr<Host> host_;

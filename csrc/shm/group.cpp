@@ -12,16 +12,19 @@ namespace monarch {
 namespace {
 
 constexpr std::array<const char*, static_cast<std::size_t>(Collective::count)> collectives{
-    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"};
+    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
+    "send", "recv"};
 
 // Where things lie behind a Board of n ranks.
 struct Layout {
   explicit Layout(std::size_t n)
       : gone(sizeof(Board)),
         tables(gone + whole_lines(n * sizeof(std::uint32_t))),
-        slots(tables + whole_lines(4 * n * sizeof(std::uint64_t))),
+        lanes(tables + whole_lines(4 * n * sizeof(std::uint64_t))),
+        receipts(lanes + n * sizeof(Lane)),
+        slots(receipts + n * sizeof(Receipt)),
         stage(slots + 2 * slot_bytes) {}
-  std::size_t gone, tables, slots, stage;
+  std::size_t gone, tables, lanes, receipts, slots, stage;
 };
 
 int processors() {
@@ -85,11 +88,22 @@ Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<P
       sources_(size_) {
   for (int r = 0; r < size_; ++r) {
     const Mapping& arena = r == rank_ ? host_->arena().mapping() : *peers_[r]->mapping;
+    arenas_.push_back(arena.at(0));
     bases_.push_back(arena.at(boards_[r]));
     // Where the stages or the processors differ, all ranks still come to the same plans.
     stage_ = std::min<std::uint64_t>(stage_, board(r).stage);
     crowded_ |= size_ > static_cast<int>(board(r).processors);
   }
+  lanes_.emplace(*host_, rank_, places());
+}
+
+Lanes::Places Group::places() const {
+  Lanes::Places places{arenas_, {}, {}, [this](int r) { ring(r); }};
+  for (int r = 0; r < size_; ++r) {
+    places.lanes.push_back(reinterpret_cast<Lane*>(at(r) + Layout(size_).lanes));
+    places.receipts.push_back(reinterpret_cast<Receipt*>(at(r) + Layout(size_).receipts));
+  }
+  return places;
 }
 
 Group::~Group() { close(); }
@@ -111,25 +125,49 @@ void Group::ring() const {
   }
 }
 
+void Group::ring(int rank) const { (rank == rank_ ? host_->bell() : peers_[rank]->mapping->header().bell).ring(); }
+
 // The queue --------------------------------------------------------------------------------------------------------
 
 void Group::submit(const std::shared_ptr<Operation>& operation) {
   const std::lock_guard lock(mutex_);
-  queue_.push_back(operation);
+  const Collective c = operation->header.collective;
+  if (c == Collective::send || c == Collective::recv) {
+    lanes_->submit(operation);
+  } else {
+    queue_.push_back(operation);
+  }
 }
 
-bool Group::advance() {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return false;
-  bool moved = false;
+bool Group::advance(bool before_sleep) {
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (before_sleep) {
+    lock.lock();
+  } else if (!lock.try_lock()) {
+    return false;
+  }
+  bool moved = look();
+  if (!moved && !broken_ && (host_->departures() != departures_ || somebody_gave_up())) moved = blame();
+  if (!broken_) return moved;
+  const auto end = [&](const std::shared_ptr<Operation>& op) {
+    op->failure = broken_;
+    finish(*op);
+    moved = true;
+  };
+  for (; !queue_.empty(); queue_.pop_front()) end(queue_.front());
+  for (const auto& op : lanes_->pending()) {
+    lanes_->drop(*op);
+    end(op);
+  }
+  return moved;
+}
+
+bool Group::look() {
+  if (broken_) return false;
+  bool moved = lanes_->advance([this](Operation& op) { finish(op); });
   while (!queue_.empty()) {
     const auto op = queue_.front();  // keeps it alive when its owner lets go as soon as it is done
-    if (broken_) {
-      op->failure = broken_;
-      finish(*op);
-    } else {
-      moved |= step(*op);
-    }
+    moved |= step(*op);
     if (!op->done.load(std::memory_order_relaxed)) break;
     queue_.pop_front();
     moved = true;
@@ -137,25 +175,44 @@ bool Group::advance() {
   return moved;
 }
 
-void Group::wait(Operation& operation) { wait(operation, Clock::time_point::max()); }
-
 void Group::wait(Operation& operation, Clock::time_point limit) {
   Patience patience(host_->bell(), crowded_);
-  const auto look = [&] { return operation.done.load(std::memory_order_acquire) || advance(); };
+  const auto look = [&] { return operation.done.load(std::memory_order_acquire) || advance(true); };
+  operation.waiters.fetch_add(1, std::memory_order_relaxed);
   while (!operation.done.load(std::memory_order_acquire)) {
     if (advance()) {
       patience.reset();
     } else if (!patience.again(look, std::min(limit, operation.deadline))) {
       if (Clock::now() >= operation.deadline) expire(operation);
-      if (Clock::now() >= limit) return;
+      if (Clock::now() >= limit) break;
     }
   }
+  operation.waiters.fetch_sub(1, std::memory_order_relaxed);
+  if (!operation.done.load(std::memory_order_acquire)) host_->inside().ring();  // the engine's again
+}
+
+void Group::wait_a_little(Operation& operation, Clock::duration limit) {
+  if (!spin(operation)) wait(operation, Clock::now() + limit);
+}
+
+bool Group::spin(const Operation& operation) {
+  for (int looks = crowded_ ? 1 : 100; looks > 0; --looks) {
+    advance();
+    if (operation.done.load(std::memory_order_acquire)) return true;
+  }
+  return false;
+}
+
+void Group::finish_by(Operation& operation, Clock::time_point deadline) {
+  operation.deadline = deadline;
+  wait(operation);
 }
 
 void Group::finish(Operation& op) {
   op.done.store(true, std::memory_order_release);
   // Whoever waits for it may be another thread of this process.
   host_->bell().ring();
+  host_->inside().ring();
 }
 
 // Steps ------------------------------------------------------------------------------------------------------------
@@ -173,14 +230,6 @@ bool Group::step(Operation& op) {
     plan(op);
   }
   if (op.state == Operation::moving && !op.done.load(std::memory_order_relaxed)) moved |= move(op);
-  if (!moved && (host_->departures() != departures_ || somebody_gave_up())) {
-    if (auto fault = find_fault(op)) {
-      fail(*fault);
-      op.failure = broken_;
-      finish(op);
-      return true;
-    }
-  }
   return moved;
 }
 
@@ -285,20 +334,56 @@ bool Group::somebody_gave_up() const {
   return false;
 }
 
+bool Group::all_left() const {
+  return std::all_of(peers_.begin(), peers_.end(), [](const auto& peer) { return !peer || peer->state.load() != Peer::alive; });
+}
+
+// Nothing moves, and somebody has ended or given up: does that concern an operation of ours? A rank that has ended
+// may have done its part just before, after our last look; so another look comes between finding a fault and acting.
+bool Group::blame() {
+  const std::uint32_t departures = host_->departures();
+  std::vector<std::shared_ptr<Operation>> all = lanes_->pending();
+  if (!queue_.empty()) all.push_back(queue_.front());
+  for (const auto& op : all) {
+    const auto fault = find_fault(*op);
+    if (!fault) continue;
+    if (look()) return true;
+    const Collective c = op->header.collective;
+    if (fault->kind == Failure::left && (c == Collective::send || c == Collective::recv)) {
+      op->failure = fault;  // the others may well go on without it
+      lanes_->drop(*op);
+      finish(*op);
+    } else {
+      fail(*fault);
+    }
+    return true;
+  }
+  departures_ = departures;
+  return false;
+}
+
 // Who is to blame if `op` cannot go on. A rank that gave up, or ended after it had, says on its board whose fault it
 // was, and the board outlives it: all blame the first cause, not the last.
 std::optional<Failure> Group::find_fault(const Operation& op) {
-  departures_ = host_->departures();
+  const Collective c = op.header.collective;
+  const bool alone = c == Collective::send || c == Collective::recv;  // needs one other rank, or any
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    const std::uint32_t said = board(r).culprit.load(std::memory_order_acquire);
+    const auto& word = board(r).culprit;
+    std::uint32_t said = word.load(std::memory_order_acquire);
+    // It may have named the cause and ended since: what it said is on its board when its end is known here.
+    if (said == 0 && peers_[r]->state.load(std::memory_order_acquire) != Peer::alive) said = word.load(std::memory_order_acquire);
     const int blamed = static_cast<int>(said & 0xffffffu) - 1;
     const int culprit = blamed >= 0 ? blamed : r;
+    const bool closed = said >> 24 == Failure::closed;
+    if (closed && alone && op.header.root != r) continue;  // it may have done all that we want of it
     if (culprit != rank_) {
       const Peer& peer = *peers_[culprit];
       const int state = peer.state.load(std::memory_order_acquire);
       if (state == Peer::dead) return Failure{Failure::dead, culprit, peer.epitaph};
-      if (state == Peer::left) return Failure{Failure::left, culprit, "ended without " + describe(op.header)};
+      const bool needed = !alone || op.header.root == culprit || (op.header.root < 0 && all_left());
+      if (state == Peer::left && (needed || (said != 0 && !closed))) return Failure{Failure::left, culprit, "ended without " + describe(op)};
+      if (closed) return Failure{Failure::left, r, "closed the group without " + describe(op)};
       if (said >> 24 == Failure::dead || said >> 24 == Failure::left) continue;  // we shall hear of it in a moment
     }
     if (said != 0) {
@@ -311,21 +396,25 @@ std::optional<Failure> Group::find_fault(const Operation& op) {
 void Group::expire(const Operation& op) {
   const std::lock_guard lock(mutex_);
   if (op.done.load(std::memory_order_relaxed) || broken_) return;
-  Failure failure{Failure::late, -1, "did not enter " + describe(op.header)};
-  for (int r = 0; r < size_ && failure.rank < 0; ++r) {
-    if (r != rank_ && board(r).entered.load(std::memory_order_acquire) < op.sequence) failure.rank = r;
+  Failure failure{Failure::late, -1, "did not enter " + describe(op)};
+  if (op.header.collective == Collective::recv) {
+    failure = {Failure::late, op.header.root, "did not send what " + describe(op) + " waits for"};
+  } else if (op.header.collective == Collective::send) {
+    failure = {Failure::late, op.header.root, "did not take what " + describe(op) + " has for it"};
+  } else {
+    // One that waits for its turn is late because the first one is.
+    const Operation& first = queue_.empty() ? op : *queue_.front();
+    failure.text = "did not enter " + describe(first);
+    for (int r = 0; r < size_ && failure.rank < 0; ++r) {
+      if (r != rank_ && board(r).entered.load(std::memory_order_acquire) < first.sequence) failure.rank = r;
+    }
+    if (failure.rank < 0) failure.text = describe(first) + " did not end, though all ranks have entered it";
   }
-  if (failure.rank < 0) failure.text = describe(op.header) + " did not end, though all ranks have entered it";
   fail(failure);
 }
 
 void Group::expire_if_due(Operation& operation) {
-  bool next = false;
-  {
-    const std::lock_guard lock(mutex_);
-    next = !queue_.empty() && queue_.front().get() == &operation;
-  }
-  if (next && Clock::now() >= operation.deadline) expire(operation);
+  if (Clock::now() >= operation.deadline) expire(operation);
 }
 
 void Group::close() {
@@ -333,7 +422,7 @@ void Group::close() {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    if (!broken_) broken_ = Failure{Failure::closed, rank_, "closed the group"};
+    if (!broken_) fail(Failure{Failure::closed, rank_, "closed the group"});
   }
   advance();  // ends what is queued
   // The others may still read my board and stage; when the last has closed, the memory is free again.
@@ -346,10 +435,21 @@ void Group::close() {
     }
     return true;
   };
-  host_->bury({boards_[rank_]}, unused);
+  std::vector<std::uint64_t> mine = lanes_->rings();
+  mine.push_back(boards_[rank_]);
+  host_->bury(std::move(mine), unused);
 }
 
-std::string Group::describe(const Header& header) const {
+std::string Group::describe(const Operation& op) {
+  const Collective c = op.header.collective;
+  if (c != Collective::send && c != Collective::recv) return describe(op.header);
+  const int other = op.header.root;
+  std::string text = std::string(name_of(c)) + (c == Collective::send ? " to " : " from ");
+  text += (other < 0 ? "any rank" : "rank " + std::to_string(other)) + " (" + name_of(op.header.dtype) + ", ";
+  return text + std::to_string(op.header.bytes / size_of(op.header.dtype)) + " elements, tag " + std::to_string(op.tag) + ")";
+}
+
+std::string Group::describe(const Header& header) {
   std::string text = name_of(header.collective);
   if (header.collective == Collective::barrier) return text;
   text += std::string("(") + name_of(header.dtype);

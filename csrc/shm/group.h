@@ -23,26 +23,10 @@
 #include <vector>
 
 #include "shm/host.h"
-#include "shm/reduce.h"
+#include "shm/lanes.h"
+#include "shm/operation.h"
 
 namespace monarch {
-
-enum class Collective : std::uint8_t {
-  barrier, all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, count
-};
-const char* name_of(Collective collective);
-
-// What a rank called; all ranks compare all headers before any of them touches data.
-struct Header {
-  std::uint64_t bytes;      // of one piece; all_to_all has a table instead
-  std::int32_t root;        // -1 where there is none
-  Collective collective;
-  Dtype dtype;
-  ReduceOp op;
-  std::uint8_t in_slot;     // the data are in the slot already
-  bool operator==(const Header&) const = default;
-};
-static_assert(sizeof(Header) == 16);
 
 inline constexpr std::size_t slot_bytes = 16 << 10;
 inline constexpr std::size_t largest_stage = 4 << 20;  // a power of two; less where the arena has no room for it
@@ -59,41 +43,7 @@ struct Board {
   std::uint32_t processors;                        // that this rank may run on
   alignas(64) std::array<Header, 2> headers;
   // Then, for n ranks: u32 gone[n] (written by the others when they have closed), u64 table[2][2 * n], two slots,
-  // the stage.
-};
-
-// Pieces begin on cache lines, which are a multiple of every element size.
-constexpr std::uint64_t whole_lines(std::uint64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-struct Span {
-  char* data;
-  std::uint64_t bytes;
-};
-
-struct Failure {
-  enum Kind { dead, left, late, mismatch, closed };
-  Kind kind;
-  int rank;          // the culprit in this group, -1 where it is everybody
-  std::string text;  // what happened, to stand after the name of the culprit
-};
-
-struct Operation {
-  Header header{};
-  std::vector<Span> in, out;  // one per rank, or one
-  Clock::time_point deadline;
-
-  std::atomic<bool> done{false};
-  std::optional<Failure> failure;  // before done
-
- private:
-  friend class Group;
-  enum State { queued, entering, moving };
-  State state = queued;
-  std::uint64_t sequence = 0;
-  // Large ones: piece or vector bytes in a chunk; bytes of the stage that a chunk takes; where the first one lies.
-  std::uint64_t width = 0, stride = 0, base = 0;
-  std::uint64_t chunks = 0, filled = 0, reduced = 0, taken = 0;
-  bool two_shot = false;
+  // a Lane and a Receipt for each rank, the stage.
 };
 
 class Group {
@@ -109,18 +59,25 @@ class Group {
   int size() const { return size_; }
 
   void submit(const std::shared_ptr<Operation>& operation);
-  // Moves what can be moved; false if nothing could, or somebody else is at it.
-  bool advance();
-  // Until the operation is done; it fails at its deadline.
-  void wait(Operation& operation);
-  // The same, but gives up at `limit` and leaves the operation as it is.
-  void wait(Operation& operation, Clock::time_point limit);
+  // Moves what can be moved; false if nothing could, or somebody else is at it. The last look before a sleep waits for
+  // that one: it may have looked before the change that our bell was rung for, and may be about to leave.
+  bool advance(bool before_sleep = false);
+  // Until the operation is done; it fails at its deadline. Gives up at `limit` and leaves the operation as it is.
+  void wait(Operation& operation, Clock::time_point limit = Clock::time_point::max());
+  // The same for an operation without a deadline, whose thread would rather not ask what time it is.
+  void wait_a_little(Operation& operation, Clock::duration limit);
+  // A few microseconds at most; true if the operation is done.
+  bool spin(const Operation& operation);
+  // Gives an operation of this thread its deadline, and waits.
+  void finish_by(Operation& operation, Clock::time_point deadline);
   // Fails the group if the operation is its next and late.
   void expire_if_due(Operation& operation);
   void close();
 
  private:
+  bool look();
   bool step(Operation& op);
+  bool blame();
   bool enter(Operation& op);
   bool compare(Operation& op);
   bool move(Operation& op);
@@ -138,22 +95,26 @@ class Group {
   std::optional<Failure> find_fault(const Operation& op);
   void expire(const Operation& op);
   bool somebody_gave_up() const;
+  bool all_left() const;
   bool all_reach(std::atomic<std::uint64_t> Board::*counter, std::uint64_t value) const;
   void ring() const;
 
   char* at(int rank) const { return bases_[rank]; }
   Board& board(int rank) const { return *reinterpret_cast<Board*>(bases_[rank]); }
+  void ring(int rank) const;
+  Lanes::Places places() const;
   std::atomic<std::uint32_t>* gone(int rank) const;
   std::uint64_t* table(int rank, std::uint64_t sequence) const;
   char* slot(int rank, std::uint64_t sequence) const;
   char* stage(int rank, std::uint64_t position) const;
-  std::string describe(const Header& header) const;
+  static std::string describe(const Operation& op);
+  static std::string describe(const Header& header);
 
   std::shared_ptr<Host> host_;
   int rank_, size_;
   std::vector<std::shared_ptr<Peer>> peers_;
   std::vector<std::uint64_t> boards_;
-  std::vector<char*> bases_;  // the boards in our address space
+  std::vector<char*> arenas_, bases_;  // the arenas and the boards in them, in our address space
   std::uint64_t stage_;       // bytes that every rank has
   bool crowded_;              // more ranks than processors
   std::vector<const char*> from_;     // scratch: everybody's buffer, ...
@@ -161,6 +122,7 @@ class Group {
 
   std::mutex mutex_;
   std::deque<std::shared_ptr<Operation>> queue_;
+  std::optional<Lanes> lanes_;
   std::uint64_t sequence_ = 0, position_ = 0;
   std::uint32_t departures_ = 0;
   std::optional<Failure> broken_;

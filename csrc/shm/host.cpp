@@ -113,6 +113,9 @@ void patience_of_a_second(int link) {
   setsockopt(link, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof second);
 }
 
+// What an event says of its descriptor: the number of a descriptor alone may be another peer's by now.
+std::uint64_t watch_key(std::uint32_t number, int fd) { return std::uint64_t{number} << 32 | static_cast<std::uint32_t>(fd); }
+
 std::string in_words(int status) {
   if (WIFSIGNALED(status)) return "killed by signal " + std::to_string(WTERMSIG(status));
   return "exited with status " + std::to_string(WEXITSTATUS(status));
@@ -176,7 +179,7 @@ Host::Host(std::size_t arena_bytes) : token_(random_token()), arena_(std::make_u
   for (const int fd : {listener_, stop_}) {
     epoll_event event{};
     event.events = EPOLLIN;
-    event.data.fd = fd;
+    event.data.u64 = watch_key(0, fd);
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw failure("epoll_ctl");
   }
   watcher_ = std::thread([this] {
@@ -258,12 +261,13 @@ std::shared_ptr<Peer> Host::adopt(int link, const Hello& hello, int memfd, int p
   close(memfd);
   const std::lock_guard lock(mutex_);
   peers_[peer->token] = peer;
+  peer->number = ++last_number_;
   for (const int fd : {peer->link, peer->pidfd}) {
     if (fd < 0) continue;
-    by_fd_[fd] = peer;
+    watched_[watch_key(peer->number, fd)] = peer;
     epoll_event event{};
     event.events = EPOLLIN | EPOLLRDHUP;
-    event.data.fd = fd;
+    event.data.u64 = watch_key(peer->number, fd);
     epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
   }
   arrived_.notify_all();
@@ -319,9 +323,9 @@ void Host::accept_one() {
   }
 }
 
-void Host::forget(int fd) {
+void Host::forget(const Peer& peer, int fd) {
   epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
-  by_fd_.erase(fd);
+  watched_.erase(watch_key(peer.number, fd));
 }
 
 void Host::lost(Peer& peer) {
@@ -337,20 +341,20 @@ void Host::watch() {
   for (;;) {
     const int n = epoll_wait(epoll_, events.data(), events.size(), -1);
     for (int i = 0; i < n; ++i) {
-      const int fd = events[i].data.fd;
-      if (fd == stop_) return;
-      if (fd == listener_) {
+      const std::uint64_t key = events[i].data.u64;
+      if (key == watch_key(0, stop_)) return;
+      if (key == watch_key(0, listener_)) {
         accept_one();
         continue;
       }
       std::shared_ptr<Peer> peer;
       {
         const std::lock_guard lock(mutex_);
-        const auto found = by_fd_.find(fd);
-        if (found == by_fd_.end()) continue;  // its other descriptor spoke first
+        const auto found = watched_.find(key);
+        if (found == watched_.end()) continue;  // its other descriptor spoke first
         peer = found->second;
-        forget(peer->link);
-        forget(peer->pidfd);
+        forget(*peer, peer->link);
+        forget(*peer, peer->pidfd);
         peers_.erase(peer->token);
       }
       lost(*peer);

@@ -26,6 +26,7 @@ struct Peer {
 
   std::string token;
   int pid = 0;
+  std::uint32_t number = 0;  // of the peers that this process has ever had
   int link = -1;   // the socket
   int pidfd = -1;  // -1 where the kernel has none, or the process is not ours to see
   std::unique_ptr<Mapping> mapping;
@@ -43,6 +44,8 @@ class Host {
   const std::string& token() const { return token_; }
   Arena& arena() { return *arena_; }
   Bell& bell() { return arena_->mapping().header().bell; }
+  // For threads that wait for other threads of this process only: peers do not ring it.
+  Bell& inside() { return inside_; }
 
   // Connects to the process with this token and exchanges arenas with it; nullptr if it cannot be reached from
   // here, which is an answer: it is on another host or in another namespace. Connecting twice gives the same peer.
@@ -68,7 +71,7 @@ class Host {
   void accept_one();
   // Takes over both descriptors, whether it succeeds or throws.
   std::shared_ptr<Peer> adopt(int link, const struct Hello& hello, int memfd, int pid);
-  void forget(int fd);
+  void forget(const Peer& peer, int fd);
   void lost(Peer& peer);
   std::shared_ptr<Peer> find(const std::string& token);
 
@@ -78,9 +81,11 @@ class Host {
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::map<std::string, std::shared_ptr<Peer>> peers_;
-  std::map<int, std::shared_ptr<Peer>> by_fd_;
+  std::map<std::uint64_t, std::shared_ptr<Peer>> watched_;  // by what their descriptors' events say
+  std::uint32_t last_number_ = 0;
   std::vector<std::pair<std::vector<std::uint64_t>, std::function<bool()>>> buried_;
   std::atomic<std::uint32_t> departures_{0};
+  Bell inside_{};
   std::thread watcher_;
 };
 

@@ -20,7 +20,8 @@ struct Named {
 constexpr std::array<Named, static_cast<std::size_t>(Dtype::count)> dtypes{{
     {"float64", 8}, {"float32", 4}, {"bfloat16", 2}, {"float16", 2}, {"int8", 1},
     {"uint8", 1}, {"int16", 2}, {"uint16", 2}, {"int32", 4}, {"uint32", 4},
-    {"int64", 8}, {"uint64", 8}, {"bool", 1}, {"complex64", 8}, {"complex128", 16}, {"bytes", 1},
+    {"int64", 8}, {"uint64", 8}, {"bool", 1}, {"complex64", 8}, {"complex128", 16}, {"float8_e4m3fn", 1},
+    {"float8_e5m2", 1}, {"float8_e4m3fnuz", 1}, {"float8_e5m2fnuz", 1}, {"bytes", 1},
 }};
 constexpr std::array<const char*, static_cast<std::size_t>(ReduceOp::count)> ops{
     "no op", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};

@@ -1,6 +1,9 @@
 // The reductions for x86-64 processors with AVX2; reduce.cpp asks the processor first.
 #if defined(__x86_64__)
+#include <algorithm>
+#include <array>
 #include <bit>
+#include <cmath>
 #include <complex>
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,8 @@
 // The reductions for any processor of the architecture; on aarch64 that has NEON already.
+#include <algorithm>
+#include <array>
 #include <bit>
+#include <cmath>
 #include <complex>
 #include <cstddef>
 #include <cstdint>

@@ -78,6 +78,8 @@ class Collectives(dist.ProcessGroup):
     _hooks: CompletionHooks
     _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
 
+    _at_once: Callable[[list[Tensor], Any], Any] | None  # all_reduce by the shortest way, None where that is not open
+
     def _open_route(self, device: str) -> Any:
         raise NotImplementedError
 
@@ -127,11 +129,16 @@ class Collectives(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """All-reduce in place; torch.distributed.all_reduce comes here."""
         given = tensors = _listed(tensors)
+        if self._at_once is not None and len(tensors) == 1 and not (self._hooks or self._observed or _torch.watched()):
+            work = self._at_once(tensors, opts)
+            if work is not None:
+                return work
         inner, on_cpu, aside = self._find("all_reduce", tensors)
         if on_cpu:
             _cpu.check_dense(self, "all_reduce", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
-            tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp)
+            tensors, opts = _cpu.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
+            tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allreduce(tensors, opts)
@@ -147,7 +154,8 @@ class Collectives(dist.ProcessGroup):
         if on_cpu:
             _cpu.check_settled(self, "all_reduce_coalesced", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
-            tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp)[0] for t in tensors]
+            tensors, opts = _cpu.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
+            tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp, inner)[0] for t in tensors]
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allreduce_coalesced(tensors, opts)
@@ -164,7 +172,9 @@ class Collectives(dist.ProcessGroup):
             _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
             _cpu.check_dense(self, "reduce", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
-            tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp)
+            at_root = opts.rootRank == self.rank()
+            tensors, opts = _cpu.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
+            tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().reduce(tensors, opts)
@@ -186,8 +196,10 @@ class Collectives(dist.ProcessGroup):
             _cpu.check_contiguous(self, "reduce_scatter", outputs)
             inputs = [_cpu.readable(row) for row in inputs]
             opts = _cpu.bool_sum_as_max(outputs, opts)
-            outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp)
-            inputs = [_cpu.reducible(self, "reduce_scatter", row, opts.reduceOp) for row in inputs]
+            rows = [_cpu.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
+            inputs, opts = [row for row, _ in rows], rows[0][1]
+            outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
+            inputs = [_cpu.reducible(self, "reduce_scatter", row, opts.reduceOp, inner) for row in inputs]
         if aside:
             with self._dispatched(inner, opts):
                 work = super().reduce_scatter(outputs, inputs, opts)
@@ -225,7 +237,8 @@ class Collectives(dist.ProcessGroup):
             output, finish = _cpu.writable(output)
             input, output = _cpu.concatenated(_cpu.readable([input])[0], output)
             opts = _cpu.bool_sum_as_max([output], opts)
-            output, input = _cpu.reducible(self, name, [output, input], opts.reduceOp)
+            (input,), opts = _cpu.premultiplied(self, name, [input], opts, in_place=False)
+            output, input = _cpu.reducible(self, name, [output, input], opts.reduceOp, inner)
 
         def end(work: Any) -> Any:
             return self._done(
@@ -506,8 +519,9 @@ class Collectives(dist.ProcessGroup):
             for output, input in zip(outputs, inputs, strict=True):
                 _cpu.check_single(self, name, input, output, ("input", "output"))
             opts = _cpu.bool_sum_as_max(inputs, opts)
+            inputs, opts = _cpu.premultiplied(self, name, list(inputs), opts, in_place=False)
             flat = [_cpu.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
-            able = [_cpu.reducible(self, name, list(pair), opts.reduceOp) for pair in flat]
+            able = [_cpu.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
             inputs, outputs = (list(side) for side in zip(*able, strict=True))
 
         def end(work: Any) -> Any:
@@ -523,7 +537,7 @@ class Collectives(dist.ProcessGroup):
         """Send to a group rank; torch.distributed.send and isend come here."""
         tensors, inner, aside = self._p2p("send", _listed(tensors), "destination", dstRank)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, None):
                 return super().send(tensors, dstRank, tag)
         return inner.send(tensors, dstRank, tag)
 
@@ -531,7 +545,7 @@ class Collectives(dist.ProcessGroup):
         """Receive from a group rank; torch.distributed.recv and irecv come here."""
         tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", srcRank)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, None):
                 return super().recv(tensors, srcRank, tag)
         return inner.recv(tensors, srcRank, tag)
 
@@ -539,7 +553,7 @@ class Collectives(dist.ProcessGroup):
         """Receive from whoever sends first; torch.distributed.recv without a source comes here."""
         tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", None)
         if aside:
-            with _torch.through_dispatcher():
+            with self._dispatched(inner, None):
                 return super().recv_anysource(tensors, tag)
         return inner.recv_anysource(tensors, tag)
 
@@ -606,7 +620,8 @@ class Collectives(dist.ProcessGroup):
     ) -> tuple[list[Tensor], Any, bool]:
         inner, on_cpu, aside = self._find(collective, tensors)
         if on_cpu:
-            inner = self._inner["cpu"]
+            if not getattr(inner, "sends", True):
+                inner = self._inner["cpu"]
             if rank is not None:
                 _cpu.check_rank(self, collective, role, rank)
                 if rank == self.rank():  # Gloo has no connection to itself

@@ -26,46 +26,68 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool})
-REDUCIBLE = FLOATS | INTEGERS
+REDUCIBLE = FLOATS | INTEGERS  # by Gloo; the shared memory says itself what it can
 
 _BITWISE = ("BAND", "BOR", "BXOR")
-_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE)
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE, "PREMUL_SUM")
 
 
 def _names(dtypes: frozenset[torch.dtype]) -> str:
     return ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
 
 
-def reducible(group: Collectives, collective: str, tensors: list[Tensor], op: object) -> list[Tensor]:
-    """The tensors as the CPU route can reduce them: complex sums as pairs of floats, all others unchanged.
+def reducible(group: Collectives, collective: str, tensors: list[Tensor], op: object, inner: object) -> list[Tensor]:
+    """The tensors as ``inner`` can reduce them: complex sums as pairs of floats, all others unchanged.
 
     Refuses a dtype or reduce op that the route can't do, saying which it can.
     """
     dtype = tensors[0].dtype
-    if dtype in REDUCIBLE and op == ReduceOp.SUM:  # nearly every call; naming the op costs a microsecond
-        return tensors
+    able: frozenset[torch.dtype] = getattr(inner, "reduces", REDUCIBLE)
+    if dtype in able and not dtype.is_complex and op == ReduceOp.SUM:
+        return tensors  # nearly every call; naming the op costs a microsecond
     name = _op_name(op)
     if dtype.is_complex and name in ("SUM", "AVG"):
         return [torch.view_as_real(t) for t in tensors]
-    if dtype not in REDUCIBLE:
-        remedy = f"It reduces {_names(REDUCIBLE)}, and sums and averages of complex; cast first."
+    if dtype not in able:
+        remedy = f"It reduces {_names(able)}, and sums and averages of complex; cast first."
         raise bad_argument(group, collective, f"the CPU route can't {name} dtype {dtype}", remedy)
     if name not in _OPS:
         raise bad_argument(
             group, collective, f"reduce op {name} is not supported on CPU", f"Use one of {', '.join(_OPS)}."
         )
-    if name == "AVG" and dtype not in FLOATS:
-        raise bad_argument(
-            group,
-            collective,
-            f"reduce op AVG can't average {dtype}",
-            f"It takes {_names(FLOATS)}; use SUM and divide.",
-        )
-    if name in _BITWISE and dtype not in INTEGERS:
-        raise bad_argument(
-            group, collective, f"reduce op {name} can't combine {dtype}", f"It takes {_names(INTEGERS)}."
-        )
+    takes = taken_by(name, able)
+    if dtype not in takes:
+        remedy = f"It takes {_names(takes)}{'; use SUM and divide' if name == 'AVG' else ''}."
+        raise bad_argument(group, collective, f"reduce op {name} can't combine {dtype}", remedy)
     return tensors
+
+
+def taken_by(op: str, able: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
+    """The dtypes of a route that a reduce op makes sense for."""
+    if op == "AVG":
+        return frozenset(d for d in able if d.is_floating_point)
+    if op in _BITWISE:
+        return frozenset(d for d in able if not d.is_floating_point and not d.is_complex)
+    return able if op == "SUM" else frozenset(d for d in able if not d.is_complex)
+
+
+def premultiplied(
+    group: Collectives, collective: str, tensors: list[Tensor], opts: Any, *, in_place: bool
+) -> tuple[list[Tensor], Any]:
+    """PREMUL_SUM as the sum that it is: (the tensors times the op's factor, ``opts`` with SUM); others as they are.
+
+    The factor is in the op's pickled state and nowhere else.
+    """
+    if opts.reduceOp == ReduceOp.SUM or _op_name(opts.reduceOp) != "PREMUL_SUM":
+        return tensors, opts
+    if any(not t.is_floating_point() for t in tensors):
+        raise bad_argument(
+            group, collective, f"reduce op PREMUL_SUM can't scale {tensors[0].dtype}", "It takes floating-point dtypes."
+        )
+    factor = opts.reduceOp.__getstate__()[1]
+    with torch.no_grad():
+        scaled = [t.mul_(factor) if in_place else t * factor for t in tensors]
+    return scaled, _with(opts, ReduceOp.SUM)
 
 
 def bool_sum_as_max(tensors: Sequence[Tensor], opts: Any) -> Any:
@@ -74,11 +96,15 @@ def bool_sum_as_max(tensors: Sequence[Tensor], opts: Any) -> Any:
         return opts
     if any(tensor.dtype is not torch.bool for tensor in tensors):
         return opts
+    return _with(opts, ReduceOp.MAX)
+
+
+def _with(opts: Any, op: Any) -> Any:
     swapped = type(opts)()  # a new one: the caller's may serve other calls
     for name in ("rootRank", "timeout", "asyncOp"):
         if hasattr(opts, name):
             setattr(swapped, name, getattr(opts, name))
-    swapped.reduceOp = ReduceOp.MAX
+    swapped.reduceOp = op
     return swapped
 
 

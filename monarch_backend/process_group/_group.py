@@ -56,6 +56,7 @@ class MonarchProcessGroup(Collectives):
         self._inner: dict[str, Any] = {}
         self._backends: dict[str, str] = {}  # device -> the name of its inner group, whatever its route is called
         self._shm = None
+        self._at_once = None
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
         for device in self._eager_devices():
@@ -115,8 +116,11 @@ class MonarchProcessGroup(Collectives):
         if device == "cpu" and route.backend == "gloo" and not named and _shm_meet.wanted():
             store = _torch.shm_store(self._creator_options)
             timeout = functools.partial(_torch.timeout_of, inner)
-            self._shm, why = _shm_meet.meet(store, self.rank(), self.size(), timeout)
-            route = _routes.shared_memory(why) if self._shm is not None else replace(route, why=f"{route.why}; {why}")
+            met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner)
+            self._shm = met.memory
+            self._at_once = getattr(met.memory, "sum_at_once", None)
+            why = f"{route.why}; {met.why}" if met.memory is None else met.why
+            route = replace(route, backend=met.route, why=why)
         self._routes[device] = route
         _routes.announce(self, route)
 
@@ -254,6 +258,7 @@ class MonarchProcessGroup(Collectives):
         if how == "destroyed":
             self._hooks.wait()
         self._closed = how
+        self._at_once = None
         if self._shm is not None:
             self._shm.close()
         inners = list({id(i): i for i in self._inner.values()}.values())

@@ -62,11 +62,6 @@ def was_named(device: str, device_map: dict[str, str] | None) -> bool:
     return (device_map or {}).get(device, OURS) != OURS
 
 
-def shared_memory(why: str) -> Route:
-    """The CPU's route in a group whose ranks have met (_shm_meet.py)."""
-    return Route("cpu", "shm", why)
-
-
 def _cpu() -> Route:
     # What a group begins with: only its ranks together can find out that they share memory.
     missing = "" if dist.is_gloo_available() else "this torch was built without Gloo; install a build with it"

@@ -48,6 +48,10 @@ _DTYPES = {
             torch.bool,
             torch.complex64,
             torch.complex128,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
         )
     )
 }
@@ -56,6 +60,16 @@ _OPS = {name: code for code, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", 
 _MOVES = 0
 
 _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
+
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
+_SUM = dist.ReduceOp.SUM
+_STRIDED = torch.strided
+
+
+def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(t.data_ptr(), t.nbytes) for t in tensors]
 
 
 def _op(op: Any) -> int:
@@ -67,15 +81,20 @@ def _op(op: Any) -> int:
 class ShmWork(dist.Work):
     """One operation. ``outputs`` are what its future shows, ``finish`` copies results to where they belong."""
 
-    def __init__(self, group: SharedMemory, outputs: list[Tensor], finish: Callable[[], object] | None) -> None:
-        super().__init__()
-        self._group, self._outputs, self._finish = group, outputs, finish
-        self._operation: Any = None  # None: it was done before it was returned
-        self._keep: object = None
-        self._future: Future[list[Tensor]] | None = None
-        self._lock = threading.RLock()
-        self._settled = False
-        self._error: BaseException | None = None
+    # Most works are done when they are made; defaults of the class keep that cheap.
+    _operation: Any = None  # None: it was done before it was returned
+    _finish: Callable[[], object] | None = None
+    _keep: object = None
+    _future: Future[list[Tensor]] | None = None
+    _settled = False
+    _error: BaseException | None = None
+    _lock = threading.RLock()
+
+    def __init__(self, group: SharedMemory, outputs: list[Tensor], finish: Callable[[], object] | None = None) -> None:
+        dist.Work.__init__(self)
+        self._group, self._outputs = group, outputs
+        if finish is not None:
+            self._finish = finish
 
     def _end(self) -> None:
         """What is left to do once the core is done; the second time nothing."""
@@ -113,6 +132,10 @@ class ShmWork(dist.Work):
         """The operation's error, if it has ended with one."""
         self.is_completed()
         return self._error
+
+    def _source_rank(self) -> int:
+        """Of a receive: the group rank that sent."""
+        return int(self._operation.source)
 
     def result(self) -> list[Tensor]:
         """The outputs, once the operation has ended."""
@@ -183,6 +206,9 @@ class SharedMemory:
     ``timeout`` is asked for each operation: torch changes it on the group behind the other route.
     """
 
+    reduces = frozenset(_DTYPES)
+    sends = True  # point to point as well
+
     def __init__(
         self, native: Any, engine: Any, members: Sequence[str], rank: int, timeout: Callable[[], timedelta]
     ) -> None:
@@ -199,6 +225,8 @@ class SharedMemory:
             return CollectiveMismatchError(f"{text}. No data were moved: make the ranks' calls agree. [{here}]")
         if kind == "closed":
             return GroupClosedError(f"the process group was closed; make a new one. [{here}]")
+        if kind == "full":
+            return RuntimeError(f"rank {rank} {text}: give it more, or use fewer groups. [{here}]")
         who = f"rank {rank} ({self._members[rank]})" if rank >= 0 else "the group:"
         end = f"The group can't be used any more: destroy it and make a new one. [{here}]"
         if kind == "late":
@@ -223,22 +251,47 @@ class SharedMemory:
         ``piece`` has the dtype and the size that all ranks must agree on.
         """
         self.sequence += 1
-        timeout = opts.timeout
-        seconds = (self._timeout() if timeout == _torch.UNSET_TIMEOUT else timeout).total_seconds()
         code = _DTYPES.get(piece.dtype, _BYTES)
-        spans = [(t.data_ptr(), t.nbytes) for t in ins], [(t.data_ptr(), t.nbytes) for t in outs]
+        call = collective, code, op, root, piece.nbytes, _spans(ins), _spans(outs)
         work = ShmWork(self, outputs, finish)
         if getattr(opts, "asyncOp", True):
-            work._keep = ins, outs
-            work._operation = self._engine().start(
-                self.native, collective, code, op, root, piece.nbytes, *spans, seconds, work.ended
-            )
+            work._lock, work._keep = threading.RLock(), (ins, outs)
+            work._operation = self._engine().start(self.native, *call, self._seconds(opts), work.ended)
             return work
-        fault = self.native.run(collective, code, op, root, piece.nbytes, *spans, seconds)
+        operation = self.native.run(*call)
+        if operation is not None:
+            self._see_to(work, operation, opts)
+        if finish is not None:
+            work._end()
+        return work
+
+    def _seconds(self, opts: Any) -> float:
+        timeout = opts.timeout
+        seconds: float = (self._timeout() if timeout == _torch.UNSET_TIMEOUT else timeout).total_seconds()
+        return seconds
+
+    def _see_to(self, work: ShmWork, operation: Any, opts: Any) -> None:
+        """An operation of this thread did not end at once, or not well."""
+        fault = self.native.finish(operation, self._seconds(opts))
         if fault is not None:
             work._error = self.error(fault)  # raised by wait(), so that hooks see a failed work as well
-        elif finish is not None:
-            work._end()
+
+    def sum_at_once(self, tensors: list[Tensor], opts: Any) -> ShmWork | None:
+        """The all-reduce of most programs, by the shortest way: a sum of one plain tensor, waited for.
+
+        None where it is anything else.
+        """
+        (x,) = tensors
+        if type(x) not in PLAIN or not x.is_cpu or x.layout is not _STRIDED or opts.asyncOp:
+            return None
+        code = _AT_ONCE.get(x.dtype)
+        if code is None or not x.is_contiguous() or x.is_neg() or opts.reduceOp != _SUM:
+            return None
+        self.sequence += 1
+        operation = self.native.sum(code, x.data_ptr(), x.nbytes)
+        work = ShmWork(self, tensors)
+        if operation is not None:
+            self._see_to(work, operation, opts)
         return work
 
     # Collectives, as torch's own backends name them -------------------------------------------------------------
@@ -353,6 +406,36 @@ class SharedMemory:
             works.append(self._run(REDUCE_SCATTER, out, self._pieces(x), [out], opts, outputs, op=op, finish=before))
         return works[-1]
 
+    # Point to point -----------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
+        """Send a tensor: done when the tensor may change again, received or not."""
+        return self._message(True, tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
+        """Receive a tensor of the same size and dtype from a rank."""
+        return self._message(False, tensors, rank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
+        """Receive from whoever sends first."""
+        return self._message(False, tensors, -1, tag)
+
+    def _message(self, sends: bool, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
+        (x,) = tensors
+        # Nobody but this thread need move what it waits for at once.
+        waits = _torch.is_waited_for(sys._getframe(3))
+        operation = self.native.message(sends, _DTYPES.get(x.dtype, _BYTES), rank, tag, x.data_ptr(), x.nbytes)
+        work = ShmWork(self, tensors)
+        work._operation = operation
+        if not operation.done:
+            seconds = self._timeout().total_seconds()
+            if waits:
+                self.native.finish(operation, seconds)
+            else:
+                work._lock, work._keep = threading.RLock(), tensors
+                self._engine().see_to(self.native, operation, seconds, work.ended)
+        return work
+
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
         """The operation that torch's dispatcher calls ``name``, with its arguments."""
         method, title = _METHODS[name]
@@ -360,6 +443,8 @@ class SharedMemory:
         with record_function(f"shm:{title}"):
             if name == "barrier":
                 return call(opts)
+            if name in _POINT_TO_POINT:
+                return call(args[0], *args[2:])  # args[1] is the group
             if name == "alltoall_base_":
                 return call(args[0], args[1], args[3], args[4], opts)
             return call(args[0], opts) if name in _IN_PLACE else call(args[0], args[1], opts)
@@ -369,6 +454,7 @@ class SharedMemory:
         self.native.close()
 
 
+_POINT_TO_POINT = frozenset({"send", "recv_", "recv_any_source_"})
 _IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"})
 # torch's operator -> (method, what the profiler calls it)
 _METHODS = {
@@ -388,5 +474,8 @@ _METHODS = {
     "alltoall_": ("alltoall", "all_to_all"),
     "alltoall_base_": ("alltoall_base", "all_to_all"),
     "barrier": ("barrier", "barrier"),
+    "send": ("send", "send"),
+    "recv_": ("recv", "recv"),
+    "recv_any_source_": ("recv_anysource", "recv"),
 }
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -1,9 +1,10 @@
-"""How the ranks of a new group find out whether they share memory, and prove it.
+"""How the ranks of a new group find out which of them share memory, and prove it.
 
 Each rank tells the others through the group's store which kernel and IPC namespace it runs in and under which name it
 listens. Ranks that agree on the first two connect and pass each other a descriptor of their memory: only that proves
 it, and a rank that can't be reached (another network namespace, another user) is on another host for our purposes.
-Every rank then reads what all have reached and comes to the same answer. What is done with the memory is _shm.py's.
+Every rank then reads what all have reached and comes to the same answer: which ranks make up a host. What is done with
+the memory of one host is _shm.py's, of several _hierarchy.py's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from monarch_backend import _native
 from monarch_backend.process_group import _torch
+from monarch_backend.process_group._hierarchy import Hierarchy
 from monarch_backend.process_group._shm import SharedMemory
 
 # What one rank offers to its peers for all of its groups together; pages of it that nobody has used cost nothing.
@@ -77,8 +79,8 @@ def arena_bytes() -> int:
 
 
 def wanted() -> bool:
-    """Whether the route is switched on, which all ranks of a job must be alike in. Off until issue 3 is finished."""
-    return os.environ.get("MONARCH_SHM", "0") not in ("", "0")
+    """Whether the route may be taken, which all ranks of a job must be alike in: MONARCH_SHM=0 leaves all to Gloo."""
+    return os.environ.get("MONARCH_SHM", "1") != "0"
 
 
 def _refusal() -> str:
@@ -90,50 +92,113 @@ def _refusal() -> str:
     return ""
 
 
-def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta]) -> tuple[SharedMemory | None, str]:
-    """(the shared memory of all ranks, why), or (None, why not); the same answer on every rank."""
-    refusal = _refusal()
-    me: dict[str, Any] = {"refusal": refusal, "member": f"host {socket.gethostname()}, pid {os.getpid()}"}
+@dataclass(frozen=True)
+class Meeting:
+    """What came of it: the shared memory for the CPU's tensors, if any, under the name of its route, and why."""
+
+    memory: SharedMemory | None
+    route: str
+    why: str
+
+
+def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], gloo: Any) -> Meeting:
+    """Find out which ranks share memory, the same on every rank, and what to make of it.
+
+    All of them: shared memory. Some: a hierarchy, with ``gloo`` between the hosts. None: nothing but ``gloo``.
+    """
+    me: dict[str, Any] = {"refusal": _refusal(), "member": f"host {socket.gethostname()}, pid {os.getpid()}"}
     host: Any = None
-    if not refusal:
+    if not me["refusal"]:
         try:
             host = _this_process().host
             me |= {"kernel": _native.boot_id(), "ipc": _native.ipc_namespace(), "token": host.token}
-            me["board"] = host.make_board(size)
-            if not me["board"]:
-                me["refusal"] = "MONARCH_SHM_BYTES are used up by other groups"
         except OSError as error:
             me["refusal"] = f"no shared memory: {error}"
     everyone = _exchange(store, "shm", rank, size, me, timeout())
     why_not = next((f"rank {r}: {said['refusal']}" for r, said in enumerate(everyone) if said["refusal"]), "")
-    if not why_not:
-        why_not = _separate(store, host, rank, everyone, timeout())
+    if not why_not and len({said["token"] for said in everyone}) < size:
+        why_not = "several ranks are one process"
     if why_not:
-        if me.get("board"):
-            host.drop_board(me["board"])
-        return None, why_not
-    tokens = [said["token"] for said in everyone]
-    native = _native.ShmGroup(host, rank, tokens, [said["board"] for said in everyone])
-    members = [said["member"] for said in everyone]
-    return SharedMemory(native, lambda: _this_process().engine, members, rank, timeout), "all ranks share memory"
+        return Meeting(None, "gloo", why_not)
+    hosts, remark = _hosts(store, host, rank, everyone, timeout())
+    if len(hosts) == size > 1:
+        return Meeting(None, "gloo", f"no two ranks share memory{remark}")
+    return _share(store, host, rank, everyone, hosts, timeout, gloo, remark)
 
 
-def _separate(store: Store, host: Any, rank: int, everyone: list[dict[str, Any]], timeout: timedelta) -> str:
-    """Connect the ranks; which two of them share no memory, or ''. The smaller token connects to the larger."""
+def _hosts(
+    store: Store, host: Any, rank: int, everyone: list[dict[str, Any]], timeout: timedelta
+) -> tuple[list[list[int]], str]:
+    """Connect the ranks; who turned out to share memory with whom, and a remark. The smaller token connects."""
     size, me = len(everyone), everyone[rank]
     tokens = [said["token"] for said in everyone]
-    if len(set(tokens)) < size:
-        return "several ranks are one process"
-    neighbours = [said["kernel"] and (said["kernel"], said["ipc"]) == (me["kernel"], me["ipc"]) for said in everyone]
-    reached = [r for r in range(size) if neighbours[r] and tokens[r] > me["token"] and host.connect(tokens[r])]
+    alike = [said["kernel"] and (said["kernel"], said["ipc"]) == (me["kernel"], me["ipc"]) for said in everyone]
+    reached = [r for r in range(size) if alike[r] and tokens[r] > me["token"] and host.connect(tokens[r])]
     table = _exchange(store, "met", rank, size, reached, timeout)
-    for a, b in itertools.permutations(range(size), 2):
-        if tokens[a] < tokens[b] and b not in table[a]:
-            return f"ranks {a} and {b} share no memory"
-    for token in tokens:
-        if token < me["token"] and not host.accepted(token, _PATIENCE):
+    hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in table[a]}, size)
+    for other in next(ranks for ranks in hosts if rank in ranks):
+        if tokens[other] < me["token"] and not host.accepted(tokens[other], _PATIENCE):
             raise TimeoutError(f"a peer on this host connected and was not seen within {_PATIENCE:g} s")
-    return ""
+    return hosts, remark
+
+
+def _cliques(pairs: set[frozenset[int]], size: int) -> tuple[list[list[int]], str]:
+    """The ranks in sets of which every two have met; ranks of whom only some have met stay alone, with a remark."""
+    hosts: list[list[int]] = []
+    remark = ""
+    seen: set[int] = set()
+    for first in range(size):
+        if first in seen:
+            continue
+        together, todo = {first}, [first]
+        while todo:
+            here = todo.pop()
+            found = {r for r in range(size) if frozenset((here, r)) in pairs} - together
+            together |= found
+            todo += found
+        seen |= together
+        ranks = sorted(together)
+        apart = next((pair for pair in itertools.combinations(ranks, 2) if frozenset(pair) not in pairs), None)
+        hosts += [ranks] if apart is None else [[r] for r in ranks]
+        if apart is not None:
+            a, b = apart
+            remark += f"; ranks {a} and {b} share no memory, though both do with others of {ranks}: each stays alone"
+    return sorted(hosts), remark
+
+
+def _share(
+    store: Store,
+    host: Any,
+    rank: int,
+    everyone: list[dict[str, Any]],
+    hosts: list[list[int]],
+    timeout: Callable[[], timedelta],
+    gloo: Any,
+    remark: str,
+) -> Meeting:
+    """Make the memory of each host's ranks, if all can."""
+    here = next(ranks for ranks in hosts if rank in ranks)
+    mine: int = host.make_board(len(here))
+    boards = _exchange(store, "boards", rank, len(everyone), mine, timeout())
+    full = [r for r, board in enumerate(boards) if not board]
+    if full:
+        if mine:
+            host.drop_board(mine)
+        return Meeting(None, "gloo", f"rank {full[0]}: MONARCH_SHM_BYTES are used up by other groups")
+    tokens, members = [everyone[r]["token"] for r in here], [said["member"] for said in everyone]
+    native = _native.ShmGroup(host, here.index(rank), tokens, [boards[r] for r in here])
+    if len(hosts) == 1:
+        memory = SharedMemory(native, lambda: _this_process().engine, members, rank, timeout)
+        return Meeting(memory, "shm", "all ranks share memory")
+    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, store)
+    return Meeting(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")
+
+
+def _in_words(hosts: list[list[int]]) -> str:
+    sizes = [len(ranks) for ranks in hosts]
+    if len(set(sizes)) == 1:
+        return f"{len(hosts)} hosts x {sizes[0]} ranks"
+    return f"{len(hosts)} hosts, {' + '.join(map(str, sizes))} ranks"
 
 
 def _exchange(store: Store, name: str, rank: int, size: int, mine: Any, timeout: timedelta) -> list[Any]:

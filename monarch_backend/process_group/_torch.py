@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, FunctionType
@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
     HashStore,
     PrefixStore,
     Store,
+    TCPStore,
     _allow_inflight_collective_as_graph_input,
     _DistributedBackendOptions,
     get_debug_level,
@@ -95,6 +96,21 @@ def watched() -> bool:
     return (
         _len_torch_dispatch_stack() > 0 or profiler._is_profiler_enabled or _allow_inflight_collective_as_graph_input()
     )
+
+
+_NON_BLOCKING = frozenset(getattr(f, "__wrapped__", f).__code__ for f in (dist.isend, dist.irecv))
+_BLOCKING = frozenset(getattr(f, "__wrapped__", f).__code__ for f in (dist.send, dist.recv))
+
+
+def is_waited_for(caller: FrameType | None) -> bool:
+    """Whether the work that ``caller`` asks a group for is waited for at once, and nobody else ever sees it.
+
+    So do torch.distributed.send and recv, which call isend and irecv. Leans on their being functions that do, beneath
+    torch's logging decorator; where they don't, messages only take longer.
+    """
+    while caller is not None and caller.f_code in _NON_BLOCKING:
+        caller = caller.f_back
+    return caller is not None and caller.f_code in _BLOCKING
 
 
 class _PassOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -209,6 +225,31 @@ def _attempt() -> str:
 def shm_store(options: Any) -> Store:
     """A part of the group's store for ranks to meet in shared memory."""
     return PrefixStore(f"{_attempt()}cpu:shm/", options.store)
+
+
+def own_connection(store: Store) -> Store:
+    """The same store over a connection of its own: a TCPStore's is taken while somebody waits for a key with it.
+
+    Leans on PrefixStore.underlying_store and Store.clone.
+    """
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    return store.clone() if isinstance(inner, TCPStore) and hasattr(store, "clone") else store
+
+
+def close_gloo_links(gloo: Any, other: int) -> None:
+    """End a Gloo group for all of its ranks: who waits for this one hears at once that the connection is closed.
+
+    Leans on Gloo closing every connection of a group in which a message (here one from ``other`` that nobody sends)
+    is late; its ``abort`` does nothing.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+    with suppress(RuntimeError):
+        gloo.recv([nothing], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+
+_NOBODY_SENDS = (1 << 31) - 1  # a tag
 
 
 def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, device: str) -> Any:

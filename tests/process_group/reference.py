@@ -8,6 +8,7 @@ are made once and shared: clone before writing.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 
 import torch
@@ -16,19 +17,26 @@ from torch import Tensor
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int8", "uint8", "int32", "int64", "bool")
 COMPLEX = ("complex64", "complex128")
-# Gloo has no name for these: they move, and reductions of them are refused.
-MOVED_ONLY = ("float8_e4m3fn", "int16", "uint16", "uint32", "uint64")
-DTYPES = (*FLOATS, *INTEGERS, *COMPLEX, *MOVED_ONLY)
+# Gloo has no name for these: there they move, and reductions of them are refused. Shared memory reduces them.
+GLOO_MOVES = ("float8_e4m3fn", "int16", "uint16", "uint32", "uint64")
+DTYPES = (*FLOATS, *INTEGERS, *COMPLEX, *GLOO_MOVES)
 
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
 
 
+def on_gloo() -> bool:
+    """Whether the ranks take Gloo where they would share memory."""
+    return os.environ.get("MONARCH_SHM", "1") == "0"
+
+
 def reduces(dtype: str, op: str) -> bool:
     """Whether a reduction with ``op`` must work for ``dtype`` on the CPU."""
-    if dtype in FLOATS:
+    if on_gloo() and dtype not in (*FLOATS, *INTEGERS, *COMPLEX):
+        return False
+    if dtype in FLOATS or dtype.startswith("float8"):
         return op in (*ARITHMETIC, "AVG")
-    if dtype in INTEGERS:
+    if dtype in INTEGERS or dtype in GLOO_MOVES:
         return op in (*ARITHMETIC, "BAND", "BOR", "BXOR")
     return dtype in COMPLEX and op in ("SUM", "AVG")
 
@@ -65,6 +73,10 @@ def _count(shape: Sequence[int]) -> int:
 
 def reduced(op: str, inputs: Sequence[Tensor]) -> Tensor:
     """The inputs of all ranks, combined."""
+    dtype = inputs[0].dtype
+    if str(dtype).removeprefix("torch.") in GLOO_MOVES:  # torch itself computes with none or few of them
+        wide = torch.float32 if dtype.is_floating_point else torch.int64
+        return reduced(op, [x.to(wide) for x in inputs]).to(dtype)
     if op == "AVG" and inputs[0].dtype.is_complex:
         # In its two parts: division of complex by complex rounds otherwise.
         return torch.view_as_complex(reduced(op, [torch.view_as_real(x) for x in inputs]))

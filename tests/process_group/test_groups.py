@@ -138,7 +138,7 @@ def _split(rank: int) -> None:
     x = torch.tensor([float(rank)])
     half.allreduce([x]).wait()
     assert x.item() == (2.0 if rank % 2 == 0 else 4.0)
-    assert {device: route.backend for device, route in monarch_backend.routes(half).items()}["cpu"] == "gloo"
+    assert {device: route.backend for device, route in monarch_backend.routes(half).items()}["cpu"] == "shm"
     single = half.split_group([0])
     assert (single is None) == (half.rank() == 1)
     if single is not None:
@@ -218,8 +218,8 @@ def _names(rank: int) -> None:
     assert group.name() == "monarch"
     assert group.group_name != world.group_name
     found = monarch_backend.routes(group)
-    assert found["cpu"].device == "cpu" and found["cpu"].backend == "gloo" and found["cpu"].available
-    assert str(found["cpu"]).startswith("cpu -> gloo (")
+    assert found["cpu"].device == "cpu" and found["cpu"].backend == "shm" and found["cpu"].available
+    assert str(found["cpu"]).startswith("cpu -> shm (")
     assert monarch_backend.routes() == monarch_backend.routes(world)
     dist.destroy_process_group(group)
 
@@ -265,10 +265,10 @@ def _strings(rank: int, address: str, backend: str, config: str, routes: dict[st
 @pytest.mark.parametrize(
     ("backend", "config", "routes", "missing"),
     [
-        ("monarch", "cpu:monarch,cuda:monarch", {"cpu": "gloo", "cuda": "nccl"}, "GPU"),
-        ("MONARCH", "cpu:monarch,cuda:monarch", {"cpu": "gloo", "cuda": "nccl"}, "GPU"),
-        ("cpu:monarch", "cpu:monarch", {"cpu": "gloo"}, "cuda"),
-        ("cpu:monarch,cuda:nccl", "cpu:monarch,cuda:nccl", {"cpu": "gloo", "cuda": "nccl"}, "cuda"),
+        ("monarch", "cpu:monarch,cuda:monarch", {"cpu": "shm", "cuda": "nccl"}, "GPU"),
+        ("MONARCH", "cpu:monarch,cuda:monarch", {"cpu": "shm", "cuda": "nccl"}, "GPU"),
+        ("cpu:monarch", "cpu:monarch", {"cpu": "shm"}, "cuda"),
+        ("cpu:monarch,cuda:nccl", "cpu:monarch,cuda:nccl", {"cpu": "shm", "cuda": "nccl"}, "cuda"),
         ("cpu:gloo,cuda:monarch", "cpu:gloo,cuda:monarch", {"cpu": "gloo", "cuda": "nccl"}, "GPU"),
     ],
 )
@@ -310,7 +310,7 @@ def _says(rank: int, address: str) -> str:
 
 def test_debug_output_is_one_line_for_each_group_and_device() -> None:
     for rank, text in enumerate(run_ranks(_says, 2, backend=None, env={"MONARCH_DEBUG": "1"})):
-        said = [line for line in text.splitlines() if "monarch rank" in line and "cpu -> gloo" in line]
+        said = [line for line in text.splitlines() if "monarch rank" in line and "cpu -> shm" in line]
         assert len(said) == 2, text
         assert all(line.startswith(f"[monarch rank {rank}/2 pid ") for line in said)
         assert len({line.partition("] ")[2].split(":")[0] for line in said}) == 2  # the groups' names

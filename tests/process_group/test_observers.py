@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch_backend import CollectiveArgumentError
-from monarch_backend.process_group import MonarchProcessGroup
+from monarch_backend.process_group import MonarchProcessGroup, _shm
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
 
@@ -269,12 +269,14 @@ def _profiled(rank: int) -> None:
         assert f"c10d::{_expected(rank, name)}" in names, f"{name}: {sorted(n for n in names if 'c10d' in n)}"
         if name in ("send", "recv_any_source_"):
             gloo = {"send": "send", "recv_": "recv", "recv_any_source_": "recvAnySource"}[_expected(rank, name)]
-        ranges = {n for n in names if n.startswith("gloo:")}
-        assert f"gloo:{gloo}" in ranges, f"{name}: {sorted(ranges)}"
+        ranges = {n for n in names if n.startswith(("gloo:", "shm:"))}
+        ours = {f"gloo:{gloo}"} if reference.on_gloo() else {f"shm:{_shm._METHODS[_expected(rank, name)][1]}"}
+        assert ranges == ours, f"{name}: {sorted(ranges)}"
 
 
-def test_profiler_sees_the_operator_and_gloos_range(pool) -> None:
-    pool(2).run(_profiled)
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_profiler_sees_the_operator_and_the_routes_range(shared: str) -> None:
+    run_ranks(_profiled, 2, env={"MONARCH_SHM": shared})
 
 
 # TORCH_DISTRIBUTED_DEBUG=DETAIL ---------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The shared-memory route, which MONARCH_SHM=1 switches on: results, sizes around every limit, failures, no leaks.
+"""The shared-memory route: sizes around every limit, order of operations, failures, no leaks.
 
-The matrix of all collectives is test_collectives.py's; here it runs again over this route.
+The matrix of all collectives is test_collectives.py's, point to point test_point_to_point.py's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,29 +21,9 @@ import torch.distributed as dist
 import monarch_backend
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from tests.process_group import reference
-from tests.process_group.test_collectives import COLLECTIVES, _run_cells
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd, futex and pidfd are Linux's")
-
-ON = {"MONARCH_SHM": "1"}
-DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn")
-
-
-def _matrix(rank: int, collective: str, world_size: int) -> list[str]:
-    assert monarch_backend.routes()["cpu"].backend == "shm"
-    failures = []
-    for dtype in DTYPES:
-        failures += _run_cells(rank, collective, dtype)[1]
-    return failures
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_matrix(collective: str, world_size: int) -> None:
-    failures = [text for texts in run_ranks(_matrix, world_size, collective, world_size, env=ON) for text in texts]
-    assert not failures, f"{len(failures)} cells failed; the first:\n" + "\n".join(failures[:8])
-
 
 # Around a slot (16 KiB), a chunk (256 KiB) and several of them, and not a multiple of anything.
 SIZES = (0, 1, 4095, 4096, 4097, 65535, 65536, 65537, 131072, 1_000_003)
@@ -74,7 +55,7 @@ def _sizes(rank: int, dtype: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_sizes_around_every_limit(world_size: int, dtype: str) -> None:
-    run_ranks(_sizes, world_size, dtype, env=ON)
+    run_ranks(_sizes, world_size, dtype)
 
 
 def _mixed(rank: int, seed: int) -> None:
@@ -110,7 +91,7 @@ def _mixed(rank: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mixed_operations_on_overlapping_groups(seed: int) -> None:
-    run_ranks(_mixed, 3, seed, env=ON)
+    run_ranks(_mixed, 3, seed)
 
 
 def _same_bits(rank: int) -> list[list[int]]:
@@ -127,7 +108,7 @@ def _same_bits(rank: int) -> list[list[int]]:
 
 
 def test_sums_are_in_rank_order() -> None:
-    answers = run_ranks(_same_bits, 4, env=ON)
+    answers = run_ranks(_same_bits, 4)
     assert all(answer == answers[0] for answer in answers)
 
 
@@ -153,7 +134,7 @@ def _disagree(rank: int) -> None:
 
 
 def test_ranks_that_disagree_are_told_who_called_what() -> None:
-    run_ranks(_disagree, 2, env=ON)
+    run_ranks(_disagree, 2)
 
 
 def _finished(work: Any) -> None:
@@ -185,7 +166,7 @@ def _killed(rank: int, asynchronous: bool, n: int) -> float:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_survivors_name_the_dead(asynchronous: bool, n: int) -> None:
     with pytest.raises(Exception, match="--- rank 1:\nthe rank died without an answer") as info:
-        run_ranks(_killed, 3, asynchronous, n, env=ON)
+        run_ranks(_killed, 3, asynchronous, n)
     assert "--- rank 0" not in str(info.value), str(info.value)
     assert "--- rank 2" not in str(info.value), str(info.value)
 
@@ -204,7 +185,7 @@ def _late(rank: int) -> None:
 
 
 def test_a_late_rank_is_named() -> None:
-    run_ranks(_late, 2, env=ON)
+    run_ranks(_late, 2)
 
 
 def _many_groups(rank: int) -> None:
@@ -221,7 +202,7 @@ def _many_groups(rank: int) -> None:
 
 
 def test_group_after_group_uses_memory_again() -> None:
-    run_ranks(_many_groups, 2, env=ON)
+    run_ranks(_many_groups, 2)
 
 
 def _forked(rank: int) -> None:
@@ -245,14 +226,33 @@ def _forked(rank: int) -> None:
 
 
 def test_forked_children_keep_nothing() -> None:
-    run_ranks(_forked, 2, env=ON)
+    run_ranks(_forked, 2)
 
 
-def test_off_unless_asked_for() -> None:
-    assert run_ranks(_route, 2) == ["gloo", "gloo"]
+def test_on_unless_switched_off() -> None:
+    assert run_ranks(_route, 2) == ["shm", "shm"]
     assert run_ranks(_route, 2, env={"MONARCH_SHM": "0"}) == ["gloo", "gloo"]
-    assert run_ranks(_route, 2, env=ON) == ["shm", "shm"]
 
 
 def _route(rank: int) -> str:
     return monarch_backend.routes()["cpu"].backend
+
+
+def _callbacks(rank: int) -> list[float]:
+    """A callback that waits for another operation, three deep, while more operations come in."""
+
+    def deeper(depth: int) -> Callable[[Any], torch.Tensor]:
+        def then(future: Any) -> torch.Tensor:
+            x = future.value()[0] + 1
+            if depth:
+                x = dist.all_reduce(x, async_op=True).get_future().then(deeper(depth - 1)).wait()
+            return x
+
+        return then
+
+    first = dist.all_reduce(torch.ones(4), async_op=True).get_future().then(deeper(3))
+    return first.wait().tolist()
+
+
+def test_callbacks_may_wait_for_operations() -> None:
+    assert run_ranks(_callbacks, 2) == [[31.0] * 4] * 2

@@ -1,0 +1,339 @@
+"""Collectives of ranks on one host: monarch, Gloo, OpenMPI, Intel MPI and DeepSpeed, and what limits them all.
+
+    python benchmarks/collectives.py [--quick] [--ranks 2 4] [--sizes 8 64K 1M] [--ddp] [--out DIR]
+
+The ranks of all peers are started once and sleep in a socket's recv; this process tells one peer after the other to
+run a batch, round after round and each round in another order, so that noise of the machine meets all alike. A peer
+that is not installed is reported with what to install, and so is one that fails; the others go on.
+
+What is timed: each call of a batch by perf_counter_ns, calls in a row, after a barrier and calls that don't count (the
+ranks have just woken). The time of the i-th call is that of the rank on which it took longest: a rank that may run
+ahead (the root of a broadcast) would flatter a library that buffers. A ping-pong is rank 0's round trip, halved.
+Tables have the median and 99th percentile over all rounds, and the median of the rounds' ratios to monarch.
+
+A size is the bytes of the larger buffer (what all_gather gives, what reduce_scatter takes), at least one float32 per
+rank. Values are compared with what they must be, once for every peer, collective and size; buffers are one thread's,
+of the same sort for all. The floors are described in _floors.py, the peers' settings in _peers.py; both are printed.
+
+Peers: `pip install 'monarch_backend[bench]'`. That has all but DeepSpeed itself, whose setup wants the torch that is
+there, while pip builds packages without it; `make bench` adds it with
+
+    DS_ACCELERATOR=cpu DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation 'deepspeed>=0.19'
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from _crew import Crew, PeerFailed
+from _peers import (
+    COLLECTIVES,
+    COMMON,
+    FLOORS,
+    OTHER_FLOORS,
+    PEERS,
+    SIZED_FLOORS,
+    build_spin,
+    deepspeed_segments,
+)
+from _report import Series, Table, markdown, plot
+
+SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
+QUICK_SIZES = (8, 64 << 10, 1 << 20)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    rounds: int
+    batch_seconds: float
+    most_calls: int = 400
+    fewest_calls: int = 3
+
+
+@dataclass
+class Contender:
+    """A peer or a floor in one case: how to run its next batch, and what came of it."""
+
+    name: str
+    crew: Crew
+    batch: Callable[[int, int], list[int]]  # calls, warm -> nanoseconds
+    series: Series
+    calls: int = 0
+
+    def run(self) -> None:
+        warm = max(self.calls // 10, 1)
+        self.series.rounds.append([ns / 1e3 for ns in self.batch(self.calls, warm)])
+
+
+def _slowest(answers: Sequence[Sequence[int]]) -> list[int]:
+    return [max(times) for times in zip(*answers, strict=True)]
+
+
+class Runner:
+    """The crews of one number of ranks."""
+
+    def __init__(self, crews: list[Crew], effort: Effort, notes: list[str]) -> None:
+        self._crews, self._effort, self._notes = crews, effort, notes
+
+    def drop(self, crew: Crew, reason: object) -> None:
+        """Go on without a peer."""
+        print(f"{crew.peer.name}: {reason}", file=sys.stderr)
+        self._notes.append(f"{crew.peer.name} left the run: {str(reason).splitlines()[0][:200]}")
+        self._crews.remove(crew)
+        crew.__exit__(PeerFailed, None, None)
+
+    def measure(self, contenders: list[Contender]) -> dict[str, Series]:
+        """Rounds of all contenders, in turns of order."""
+        for contender in list(contenders):
+            self._guarded(contenders, contender, self._calibrate)
+        for turn in range(self._effort.rounds):
+            turned = contenders[turn % len(contenders) :] + contenders[: turn % len(contenders)] if contenders else []
+            for contender in turned:
+                self._guarded(contenders, contender, Contender.run)
+        return {one.name: one.series for one in contenders}
+
+    def _guarded(self, contenders: list[Contender], one: Contender, action: Callable[[Contender], None]) -> None:
+        if one not in contenders:
+            return
+        try:
+            action(one)
+        except PeerFailed as failure:
+            contenders[:] = [other for other in contenders if other.crew is not one.crew]
+            self.drop(one.crew, failure)
+
+    def _calibrate(self, contender: Contender) -> None:
+        """Warm up, and choose how many calls fill a batch."""
+        effort, calls = self._effort, 2
+        while True:
+            took = statistics.median(contender.batch(calls, 1)) / 1e9
+            fitting = int(effort.batch_seconds / max(took, 1e-9))
+            if calls >= min(fitting, 32):
+                break
+            calls *= 4
+        contender.calls = max(effort.fewest_calls, min(effort.most_calls, fitting))
+
+    def collective(self, what: str, size: int) -> list[Contender]:
+        """The peers that have this collective, their values compared."""
+        contenders = []
+        for crew in list(self._crews):
+            if what not in crew.peer.collectives:
+                continue
+            try:
+                right = crew.ask("check", what, size)
+            except PeerFailed as failure:
+                self.drop(crew, failure)
+                continue
+            if not all(right):
+                sys.exit(f"{crew.peer.name}: {what} of {size} bytes gave wrong values, by rank: {right}")
+            contenders.append(Contender(crew.peer.name, crew, _batch_of(crew, what), Series()))
+        return contenders
+
+    def floors(self, names: Sequence[str], size: int) -> list[Contender]:
+        """These floors at this size."""
+        crew = next((crew for crew in self._crews if crew.peer is FLOORS), None)
+        if crew is None:
+            return []
+
+        def of(name: str) -> Callable[[int, int], list[int]]:
+            def batch(calls: int, warm: int) -> list[int]:
+                crew.ask("check", name, size)
+                return list(crew.ask("batch", name, calls, warm)[0])
+
+            return batch
+
+        return [Contender(name, crew, of(name), Series()) for name in names]
+
+    def ddp(self) -> dict[str, Series]:
+        """The training step of gloo and of monarch, and without communication."""
+        contenders = []
+        for crew in self._crews:
+            if crew.peer.name in ("monarch", "gloo"):
+                contenders.append(Contender(crew.peer.name, crew, _step_of(crew, "ddp"), Series(), 3))
+        if contenders:
+            crew = contenders[-1].crew
+            contenders.append(Contender("no communication", crew, _step_of(crew, "local"), Series(), 3))
+        return self.measure(contenders)
+
+
+def _batch_of(crew: Crew, what: str) -> Callable[[int, int], list[int]]:
+    def batch(calls: int, warm: int) -> list[int]:
+        answers = crew.ask("batch", what, calls, warm)
+        return [ns // 2 for ns in answers[0]] if what == "send_recv" else _slowest(answers)
+
+    return batch
+
+
+def _step_of(crew: Crew, kind: str) -> Callable[[int, int], list[int]]:
+    return lambda calls, warm: _slowest(crew.ask("step", kind, calls, warm))
+
+
+def _idle(crews: list[Crew], seconds: float = 0.5) -> str:
+    """How much of a core each peer's sleeping ranks use: none, or they would disturb the others."""
+    before = [crew.cpu_seconds() for crew in crews]
+    time.sleep(seconds)
+    shares = [(crew.cpu_seconds() - used) / seconds for crew, used in zip(crews, before, strict=True)]
+    return ", ".join(f"{crew.peer.name} {share:.0%}" for crew, share in zip(crews, shares, strict=True))
+
+
+class _Others:
+    """How busy processes that are not ours keep the machine: noise that the reader should know of."""
+
+    def __init__(self, crews: list[Crew]) -> None:
+        self._crews, self._start, self._before = crews, time.monotonic(), self._used(crews)
+
+    @staticmethod
+    def _used(crews: list[Crew]) -> float:
+        fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
+        everybody = sum(map(int, (*fields[1:4], *fields[6:9]))) / os.sysconf("SC_CLK_TCK")
+        return everybody - sum(crew.cpu_seconds() for crew in crews) - time.process_time()
+
+    def note(self) -> str:
+        """Cores, on average since the start."""
+        cores = (self._used(self._crews) - self._before) / (time.monotonic() - self._start)
+        return f"other processes of the machine used {max(cores, 0):.2f} cores meanwhile"
+
+
+def _started(peers: Sequence[Any], ranks: int, run: Path, stack: contextlib.ExitStack, notes: list[str]) -> list[Crew]:
+    crews = []
+    for peer in peers:
+        lacks = peer.missing()
+        if lacks:
+            notes.append(f"{peer.name} is missing: {lacks}")
+            print(notes[-1], file=sys.stderr)
+        else:
+            crews.append(stack.enter_context(Crew(peer, ranks, run)))
+    for crew in list(crews):
+        try:
+            if crew.peer is FLOORS:
+                reason = build_spin(crew.folder)
+                notes.extend([reason] if reason else [])
+            crew.meet()
+            for path in deepspeed_segments(run) if crew.peer.name == "DeepSpeed" else []:
+                path.unlink(missing_ok=True)  # all ranks have mapped it: gone now, it can't stay behind
+        except PeerFailed as failure:
+            print(f"{crew.peer.name}: {failure}", file=sys.stderr)
+            notes.append(f"{crew.peer.name} did not start: {str(failure).splitlines()[0][:200]}")
+            crew.__exit__(PeerFailed, None, None)
+            crews.remove(crew)
+    return crews
+
+
+def _measure(ranks: int, args: argparse.Namespace, effort: Effort, notes: list[str]) -> tuple[Table, Table]:
+    """All cases at this number of ranks: the collectives with the sized floors, and what has no size."""
+    base = "/dev/shm" if os.path.isdir("/dev/shm") else None  # OpenMPI keeps its segments here
+    wanted = [peer for peer in PEERS if peer.name in args.peers]
+    table: Table = {}
+    once: Table = {}
+    with tempfile.TemporaryDirectory(prefix="monarch-bench-", dir=base, ignore_cleanup_errors=True) as folder:
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: [path.unlink(missing_ok=True) for path in deepspeed_segments(Path(folder))])
+            crews = _started([*wanted, FLOORS], ranks, Path(folder), stack, notes)
+            notes.append(f"cores used by sleeping ranks: {_idle(crews)}")
+            others = _Others(list(crews))
+            runner = Runner(crews, effort, notes)
+            for what in args.collectives:
+                for size in args.sizes:
+                    print(f"{ranks} ranks, {what}, {size} B", file=sys.stderr)
+                    floors = runner.floors(SIZED_FLOORS, size) if what == args.collectives[0] else []
+                    table[what, size] = runner.measure(runner.collective(what, size) + floors)
+            has_spin = (Path(folder) / "floors" / "spin").exists()
+            names = [name for name in OTHER_FLOORS if name != "spin" or has_spin]
+            once["floors", 0] = runner.measure(runner.floors(names, 8))
+            if args.ddp and ranks == 2:
+                print("2 ranks, DDP", file=sys.stderr)
+                once["DDP step, 29 M parameters", 0] = runner.ddp()
+            notes.append(f"the same at the end: {_idle(crews)}")
+            notes.append(others.note())
+    return table, once
+
+
+def _versions() -> str:
+    found = []
+    for name in ("torch", "monarch_backend", "openmpi", "impi-rt", "mpi4py", "deepspeed"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return f"{', '.join(found)}; Python {platform.python_version()}; {len(os.sched_getaffinity(0))} cores"
+
+
+def _text(ranks: int, table: Table, once: Table, peers: Sequence[str], notes: Sequence[str]) -> str:
+    sized: Table = {}
+    for (_, size), entries in table.items():
+        sized.setdefault(("", size), {}).update({name: entries[name] for name in SIZED_FLOORS if name in entries})
+    lines = [f"## {ranks} ranks", "", "Microseconds: median / 99th percentile (times monarch's)", ""]
+    lines += [markdown(table, peers), "", "Floors:", ""]
+    lines += [markdown(sized, SIZED_FLOORS), ""]
+    lines += [markdown({key: value for key, value in once.items() if key[0] == "floors"}, OTHER_FLOORS), ""]
+    steps = {key: value for key, value in once.items() if key[0] != "floors"}
+    if steps:
+        lines += [markdown(steps, ("monarch", "gloo", "no communication")), ""]
+    lines += [f"- {peer.name}: {peer.settings(ranks)}" for peer in PEERS if peer.name in peers]
+    lines += [f"- {note}" for note in notes]
+    return "\n".join(lines) + "\n"
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 1 << 10, "M": 1 << 20}
+    return int(text[:-1]) * units[text[-1].upper()] if text[-1].upper() in units else int(text)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", type=_bytes, nargs="+", help="bytes, or with K or M")
+    parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
+    parser.add_argument("--peers", nargs="+", choices=names, default=names)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--ddp", action="store_true", help="also a DDP training step on two ranks")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: about a minute")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="where the table and plots go")
+    args = parser.parse_args()
+    args.sizes = args.sizes or list(QUICK_SIZES if args.quick else SIZES)
+    return args
+
+
+def _stop(*_: object) -> None:
+    sys.exit(143)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = _arguments()
+    signal.signal(signal.SIGTERM, _stop)
+    effort = Effort(args.rounds or 4, 0.008) if args.quick else Effort(args.rounds or 8, 0.02)
+    args.out.mkdir(parents=True, exist_ok=True)
+    common = " ".join(f"{name}={value}" for name, value in COMMON.items())
+    text = f"# Collectives on one host\n\n{_versions()}. All ranks: {common}\n\n"
+    print(text)
+    for ranks in args.ranks:
+        notes: list[str] = []
+        table, once = _measure(ranks, args, effort, notes)
+        measured = {name for entries in table.values() for name in entries}
+        peers = [peer.name for peer in PEERS if peer.name in measured]
+        reason = plot(
+            table, peers, SIZED_FLOORS, f"{ranks} ranks, float32", args.out / f"collectives-{ranks}-ranks.png"
+        )
+        part = _text(ranks, table, once, peers, notes + ([reason] if reason else []))
+        print(part, flush=True)
+        text += part + "\n"
+    (args.out / "collectives.md").write_text(text, encoding="utf-8")
+    print(f"written to {args.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

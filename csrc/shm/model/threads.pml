@@ -1,0 +1,83 @@
+// Two threads of one process wait for two operations in a row of one group (../group.cpp: wait, advance, the mutex;
+// ../bell.h: Patience::again), and a peer that rings when it has entered each. Whoever gets the mutex moves the
+// operations of both. Today's code takes it with try_lock, also in the look between announcing the sleep and sleeping.
+// LOCK_LOOK is a proposed correction: that look waits for the mutex.
+
+byte entered;        // by the peer
+byte front = 1;      // of the queue; the operations before it are done
+bit locked;
+byte sleepers;
+bit rung[2], asleep[2];  // one bell, two sleepers: whether `rung` has changed since this thread loaded it
+
+mtype = { look, try, step_1, unlock, finish_ring, futex, sleeping, idle };
+
+#define done (front > me + 1)
+
+proctype thread(byte me) {
+  mtype pc = look;
+  bit announced, moved;
+  do
+  :: d_step { pc == look ->
+       if
+       :: done -> pc = idle; sleepers = sleepers - announced
+       :: else -> pc = try
+       fi
+     }
+  :: d_step { pc == try && !locked -> locked = 1; moved = 0; pc = step_1 }
+#ifdef LOCK_LOOK
+  :: d_step { pc == try && locked && !announced -> pc = futex }
+#else
+  :: d_step { pc == try && locked -> pc = futex }
+#endif
+  :: d_step { pc == step_1 ->
+       if
+       :: front <= 2 && entered >= front -> front++; moved = 1; pc = finish_ring
+       :: else -> pc = unlock
+       fi
+     }
+  :: d_step { pc == finish_ring ->  // by the process for itself
+       if
+       :: sleepers != 0 -> rung[0] = 1; rung[1] = 1; asleep[0] = 0; asleep[1] = 0
+       :: else
+       fi;
+       pc = step_1
+     }
+  :: d_step { pc == unlock ->
+       locked = 0;
+       if
+       :: moved -> moved = 0; sleepers = sleepers - announced; announced = 0; pc = look
+       :: else -> pc = futex
+       fi
+     }
+  :: d_step { pc == futex && !announced -> announced = 1; sleepers++; rung[me] = 0; pc = look }
+  :: d_step { pc == futex && announced ->
+       if
+       :: rung[me] -> announced = 0; sleepers--; pc = look
+       :: else -> asleep[me] = 1; pc = sleeping
+       fi
+     }
+  :: d_step { pc == sleeping && !asleep[me] -> announced = 0; sleepers--; pc = look }
+  :: pc == idle -> break
+  od
+}
+
+proctype peer() {
+  do
+  :: entered < 2 ->
+       entered++;
+       if
+       :: d_step { sleepers != 0 -> rung[0] = 1; rung[1] = 1 };
+          d_step { asleep[0] = 0; asleep[1] = 0 }
+       :: sleepers == 0 -> skip
+       fi
+  :: entered == 2 -> break
+  od
+}
+
+init {
+  atomic {
+    run thread(0);
+    run thread(1);
+    run peer()
+  }
+}

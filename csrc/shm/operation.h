@@ -1,0 +1,71 @@
+// What a rank asks of a group, how it is told from other calls, and how it ends. No memory of others, no waiting.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shm/bell.h"
+#include "shm/reduce.h"
+
+namespace monarch {
+
+enum class Collective : std::uint8_t {
+  barrier, all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all,
+  send, recv,  // point to point: not in the order of the collectives
+  count
+};
+const char* name_of(Collective collective);
+
+// What a rank called; all ranks compare all headers before any of them touches data.
+struct Header {
+  std::uint64_t bytes;      // of one piece; all_to_all has a table instead
+  std::int32_t root;        // -1 where there is none; of a send or receive the other rank, -1: any
+  Collective collective;
+  Dtype dtype;
+  ReduceOp op;
+  std::uint8_t in_slot;     // the data are in the slot already
+  bool operator==(const Header&) const = default;
+};
+static_assert(sizeof(Header) == 16);
+
+// Pieces begin on cache lines, which are a multiple of every element size.
+constexpr std::uint64_t whole_lines(std::uint64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+struct Span {
+  char* data;
+  std::uint64_t bytes;
+};
+
+struct Failure {
+  enum Kind { dead, left, late, mismatch, closed, full };
+  Kind kind;
+  int rank;          // the culprit in this group, -1 where it is everybody
+  std::string text;  // what happened, to stand after the name of the culprit
+};
+
+struct Operation {
+  Header header{};
+  std::vector<Span> in, out;  // one per rank, or one
+  int tag = 0;                // of a send or receive
+  int source = -1;            // of a receive, once it is done
+  Clock::time_point deadline = Clock::time_point::max();
+
+  std::atomic<int> waiters{0};  // threads of ours that move it themselves
+  std::atomic<bool> done{false};
+  std::optional<Failure> failure;  // before done
+
+ private:
+  friend class Group;
+  enum State { queued, entering, moving };
+  State state = queued;
+  std::uint64_t sequence = 0;
+  // Large ones: piece or vector bytes in a chunk; bytes of the stage that a chunk takes; where the first one lies.
+  std::uint64_t width = 0, stride = 0, base = 0;
+  std::uint64_t chunks = 0, filled = 0, reduced = 0, taken = 0;
+  bool two_shot = false;
+};
+
+}  // namespace monarch

@@ -1,0 +1,281 @@
+"""How ranks meet at the store: within the timeout, and by name who does not come. Each rank is a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from monarch_backend.process_group import _rendezvous
+from tests.support.ranks import run_ranks
+
+SECONDS = 2.0
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port where nobody listens; held, so that nobody else gets it, by a socket that lets others bind it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def _init(rank: int, size: int, url: str, seconds: float = SECONDS, backend: str = "monarch") -> None:
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=size, timeout=timeout)
+
+
+def _fails(call: Any, *words: str, error: type[Exception] = dist.DistNetworkError, seconds: float = SECONDS) -> str:
+    """``call`` fails within the timeout and a second more; the message has the words, and names this process."""
+    start = time.monotonic()
+    with pytest.raises(error) as caught:
+        call()
+    assert seconds - 0.2 < time.monotonic() - start < seconds + 1
+    for word in (*words, socket.gethostname(), f"pid {os.getpid()}"):
+        assert word in str(caught.value), f"{word!r} is missing in: {caught.value}"
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def _unreachable(rank: int, address: str, host: str, port: int, backend: str, why: str, seconds: float) -> None:
+    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    _fails(
+        lambda: _init(1, 2, f"tcp://{shown}", seconds, backend),
+        *(shown, why, "rank 1 of 2", f"{seconds:g} s"),
+        seconds=seconds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "backend", "why", "seconds"),
+    [
+        ("127.0.0.1", "monarch", "connection refused", 2.0),
+        ("127.0.0.1", "cpu:Monarch,cuda:nccl", "connection refused", 3.0),
+        ("localhost", "MONARCH", "connection refused", 2.0),
+        ("::1", "monarch", "", 2.0),  # refused, or no such network
+        ("nowhere.invalid", "monarch", "does not resolve", 2.0),
+    ],
+)
+def test_nobody_listens(port: int, host: str, backend: str, why: str, seconds: float) -> None:
+    run_ranks(_unreachable, 1, host, port, backend, why, seconds, backend=None)
+
+
+def _env(rank: int, address: str, port: int, number: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(number), WORLD_SIZE="3")
+    who = "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
+    timeout = datetime.timedelta(seconds=SECONDS)
+    _fails(lambda: dist.init_process_group("monarch", timeout=timeout), f"127.0.0.1:{port}", f"rank {number} of 3", who)
+
+
+def test_nobody_listens_at_the_environment_s_address(port: int) -> None:
+    run_ranks(_env, 1, port, 2, backend=None)
+
+
+def test_with_an_agent_s_store_rank_0_is_a_client_as_well(port: int) -> None:
+    run_ranks(_env, 1, port, 0, backend=None, env={"TORCHELASTIC_USE_AGENT_STORE": "True"})
+
+
+def _slow_resolver(rank: int, address: str) -> None:
+    def slow(host: str, *args: Any, flags: int = 0, **kw: Any) -> Any:
+        if flags & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        signal.pause()
+
+    socket.getaddrinfo = slow  # type: ignore[assignment]
+    _fails(lambda: _init(1, 2, "tcp://far.invalid:29500"), "far.invalid:29500", "no answer")
+
+
+def test_a_resolver_that_does_not_answer() -> None:
+    run_ranks(_slow_resolver, 1, backend=None)
+
+
+@contextlib.contextmanager
+def _elsewhere(script: str) -> Iterator[int]:
+    """Another process, which has bound the socket ``s``; its port."""
+    script = f"import socket, signal; s = socket.create_server(('127.0.0.1', 0)); {script}"
+    script = script.replace("GO", "print(s.getsockname()[1], flush=True)")
+    with subprocess.Popen([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def _no_store(rank: int, address: str, port: int) -> None:
+    _fails(lambda: _init(1, 2, f"tcp://127.0.0.1:{port}"), f"127.0.0.1:{port}", "no store of torch answers there")
+
+
+def test_somebody_accepts_and_says_nothing() -> None:
+    # A stopped process, or another service: torch's own client waits for ever.
+    with _elsewhere("GO; signal.pause()") as port:
+        run_ranks(_no_store, 1, port, backend=None)
+
+
+def _works(rank: int) -> None:
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0] * 3
+
+
+def _late_server(rank: int, address: str, port: int) -> None:
+    # Its own signal says that the client has knocked in vain: no fixed sleep.
+    marks = dist.FileStore(address.removeprefix("file://"), 2)
+    if rank == 0:
+        marks.wait(["knocked"], datetime.timedelta(seconds=30))
+    else:
+        knock = _rendezvous._knock
+
+        def told(*args: Any) -> None:
+            try:
+                knock(*args)
+            except ConnectionRefusedError:
+                marks.set("knocked", "1")
+                raise
+
+        _rendezvous._knock = told
+    _init(rank, 2, f"tcp://127.0.0.1:{port}", 30)
+    _works(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("libuv", ["0", "1"])
+def test_a_server_that_comes_later(port: int, libuv: str) -> None:
+    run_ranks(_late_server, 2, port, backend=None, env={"USE_LIBUV": libuv})
+
+
+def _again(rank: int, address: str, port: int) -> None:
+    marks = dist.FileStore(address.removeprefix("file://"), 2)
+    if rank == 1:
+        _fails(lambda: _init(1, 2, f"tcp://127.0.0.1:{port}", 0.5), seconds=0.5)
+        marks.set("failed", "1")
+    marks.wait(["failed"], datetime.timedelta(seconds=30))
+    _init(rank, 2, f"tcp://127.0.0.1:{port}", 30)
+    _works(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_another_attempt_after_an_error(port: int) -> None:
+    run_ranks(_again, 2, port, backend=None)
+
+
+def _server(libuv: bool, hits: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
+    here = _rendezvous.place(f"tcp://127.0.0.1:{store.port}", 1, 2)
+    assert here is not None
+    for _ in range(hits):
+        _rendezvous._knock(here, time.monotonic() + 30)
+    store.set("key", "value")
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    assert other.get("key") == b"value"
+
+
+@pytest.mark.parametrize("libuv", [False, True])
+def test_a_knock_does_not_upset_torch_s_server(capfd: pytest.CaptureFixture[str], libuv: bool) -> None:
+    _server(libuv, 100)
+    assert capfd.readouterr().err == ""
+
+
+def _absent(rank: int, address: str, ranks: list[int], size: int, port: int, words: list[str]) -> str:
+    url = f"tcp://127.0.0.1:{port}" if port else address
+    mine = ranks[rank]
+    return _fails(lambda: _init(mine, size, url), *words, f"rank {mine} of {size}", "2 s", error=dist.DistStoreError)
+
+
+@pytest.mark.parametrize("present", [[0], [0, 2], [0, 2, 3]])
+def test_ranks_that_do_not_come_are_named_by_all_others(port: int, present: list[int]) -> None:
+    absent = [rank for rank in range(4) if rank not in present]
+    words = [f"{', '.join(map(str, absent))} of 4 ha", "not come"]
+    run_ranks(_absent, len(present), present, 4, port, words, backend=None)
+
+
+@pytest.mark.parametrize("present", [[1], [0, 2]])
+def test_ranks_that_do_not_come_to_a_file(present: list[int]) -> None:
+    absent = [rank for rank in range(3) if rank not in present]
+    words = [f"{', '.join(map(str, absent))} of 3 ha", "not come"]
+    run_ranks(_absent, len(present), present, 3, 0, words, backend=None)
+
+
+def _absent_from_new_group(rank: int) -> None:
+    timeout = datetime.timedelta(seconds=SECONDS)
+    if rank == 0:
+        with pytest.raises(dist.DistStoreError, match="rank 1 of 2 has not come"):
+            dist.new_group([0, 1], timeout=timeout)
+        dist.group.WORLD.get_group_store().set("given-up", "1")
+    else:
+        dist.group.WORLD.get_group_store().wait(["given-up"], datetime.timedelta(seconds=30))
+    _works(rank)
+
+
+def test_a_rank_that_does_not_come_to_a_new_group() -> None:
+    run_ranks(_absent_from_new_group, 2)
+
+
+def _host_dies(rank: int, address: str, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+    if rank == 1:
+        with pytest.raises(dist.DistNetworkError, match=rf"store at 127.0.0.1:{port} closed .*rank 1 of 3"):
+            _init(1, 3, url, 60)
+        return
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store.wait(["/monarch/here/1"], datetime.timedelta(seconds=30))
+
+
+def test_the_store_goes_while_ranks_wait(port: int) -> None:
+    run_ranks(_host_dies, 2, port, backend=None)
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///nowhere", "tcp://h", "tcp://h:0", "tcp://h:1?rank=0", "x://h:1", b"tcp://h:1"]
+)
+def test_what_is_left_to_torch(url: Any) -> None:
+    assert _rendezvous.place(url, 0, 2) is None
+
+
+def test_the_address_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "h", "MASTER_PORT": "9", "RANK": "3", "WORLD_SIZE": "5"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def read(url: str, rank: int = -1, size: int = -1) -> Any:
+        here = _rendezvous.place(url, rank, size)
+        return here and (here.host, here.port, here.rank, here.size, here.libuv, here.agent)
+
+    assert read("env://") == ("h", 9, 3, 5, True, False)
+    assert read("env://", 1, 2) == ("h", 9, 1, 2, True, False)
+    assert read("env://?rank=2&world_size=4&use_libuv=0") == ("h", 9, 2, 4, False, False)
+    assert read("tcp://[::1]:7", 0, 1) == ("::1", 7, 0, 1, True, False)
+    assert read("tcp://h:7") is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert read("env://") == ("h", 9, 3, 5, True, True)
+
+
+def test_torch_makes_its_store_as_we_do() -> None:
+    from torch.distributed.rendezvous import _create_c10d_store
+
+    made = re.sub(r"\s+", " ", inspect.getsource(_create_c10d_store))
+    assert "start_daemon = rank == 0 return TCPStore( host_name=hostname, port=port, world_size=world_size, " in made
+    assert "is_master=start_daemon, timeout=timeout, multi_tenant=True, use_libuv=use_libuv, )" in made
+
+
+def test_torch_counts_groups_from_0() -> None:
+    assert "_world.group_count" in inspect.getsource(c10d._process_group_name)
+    assert "_world.group_count = 0" in inspect.getsource(c10d.destroy_process_group)

@@ -1,0 +1,449 @@
+"""Ranks that die or stop in the middle of random operations over shared memory: 200 times, each time another way.
+
+Every survivor must blame the right rank with the right words, soon; what does not need the victim goes on to correct
+results, what does fails from then on; `destroy_process_group` works; and nothing is left of any of it.
+
+Each run follows from its seed but for the scheduler's part: `MONARCH_TEST_SEED=<seed>` plays that one run, ten times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import mmap
+import os
+import pickle
+import random
+import re
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from monarch_backend.process_group._errors import CollectiveTimeoutError, RankFailedError
+from tests.shm import programs
+from tests.support.ranks import _answer, _spawn, init, store_file
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's"),
+]
+
+SEED = os.environ.get("MONARCH_TEST_SEED", "")
+RUNS = 40
+AT_ONCE = 3  # runs side by side: most of a run is waiting for the store, the timeout or the kernel
+STEPS = 40
+DEADLINE = 60.0  # seconds for a run: longer than anything takes on a busy machine
+TIMEOUT = 1.0  # of the group, where a rank stops
+SOON, SOME_TIME = 0.1, 5.0  # seconds from a death to the survivors' errors: the median, the worst on a busy machine
+
+DEATHS = {"kill": "killed by signal 9", "exit": "exited with status 7"}
+
+
+# What a run is --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Victim:
+    """Who dies when: before step ``step``, in the middle of it, or ``delay`` seconds after it has begun."""
+
+    rank: int
+    step: int
+    when: str
+    delay: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One run, from its seed."""
+
+    seed: int
+    how: str
+    program: programs.Program
+    victims: tuple[Victim, ...]
+    wakes: bool  # a stopped rank goes on in the end
+
+    def __str__(self) -> str:
+        who = ", ".join(f"rank {v.rank} {v.when} step {v.step} (+{v.delay * 1e6:.0f} us)" for v in self.victims)
+        return f"MONARCH_TEST_SEED={self.seed}: {self.how} of {self.program.size} ranks: {who}"
+
+    @property
+    def ranks(self) -> set[int]:
+        return {victim.rank for victim in self.victims}
+
+
+def _scene(seed: int) -> Scene:
+    pick = random.Random(f"scene {seed}")
+    how = pick.choices(("kill", "exit", "stop"), (50, 25, 25))[0]
+    size = pick.randint(2, 4)
+    # Who waits for a rank that waits for the stopped one may be out of patience first, and rightly blames the one that
+    # it waits for. Collectives of one group are entered in order: there only the stopped one is late.
+    only = how == "stop"
+    groups = 1 if only else 3
+    weights = (45, 30, 22, 3)
+    program = programs.draw(seed, size, STEPS, groups=groups, messages=not only, weights=weights)
+    count = 2 if how == "kill" and size > 2 and pick.random() < 0.3 else 1
+    victims = []
+    for rank in pick.sample(range(size), count):
+        when = pick.choice(("before", "in", "after"))
+        delay = {"before": 0.0, "in": pick.uniform(0, 500e-6), "after": pick.uniform(0, 50e-3)}[when]
+        victims.append(Victim(rank, pick.randrange(STEPS) if when != "after" else pick.randrange(5), when, delay))
+    return Scene(seed, how, program, tuple(victims), pick.random() < 0.5)
+
+
+# One rank -------------------------------------------------------------------------------------------------------------
+
+
+class Clocks:
+    """When each rank died, in memory that outlives it."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = mmap.mmap(-1, 8 * size)
+        self._times = (ctypes.c_double * size).from_buffer(self._memory)
+
+    def note(self, rank: int) -> None:
+        self._times[rank] = time.monotonic()
+
+    def of(self, rank: int) -> float:
+        return float(self._times[rank])
+
+    def close(self) -> None:
+        del self._times
+        self._memory.close()
+
+
+@dataclass
+class Report:
+    """What a rank has to say in the end."""
+
+    errors: list[tuple[float, int, int, str]] = field(default_factory=list)  # when, group, culprit's rank, text
+    wrong: list[str] = field(default_factory=list)
+    played: int = 0
+
+
+class Survivor:
+    """A rank that plays its part as far as it goes. A victim is one too, until its time has come."""
+
+    def __init__(self, scene: Scene, rank: int, clocks: Clocks) -> None:
+        self.scene, self.rank, self.clocks = scene, rank, clocks
+        self.player = programs.Player(scene.program, rank)
+        self.order = self.player.order()
+        self.report = Report()
+        self.broken: set[int] = set()
+        self.expected = CollectiveTimeoutError if scene.how == "stop" else RankFailedError
+        self.fate = next((victim for victim in scene.victims if victim.rank == rank), None)
+
+    def play(self) -> Report:
+        """All steps; then, so that nobody misses a death, an operation with every victim."""
+        under_way: list[programs.Pending] = []
+        for step in self.scene.program.steps:
+            if self.fate is not None and step.number == self.fate.step:
+                self.meet(self.fate)
+            if not self.player.plays(step):
+                continue
+            started = self.attempt(step.group, str(step), lambda step=step: self.player.start(step, self.order))
+            if started is not None:
+                under_way.append(started)
+            while len(under_way) > 8 or (under_way and self.order.random() < 0.4):
+                self.finish(under_way.pop(self.order.randrange(len(under_way))))
+        while under_way:
+            self.finish(under_way.pop(0))
+        while self.fate is not None and not self.clocks.of(self.rank):
+            time.sleep(1e-3)  # it is only a matter of time
+        while self.fate is not None and self.scene.how != "stop":
+            time.sleep(1e-3)
+        self.last_words()
+        return self.report
+
+    def finish(self, pending: programs.Pending) -> None:
+        """An operation that was under way: it may have ended well before the death."""
+        group = pending.step.group
+        if group not in self.broken:
+            if self.attempt(group, str(pending.step), lambda: self.player.wait(pending, self.order) or True):
+                self.check(pending)
+            return
+        try:
+            self.player.wait(pending, self.order)
+        except self.expected:
+            return
+        except Exception as error:
+            self.report.wrong.append(f"{pending.step}, under way at the time: {error!r}")
+            return
+        self.check(pending)
+
+    def check(self, pending: programs.Pending) -> None:
+        try:
+            self.player.check(pending)
+        except AssertionError as error:
+            self.report.wrong.append(str(error))
+
+    def attempt(self, group: int, what: str, call: Any) -> Any:
+        """Call it: on a broken group it must fail, on another it may break the group."""
+        try:
+            result = call()
+            if isinstance(result, programs.Pending) and group in self.broken and self.active(result.step):
+                self.player.wait(result, self.order)
+        except self.expected as error:
+            self.note(group, what, error)
+            return None
+        except Exception as error:
+            self.report.wrong.append(f"{what}: {error!r}")
+            self.broken.add(group)
+            return None
+        if group in self.broken:
+            if not isinstance(result, programs.Pending) or self.active(result.step):
+                self.report.wrong.append(f"{what} worked, though the group had failed")
+            return None
+        self.report.played += 1
+        return result
+
+    def active(self, step: programs.Step) -> bool:
+        """Whether there is anything for us to do: some messages of a step may all be between others."""
+        me = self.player.groups[step.group].rank()
+        return not step.letters or any(me in (letter.source, letter.to) for letter in step.letters)
+
+    def note(self, group: int, what: str, error: Exception) -> None:
+        ranks = self.scene.program.groups[group]
+        place = getattr(error, "rank", -1)
+        self.report.errors.append((time.monotonic(), group, ranks[place] if place >= 0 else -1, str(error)))
+        self.broken.add(group)
+
+    def last_words(self) -> None:
+        """Groups with a victim fail at whatever comes next, three times; the others work."""
+        for index, ranks in enumerate(self.scene.program.groups):
+            if self.rank not in ranks:
+                continue
+            group, doomed = self.player.groups[index], bool(self.scene.ranks & set(ranks))
+            other = next(r for r in ranks if r != self.rank)
+            calls = [
+                lambda group=group: dist.barrier(group) or True,
+                lambda group=group: dist.all_reduce(torch.ones(3), group=group) or True,
+                lambda group=group: dist.all_reduce(torch.ones(100_000), group=group, async_op=True).wait(),
+            ]
+            if doomed:
+                calls += [
+                    lambda group=group, other=other: dist.recv(torch.ones(3), other, group, 99),
+                    lambda group=group, other=other: dist.isend(torch.ones(3), other, group, 99).wait(),
+                ]
+            for call in calls:
+                if self.attempt(index, f"the end of group {index}", call) and doomed and index not in self.broken:
+                    self.report.wrong.append(f"group {index} works without {sorted(self.scene.ranks & set(ranks))}")
+
+    # The victim's part --------------------------------------------------------------------------------------------
+
+    def meet(self, fate: Victim) -> None:
+        if fate.when == "before":
+            self.die()
+        else:
+            threading.Thread(target=self.die_after, args=(fate.delay,), daemon=True).start()
+
+    def die_after(self, delay: float) -> None:
+        end = time.monotonic() + delay
+        if delay > 2e-3:
+            time.sleep(delay - 1e-3)
+        while time.monotonic() < end:
+            pass
+        self.die()
+
+    def die(self) -> None:
+        self.clocks.note(self.rank)
+        if self.scene.how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL if self.scene.how == "kill" else signal.SIGSTOP)
+
+
+def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
+    os.environ.update(MONARCH_SHM="1", RANK=str(rank), WORLD_SIZE=str(scene.program.size))
+    torch.set_num_threads(1)
+
+    def play() -> Report:
+        init(rank, scene.program.size, address)
+        survivor = Survivor(scene, rank, clocks)
+        if scene.how == "stop":
+            dist.group.WORLD.set_timeout(datetime.timedelta(seconds=TIMEOUT))  # type: ignore[union-attr]
+        dist.barrier()
+        report = survivor.play()
+        del survivor
+        return report
+
+    _answer(connection, play)
+    if connection.poll(DEADLINE) and connection.recv_bytes():  # the others may still need us: until all have reported
+        _answer(connection, _leave)
+
+
+def _leave() -> dict[str, int]:
+    """End, and tell what is left of the others in this process."""
+    dist.destroy_process_group()
+    gc.collect()
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return {
+        "pidfds": sum("pidfd" in link for link in links),
+        "memfds": sum("memfd:monarch" in link for link in links),
+        "mappings": Path("/proc/self/maps").read_text().count("memfd:monarch"),
+    }
+
+
+# A run, seen from outside ---------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The processes of a scene, and what came of them."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.wrong, self.delays = scene, [], []  # type: ignore[var-annotated]
+        self.reports: dict[int, Report] = {}
+        self._stack = contextlib.ExitStack()
+        address = self._stack.enter_context(store_file())
+        clocks = self.clocks = Clocks(scene.program.size)
+        self.pids: list[int] = []
+        self.pipes: list[Connection] = []
+        for rank in range(scene.program.size):
+            pid, pipe = _spawn(lambda pipe, rank=rank: _live(scene, rank, address, clocks, pipe))
+            self.pids.append(pid)
+            self.pipes.append(pipe)
+        self.deadline = time.monotonic() + DEADLINE
+        self.survivors = [rank for rank in range(scene.program.size) if rank not in scene.ranks]
+        self.waiting = set(self.survivors)
+        self.left: dict[int, dict[str, int]] = {}
+        self.phase = "play"
+
+    def told(self, rank: int) -> None:
+        """A rank has something to say, or has ended."""
+        self.waiting.discard(rank)
+        try:
+            good, answer = pickle.loads(self.pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            good, answer = False, "died without an answer"
+        if not good:
+            self.wrong.append(f"rank {rank}, {self.phase}: {answer}")
+        elif self.phase == "leave":
+            self.left[rank] = answer
+        else:
+            self.reports[rank] = answer
+        if not self.waiting:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """All have answered: to the next phase."""
+        if self.phase == "play" and self.scene.how == "stop" and self.scene.wakes:
+            self.phase, self.waiting = "wake", set(self.scene.ranks)
+            for rank in self.scene.ranks:
+                os.kill(self.pids[rank], signal.SIGCONT)
+        elif self.phase in ("play", "wake") and not self.wrong:
+            self.phase, self.waiting = "leave", set(self.reports)
+            for rank in self.reports:
+                self.pipes[rank].send_bytes(b"leave")
+        else:
+            self.phase = "done"
+
+    def hang(self) -> None:
+        """Out of time: the stacks of who has not answered go to stderr."""
+        self.wrong.append(f"{self.phase}: no answer of ranks {sorted(self.waiting)} within {DEADLINE:.0f} s")
+        for rank in self.waiting - self.scene.ranks:
+            os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(1.0)
+        self.phase = "done"
+
+    def end(self) -> None:
+        """Leave nothing; then look at the reports."""
+        times = {rank: self.clocks.of(rank) for rank in self.scene.ranks}
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid, pipe in zip(self.pids, self.pipes, strict=True):
+            os.waitpid(pid, 0)
+            pipe.close()
+        self.clocks.close()
+        self._stack.close()
+        for rank, report in self.reports.items():
+            for text in self.judge(rank, report, times):
+                self.wrong.append(f"rank {rank}: {text}")
+        timed_out = [text for report in self.reports.values() for _, _, _, text in report.errors]
+        if self.scene.how == "stop" and not any(re.search(r"did not enter \w+", text) for text in timed_out):
+            self.wrong.append(f"nobody names the collective: {timed_out[:1]}")
+        for rank, left in self.left.items():
+            living = len(self.reports) - 1
+            if left["memfds"] > 1 or left["pidfds"] > living or left["mappings"] > 1 + living:
+                self.wrong.append(f"rank {rank}: {left} are left, of {living} living peers")
+
+    def judge(self, rank: int, report: Report, times: dict[int, float]) -> Iterator[str]:
+        """What is wrong with a report."""
+        yield from report.wrong
+        if not report.errors:
+            yield "no error"
+        woken = rank in self.scene.ranks
+        for at, group, culprit, text in report.errors:
+            blamed = re.search(r"rank (\d+) \(host [^)]*, pid (\d+)\)", text)
+            if woken:
+                continue  # who was asleep may find that it was late, or that the others were
+            if blamed is None:
+                yield f"names nobody: {text}"
+                continue
+            ranks = self.scene.program.groups[group]
+            named = ranks[int(blamed[1])]
+            if named not in times or int(blamed[2]) != self.pids[named]:
+                yield f"blames rank {named}, pid {blamed[2]}: {text}"
+            elif self.scene.how != "stop" and (culprit != named or DEATHS[self.scene.how] not in text):
+                yield f"culprit {culprit}: {text}"
+            elif not 0 <= at - times[named] <= SOME_TIME + (STEPS * TIMEOUT if self.scene.how == "stop" else 0):
+                yield f"{at - times[named]:.3f} s after the death: {text}"
+        if report.errors and not woken and not self.wrong:
+            at, _, culprit, _ = report.errors[0]
+            self.delays.append(at - times.get(culprit, min(times.values())))
+
+
+def _play(scenes: list[Scene]) -> list[Run]:
+    """The runs of all scenes, some side by side; one process looks after them."""
+    programs.prepare()
+    to_do, active, done = list(reversed(scenes)), [], []  # type: ignore[var-annotated]
+    try:
+        while to_do or active:
+            while to_do and len(active) < AT_ONCE:
+                active.append(Run(to_do.pop()))
+            pipes: dict[Any, tuple[Run, int]] = {run.pipes[rank]: (run, rank) for run in active for rank in run.waiting}
+            for pipe in wait(list(pipes), 1.0):
+                run, rank = pipes[pipe]
+                run.told(rank)
+            for run in active:
+                if run.phase != "done" and time.monotonic() > run.deadline:
+                    run.hang()
+            for run in [run for run in active if run.phase == "done"]:
+                active.remove(run)
+                run.end()
+                done.append(run)
+    finally:
+        for run in active:
+            run.end()
+    return done
+
+
+def test_survivors_tell_who_died() -> None:
+    first = int(SEED or random.SystemRandom().randrange(1_000_000))
+    scenes = [_scene(first + i) for i in range(RUNS)] if not SEED else [_scene(first)] * 10
+    start = time.monotonic()
+    runs = _play(scenes)
+    kinds = {how: sum(run.scene.how == how for run in runs) for how in ("kill", "exit", "stop")}
+    print(f"{len(runs)} runs from seed {first} in {time.monotonic() - start:.0f} s: {kinds}")
+    for title, hows in (("from a death", ("kill", "exit")), ("from a stop", ("stop",))):
+        delays = sorted(delay for run in runs if run.scene.how in hows for delay in run.delays)
+        if delays:
+            median, worst = statistics.median(delays), delays[-1]
+            late = delays[int(len(delays) * 0.99)]
+            print(
+                f"{title} to an error: median {median * 1e3:.1f} ms, 99 % {late * 1e3:.1f} ms, max {worst * 1e3:.1f} ms"
+            )
+            assert "kill" not in hows or median <= SOON
+    failed = [f"{run.scene}\n  " + "\n  ".join(run.wrong) for run in runs if run.wrong]
+    assert not failed, f"{len(failed)} of {len(runs)} runs failed:\n" + "\n".join(failed[:12])

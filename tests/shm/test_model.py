@@ -1,0 +1,46 @@
+"""The flag protocol of csrc/shm/ under the model checker: every interleaving, see csrc/shm/model/README.md.
+
+Wants spin (a Debian package of that name) and gcc; skips where one is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHECK = Path(__file__).resolve().parents[2] / "csrc" / "shm" / "model" / "check.py"
+
+
+def load_check() -> Any:
+    spec = importlib.util.spec_from_file_location("shm_model_check", CHECK)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+check = load_check()
+needs_spin = pytest.mark.skipif(bool(check.missing()), reason=f"not on this machine: {check.missing()}")
+# Some seconds without -m slow: one of each sort.
+SAMPLE = {"mixed, a death, time-outs", "mutant: one slot", "mutant: no fence in ring()"}
+
+
+@needs_spin
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=() if c.name in SAMPLE else pytest.mark.slow) for c in check.CASES],
+)
+def test_comes_out_as_expected(case: Any) -> None:
+    outcome = check.run(case)
+    assert outcome.found == case.expected, outcome.text
+    assert outcome.states > 0
+
+
+def test_every_correction_has_a_case_that_wants_it() -> None:
+    holding = {flag for case in check.CASES if case.expected == check.HOLDS for flag in case.flags}
+    assert {correction for _, correction in check.DEFECTS} <= holding

@@ -1,0 +1,199 @@
+"""Several hosts on one machine, for tests: namespaces of their own for network, System V IPC, mounts and the hostname.
+
+A host is a process that does nothing but keep its namespaces alive; forked ranks enter them before they do anything
+else. The hosts meet on a bridge in a network namespace of its own, so nothing here touches the machine's interfaces,
+and the kernel removes everything when the processes end, however they do. Needs root; what a rank does there is not
+known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.ranks import HANG, init, run_ranks
+
+_NEW_NS, _NEW_UTS, _NEW_IPC, _NEW_NET = 0x00020000, 0x04000000, 0x08000000, 0x40000000
+_PRIVATE, _BIND = 0x40000 | 0x4000, 0x1000  # MS_PRIVATE | MS_REC, MS_BIND
+_PR_SET_PDEATHSIG = 1
+_NAMESPACES = {"net": _NEW_NET, "ipc": _NEW_IPC, "uts": _NEW_UTS, "mnt": _NEW_NS}
+
+
+def _libc(name: str, *args: Any) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+
+
+class Hosts:
+    """Hosts 0 to ``count`` - 1, each with an eth0; make them with :func:`hosts`."""
+
+    def __init__(self, count: int) -> None:
+        self.pids: list[int] = []
+        self._pipes: list[int] = []
+        self._ports = itertools.count(29500)
+        for index in range(count + 1):  # the last is the bridge's
+            self._start(self.name(index) if index < count else "switch", count)
+        try:
+            self._connect(count)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, name: str, count: int) -> None:
+        ready, tell = os.pipe()
+        stay, end = os.pipe()
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(end)
+                _libc("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                for earlier in self._pipes:
+                    os.close(earlier)
+                _libc("unshare", sum(_NAMESPACES.values()))
+                _libc("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None)
+                _libc("mount", b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), None)
+                _libc("sethostname", name.encode(), len(name))
+                with open("/dev/shm/hosts", "w") as table:
+                    table.writelines(f"{self.address(i)} {self.name(i)}\n" for i in range(count))
+                _libc("mount", b"/dev/shm/hosts", b"/etc/hosts", None, ctypes.c_ulong(_BIND), None)
+                os.write(tell, b"1")
+                if os.getppid() == parent:
+                    os.read(stay, 1)
+            finally:
+                os._exit(0)
+        os.close(tell)
+        os.close(stay)
+        self.pids.append(pid)
+        self._pipes.append(end)
+        with os.fdopen(ready, "rb") as answer:
+            if answer.read(1) != b"1":
+                self.close()
+                raise PermissionError("new namespaces are not permitted here")
+
+    def _connect(self, count: int) -> None:
+        switch = self.pids[-1]
+        self._ip(switch, "link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up")
+        for index in range(count):
+            pid = self.pids[index]
+            self._ip(
+                switch, f"link add p{index} type veth peer name eth0 netns {pid}", f"link set p{index} master br0 up"
+            )
+            self._ip(pid, "link set lo up", "link set eth0 up", f"addr add {self.address(index)}/24 dev eth0")
+
+    def _ip(self, pid: int, *lines: str) -> None:
+        command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", "-batch", "-"]
+        subprocess.run(command, input="\n".join(lines), text=True, check=True, capture_output=True)
+
+    def name(self, index: int) -> str:
+        """The hostname of a host."""
+        return f"host-{'abcdefgh'[index]}"
+
+    def address(self, index: int) -> str:
+        """The address of a host's eth0; from the range that is set aside for tests of network gear."""
+        return f"198.18.0.{10 + index}"
+
+    def store_address(self, index: int) -> str:
+        """An address for `init_method=` on a host, another one each time."""
+        return f"tcp://{self.address(index)}:{next(self._ports)}"
+
+    def enter(self, index: int) -> None:
+        """Move the calling process to a host; it must have one thread."""
+        for kind, flag in _NAMESPACES.items():
+            fd = os.open(f"/proc/{self.pids[index]}/ns/{kind}", os.O_RDONLY)
+            try:
+                _libc("setns", fd, flag)
+            finally:
+                os.close(fd)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+    def close(self) -> None:
+        """End the hosts; their namespaces and links go with them."""
+        for pipe in self._pipes:
+            os.close(pipe)
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self._pipes.clear()
+        self.pids.clear()
+
+
+def sent_bytes() -> int:
+    """What eth0 of the host of the calling process has sent so far."""
+    with open("/proc/self/net/dev") as table:
+        row = next(line for line in table if line.strip().startswith("eth0:"))
+    return int(row.split(":")[1].split()[8])
+
+
+@functools.cache
+def refusal() -> str:
+    """Why there can be no hosts here, or ''."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    missing = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2 and util-linux"
+    try:
+        with hosts(1):
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"namespaces with a bridge and veths are not permitted here: {error}"
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    """``count`` hosts, gone afterwards."""
+    made = Hosts(count)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def run_on_hosts(
+    where: Hosts,
+    placement: Sequence[int],
+    fn: Callable[..., Any],
+    *args: Any,
+    backend: str = "monarch",
+    timeout: float = HANG,
+    group_timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+    together: bool = True,
+) -> list[Any]:
+    """Run ``fn(rank, *args)`` on fresh ranks, ``placement[rank]`` being the host of each; results by rank.
+
+    ``together=False`` is for ranks that die: then ``fn`` must see to it that rank 0, which has the store, ends last.
+    """
+    size, address = len(placement), where.store_address(placement[0])
+    held: list[Any] = []
+
+    def on_host(rank: int, _address: str) -> Any:
+        where.enter(placement[rank])
+        init(rank, size, address, backend, group_timeout)
+        dist.barrier()
+        held.append(dist.group.WORLD)  # as run_ranks does, and for the same reason
+        result = fn(rank, *args)
+        if dist.is_initialized():
+            if together:
+                dist.barrier()  # rank 0 has the store, and must not be the first to go
+            dist.destroy_process_group()
+        return result
+
+    return run_ranks(on_host, size, backend=None, timeout=timeout, env=env)
