@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import re
+import sys
 
 import pytest
 import torch
@@ -36,6 +38,35 @@ def test_stand_in_is_there_only_where_torch_needs_it(name: str) -> None:
 def test_torch_still_has_the_special_case(name: str, special_case: str) -> None:
     source = inspect.getsource(inspect.unwrap(getattr(c10d, name))).replace("type(group) ==", "type(group) is")  # 2.9
     assert (special_case in source) == (torch_version() < _torch_patches.FIXED_IN[name])
+
+
+def test_rendezvous_is_watched_by_the_name_that_init_process_group_calls() -> None:
+    source = inspect.getsource(inspect.unwrap(dist.init_process_group))
+    assert re.search(r"= rendezvous\(\s*not_none\(init_method\), rank, world_size, timeout=timeout\s*\)", source)
+    assert source.index("backend = Backend(backend)") < source.index("= rendezvous(")
+    assert "backend" in inspect.unwrap(dist.init_process_group).__code__.co_varnames
+    assert c10d.rendezvous.__wrapped__ is dist.rendezvous
+    assert not hasattr(inspect.unwrap(dist.init_process_group), "__wrapped__")
+
+
+@pytest.mark.parametrize(
+    ("backend", "ours"),
+    [
+        ("monarch", True),
+        ("cpu:monarch,cuda:nccl", True),
+        ("cpu:gloo,cuda:monarch", True),
+        ("gloo", False),
+        ("cpu:gloo,cuda:nccl", False),
+        ("monarchy", False),
+        ("undefined", False),
+    ],
+)
+def test_only_our_rendezvous_leaves_torch_s_function(backend: str, ours: bool) -> None:
+    def init_process_group(backend: str) -> bool:
+        return _torch_patches._initialises_ours(sys._getframe())
+
+    assert init_process_group(dist.Backend(backend.upper())) == ours
+    assert not _torch_patches._initialises_ours(sys._getframe())
 
 
 def _monitored(rank: int) -> None:

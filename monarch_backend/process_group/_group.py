@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from monarch_backend import _torch_patches, _versions
-from monarch_backend.process_group import _exit, _routes, _shm_meet, _torch, _xla
+from monarch_backend.process_group import _exit, _rendezvous, _routes, _shm_meet, _torch, _xla
 from monarch_backend.process_group._collectives import Collectives
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, where
 from monarch_backend.process_group._hooks import CompletionHooks
@@ -59,9 +59,10 @@ class MonarchProcessGroup(Collectives):
         self._at_once = None
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
-        for device in self._eager_devices():
-            if only is None or device in only:
-                self._open_route(device)
+        with _rendezvous.roll_call(self, options):
+            for device in self._eager_devices():
+                if only is None or device in only:
+                    self._open_route(device)
         default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
         self._set_default_backend(_torch.backend_type(self._backends[default]))
 

@@ -196,8 +196,8 @@ def _connect(
     except (OSError, RuntimeError) as error:
         raise DistNetworkError(
             f"something accepts connections at {here.address}, but no store of torch answers there within "
-            f"{timeout.total_seconds():g} s: {str(error).partition(chr(10))[0]}. Look whether {here.server} is stopped, "
-            f"or another service has the port; then choose another one. {here.who}"
+            f"{timeout.total_seconds():g} s: {str(error).partition(chr(10))[0]}. Look whether {here.server} is "
+            f"stopped, or another service has the port; then choose another one. {here.who}"
         ) from error
 
 

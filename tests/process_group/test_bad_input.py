@@ -203,7 +203,7 @@ def _unreachable_store(rank: int, address: str) -> str:
             world_size=2,
             timeout=datetime.timedelta(seconds=2),
         )
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 3
     assert "127.0.0.1" in str(caught.value)
     assert str(port) in str(caught.value)
     assert not dist.is_initialized()
