@@ -17,6 +17,12 @@ if TYPE_CHECKING:
         CollectiveArgumentError as CollectiveArgumentError,
     )
     from monarch_backend.process_group import (
+        CollectiveMismatchError as CollectiveMismatchError,
+    )
+    from monarch_backend.process_group import (
+        CollectiveTimeoutError as CollectiveTimeoutError,
+    )
+    from monarch_backend.process_group import (
         GroupClosedError as GroupClosedError,
     )
     from monarch_backend.process_group import (
@@ -29,7 +35,16 @@ if TYPE_CHECKING:
         Options as Options,
     )
     from monarch_backend.process_group import (
+        RankFailedError as RankFailedError,
+    )
+    from monarch_backend.process_group import (
         Route as Route,
+    )
+    from monarch_backend.process_group import (
+        SharedMemoryError as SharedMemoryError,
+    )
+    from monarch_backend.process_group import (
+        empty_shared as empty_shared,
     )
     from monarch_backend.process_group import (
         routes as routes,
@@ -39,11 +54,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CollectiveArgumentError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "GroupClosedError",
     "MonarchError",
     "NoRouteError",
     "Options",
+    "RankFailedError",
     "Route",
+    "SharedMemoryError",
+    "empty_shared",
     "routes",
 ]
 

@@ -41,11 +41,22 @@ class Host:
     def used(self) -> int:
         """Bytes of the arena in use."""
 
+    def size(self) -> int:
+        """Bytes of the arena."""
+
     def leave(self) -> None:
         """Tell the peers that this process ends in peace."""
 
     def abandon(self) -> None:
         """In a forked child: give up what belongs to the parent, without a word to the peers."""
+
+class Room:
+    """Writable memory of the arena, by the buffer protocol, for as long as this object lives."""
+
+    def __init__(self, host: Host, size: int) -> None:
+        """Raises MemoryError where the arena has no room for it in one piece."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 _Spans = list[tuple[int, int]]  # address, bytes
 _Fault = tuple[str, int, str]  # dead, left, late, mismatch or closed; rank of the culprit or -1; what happened
@@ -58,13 +69,20 @@ class Operation:
         """True once it has ended, with a fault or without."""
 
     @property
+    def source(self) -> int:
+        """Of a receive: the rank that sent."""
+
+    @property
     def fault(self) -> _Fault | None:
         """Why it failed, once it is done."""
 
 class ShmGroup:
     """A group of ranks on this host."""
 
-    def __init__(self, host: Host, rank: int, tokens: list[str], boards: list[int]) -> None: ...
+    def __init__(self, host: Host, rank: int, tokens: list[str], boards: list[int], read_from: int, label: str) -> None:
+        """``read_from``: bytes from which it reads its peers' memory, 0 for never; ``label``: how lines on stderr about
+        the ways that operations take begin, "" for none."""
+
     def run(
         self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, /
     ) -> Operation | None:
@@ -72,6 +90,9 @@ class ShmGroup:
 
     def sum(self, dtype: int, address: int, size: int, /) -> Operation | None:
         """The same for the sum of one tensor, in place."""
+
+    def message(self, sends: bool, dtype: int, other: int, tag: int, address: int, size: int, /) -> Operation:
+        """Begin to send to or receive from a rank, -1: any; it may have ended already."""
 
     def finish(self, operation: Operation, seconds: float, /) -> _Fault | None:
         """Wait until an operation of this thread is done; it fails after ``seconds``."""
@@ -101,6 +122,9 @@ class Engine:
         /,
     ) -> Operation:
         """Start an operation; ``then`` is called from the progress thread when it is done."""
+
+    def see_to(self, group: ShmGroup, operation: Operation, seconds: float, then: Callable[[], object], /) -> None:
+        """Do the same for an operation that has begun."""
 
     def stop(self) -> None:
         """End the thread; what is under way stays as it is."""

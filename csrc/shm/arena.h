@@ -34,6 +34,9 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
 
   char* at(std::uint64_t offset) const { return base_ + offset; }
+  bool holds(const char* data, std::uint64_t bytes) const {
+    return data >= base_ && data <= base_ + size_ && bytes <= static_cast<std::uint64_t>(base_ + size_ - data);
+  }
   ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(base_); }
   std::size_t size() const { return size_; }
 

@@ -22,7 +22,7 @@ using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;  // add
 using Fault = std::optional<std::tuple<std::string, int, std::string>>;   // kind, rank of the culprit, what happened
 
 Fault fault_of(const Operation& op) {
-  constexpr std::array kinds{"dead", "left", "late", "mismatch", "closed", "full"};
+  constexpr std::array kinds{"dead", "left", "late", "mismatch", "closed", "full", "unreadable"};
   if (!op.failure) return std::nullopt;
   return std::tuple(std::string(kinds.at(op.failure->kind)), op.failure->rank, op.failure->text);
 }
@@ -46,7 +46,7 @@ std::shared_ptr<Operation> make_operation(int collective, int dtype, int op, int
     throw py::value_error("unknown collective, dtype or reduce op");
   }
   auto operation = std::make_shared<Operation>();
-  operation->header = {bytes, root, static_cast<Collective>(collective), static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), 0};
+  operation->header = {bytes, root, static_cast<Collective>(collective), static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), Offer::stage};
   const bool reduces = operation->header.op != ReduceOp::none;
   if (reduces && reduce_kernel(operation->header.dtype, operation->header.op) == nullptr) {
     throw py::value_error(std::string(name_of(operation->header.op)) + " is not defined for " + name_of(operation->header.dtype));
@@ -61,7 +61,7 @@ std::shared_ptr<Operation> make_message(bool send, int dtype, int other, int tag
     throw py::value_error("unknown dtype or rank");
   }
   auto operation = std::make_shared<Operation>();
-  operation->header = {bytes, other, send ? Collective::send : Collective::recv, static_cast<Dtype>(dtype), ReduceOp::none, 0};
+  operation->header = {bytes, other, send ? Collective::send : Collective::recv, static_cast<Dtype>(dtype), ReduceOp::none, Offer::stage};
   operation->tag = tag;
   (send ? operation->in : operation->out) = {{reinterpret_cast<char*>(address), bytes}};
   return operation;
@@ -78,14 +78,20 @@ std::shared_ptr<Operation> run_at_once(Group& group, std::shared_ptr<Operation> 
   return operation;
 }
 
+std::unique_ptr<Room> make_room(std::shared_ptr<Host> host, std::size_t bytes) {
+  auto room = std::make_unique<Room>(std::move(host), bytes);
+  if (room->data() == nullptr) throw std::bad_alloc();
+  return room;
+}
+
 std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, const std::vector<std::string>& tokens,
-                                  std::vector<std::uint64_t> boards) {
+                                  std::vector<std::uint64_t> boards, std::uint64_t read_from, std::string label) {
   std::vector<std::shared_ptr<Peer>> peers;
   for (std::size_t r = 0; r < tokens.size(); ++r) {
     peers.push_back(static_cast<int>(r) == rank ? nullptr : host->accepted(tokens[r], 0));
     if (static_cast<int>(r) != rank && !peers.back()) throw py::value_error("no connection to rank " + std::to_string(r));
   }
-  return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(boards));
+  return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(boards), read_from, std::move(label));
 }
 
 }  // namespace
@@ -99,8 +105,15 @@ void bind_shared_memory(py::module_& m) {
       .def("make_board", &Group::make_board, Release())
       .def("drop_board", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
       .def("used", [](Host& host) { return host.arena().used(); })
+      .def("size", [](Host& host) { return host.arena().mapping().size(); })
       .def("leave", &Host::leave)
       .def("abandon", &Host::abandon);
+
+  py::class_<Room>(m, "Room", py::buffer_protocol(), "Memory in the arena, which all peers have mapped.")
+      .def(py::init(&make_room), py::arg("host"), py::arg("size"))
+      .def_buffer([](Room& room) {
+        return py::buffer_info(room.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1, {room.size()}, {1});
+      });
 
   py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation", "An operation under way.")
       .def_property_readonly("done", [](const Operation& op) { return op.done.load(std::memory_order_acquire); })
@@ -108,7 +121,8 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("fault", &fault_of);
 
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "A group of ranks on this host.")
-      .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("tokens"), py::arg("boards"))
+      .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("tokens"), py::arg("boards"),
+           py::arg("read_from"), py::arg("label"), Release())
       .def("run",
            [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,
               const Addresses& out) {

@@ -20,20 +20,17 @@ struct Layout {
   explicit Layout(std::size_t n)
       : gone(sizeof(Board)),
         tables(gone + whole_lines(n * sizeof(std::uint32_t))),
-        lanes(tables + whole_lines(4 * n * sizeof(std::uint64_t))),
+        places(tables + whole_lines(4 * n * sizeof(std::uint64_t))),
+        lanes(places + whole_lines(2 * (n + 1) * sizeof(std::uint64_t))),
         receipts(lanes + n * sizeof(Lane)),
         slots(receipts + n * sizeof(Receipt)),
         stage(slots + 2 * slot_bytes) {}
-  std::size_t gone, tables, lanes, receipts, slots, stage;
+  std::size_t gone, tables, places, lanes, receipts, slots, stage;
 };
 
 int processors() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-bool rooted(Collective c) {
-  return c == Collective::broadcast || c == Collective::reduce || c == Collective::gather || c == Collective::scatter;
 }
 
 }  // namespace
@@ -56,6 +53,7 @@ std::uint64_t Group::make_board(Host& host, int size) {
   Board* board = new (memory) Board{};
   board->stage = static_cast<std::uint32_t>(stage);
   board->processors = processors();
+  board->self = reinterpret_cast<std::uintptr_t>(memory);
   return offset;
 }
 
@@ -67,6 +65,10 @@ std::uint64_t* Group::table(int rank, std::uint64_t sequence) const {
   return reinterpret_cast<std::uint64_t*>(at(rank) + Layout(size_).tables) + (sequence & 1) * 2 * size_;
 }
 
+std::uint64_t* Group::offered(int rank, std::uint64_t sequence) const {
+  return reinterpret_cast<std::uint64_t*>(at(rank) + Layout(size_).places) + (sequence & 1) * (size_ + 1);
+}
+
 char* Group::slot(int rank, std::uint64_t sequence) const {
   return at(rank) + Layout(size_).slots + (sequence & 1) * slot_bytes;
 }
@@ -76,7 +78,7 @@ char* Group::stage(int rank, std::uint64_t position) const {
 }
 
 Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers,
-             std::vector<std::uint64_t> boards)
+             std::vector<std::uint64_t> boards, std::uint64_t read_from, std::string label)
     : host_(std::move(host)),
       rank_(rank),
       size_(static_cast<int>(boards.size())),
@@ -85,7 +87,9 @@ Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<P
       stage_(largest_stage),
       crowded_(false),
       from_(size_),
-      sources_(size_) {
+      sources_(size_),
+      read_from_(read_from),
+      label_(std::move(label)) {
   for (int r = 0; r < size_; ++r) {
     const Mapping& arena = r == rank_ ? host_->arena().mapping() : *peers_[r]->mapping;
     arenas_.push_back(arena.at(0));
@@ -94,6 +98,7 @@ Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<P
     stage_ = std::min<std::uint64_t>(stage_, board(r).stage);
     crowded_ |= size_ > static_cast<int>(board(r).processors);
   }
+  board(rank_).reads = read_from_ != 0 && probe_reads();
   lanes_.emplace(*host_, rank_, places());
 }
 
@@ -235,7 +240,7 @@ bool Group::step(Operation& op) {
 
 bool Group::enter(Operation& op) {
   op.sequence = ++sequence_;
-  put_in_slot(op);
+  offer(op);
   board(rank_).headers[op.sequence & 1] = op.header;
   board(rank_).entered.store(op.sequence, std::memory_order_release);
   ring();
@@ -247,7 +252,7 @@ bool Group::compare(Operation& op) {
   const auto at = op.sequence & 1;
   const auto called = [&](int r) {
     Header header = board(r).headers[at];
-    header.in_slot = 0;
+    header.offer = Offer::stage;
     return header;
   };
   int odd = -1;
@@ -278,6 +283,8 @@ bool Group::compare(Operation& op) {
 // A large operation: fill my buffer, take from everybody's; all_reduce has a step in between, in which each rank
 // reduces its slice of the chunk for all. Chunk numbers go on from one operation to the next.
 bool Group::move(Operation& op) {
+  if (op.way == Way::direct) return move_direct(op);
+  const bool two_shot = op.way == Way::two_shot;
   Board& mine = board(rank_);
   bool moved = false;
   const auto end_of = [&op](std::uint64_t chunk) { return op.base + (chunk + 1) * op.stride; };
@@ -295,14 +302,14 @@ bool Group::move(Operation& op) {
       publish(mine.filled, op.filled);
       again = true;
     }
-    if (op.two_shot && op.reduced < op.filled && all_reach(&Board::filled, end_of(op.reduced))) {
+    if (two_shot && op.reduced < op.filled && all_reach(&Board::filled, end_of(op.reduced))) {
       reduce_slice(op, op.reduced, stage(rank_, end_of(op.reduced) - op.stride));
       publish(mine.reduced, op.reduced);
       again = true;
     }
-    const std::uint64_t ready = op.two_shot ? op.reduced : op.filled;
-    if (op.taken < ready && all_reach(op.two_shot ? &Board::reduced : &Board::filled, end_of(op.taken))) {
-      if (op.two_shot) {
+    const std::uint64_t ready = two_shot ? op.reduced : op.filled;
+    if (op.taken < ready && all_reach(two_shot ? &Board::reduced : &Board::filled, end_of(op.taken))) {
+      if (two_shot) {
         collect(op, op.taken);
       } else {
         take(op, op.taken, false);
@@ -455,7 +462,7 @@ std::string Group::describe(const Header& header) {
   text += std::string("(") + name_of(header.dtype);
   if (header.collective != Collective::all_to_all) text += ", " + std::to_string(header.bytes / size_of(header.dtype)) + " elements";
   if (header.op != ReduceOp::none) text += std::string(", ") + name_of(header.op);
-  if (rooted(header.collective)) text += ", root " + std::to_string(header.root);
+  if (has_root(header.collective)) text += ", root " + std::to_string(header.root);
   return text + ")";
 }
 

@@ -41,15 +41,20 @@ struct Board {
   std::atomic<std::uint32_t> culprit;              // why the group ended for this rank: kind << 24 | (1 + the rank to blame)
   std::uint32_t stage;                             // its bytes; never changes
   std::uint32_t processors;                        // that this rank may run on
+  std::uint32_t reads;                             // 1: it can read the memory of all others with process_vm_readv
+  std::uint64_t self;                              // where the board lies in its owner's address space
   alignas(64) std::array<Header, 2> headers;
-  // Then, for n ranks: u32 gone[n] (written by the others when they have closed), u64 table[2][2 * n], two slots,
-  // a Lane and a Receipt for each rank, the stage.
+  // Then, for n ranks: u32 gone[n] (written by the others when they have closed), u64 table[2][2 * n] (what all_to_all
+  // sends and awaits), u64 places[2][n + 1] (of the pieces that it offers, and of its result), a Lane and a Receipt
+  // for each rank, two slots, the stage.
 };
 
 class Group {
  public:
   // `peers[i]` is null for our own rank; `boards[i]` is the offset of rank i's board in its arena.
-  Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers, std::vector<std::uint64_t> boards);
+  // `label` begins the lines on stderr that say which way operations take; none if it is empty.
+  Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers, std::vector<std::uint64_t> boards,
+        std::uint64_t read_from, std::string label);
   ~Group();
 
   // The board of a rank-to-be; 0 when the arena is full. 
@@ -81,14 +86,28 @@ class Group {
   bool enter(Operation& op);
   bool compare(Operation& op);
   bool move(Operation& op);
+  // The choice (group_plan.cpp).
+  void offer(Operation& op);
+  Offer offer_in_place(Operation& op);
+  bool overlaps(const Operation& op) const;
   void plan(Operation& op);
-  void put_in_slot(Operation& op);
-  void take_from_slots(Operation& op);
+  bool all_offer_in_place(const Operation& op) const;
   void lay_out(Operation& op, std::uint64_t bytes);
+  void explain(const Operation& op);
+
+  // Data through slots and stage (group_data.cpp).
   void fill(const Operation& op, std::uint64_t chunk, char* to, bool all) const;
   void take(const Operation& op, std::uint64_t chunk, bool in_slots);
   void reduce_slice(const Operation& op, std::uint64_t chunk, char* to);
   void collect(const Operation& op, std::uint64_t chunk);
+
+  // Data straight from where they are (group_direct.cpp).
+  bool probe_reads() const;
+  bool move_direct(Operation& op);
+  bool reduce_direct(const Operation& op, std::uint64_t chunk);
+  bool take_direct(const Operation& op, std::uint64_t chunk);
+  bool fetch(const Operation& op, int from, int piece, std::uint64_t at, char* to, std::uint64_t bytes);
+  const void* look_at(const Operation& op, int from, int piece, std::uint64_t at, std::uint64_t bytes);
 
   void finish(Operation& op);
   void fail(Failure failure);
@@ -105,6 +124,7 @@ class Group {
   Lanes::Places places() const;
   std::atomic<std::uint32_t>* gone(int rank) const;
   std::uint64_t* table(int rank, std::uint64_t sequence) const;
+  std::uint64_t* offered(int rank, std::uint64_t sequence) const;
   char* slot(int rank, std::uint64_t sequence) const;
   char* stage(int rank, std::uint64_t position) const;
   static std::string describe(const Operation& op);
@@ -119,6 +139,10 @@ class Group {
   bool crowded_;              // more ranks than processors
   std::vector<const char*> from_;     // scratch: everybody's buffer, ...
   std::vector<const void*> sources_;  // ... and what a kernel reads
+  std::vector<char> fetched_;         // of peers' memory, to be reduced
+  std::uint64_t read_from_;           // bytes from which process_vm_readv is taken
+  std::string label_;
+  std::array<std::array<bool, static_cast<std::size_t>(Way::count)>, static_cast<std::size_t>(Collective::count)> explained_{};
 
   std::mutex mutex_;
   std::deque<std::shared_ptr<Operation>> queue_;

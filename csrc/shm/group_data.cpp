@@ -1,6 +1,6 @@
-// What an operation of a group moves from where to where: the choice of an algorithm, and each collective's part in
-// it. When this happens, and what if it can't, is in group.cpp.
+// What an operation of a group moves from where to where, through the slots and the stage. When, is in group.cpp.
 #include "shm/group.h"
+#include "shm/range.h"
 
 #include <algorithm>
 #include <bit>
@@ -10,89 +10,11 @@ namespace monarch {
 
 namespace {
 
-struct Range {
-  std::uint64_t from, bytes;
-};
-
-// The part of piece or vector of `bytes` that chunk `chunk` of `width` covers.
-Range part(std::uint64_t bytes, std::uint64_t chunk, std::uint64_t width) {
-  const std::uint64_t from = std::min(bytes, chunk * width);
-  return {from, std::min(width, bytes - from)};
-}
-
-// Rank `rank`'s share of `bytes`, in whole cache lines.
-Range slice(std::uint64_t bytes, int rank, int n) {
-  const std::uint64_t share = whole_lines((bytes + n - 1) / n);
-  const std::uint64_t from = std::min(bytes, share * rank);
-  return {from, std::min(share, bytes - from)};
-}
-
-// Each rank brings something of its own for every other rank.
-bool by_pieces(Collective c) {
-  return c == Collective::scatter || c == Collective::reduce_scatter || c == Collective::all_to_all;
-}
-
 void copy(char* to, const char* from, std::uint64_t bytes) {
   if (to != from && bytes != 0) std::memcpy(to, from, bytes);
 }
 
 }  // namespace
-
-// The choice ---------------------------------------------------------------------------------------------------------
-
-void Group::put_in_slot(Operation& op) {
-  const Collective c = op.header.collective;
-  std::uint64_t width = op.header.bytes, total = width;
-  if (c == Collective::all_to_all) {
-    std::uint64_t* sizes = table(rank_, op.sequence);
-    width = 0;
-    for (int r = 0; r < size_; ++r) {
-      sizes[r] = op.in[r].bytes;
-      sizes[size_ + r] = op.out[r].bytes;
-      width = std::max(width, op.in[r].bytes);
-    }
-  }
-  if (by_pieces(c)) total = whole_lines(width) * size_;
-  op.header.in_slot = total <= slot_bytes;
-  if (op.header.in_slot) {
-    op.width = by_pieces(c) ? whole_lines(width) : width;
-    fill(op, 0, slot(rank_, op.sequence), true);
-  }
-}
-
-// Every rank comes to the same plan: it is made of what all have published.
-void Group::plan(Operation& op) {
-  bool in_slots = true;
-  std::uint64_t bytes = op.header.bytes;
-  for (int r = 0; r < size_; ++r) {
-    in_slots &= board(r).headers[op.sequence & 1].in_slot != 0;
-    if (op.header.collective == Collective::all_to_all) {
-      const std::uint64_t* sizes = table(r, op.sequence);
-      bytes = std::max(bytes, *std::max_element(sizes, sizes + size_));
-    }
-  }
-  if (in_slots) {
-    take(op, 0, true);
-    finish(op);
-  } else {
-    lay_out(op, bytes);
-    op.state = Operation::moving;
-  }
-}
-
-// How a large operation of `bytes` (of one piece, or of the vector) goes through the stage. Four chunks, so that the
-// ranks work on different ones at the same time; few large ones where they take turns on the processors anyway.
-// Two shots (each rank reduces its slice for all) read less than one (each reduces everything), and wait once more.
-void Group::lay_out(Operation& op, std::uint64_t bytes) {
-  const bool pieces = by_pieces(op.header.collective);
-  const std::uint64_t all = pieces ? whole_lines(bytes) * size_ : bytes;
-  const std::uint64_t most = std::min<std::uint64_t>(crowded_ ? stage_ : 256 << 10, stage_ / 2);
-  op.stride = std::clamp<std::uint64_t>(std::bit_ceil(crowded_ ? all : all / 4), std::bit_ceil(std::max<std::uint64_t>(32 << 10, 64 * size_)), most);
-  op.width = pieces ? op.stride / size_ / 64 * 64 : op.stride;
-  op.chunks = (bytes + op.width - 1) / op.width;
-  op.base = (position_ + op.stride - 1) / op.stride * op.stride;  // a chunk never crosses the end of the stage
-  op.two_shot = op.header.collective == Collective::all_reduce && size_ > 2 && bytes > 32 << 10;
-}
 
 // Data ---------------------------------------------------------------------------------------------------------------
 
@@ -103,7 +25,7 @@ void Group::fill(const Operation& op, std::uint64_t chunk, char* to, bool all) c
     case Collective::barrier: break;
     case Collective::all_reduce: {
       const Range range = part(h.bytes, chunk, op.width);
-      const Range own = all || !op.two_shot ? Range{range.bytes, 0} : slice(range.bytes, rank_, size_);
+      const Range own = all || op.way != Way::two_shot ? Range{range.bytes, 0} : slice(range.bytes, rank_, size_);
       const char* data = op.in[0].data + range.from;
       copy(to, data, own.from);
       copy(to + own.from + own.bytes, data + own.from + own.bytes, range.bytes - own.from - own.bytes);

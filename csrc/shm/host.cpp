@@ -224,7 +224,12 @@ std::uint64_t Host::allocate(std::size_t bytes) {
 
 void Host::leave() { arena_->mapping().header().left.store(1, std::memory_order_seq_cst); }
 
+void Host::release(std::uint64_t offset) {
+  if (!abandoned_) arena_->release(offset);
+}
+
 void Host::abandon() {
+  abandoned_ = true;
   // The watcher does not exist in the child, and its locks may be held for ever: touch neither. Only descriptors
   // matter: a child that kept them would keep a dead parent's links open.
   watcher_.detach();
@@ -238,6 +243,13 @@ void Host::abandon() {
     peer->link = peer->pidfd = -1;
   }
   close(arena_->fd());
+}
+
+Room::Room(std::shared_ptr<Host> host, std::size_t bytes)
+    : host_(std::move(host)), bytes_(bytes), offset_(host_->allocate(bytes)), data_(offset_ == 0 ? nullptr : host_->arena().mapping().at(offset_)) {}
+
+Room::~Room() {
+  if (offset_ != 0) host_->release(offset_);
 }
 
 std::shared_ptr<Peer> Host::find(const std::string& token) {

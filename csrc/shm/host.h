@@ -65,6 +65,8 @@ class Host {
   void leave();
   // In a forked child: gives up what belongs to the parent, without a word to the peers.
   void abandon();
+  // As Arena::release; nothing in a forked child.
+  void release(std::uint64_t offset);
 
  private:
   void watch();
@@ -86,7 +88,27 @@ class Host {
   std::vector<std::pair<std::vector<std::uint64_t>, std::function<bool()>>> buried_;
   std::atomic<std::uint32_t> departures_{0};
   Bell inside_{};
+  std::atomic<bool> abandoned_{false};
   std::thread watcher_;
+};
+
+// Memory of the arena for as long as somebody holds it.
+class Room {
+ public:
+  // Without memory (data() is null) where there is no room.
+  Room(std::shared_ptr<Host> host, std::size_t bytes);
+  ~Room();
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+
+  char* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+
+ private:
+  std::shared_ptr<Host> host_;
+  std::size_t bytes_;
+  std::uint64_t offset_;
+  char* data_;
 };
 
 }  // namespace monarch

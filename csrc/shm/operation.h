@@ -19,6 +19,17 @@ enum class Collective : std::uint8_t {
 };
 const char* name_of(Collective collective);
 
+// How the others can have what a rank brings to an operation.
+enum class Offer : std::uint8_t {
+  stage,   // chunk by chunk, in the stage
+  slot,    // all of it is in the slot already
+  shared,  // it lies in the rank's arena
+  memory,  // it lies in memory of the rank's own, for process_vm_readv
+};
+
+// The ways that an operation can take.
+enum class Way : std::uint8_t { slots, one_shot, two_shot, direct, count };
+
 // What a rank called; all ranks compare all headers before any of them touches data.
 struct Header {
   std::uint64_t bytes;      // of one piece; all_to_all has a table instead
@@ -26,10 +37,19 @@ struct Header {
   Collective collective;
   Dtype dtype;
   ReduceOp op;
-  std::uint8_t in_slot;     // the data are in the slot already
+  Offer offer;              // not compared
   bool operator==(const Header&) const = default;
 };
 static_assert(sizeof(Header) == 16);
+
+constexpr bool has_root(Collective c) {
+  return c == Collective::broadcast || c == Collective::reduce || c == Collective::gather || c == Collective::scatter;
+}
+
+// Each rank brings something of its own for every other rank.
+constexpr bool by_pieces(Collective c) {
+  return c == Collective::scatter || c == Collective::reduce_scatter || c == Collective::all_to_all;
+}
 
 // Pieces begin on cache lines, which are a multiple of every element size.
 constexpr std::uint64_t whole_lines(std::uint64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -40,7 +60,7 @@ struct Span {
 };
 
 struct Failure {
-  enum Kind { dead, left, late, mismatch, closed, full };
+  enum Kind { dead, left, late, mismatch, closed, full, unreadable };
   Kind kind;
   int rank;          // the culprit in this group, -1 where it is everybody
   std::string text;  // what happened, to stand after the name of the culprit
@@ -65,7 +85,8 @@ struct Operation {
   // Large ones: piece or vector bytes in a chunk; bytes of the stage that a chunk takes; where the first one lies.
   std::uint64_t width = 0, stride = 0, base = 0;
   std::uint64_t chunks = 0, filled = 0, reduced = 0, taken = 0;
-  bool two_shot = false;
+  Way way = Way::slots;
+  bool told_reduced = false, told_taken = false;  // of a direct one
 };
 
 }  // namespace monarch

@@ -5,8 +5,11 @@ _collectives.py  its operations: one method per collective, each finds its route
 _exit.py         what happens to groups that are alive when the interpreter ends
 _hooks.py        completion hooks, and works that end late
 _routes.py       which route a device takes and why; how the groups behind the routes are made
-_shm_meet.py     how ranks find out that they share memory
+_rendezvous.py   how ranks meet at the store in time, and who did not come
+_shm_process.py  this process's shared memory, its limits, and tensors in it
+_shm_meet.py     how ranks find out which of them share memory
 _shm.py          the shared-memory route: c10d's calls as calls on the compiled core
+_hierarchy.py    ranks on several hosts: shared memory inside, messages between (_between.py, _combine.py, _in_turn.py)
 _call_forms.py   the call forms of c10d's methods
 _cpu.py          what the CPU route accepts: dtypes, reduce ops, shapes, ranks
 _errors.py       what is raised, and how a message names its rank
@@ -16,22 +19,31 @@ _torch.py        everything that leans on a private part of torch
 
 from monarch_backend.process_group._errors import (
     CollectiveArgumentError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
     GroupClosedError,
     MonarchError,
     NoRouteError,
+    RankFailedError,
 )
 from monarch_backend.process_group._group import MonarchProcessGroup, create
 from monarch_backend.process_group._options import Options
 from monarch_backend.process_group._routes import Route, routes
+from monarch_backend.process_group._shm_process import SharedMemoryError, empty_shared
 
 __all__ = [
     "CollectiveArgumentError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "GroupClosedError",
     "MonarchError",
     "MonarchProcessGroup",
     "NoRouteError",
     "Options",
+    "RankFailedError",
     "Route",
+    "SharedMemoryError",
     "create",
+    "empty_shared",
     "routes",
 ]

@@ -117,7 +117,7 @@ class MonarchProcessGroup(Collectives):
         if device == "cpu" and route.backend == "gloo" and not named and _shm_meet.wanted():
             store = _torch.shm_store(self._creator_options)
             timeout = functools.partial(_torch.timeout_of, inner)
-            met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner)
+            met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner, _routes.debug_line(self))
             self._shm = met.memory
             self._at_once = getattr(met.memory, "sum_at_once", None)
             why = f"{route.why}; {met.why}" if met.memory is None else met.why

@@ -147,8 +147,15 @@ def routes(group: dist.ProcessGroup | None = None) -> dict[str, Route]:
 
 def announce(group: MonarchProcessGroup, route: Route) -> None:
     """Under MONARCH_DEBUG=1 print the choice; called once per group and device."""
+    begin = debug_line(group)
+    if begin:
+        # One write: the ranks of a host share a terminal.
+        sys.stderr.write(f"{begin}{route}\n")
+        sys.stderr.flush()
+
+
+def debug_line(group: MonarchProcessGroup) -> str:
+    """How a line about the group begins under MONARCH_DEBUG=1; otherwise "", and nothing is to be printed."""
     if os.environ.get("MONARCH_DEBUG", "") in ("", "0"):
-        return
-    # One write: the ranks of a host share a terminal.
-    sys.stderr.write(f"[monarch rank {group.rank()}/{group.size()} pid {os.getpid()}] group {group._label}: {route}\n")
-    sys.stderr.flush()
+        return ""
+    return f"[monarch rank {group.rank()}/{group.size()} pid {os.getpid()}] group {group._label}: "

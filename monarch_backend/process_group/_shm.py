@@ -24,6 +24,7 @@ from monarch_backend.process_group._errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     GroupClosedError,
+    MonarchError,
     RankFailedError,
 )
 
@@ -230,7 +231,10 @@ class SharedMemory:
         who = f"rank {rank} ({self._members[rank]})" if rank >= 0 else "the group:"
         end = f"The group can't be used any more: destroy it and make a new one. [{here}]"
         if kind == "late":
+            end = end.replace("The group can't", "After a timeout the group can't")
             return CollectiveTimeoutError(f"timed out: {who} {text}. {end}")
+        if kind == "unreadable":
+            return MonarchError(f"{who} {text}. {end}")
         return RankFailedError(f"{who} {text}. {end}", rank)
 
     def _run(

@@ -9,7 +9,6 @@ the memory of one host is _shm.py's, of several _hierarchy.py's.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
 import os
@@ -25,57 +24,9 @@ from monarch_backend import _native
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._hierarchy import Hierarchy
 from monarch_backend.process_group._shm import SharedMemory
-
-# What one rank offers to its peers for all of its groups together; pages of it that nobody has used cost nothing.
-ARENA_BYTES = 256 << 20
+from monarch_backend.process_group._shm_process import read_from, this_process
 
 _PATIENCE = 30.0  # seconds for a peer that has connected to show up here: it has already
-
-
-@dataclass
-class _Process:
-    """This process among those of its host, made with its first group."""
-
-    host: Any
-    engine: Any
-
-    def stop(self) -> None:
-        self.host.leave()
-        self.engine.stop()
-
-
-_process: _Process | None = None
-
-
-def _this_process() -> _Process:
-    global _process
-    if _process is None:
-        host = _native.Host(arena_bytes())
-        _process = _Process(host, _native.Engine(host))
-        atexit.register(_process.stop)
-    return _process
-
-
-def _in_forked_child() -> None:
-    global _process
-    if _process is not None:
-        atexit.unregister(_process.stop)
-        _process.host.abandon()
-        _native.keep_for_ever(_process)  # its threads are the parent's: nothing here can join them
-        _process = None
-
-
-os.register_at_fork(after_in_child=_in_forked_child)
-
-
-def arena_bytes() -> int:
-    """MONARCH_SHM_BYTES, or the default. Raises ValueError for what is no number of bytes."""
-    text = os.environ.get("MONARCH_SHM_BYTES", "")
-    if not text:
-        return ARENA_BYTES
-    if not text.isdigit() or int(text) < 1 << 20:
-        raise ValueError(f"MONARCH_SHM_BYTES={text!r}: give a number of bytes, 1048576 or more, or leave it unset")
-    return int(text)
 
 
 def wanted() -> bool:
@@ -101,7 +52,7 @@ class Meeting:
     why: str
 
 
-def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], gloo: Any) -> Meeting:
+def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], gloo: Any, label: str = "") -> Meeting:
     """Find out which ranks share memory, the same on every rank, and what to make of it.
 
     All of them: shared memory. Some: a hierarchy, with ``gloo`` between the hosts. None: nothing but ``gloo``.
@@ -110,7 +61,7 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
     host: Any = None
     if not me["refusal"]:
         try:
-            host = _this_process().host
+            host = this_process().host
             me |= {"kernel": _native.boot_id(), "ipc": _native.ipc_namespace(), "token": host.token}
         except OSError as error:
             me["refusal"] = f"no shared memory: {error}"
@@ -123,7 +74,7 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
     hosts, remark = _hosts(store, host, rank, everyone, timeout())
     if len(hosts) == size > 1:
         return Meeting(None, "gloo", f"no two ranks share memory{remark}")
-    return _share(store, host, rank, everyone, hosts, timeout, gloo, remark)
+    return _share(store, host, rank, everyone, hosts, timeout, gloo, remark, label)
 
 
 def _hosts(
@@ -175,6 +126,7 @@ def _share(
     timeout: Callable[[], timedelta],
     gloo: Any,
     remark: str,
+    label: str,
 ) -> Meeting:
     """Make the memory of each host's ranks, if all can."""
     here = next(ranks for ranks in hosts if rank in ranks)
@@ -186,9 +138,9 @@ def _share(
             host.drop_board(mine)
         return Meeting(None, "gloo", f"rank {full[0]}: MONARCH_SHM_BYTES are used up by other groups")
     tokens, members = [everyone[r]["token"] for r in here], [said["member"] for said in everyone]
-    native = _native.ShmGroup(host, here.index(rank), tokens, [boards[r] for r in here])
+    native = _native.ShmGroup(host, here.index(rank), tokens, [boards[r] for r in here], read_from(), label)
     if len(hosts) == 1:
-        memory = SharedMemory(native, lambda: _this_process().engine, members, rank, timeout)
+        memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         return Meeting(memory, "shm", "all ranks share memory")
     hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, store)
     return Meeting(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")

@@ -195,9 +195,9 @@ def _many_groups(rank: int) -> None:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(300_000), group=group)
         dist.destroy_process_group(group)
-        from monarch_backend.process_group import _shm_meet
+        from monarch_backend.process_group import _shm_process
 
-        counts.append(_shm_meet._this_process().host.used())
+        counts.append(_shm_process.this_process().host.used())
     assert max(counts[10:]) <= max(counts[:10]), counts
 
 

@@ -32,7 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from monarch_backend.process_group import _shm_meet
+from monarch_backend.process_group import _shm_process
 from monarch_backend.process_group._errors import CollectiveTimeoutError, RankFailedError
 from tests.shm import programs
 from tests.support.ranks import _answer, _spawn, init, store_file
@@ -299,7 +299,7 @@ def _leave() -> dict[str, int]:
     dist.destroy_process_group()
     gc.collect()
     # What groups that are gone still hold is given back when the next one needs memory.
-    host = _shm_meet._this_process().host
+    host = _shm_process.this_process().host
     host.drop_board(host.make_board(1))
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     return {

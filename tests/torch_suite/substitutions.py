@@ -31,7 +31,7 @@ class Substitution:
 FEATURES = ("gpu", "cuda", "ddp", "subgroup", "plugin")
 
 # Names that the changed file uses and that the harness puts beside its own.
-NAMES = {"TITLES": {"monarch": "gloo"}}
+NAMES = {"TITLES": {"monarch": "shm"}}
 
 SUBSTITUTIONS = (
     Substitution(
@@ -68,7 +68,7 @@ SUBSTITUTIONS = (
         'f"{backend}:',
         'f"{TITLES.get(backend, backend)}:',
         (10,),
-        "a profiled event keeps the title of the group that did it (gloo:send), which is what the traces' tools know",
+        "a profiled event has the title of the route that did it (shm:send), as gloo:send has",
     ),
     Substitution(
         'f"{dist.get_backend()}:',

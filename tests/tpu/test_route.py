@@ -206,7 +206,7 @@ def test_a_tpu_tensor_without_the_package_is_told_what_to_install() -> None:
     [text] = run_ranks(_unrouted, 1, backend=None)
     assert text.startswith("no route for tensors on device 'tpu': no package registered a backend for 'tpu'; ")
     assert "pip install torch-tpu" in text or "found no TPU on this machine" in text
-    assert "Routes of this group: cpu -> gloo" in text
+    assert "Routes of this group: cpu -> shm" in text
     assert "rank 0 of 1" in text
 
 

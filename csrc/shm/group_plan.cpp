@@ -1,0 +1,188 @@
+// Which way an operation takes. Each rank publishes with its call how the others can have what it brings; once all have
+// entered, all come to the same plan, because it is made of what all have published.
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+
+#include "shm/group.h"
+
+namespace monarch {
+
+namespace {
+
+constexpr std::uint64_t block = 256 << 10;  // of a direct operation, between two looks at the others
+
+// Straight from the tensors an all_reduce waits twice, and each rank writes to lines that the others have just read:
+// below, the stage is faster, if nobody waits for a processor anyway.
+constexpr std::uint64_t slices_pay_from = 4 << 20;
+
+// Whether one copy by the kernel is worth having. It costs as much processor time as two through the stage, which stay in
+// the caches, and leaves the caches to others; but the reader does all of it. Not where the one who brings the data
+// would else do half of the work for all (broadcast), and not where they must be copied before they are reduced.
+bool worth_reading(Collective c) {
+  return c == Collective::all_gather || c == Collective::gather || c == Collective::scatter || c == Collective::all_to_all;
+}
+
+// Whether anybody takes something from this rank.
+bool brings(const Header& header, int rank) {
+  switch (header.collective) {
+    case Collective::barrier: return false;
+    case Collective::broadcast:
+    case Collective::scatter: return rank == header.root;
+    case Collective::reduce:
+    case Collective::gather: return rank != header.root;
+    default: return true;
+  }
+}
+
+}  // namespace
+
+// What a rank offers -------------------------------------------------------------------------------------------------
+
+void Group::offer(Operation& op) {
+  const Collective c = op.header.collective;
+  std::uint64_t width = op.header.bytes, total = width;
+  if (c == Collective::all_to_all) {
+    std::uint64_t* sizes = table(rank_, op.sequence);
+    width = 0;
+    for (int r = 0; r < size_; ++r) {
+      sizes[r] = op.in[r].bytes;
+      sizes[size_ + r] = op.out[r].bytes;
+      width = std::max(width, op.in[r].bytes);
+    }
+  }
+  if (by_pieces(c)) total = whole_lines(width) * size_;
+  if (total <= slot_bytes) {
+    op.header.offer = Offer::slot;
+    op.width = by_pieces(c) ? whole_lines(width) : width;
+    fill(op, 0, slot(rank_, op.sequence), true);
+  } else {
+    op.header.offer = offer_in_place(op);
+  }
+}
+
+// Where the others find it without our doing. An all_reduce offers its result as well: the slice that the rank reduces
+// for all.
+Offer Group::offer_in_place(Operation& op) {
+  const Collective c = op.header.collective;
+  if (!brings(op.header, rank_) || overlaps(op)) return Offer::stage;
+  const Mapping& arena = host_->arena().mapping();
+  std::uint64_t* places = offered(rank_, op.sequence);
+  bool shared = true;
+  std::uint64_t bytes = 0;
+  const auto publish = [&](int at, const Span& span) {
+    places[at] = reinterpret_cast<std::uintptr_t>(span.data);
+    shared &= arena.holds(span.data, span.bytes);
+    bytes = std::max(bytes, span.bytes);
+  };
+  for (std::size_t i = 0; i < op.in.size(); ++i) publish(static_cast<int>(i), op.in[i]);
+  if (c == Collective::all_reduce) publish(size_, op.out[0]);
+  if (shared) {
+    for (int i = 0; i <= size_; ++i) places[i] -= reinterpret_cast<std::uintptr_t>(arena.at(0));
+    return Offer::shared;
+  }
+  return board(rank_).reads != 0 && bytes >= read_from_ && worth_reading(c) ? Offer::memory : Offer::stage;
+}
+
+// Whether the operation would write to what others may still read. A rank may write its result over its own part,
+// which nobody else wants; an all_reduce writes only the slices that it has been asked for, or that nobody reads.
+bool Group::overlaps(const Operation& op) const {
+  for (std::size_t i = 0; i < op.in.size(); ++i) {
+    for (std::size_t o = 0; o < op.out.size(); ++o) {
+      const Span &in = op.in[i], &out = op.out[o];
+      if (in.data + in.bytes <= out.data || out.data + out.bytes <= in.data) continue;
+      const bool same = in.data == out.data && in.bytes == out.bytes;
+      const auto own = static_cast<std::size_t>(rank_);
+      if (!same || (op.in.size() > 1 && i != own) || (op.out.size() > 1 && o != own)) return true;
+    }
+  }
+  return false;
+}
+
+// The plan -----------------------------------------------------------------------------------------------------------
+
+void Group::plan(Operation& op) {
+  bool in_slots = true;
+  std::uint64_t bytes = op.header.bytes;
+  for (int r = 0; r < size_; ++r) {
+    in_slots &= board(r).headers[op.sequence & 1].offer == Offer::slot;
+    if (op.header.collective == Collective::all_to_all) {
+      const std::uint64_t* sizes = table(r, op.sequence);
+      bytes = std::max(bytes, *std::max_element(sizes, sizes + size_));
+    }
+  }
+  op.way = Way::slots;
+  if (!in_slots) lay_out(op, bytes);
+  explain(op);
+  if (in_slots) {
+    take(op, 0, true);
+    finish(op);
+  } else {
+    op.state = Operation::moving;
+  }
+}
+
+bool Group::all_offer_in_place(const Operation& op) const {
+  bool read = false;
+  for (int r = 0; r < size_; ++r) {
+    if (!brings(op.header, r)) continue;
+    const Offer offer = board(r).headers[op.sequence & 1].offer;
+    if (offer != Offer::shared && offer != Offer::memory) return false;
+    read |= offer == Offer::memory;
+  }
+  for (int r = 0; read && r < size_; ++r) {
+    if (board(r).reads == 0) return false;
+  }
+  return true;
+}
+
+// How a large operation of `bytes` (of one piece, or of the vector) goes.
+void Group::lay_out(Operation& op, std::uint64_t bytes) {
+  const Collective c = op.header.collective;
+  const bool too_small = c == Collective::all_reduce && !crowded_ && bytes < slices_pay_from;
+  if (!too_small && all_offer_in_place(op)) {
+    op.way = Way::direct;
+    op.stride = 64;  // takes no room in the stage: only what the counters need to go on
+    op.width = block;
+    op.chunks = ((c == Collective::all_reduce ? whole_lines((bytes + size_ - 1) / size_) : bytes) + block - 1) / block;
+    op.base = position_;
+    return;
+  }
+  // Four chunks, so that the ranks work on different ones at the same time; few large ones where they take turns on
+  // the processors anyway.
+  const bool pieces = by_pieces(c);
+  const std::uint64_t all = pieces ? whole_lines(bytes) * size_ : bytes;
+  const std::uint64_t most = std::min<std::uint64_t>(crowded_ ? stage_ : 256 << 10, stage_ / 2);
+  const std::uint64_t least = std::bit_ceil(std::max<std::uint64_t>(32 << 10, 64 * size_));
+  op.stride = std::clamp<std::uint64_t>(std::bit_ceil(crowded_ ? all : all / 4), least, most);
+  op.width = pieces ? op.stride / size_ / 64 * 64 : op.stride;
+  op.chunks = (bytes + op.width - 1) / op.width;
+  op.base = (position_ + op.stride - 1) / op.stride * op.stride;  // a chunk never crosses the end of the stage
+  // Two shots (each rank reduces its slice for all) read less than one (each reduces everything), and wait once more.
+  op.way = c == Collective::all_reduce && size_ > 2 && bytes > 32 << 10 ? Way::two_shot : Way::one_shot;
+}
+
+// Once for each way of each collective, if somebody wants to know.
+void Group::explain(const Operation& op) {
+  if (label_.empty()) return;
+  bool& done = explained_[static_cast<std::size_t>(op.header.collective)][static_cast<std::size_t>(op.way)];
+  if (std::exchange(done, true)) return;
+  std::string way;
+  const std::string chunks = std::to_string(op.chunks) + " chunks of " + std::to_string(op.width) + " bytes";
+  switch (op.way) {
+    case Way::slots: way = "one shot through slots of " + std::to_string(slot_bytes) + " bytes"; break;
+    case Way::one_shot: way = "through the stage, in " + chunks; break;
+    case Way::two_shot: way = "two shots through the stage, in " + chunks; break;
+    case Way::direct: {
+      bool read = false;
+      for (int r = 0; r < size_; ++r) read |= brings(op.header, r) && board(r).headers[op.sequence & 1].offer == Offer::memory;
+      way = read ? "one copy, with process_vm_readv" : "no copy: straight from tensors in shared memory";
+      break;
+    }
+    case Way::count: break;
+  }
+  // One write: the ranks of a host share a terminal.
+  std::fputs((label_ + describe(op) + " goes " + way + "\n").c_str(), stderr);
+}
+
+}  // namespace monarch
