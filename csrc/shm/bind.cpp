@@ -78,6 +78,18 @@ std::shared_ptr<Operation> run_at_once(Group& group, std::shared_ptr<Operation> 
   return operation;
 }
 
+// What Python wants to hear of an operation's end. Nobody is there to catch what it raises.
+std::function<void()> reporting(std::function<void()> then) {
+  return [then = std::move(then)] {
+    try {
+      then();
+    } catch (py::error_already_set& error) {
+      const py::gil_scoped_acquire acquire;
+      error.discard_as_unraisable("monarch_backend: the end of an operation");
+    }
+  };
+}
+
 std::unique_ptr<Room> make_room(std::shared_ptr<Host> host, std::size_t bytes) {
   auto room = std::make_unique<Room>(std::move(host), bytes);
   if (room->data() == nullptr) throw std::bad_alloc();
@@ -166,7 +178,7 @@ void bind_shared_memory(py::module_& m) {
              auto operation = make_operation(collective, dtype, op, root, bytes, spans(in), spans(out));
              operation->deadline = after(seconds);
              const py::gil_scoped_release release;
-             engine.start(std::move(group), operation, std::move(then));
+             engine.start(std::move(group), operation, reporting(std::move(then)));
              return operation;
            })
       .def("see_to",
@@ -174,7 +186,7 @@ void bind_shared_memory(py::module_& m) {
               std::function<void()> then) {
              operation->deadline = after(seconds);
              const py::gil_scoped_release release;
-             engine.see_to(std::move(group), std::move(operation), std::move(then));
+             engine.see_to(std::move(group), std::move(operation), reporting(std::move(then)));
            })
       .def("stop", &Engine::stop, Release());
 }

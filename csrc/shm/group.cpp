@@ -394,6 +394,7 @@ std::optional<Failure> Group::find_fault(const Operation& op) {
       if (said >> 24 == Failure::dead || said >> 24 == Failure::left) continue;  // we shall hear of it in a moment
     }
     if (said != 0) {
+      if (culprit == r) return Failure{Failure::late, r, "gave up on " + describe(op)};
       return Failure{Failure::late, culprit, "kept rank " + std::to_string(r) + " waiting until it gave up"};
     }
   }
@@ -415,9 +416,34 @@ void Group::expire(const Operation& op) {
     for (int r = 0; r < size_ && failure.rank < 0; ++r) {
       if (r != rank_ && board(r).entered.load(std::memory_order_acquire) < first.sequence) failure.rank = r;
     }
-    if (failure.rank < 0) failure.text = describe(first) + " did not end, though all ranks have entered it";
+    if (failure.rank < 0) {
+      failure.rank = laggard(first);
+      failure.text = (failure.rank < 0 ? "" : "does not go on with ") + describe(first) +
+                     (failure.rank < 0 ? " did not end, though all ranks have entered it" : ", which it has entered");
+    }
   }
   fail(failure);
+}
+
+// The rank that keeps an operation from going on which all have entered, or -1. What it waits for itself is there: I
+// have been where it is.
+int Group::laggard(const Operation& op) const {
+  if (op.state != Operation::moving) return -1;
+  const auto behind = [this](std::atomic<std::uint64_t> Board::*counter, std::uint64_t position) {
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_ && (board(r).*counter).load(std::memory_order_acquire) < position) return r;
+    }
+    return -1;
+  };
+  const std::uint64_t end = op.base + (op.way == Way::direct ? 1 : op.taken + 1) * op.stride;
+  int late = -1;
+  if (op.way == Way::direct) {
+    if (op.header.collective == Collective::all_reduce) late = behind(&Board::reduced, end);
+    return late < 0 ? behind(&Board::taken, end) : late;
+  }
+  if (end > stage_) late = behind(&Board::taken, end - stage_);  // nobody can fill the chunk yet
+  if (late < 0) late = behind(&Board::filled, end);
+  return late < 0 && op.way == Way::two_shot ? behind(&Board::reduced, end) : late;
 }
 
 void Group::expire_if_due(Operation& operation) {

@@ -113,6 +113,7 @@ class Group {
   void fail(Failure failure);
   std::optional<Failure> find_fault(const Operation& op);
   void expire(const Operation& op);
+  int laggard(const Operation& op) const;
   bool somebody_gave_up() const;
   bool all_left() const;
   bool all_reach(std::atomic<std::uint64_t> Board::*counter, std::uint64_t value) const;

@@ -105,7 +105,10 @@ class ShmWork(dist.Work):
                 self._error = self._group.error(fault)
             finish, self._finish, self._keep = self._finish, None, None
             if finish is not None and self._error is None:
-                finish()
+                try:
+                    finish()
+                except Exception as error:  # of an earlier operation that is one with this to the caller
+                    self._error = error
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Wait until the operation is done; raises its error, or CollectiveTimeoutError after ``timeout``."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import monarch_backend
 from tests.process_group import reference
 
 # torch 2.13 gave them these names and says that the old ones will go.
@@ -67,10 +68,11 @@ class Step:
     root: int
     asynchronous: bool
     strided: bool
+    placed: str = ""  # whose tensors are in shared memory: "all", "some", or nobody's
     letters: tuple[Letter, ...] = ()
 
     def __str__(self) -> str:
-        how = "async" if self.asynchronous else "sync"
+        how = ("async" if self.asynchronous else "sync") + (f", {self.placed} shared" if self.placed else "")
         letters = f", {len(self.letters)} letters" if self.letters else ""
         what = f"{self.kind}({self.op or '-'}) {self.dtype}[{self.count}], root {self.root}"
         return f"step {self.number}: {what}{letters}, {how}, group {self.group}"
@@ -119,7 +121,8 @@ def _draw_step(
     root, asynchronous = pick.randrange(members), pick.random() < 0.6
     if kind in MESSAGES:
         letters = tuple(_draw_letters(pick, number, kind, members, root, dtype, count, weights))
-    return Step(number, index, kind, dtype, op, count, root, asynchronous, pick.random() < 0.15, letters)
+    strided, placed = pick.random() < 0.15, pick.choices(("", "all", "some"), (60, 30, 10))[0]
+    return Step(number, index, kind, dtype, op, count, root, asynchronous, strided, placed, letters)
 
 
 def _draw_count(pick: random.Random, dtype: str, weights: Sequence[float], share: int) -> int:
@@ -213,11 +216,14 @@ class Call:
         self.me, self.size = group.rank(), len(self.ranks)
         self.root = self.ranks[step.root]
         self.at_root = self.me == step.root
+        # What it makes for itself, until it has begun; what it compares with later is nobody's business.
+        self.placing = step.placed == "all" or (step.placed == "some" and self.me % 2 == 0)
 
     def of(self, rank: int, count: int | None = None, part: int = 0) -> Tensor:
         """What a rank of the group brings; ``part`` where it brings several."""
         salt = self.step.number * 97 + rank * 17 + part
-        return numbers(self.step.dtype, self.step.count if count is None else count, salt, reduced=bool(self.step.op))
+        many = self.step.count if count is None else count
+        return self.place(numbers(self.step.dtype, many, salt, reduced=bool(self.step.op)))
 
     def everybody(self, count: int | None = None, part: int = 0) -> list[Tensor]:
         return [self.of(rank, count, part) for rank in range(self.size)]
@@ -229,7 +235,16 @@ class Call:
         wanted = self.step.count if count is None else count
         if self.step.strided and self.step.kind in ("all_gather", "gather", "all_to_all"):
             return torch.zeros((wanted, 2), dtype=getattr(torch, dtype or self.step.dtype))[:, 0]
-        return torch.zeros(wanted, dtype=getattr(torch, dtype or self.step.dtype))
+        return self.place(torch.zeros(wanted, dtype=getattr(torch, dtype or self.step.dtype)))
+
+    def place(self, x: Tensor) -> Tensor:
+        """The tensor, in shared memory where this step has it and while there is room."""
+        if not self.placing:
+            return x
+        try:
+            return monarch_backend.empty_shared(x.shape, dtype=x.dtype).copy_(x)
+        except MemoryError:
+            return x
 
     def begin(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         if self.step.op:
@@ -331,7 +346,7 @@ def _reduce_scatter(call: Call) -> Started:
 
 def _reduce_scatter_single(call: Call) -> Started:
     mine = torch.cat([call.of(call.me, part=to) for to in range(call.size)])
-    x, output = mine.clone(), call.blank()
+    x, output = call.place(mine.clone()), call.blank()
     works = call.begin(REDUCE_SCATTER_SINGLE, output, x.view(call.size, -1) if call.step.strided else x)
     return works, lambda: [(output, call.reduced(part=call.me)), (x, mine)]
 
@@ -505,7 +520,9 @@ class Player:
     def start(self, step: Step, order: random.Random) -> Pending:
         """Begin a step of ours; it is done if it is synchronous."""
         begin = COLLECTIVES.get(step.kind) or MESSAGES[step.kind]
-        works, check = begin(Call(self.program, step, self.groups[step.group], order))
+        call = Call(self.program, step, self.groups[step.group], order)
+        works, check = begin(call)
+        call.placing = False
         return Pending(step, works, check)
 
     def wait(self, pending: Pending, order: random.Random) -> None:

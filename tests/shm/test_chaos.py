@@ -17,6 +17,7 @@ import os
 import pickle
 import random
 import re
+import select
 import signal
 import statistics
 import sys
@@ -276,7 +277,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
-    os.environ.update(MONARCH_SHM="1", RANK=str(rank), WORLD_SIZE=str(scene.program.size))
+    os.environ.update(MONARCH_SHM="1", MONARCH_SHM_READV="40000", RANK=str(rank), WORLD_SIZE=str(scene.program.size))
     torch.set_num_threads(1)
 
     def play() -> Report:
@@ -297,14 +298,23 @@ def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Con
 def _leave() -> dict[str, int]:
     """End, and tell what is left of the others in this process."""
     dist.destroy_process_group()
-    gc.collect()
-    # What groups that are gone still hold is given back when the next one needs memory.
-    host = _shm_process.this_process().host
-    host.drop_board(host.make_board(1))
-    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    end = time.monotonic() + 5
+    # The threads that tell of an operation's end hold its group until they have.
+    while (left := _left()) and left["of the dead"] and time.monotonic() < end:
+        gc.collect()
+        # What groups that are gone still hold is given back when the next one needs memory.
+        host = _shm_process.this_process().host
+        host.drop_board(host.make_board(1))
+    return left
+
+
+def _left() -> dict[str, int]:
+    links = {int(entry.name): os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    pidfds = [fd for fd, link in links.items() if "pidfd" in link]
     return {
-        "pidfds": sum("pidfd" in link for link in links),
-        "memfds": sum("memfd:monarch" in link for link in links),
+        "pidfds": len(pidfds),
+        "of the dead": len(select.select(pidfds, [], [], 0)[0]),
+        "memfds": sum("memfd:monarch" in link for link in links.values()),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:monarch"),
     }
 
@@ -385,7 +395,7 @@ class Run:
             for text in dict.fromkeys(self.judge(rank, report, times)):
                 self.wrong.append(f"rank {rank}: {text}")
         timed_out = [text for report in self.reports.values() for _, _, _, text in report.errors]
-        if self.scene.how == "stop" and not any(re.search(r"did not enter \w+", text) for text in timed_out):
+        if self.scene.how == "stop" and not any(re.search(r"did not enter \w+|does not go on with \w+", text) for text in timed_out):
             self.wrong.append(f"nobody names the collective: {timed_out[:1]}")
         for rank, left in self.left.items():
             living = (self.scene.program.size if self.scene.how == "stop" else len(self.reports)) - 1
