@@ -176,13 +176,13 @@ void Group::explain(const Operation& op) {
     case Way::direct: {
       bool read = false;
       for (int r = 0; r < size_; ++r) read |= brings(op.header, r) && board(r).headers[op.sequence & 1].offer == Offer::memory;
-      way = read ? "one copy, with process_vm_readv" : "no copy: straight from tensors in shared memory";
+      way = read ? "one copy, with process_vm_readv" : "no copy, straight from tensors in shared memory";
       break;
     }
     case Way::count: break;
   }
   // One write: the ranks of a host share a terminal.
-  std::fputs((label_ + describe(op) + " goes " + way + "\n").c_str(), stderr);
+  std::fputs((label_ + describe(op) + ": " + way + "\n").c_str(), stderr);
 }
 
 }  // namespace monarch

@@ -86,7 +86,10 @@ def premultiplied(
         )
     factor = opts.reduceOp.__getstate__()[1]
     with torch.no_grad():
-        scaled = [t.mul_(factor) if in_place else t * factor for t in tensors]
+        # torch multiplies no float8 itself.
+        scaled = [t * factor if t.itemsize > 1 else (t.float() * factor).to(t.dtype) for t in tensors]
+        if in_place:
+            scaled = [t.copy_(s) for t, s in zip(tensors, scaled, strict=True)]
     return scaled, _with(opts, ReduceOp.SUM)
 
 

@@ -5,15 +5,26 @@ Collectives are in test_collectives.py, objects in test_objects.py, arguments th
 
 from __future__ import annotations
 
+import datetime
 import itertools
+import os
+import signal
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from monarch_backend import CollectiveArgumentError
+from monarch_backend import (
+    CollectiveArgumentError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    RankFailedError,
+)
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
 
 SHAPES: tuple[tuple[int, ...], ...] = ((7,), (), (0,), (3, 5), (4099,), (2, 0, 3))
 
@@ -229,3 +240,114 @@ def _only_two_talk(rank: int) -> None:
 
 def test_first_use_by_two_of_four() -> None:
     run_ranks(_only_two_talk, 4)
+
+
+# What goes wrong, on the shared-memory route -----------------------------------------------------------------------
+
+
+def _mismatched(rank: int) -> None:
+    sent, words = torch.zeros(4), r"rank 0 sent 4 elements of float32 with tag 3, and the receive is of "
+    for got, what in (
+        (torch.zeros(5), "5 elements of float32"),
+        (torch.zeros(4, dtype=torch.int32), "4 elements of int32"),
+    ):
+        if rank == 0:
+            dist.send(sent, 1, tag=3)
+        else:
+            with pytest.raises(
+                CollectiveMismatchError, match=words + what + rf".*rank 1 of 2, host \S+, pid {os.getpid()}"
+            ):
+                dist.recv(got, 0, tag=3)
+            assert not got.any()
+    _exchange(rank)
+
+
+def _exchange(rank: int) -> None:
+    """The group is as good as before."""
+    peer, got = 1 - rank, torch.zeros(3)
+    works = [dist.isend(torch.full((3,), float(rank)), peer), dist.irecv(got, peer)]
+    for work in works:
+        work.wait()
+    assert got.eq(peer).all()
+    dist.barrier()
+
+
+@linux
+def test_a_message_of_another_size_or_dtype() -> None:
+    run_ranks(_mismatched, 2)
+
+
+def _nobody_sends(rank: int) -> None:
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    store.set_timeout(datetime.timedelta(seconds=60))
+    if rank == 0:
+        words = (
+            r"rank 1 \(host \S+, pid \d+\) did not send what recv from rank 1 \(float32, 3 elements, tag 5\) waits for"
+        )
+        with pytest.raises(CollectiveTimeoutError, match=words):
+            dist.recv(torch.zeros(3), 1, tag=5)
+        store.set("gave up", "")
+    else:
+        store.wait(["gave up"])
+
+
+@linux
+def test_a_message_that_does_not_come() -> None:
+    run_ranks(_nobody_sends, 2, group_timeout=1.0)
+
+
+def _nobody_takes(rank: int) -> None:
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    store.set_timeout(datetime.timedelta(seconds=60))
+    if rank == 0:
+        words = (
+            r"rank 1 \(host \S+, pid \d+\) did not take what send to rank 1 \(uint8, \d+ elements, tag 0\) has for it"
+        )
+        with pytest.raises(CollectiveTimeoutError, match=words):
+            dist.send(torch.zeros(16 << 20, dtype=torch.uint8), 1)
+        store.set("gave up", "")
+    else:
+        store.wait(["gave up"])
+
+
+@linux
+def test_a_large_message_that_nobody_takes() -> None:
+    run_ranks(_nobody_takes, 2, group_timeout=1.0)
+
+
+def _killed(rank: int) -> None:
+    if rank == 1:
+        dist.send(torch.ones(3), 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    got = torch.zeros(3)
+    dist.recv(got, 1)  # what it sent before it died
+    assert got.eq(1).all()
+    for call in (lambda: dist.recv(got, 1), lambda: dist.send(torch.zeros(16 << 20), 1), lambda: dist.recv(got, 1)):
+        with pytest.raises(RankFailedError, match=r"rank 1 \(host \S+, pid \d+\) killed by signal 9"):
+            call()
+
+
+@linux
+def test_the_other_side_is_killed() -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(_killed, 2)
+    assert "rank 1:\nthe rank died without an answer" in str(caught.value)
+    assert "rank 0:" not in str(caught.value)
+
+
+def _closed(rank: int) -> None:
+    if rank == 1:
+        dist.send(torch.ones(3), 0)
+        return  # run_ranks destroys its group
+    got = torch.zeros(3)
+    dist.recv(got, 1)
+    assert got.eq(1).all()
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 \(host \S+, pid \d+\) closed the group without recv from rank 1|ended"
+    ):
+        dist.recv(got, 1)
+
+
+@linux
+def test_the_other_side_closes_its_group() -> None:
+    run_ranks(_closed, 2)

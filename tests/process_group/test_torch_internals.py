@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from types import FrameType
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -83,3 +88,48 @@ def _detail(rank: int) -> tuple[str, bool]:
 
 def test_debug_wrapper_is_put_and_peeled() -> None:
     assert run_ranks(_detail, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) == [("_ProcessGroupWrapper", True)] * 2
+
+
+def test_torch_s_blocking_calls_are_functions_that_wait() -> None:
+    """What `is_waited_for` goes by: send and recv call isend and irecv, and wait for what these give."""
+    for blocking, starts in ((dist.send, "isend"), (dist.recv, "irecv")):
+        function = inspect.unwrap(blocking)
+        assert function.__code__ in _torch._BLOCKING
+        source = inspect.getsource(function)
+        assert starts in function.__code__.co_names or "group.send" in source or "pg.recv" in source
+        assert "wait()" in source
+    assert {inspect.unwrap(f).__code__ for f in (dist.isend, dist.irecv)} == _torch._NON_BLOCKING
+
+
+def _messages(rank: int) -> list[bool]:
+    seen: list[bool] = []
+    original = _torch.is_waited_for
+
+    def spy(frame: FrameType | None) -> bool:
+        seen.append(original(frame))
+        return seen[-1]
+
+    _torch.is_waited_for = spy
+    x = torch.zeros(3)
+    for turn in range(2):
+        if rank == turn:
+            dist.send(x, 1 - rank)
+            dist.isend(x, 1 - rank).wait()
+            dist.group.WORLD.send([x], 1 - rank, 0).wait()
+        else:
+            dist.recv(x, 1 - rank)
+            dist.irecv(x, 1 - rank).wait()
+            dist.group.WORLD.recv([x], 1 - rank, 0).wait()
+    return seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
+def test_only_blocking_calls_are_waited_for() -> None:
+    assert run_ranks(_messages, 2) == [[True, False, False] * 2] * 2
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.25)])
+def test_the_factor_of_a_premultiplied_sum_is_in_its_state(factor: float | torch.Tensor) -> None:
+    kind, found = dist._make_nccl_premul_sum(factor).__getstate__()
+    assert float(found) == float(factor)
+    assert kind == 8 or "PREMUL" in str(kind)

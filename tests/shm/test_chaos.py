@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 SEED = os.environ.get("MONARCH_TEST_SEED", "")
-RUNS = 40
+RUNS = 200
 AT_ONCE = 3  # runs side by side: most of a run is waiting for the store, the timeout or the kernel
 STEPS = 40
 DEADLINE = 60.0  # seconds for a run: longer than anything takes on a busy machine
@@ -395,7 +395,9 @@ class Run:
             for text in dict.fromkeys(self.judge(rank, report, times)):
                 self.wrong.append(f"rank {rank}: {text}")
         timed_out = [text for report in self.reports.values() for _, _, _, text in report.errors]
-        if self.scene.how == "stop" and not any(re.search(r"did not enter \w+|does not go on with \w+", text) for text in timed_out):
+        if self.scene.how == "stop" and not any(
+            re.search(r"did not enter \w+|does not go on with \w+", text) for text in timed_out
+        ):
             self.wrong.append(f"nobody names the collective: {timed_out[:1]}")
         for rank, left in self.left.items():
             living = (self.scene.program.size if self.scene.how == "stop" else len(self.reports)) - 1
