@@ -363,5 +363,5 @@ def test_a_rank_that_may_not_read(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("text", ["-1", "1e6", "many"])
 def test_a_readv_limit_that_is_no_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_SHM_READV", text)
-    with pytest.raises(ValueError, match="MONARCH_SHM_READV=.*give a number of bytes, 0 for never"):
+    with pytest.raises(ValueError, match=r"MONARCH_SHM_READV=.*give a number of bytes, 0 for never"):
         _shm_process.read_from()

@@ -42,7 +42,7 @@ def test_the_route_reduces_all_that_torch_has() -> None:
     assert not missing
 
 
-# float8: every pair of its 256 codes ------------------------------------------------------------------------------------
+# float8: every pair of its 256 codes ----------------------------------------------------------------------------------
 
 
 def _float8(rank: int, name: str, op: str) -> list[str]:
@@ -65,7 +65,7 @@ def test_every_pair_of_float8(name: str, op: str) -> None:
     assert run_ranks(_float8, 2, name, op) == [[], []]
 
 
-# Integers wrap around as torch's do --------------------------------------------------------------------------------------
+# Integers wrap around as torch's do -----------------------------------------------------------------------------------
 
 
 def _integers(rank: int, name: str) -> None:
@@ -98,7 +98,7 @@ def test_integers_wrap_around(name: str) -> None:
     run_ranks(_integers, 2, name)
 
 
-# Floats, bools, complex -------------------------------------------------------------------------------------------------
+# Floats, bools, complex -----------------------------------------------------------------------------------------------
 
 
 def _nan_and_infinity(rank: int, name: str) -> None:
@@ -160,7 +160,7 @@ def _complex(rank: int, name: str) -> None:
     assert y.tolist() == [3 + 6j, -9j]
     dist.all_reduce(x, op=dist.ReduceOp.AVG)
     assert x.tolist() == [1.5 + 3j, -4.5j]
-    with pytest.raises((CollectiveArgumentError, ValueError), match="all_reduce does not support|PRODUCT can't"):
+    with pytest.raises((CollectiveArgumentError, ValueError), match=r"all_reduce does not support|PRODUCT can't"):
         dist.all_reduce(x, op=dist.ReduceOp.PRODUCT)
 
 
@@ -169,7 +169,7 @@ def test_complex(name: str) -> None:
     run_ranks(_complex, 2, name)
 
 
-# PREMUL_SUM ---------------------------------------------------------------------------------------------------------------
+# PREMUL_SUM -----------------------------------------------------------------------------------------------------------
 
 
 def _premultiplied(factor: float | Tensor) -> object:
