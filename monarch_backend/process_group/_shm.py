@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from monarch_backend.process_group import _torch
@@ -447,7 +446,7 @@ class SharedMemory:
         """The operation that torch's dispatcher calls ``name``, with its arguments."""
         method, title = _METHODS[name]
         call: Callable[..., ShmWork] = getattr(self, method)
-        with record_function(f"shm:{title}"):
+        with _torch.profiled(f"shm:{title}", _read_by(name, args)):
             if name == "barrier":
                 return call(opts)
             if name in _POINT_TO_POINT:
@@ -483,6 +482,17 @@ _METHODS = {
     "barrier": ("barrier", "barrier"),
     "send": ("send", "send"),
     "recv_": ("recv", "recv"),
-    "recv_any_source_": ("recv_anysource", "recv"),
+    "recv_any_source_": ("recv_anysource", "recvAnySource"),
 }
+
+
+def _read_by(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors whose shapes the profiler shows: what the operation reads."""
+    if name == "barrier":
+        return []
+    given = args[0] if name in _IN_PLACE or name in _POINT_TO_POINT else args[1]
+    tensors = [given] if isinstance(given, Tensor) else list(given)
+    return [t for row in tensors for t in (row if isinstance(row, (list, tuple)) else [row])]
+
+
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import (
     get_debug_level,
 )
 from torch._C._dynamo import eval_frame
+from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import (
@@ -96,6 +97,11 @@ def watched() -> bool:
     return (
         _len_torch_dispatch_stack() > 0 or profiler._is_profiler_enabled or _allow_inflight_collective_as_graph_input()
     )
+
+
+def profiled(title: str, tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
+    """A range of the profiler with the shapes of ``tensors``, which torch.profiler.record_function can't show."""
+    return _RecordFunctionFast(title, tensors)
 
 
 _NON_BLOCKING = frozenset(getattr(f, "__wrapped__", f).__code__ for f in (dist.isend, dist.irecv))

@@ -133,3 +133,10 @@ def test_the_factor_of_a_premultiplied_sum_is_in_its_state(factor: float | torch
     kind, found = dist._make_nccl_premul_sum(factor).__getstate__()
     assert float(found) == float(factor)
     assert kind == 8 or "PREMUL" in str(kind)
+
+
+def test_a_profiled_range_has_shapes() -> None:
+    with torch.autograd.profiler.profile(record_shapes=True) as seen, _torch.profiled("shm:x", [torch.ones(2, 3)]):
+        pass
+    (event,) = [event for event in seen.function_events if event.name == "shm:x"]
+    assert event.input_shapes == [[2, 3]]

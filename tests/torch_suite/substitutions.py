@@ -82,6 +82,18 @@ SUBSTITUTIONS = (
         (1,),
         "the same for the titles of the collectives",
     ),
+    Substitution(
+        "self.assertTrue(event.is_async)",
+        'self.assertEqual(event.is_async, BACKEND != "monarch")',
+        (6,),
+        "an operation over shared memory runs on its caller's thread, and so its range begins and ends there",
+    ),
+    Substitution(
+        "self.assertTrue(e.is_async)",
+        'self.assertEqual(e.is_async, BACKEND != "monarch")',
+        (1,),
+        "the same for the collectives",
+    ),
 )
 
 # Lines that name Gloo and stay: (pattern of the whole line, reason).
