@@ -6,12 +6,16 @@ The matrix of all collectives is test_collectives.py's, point to point test_poin
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +25,7 @@ import torch.distributed as dist
 import monarch_backend
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from tests.process_group import reference
-from tests.support.ranks import run_ranks
+from tests.support.ranks import init, run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd, futex and pidfd are Linux's")
 
@@ -256,3 +260,112 @@ def _callbacks(rank: int) -> list[float]:
 
 def test_callbacks_may_wait_for_operations() -> None:
     assert run_ranks(_callbacks, 2) == [[31.0] * 4] * 2
+
+
+def _waits(rank: int, how: str) -> tuple[float, float]:
+    """(processor time, elapsed time) of waiting for a rank that is late."""
+    store = dist.group.WORLD.get_group_store()
+    if rank == 1:
+        store.wait(["waited enough"], datetime.timedelta(seconds=60))
+    x = torch.ones(100_000 if how == "large" else 2)
+    if rank == 0:  # a thread of ours ends the wait, so that no time is fixed here
+        start, before = time.monotonic(), time.process_time()
+        timer = threading.Timer(1.0, lambda: store.set("waited enough", ""))
+        timer.start()
+        if how == "recv":
+            dist.recv(x, 1)
+        elif how == "async":
+            dist.all_reduce(x, async_op=True).wait()
+        else:
+            dist.all_reduce(x)
+        used, took = time.process_time() - before, time.monotonic() - start
+        timer.join()
+        return used, took
+    dist.send(x, 0) if how == "recv" else dist.all_reduce(x)
+    return 0.0, 0.0
+
+
+@pytest.mark.parametrize("how", ["small", "large", "async", "recv"])
+def test_a_late_rank_costs_its_peers_no_processor(how: str) -> None:
+    used, took = run_ranks(_waits, 2, how)[0]
+    assert took > 0.9
+    assert used < 0.2 * took, f"{used:.3f} s of processor time in {took:.3f} s"
+
+
+def _larger_than_the_arena(rank: int) -> None:
+    n, peer = 5_000_000, 1 - rank
+    x = torch.full((n,), float(rank + 1))
+    dist.all_reduce(x)
+    assert x.eq(3).all()
+    row = [torch.empty(n), torch.empty(n)]
+    dist.all_gather(row, torch.full((n,), float(rank)))
+    assert row[0].eq(0).all()
+    assert row[1].eq(1).all()
+    works = [dist.isend(torch.full((n,), float(rank)), peer), dist.irecv(x, peer)]
+    for work in works:
+        work.wait()
+    assert x.eq(peer).all()
+
+
+def test_tensors_larger_than_the_arena() -> None:
+    run_ranks(_larger_than_the_arena, 2, env={"MONARCH_SHM_BYTES": str(2 << 20)})
+
+
+def _no_room(rank: int) -> list[str]:
+    routes, x = [], torch.ones(1000)
+    for _ in range(8):
+        group = dist.new_group([0, 1])
+        dist.all_reduce(x, group=group)
+        routes.append(monarch_backend.routes(group)["cpu"].backend)
+    assert x.eq(2.0**8).all()
+    return routes
+
+
+def test_groups_for_which_there_is_no_room_take_gloo() -> None:
+    first, second = run_ranks(_no_room, 2, env={"MONARCH_SHM_BYTES": str(2 << 20)})
+    assert first == second
+    assert first[0] == "shm"
+    assert first[-1] == "gloo"
+
+
+def _stopped(rank: int, address: str, pids: Any) -> str:
+    """Rank 1 stops itself; the others must say so when the group's time is over, and then let it go on."""
+    init(rank, 3, address, seconds=1.0)
+    pids.put((rank, os.getpid()))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises((CollectiveTimeoutError, RankFailedError), match="rank"):
+            dist.all_reduce(torch.ones(300_000))
+        return "went on"
+    with pytest.raises(CollectiveTimeoutError) as info:
+        dist.all_reduce(torch.ones(300_000))
+    pids.put((rank, 0))
+    return str(info.value)
+
+
+def test_a_stopped_rank_is_late_and_named() -> None:
+    pids: Any = multiprocessing.get_context("fork").SimpleQueue()
+
+    def wake_up() -> None:
+        known = dict(pids.get() for _ in range(3))
+        while Path(f"/proc/{known[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        for _ in range(2):
+            pids.get()  # the others have given up
+        os.kill(known[1], signal.SIGCONT)
+
+    thread = threading.Thread(target=wake_up)
+    thread.start()
+    try:
+        answers = run_ranks(_stopped, 3, pids, backend=None)
+    finally:
+        thread.join()
+        pids.close()
+    assert answers[1] == "went on"
+    for rank in (0, 2):
+        assert re.match(
+            r"timed out: rank 1 \(host \S+, pid \d+\) did not enter all_reduce\(float32, 300000|"
+            r"timed out: rank 1 .* kept rank",
+            answers[rank],
+        ), answers[rank]
