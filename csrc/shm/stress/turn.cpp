@@ -81,6 +81,14 @@ char float8(Dtype dtype, double x) {
   return static_cast<char>(best | (std::signbit(x) && !(one_zero && best == 0) ? 0x80 : 0));
 }
 
+// The code of a float16 of which x is an exact value: 0, or a normal number.
+std::uint16_t float16(double x) {
+  int exponent = 0;
+  const double fraction = std::frexp(std::abs(x), &exponent);
+  const int code = x == 0 ? 0 : ((exponent + 14) << 10) + static_cast<int>(fraction * 2048) - 1024;
+  return static_cast<std::uint16_t>(code | (std::signbit(x) ? 0x8000 : 0));
+}
+
 template <class T>
 void append(std::string& to, T value) {
   to.append(reinterpret_cast<const char*>(&value), sizeof value);
@@ -95,7 +103,7 @@ void append_float(std::string& to, Dtype dtype, double x) {
     case Dtype::bf16:
       append(to, static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(static_cast<float>(rounded(x, 8))) >> 16));
       break;
-    case Dtype::f16: append(to, static_cast<_Float16>(rounded(x, 11))); break;
+    case Dtype::f16: append(to, float16(rounded(x, 11))); break;
     default: to += float8(dtype, x);
   }
 }
