@@ -78,7 +78,7 @@ def _run(machine: str, program: str, *arguments: object, timeout: float = 400) -
 
 @pytest.mark.parametrize("ranks", ["processes", "threads"])
 def test_random_operations(ranks: str) -> None:
-    print(_run("aarch64", "stress_driver", ranks, 1, 8, 40))  # that many rounds must take every way
+    print(_run("aarch64", "stress_driver", ranks, 1, 8, 100))  # so many rounds must take every way
 
 
 @pytest.mark.skipif(here not in COMPILERS or not shutil.which("g++"), reason="nothing to compare with")

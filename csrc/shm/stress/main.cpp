@@ -65,7 +65,7 @@ struct Round {
         }
         for (const Row& row : rows) {
           for (Turn turn : row) {
-            turn.number = count++;
+            if ((turn.number = count++) >= max_turns - 1) die("too many turns");
             if (turn.from_any) turn.tag = 1000 + turn.number;  // of another sender's messages none is like it
             turns.back()[static_cast<std::size_t>(lane)].push_back(std::move(turn));
           }
@@ -128,6 +128,7 @@ using Pendings = std::vector<std::shared_ptr<Pending>>;
 
 Turn all_reduce_of(std::uint64_t elements, std::uint64_t salt) {
   Turn turn;
+  turn.number = max_turns - 1;  // none of those before
   turn.collective = Collective::all_reduce;
   turn.dtype = Dtype::f32;
   turn.op = ReduceOp::sum;

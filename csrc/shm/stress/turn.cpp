@@ -332,6 +332,7 @@ std::vector<Turn> every_way(Random& random, int group, int ranks) {
   constexpr std::uint64_t little = 24'000, some = 40'000;
   for (int c = static_cast<int>(Collective::all_reduce); c < static_cast<int>(Collective::send); ++c) {
     const auto collective = static_cast<Collective>(c);
+    add(collective, Place::heap, 256);
     add(collective, Place::heap, little);
     add(collective, Place::heap, some);
     if (collective == Collective::all_reduce) add(collective, Place::arena, largest_shelved).in_place = true;
@@ -340,14 +341,18 @@ std::vector<Turn> every_way(Random& random, int group, int ranks) {
     add(collective, Place::pages, some);
     if (collective != Collective::scatter) add(collective, Place::mixed, some);
   }
-  for (const std::uint64_t bytes : {std::uint64_t{0}, some, std::uint64_t{largest_lane} + some}) {
-    for (int i = 0; i < 3; ++i) {
+  for (int d = 0; d < static_cast<int>(Dtype::bytes); ++d) {
+    add(Collective::all_reduce, Place::heap, 256).dtype = static_cast<Dtype>(d);
+  }
+  for (const std::uint64_t bytes : {std::uint64_t{0}, some, 10 * some, std::uint64_t{largest_lane} + some}) {
+    for (int i = 0; i < 4; ++i) {
       Turn& turn = add(Collective::send, Place::heap, bytes);
       turn.root = below(random, ranks);
       turn.to = (turn.root + 1 + below(random, ranks - 1)) % ranks;
       turn.from_any = i == 1;
       turn.crossed = i == 2;
       turn.asynchronous = i == 0;
+      if (i == 3) turn.odd_one = turn.to;
     }
   }
   return turns;
