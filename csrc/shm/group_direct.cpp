@@ -51,6 +51,7 @@ bool Group::move_direct(Operation& op) {
       if (!work(op, done)) return false;
     }
     if (done < op.chunks) return false;
+    std::atomic_thread_fence(std::memory_order_acquire);  // the look comes after the reads, on any processor
     if (!told && !somebody_gave_up()) {
       told = moved = true;
       (board(rank_).*counter).store(end, std::memory_order_release);
