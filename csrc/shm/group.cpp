@@ -358,7 +358,7 @@ bool Group::blame() {
   for (const auto& op : all) {
     const auto fault = find_fault(*op);
     if (!fault) continue;
-    if (look()) return true;
+    if (look() || broken_) return true;
     const Collective c = op->header.collective;
     if (fault->kind == Failure::left && (c == Collective::send || c == Collective::recv)) {
       op->failure = fault;  // the others may well go on without it

@@ -56,7 +56,9 @@ void Group::fill(const Operation& op, std::uint64_t chunk, char* to, bool all) c
         copy(to + r * op.width, op.in[r].data + range.from, range.bytes);
       }
       break;
-    case Collective::count: break;
+    case Collective::send:
+    case Collective::recv:
+    case Collective::count: break;  // never here
   }
 }
 
@@ -116,7 +118,9 @@ void Group::take(const Operation& op, std::uint64_t chunk, bool in_slots) {
         copy(op.out[r].data + range.from, source, in_slots ? op.out[r].bytes : range.bytes);
       }
       break;
-    case Collective::count: break;
+    case Collective::send:
+    case Collective::recv:
+    case Collective::count: break;  // never here
   }
 }
 

@@ -51,6 +51,7 @@ bool Group::move_direct(Operation& op) {
       if (!work(op, done)) return false;
     }
     if (done < op.chunks) return false;
+    std::atomic_thread_fence(std::memory_order_acquire);  // the look comes after the reads, on any processor
     if (!told && !somebody_gave_up()) {
       told = moved = true;
       (board(rank_).*counter).store(end, std::memory_order_release);
@@ -77,7 +78,8 @@ bool Group::fetch(const Operation& op, int from, int piece, std::uint64_t at, ch
     return true;
   }
   if (read_memory(peers_[from]->pid, place, to, bytes)) return true;
-  if (errno != ESRCH && !broken_) {
+  // Whoever gives up has said so before its caller frees the tensor: then that is the cause, not what is found here.
+  if (errno != ESRCH && !broken_ && !somebody_gave_up()) {
     fail({Failure::unreadable, from, std::string("has a tensor in memory that can't be read: ") + std::strerror(errno)});
   }
   return false;

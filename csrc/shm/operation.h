@@ -76,6 +76,7 @@ struct Operation {
   std::atomic<int> waiters{0};  // threads of ours that move it themselves
   std::atomic<bool> done{false};
   std::optional<Failure> failure;  // before done
+  Way way = Way::slots;            // the one it took, if it succeeded
 
  private:
   friend class Group;
@@ -85,7 +86,6 @@ struct Operation {
   // Large ones: piece or vector bytes in a chunk; bytes of the stage that a chunk takes; where the first one lies.
   std::uint64_t width = 0, stride = 0, base = 0;
   std::uint64_t chunks = 0, filled = 0, reduced = 0, taken = 0;
-  Way way = Way::slots;
   bool told_reduced = false, told_taken = false;  // of a direct one
 };
 

@@ -39,8 +39,3 @@ def test_comes_out_as_expected(case: Any) -> None:
     outcome = check.run(case)
     assert outcome.found == case.expected, outcome.text
     assert outcome.states > 0
-
-
-def test_every_correction_has_a_case_that_wants_it() -> None:
-    holding = {flag for case in check.CASES if case.expected == check.HOLDS for flag in case.flags}
-    assert {correction for _, correction in check.DEFECTS} <= holding

@@ -121,7 +121,7 @@ def _build(kind: str) -> tuple[Path, Path]:
     bound, rest = objects[: len(binding)], objects[len(binding) :]
     driver, extension = BUILD / kind / "stress", BUILD / kind / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     # The wraps let ranks that are threads share one mapping of an arena: csrc/shm/stress/world.h.
-    wraps = "-Wl,--wrap=mmap,--wrap=munmap"
+    wraps = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv"
     _checked([COMPILER, *KINDS[kind], *rest, wraps, "-pthread", "-o", driver], 120)
     shared = [*bound, *rest[: len(core)]]
     _checked([COMPILER, *KINDS[kind], "-shared", *shared, "-pthread", "-o", extension], 120)

@@ -4,8 +4,8 @@
 //
 // Parameters (-D): N ranks; K1..K6 the kinds of the operations, all ranks call the same; DEATHS, TIMEOUTS how many
 // there may be in a run; EXITS: ranks that are through with their operations, or failed, end their process in peace.
-// Today's code is the default. RETRY and REREAD are proposed corrections, QUIET_TAKEN is an idea, M_... are mutants
-// (wrong on purpose).
+// Without more it is the code as it stands. QUIET_TAKEN is an idea, M_... are mutants: wrong on purpose, or as the code
+// once was.
 
 #ifndef N
 #define N 2
@@ -15,6 +15,13 @@
 #endif
 #ifndef TIMEOUTS
 #define TIMEOUTS 0
+#endif
+
+#ifndef M_NO_RETRY
+#define RETRY  // one more look between finding a fault and acting
+#endif
+#ifndef M_NO_REREAD
+#define REREAD  // what a rank said before its end is read when its end is known
 #endif
 
 #ifndef STAGE
@@ -386,7 +393,7 @@ proctype worker(byte me) {
        ring_then(pass_end)
      }
 
-  // Direct reads (proposed): reduce my slice from the others' memory, take theirs, return when all have taken.
+  // Direct reads: reduce my slice from the others' memory, take theirs, return when all have taken.
   :: d_step { pc == read_1 || (pc == read_2 && all_others(t_reduced)) ->
        reading[me] = r_memory;
        lost = some_other(t_gone);
@@ -418,6 +425,18 @@ proctype worker(byte me) {
        reading[me] = 0;
        lost = 0; poisoned = 1; bad[me] = 0;
        pc = news_1
+     }
+  // The caller that has its memory back may have freed it: the read fails, and the first cause is looked for.
+  :: d_step { (pc == read_1_end || pc == read_2_end) && bad[me] && !lost && drained ->
+       reading[me] = 0;
+#ifndef M_NO_CAUSE
+       if
+       :: some_other(t_gave_up) -> poisoned = 1; bad[me] = 0; pc = news_1
+       :: else -> assert(false)  // blames one that lives for memory that can't be read
+       fi
+#else
+       assert(false)
+#endif
      }
   :: d_step { pc == all_taken ->
        if

@@ -1,7 +1,7 @@
 // Two threads of one process wait for two operations in a row of one group (../group.cpp: wait, advance, the mutex;
 // ../bell.h: Patience::again), and a peer that rings when it has entered each. Whoever gets the mutex moves the
-// operations of both. Today's code takes it with try_lock, also in the look between announcing the sleep and sleeping.
-// LOCK_LOOK is a proposed correction: that look waits for the mutex.
+// operations of both. It is taken with try_lock, but for the look between announcing the sleep and sleeping, which waits
+// for it; M_TRY_LOOK is the code as it once was.
 
 byte entered;        // by the peer
 byte front = 1;      // of the queue; the operations before it are done
@@ -24,7 +24,7 @@ proctype thread(byte me) {
        fi
      }
   :: d_step { pc == try && !locked -> locked = 1; moved = 0; pc = step_1 }
-#ifdef LOCK_LOOK
+#ifndef M_TRY_LOOK
   :: d_step { pc == try && locked && !announced -> pc = futex }
 #else
   :: d_step { pc == try && locked -> pc = futex }

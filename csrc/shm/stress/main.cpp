@@ -4,6 +4,8 @@
 //
 //   stress threads|processes [seed [rounds [turns]]]
 //
+// At its end a run says how often each way was taken; one of eight rounds or more fails if one never was.
+//
 // Every round has a seed of its own, seed + its number, which it prints: to run it again, give that and 1 round. What
 // differs from run to run is only how the threads interleave.
 #include <array>
@@ -19,13 +21,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "shm/stress/coverage.h"
 #include "shm/stress/member.h"
 
 namespace monarch::stress {
 
 namespace {
 
-constexpr std::size_t arena_bytes = 24 << 20;
+constexpr std::size_t arena_bytes = 72 << 20;
 constexpr int epochs = 2;
 constexpr int seconds_for_a_round = 100;
 
@@ -42,14 +45,31 @@ struct Round {
     end = threads ? threaded[seed % 4] : forked[seed % 5];
     culprit = below(random, ranks);
     constexpr std::size_t sizes[] = {0, 320 << 10, 600 << 10};  // the stage as large as may be, 256 KiB, 512 KiB
-    for (std::size_t& hole : holes) hole = sizes[below(random, 3)];
+    // A rank that must not read, none that reads little, all that do, or anything.
+    const int reading = static_cast<int>(seed / 3 % 4);
+    for (Traits& rank : traits) {
+      const std::uint64_t read_from = reading == 1 ? 32'001 : reading == 3 && below(random, 2) != 0 ? 32'001 : 1;
+      rank = {arena_bytes, sizes[below(random, 3)], read_from};
+    }
+    if (reading == 0) traits[static_cast<std::size_t>(below(random, ranks))].read_from = 0;
     for (int epoch = 0; epoch < epochs; ++epoch) {
       circles.emplace_back();
       const int groups = 2 + below(random, max_groups - 2);
       for (int g = 0; g < groups; ++g) circles.back().push_back(circle(g));
       turns.emplace_back(static_cast<std::size_t>(lanes));
       for (int lane = 0; lane < lanes; ++lane) {
-        for (int i = 0; i < turns_of_a_lane; ++i) add_turn(circles.back(), lane, turns.back()[static_cast<std::size_t>(lane)]);
+        std::vector<Row> rows;
+        for (int i = 0; i < turns_of_a_lane; ++i) add_turn(circles.back(), lane, rows);
+        if (lane == 0) {
+          for (Turn& turn : every_way(random, 0, ranks)) rows.insert(rows.begin() + below(random, static_cast<int>(rows.size()) + 1), row(std::move(turn)));
+        }
+        for (const Row& row : rows) {
+          for (Turn turn : row) {
+            if ((turn.number = count++) >= max_turns - 1) die("too many turns");
+            if (turn.from_any) turn.tag = 1000 + turn.number;  // of another sender's messages none is like it
+            turns.back()[static_cast<std::size_t>(lane)].push_back(std::move(turn));
+          }
+        }
       }
     }
   }
@@ -59,11 +79,24 @@ struct Round {
   Random random;
   int ranks, lanes, culprit;
   End end;
-  std::array<std::size_t, max_ranks> holes;             // in the ranks' arenas
+  std::array<Traits, max_ranks> traits;
   std::vector<std::vector<Circle>> circles;             // [epoch][group]
   std::vector<std::vector<std::vector<Turn>>> turns;    // [epoch][lane]
 
  private:
+  using Row = std::vector<Turn>;  // with nothing in between
+  int count = 0;
+
+  // With a message that is crossed goes the one that the receiver asks for before it.
+  Row row(Turn turn) {
+    if (!turn.crossed) return {std::move(turn)};
+    Turn next = turn;
+    next.crossed = next.asynchronous = false;
+    next.tag = turn.tag + 10;
+    next.salt = random();
+    return {std::move(turn), std::move(next)};
+  }
+
   // Groups 0 and 1 have everybody; the others have anybody, in any order.
   Circle circle(int index) {
     Circle circle{{}, index % lanes};
@@ -77,13 +110,15 @@ struct Round {
     return circle;
   }
 
-  void add_turn(const std::vector<Circle>& groups, int lane, std::vector<Turn>& to) {
+  void add_turn(const std::vector<Circle>& groups, int lane, std::vector<Row>& to) {
     const int g = below(random, static_cast<int>(groups.size()));
     const auto& group = groups[static_cast<std::size_t>(g)];
     if (group.lane != lane) return;
     const int size = static_cast<int>(group.ranks.size());
-    to.push_back(random_turn(random, g, size));
-    if (size > 1 && below(random, 20) == 0) to.back().odd_one = below(random, size);
+    Turn turn = random_turn(random, g, size);
+    if (size > 1 && below(random, 20) == 0) turn.odd_one = turn.is_message() ? turn.to : below(random, size);
+    else if (turn.is_message()) turn.crossed = below(random, 4) == 0;
+    to.push_back(row(std::move(turn)));
   }
 };
 
@@ -93,6 +128,7 @@ using Pendings = std::vector<std::shared_ptr<Pending>>;
 
 Turn all_reduce_of(std::uint64_t elements, std::uint64_t salt) {
   Turn turn;
+  turn.number = max_turns - 1;  // none of those before
   turn.collective = Collective::all_reduce;
   turn.dtype = Dtype::f32;
   turn.op = ReduceOp::sum;
@@ -101,17 +137,31 @@ Turn all_reduce_of(std::uint64_t elements, std::uint64_t salt) {
   return turn;
 }
 
+// One of them is large. Which way it takes is the seed's, but between threads it goes through the stage: a rank that
+// fails gives its tensors back while others may still read them, and lets them see that it did; those who read threads
+// of their own process would be in a race for ThreadSanitizer, and read freed memory for AddressSanitizer.
 Pendings start_some(Member& member, const Round& round, int n, double seconds) {
   Pendings pending;
   for (int i = 0; i < n; ++i) {
     const auto salt = round.seed * 100 + static_cast<std::uint64_t>(i);
-    pending.push_back(member.start(all_reduce_of(i % 3 == 2 ? 150'000 : 100, salt), seconds, true));
+    Turn turn = all_reduce_of(i == 2 ? 150'000 : 100, salt);
+    const int way = round.threads ? 0 : static_cast<int>(round.seed / 5 % 4);
+    if (i == 2 && way == 1) {
+      turn.bytes = largest_shelved;
+      turn.in_place = true;
+      turn.place = Place::arena;
+    } else if (i == 2 && way != 0) {
+      turn.collective = Collective::all_gather;
+      turn.op = ReduceOp::none;
+      turn.place = way == 2 ? Place::pages : Place::arena;
+    }
+    pending.push_back(member.start(turn, seconds, true));
   }
   return pending;
 }
 
 void await_all(const Pendings& pending) {
-  for (const auto& one : pending) one->await_ended();
+  for (const auto& one : pending) one->ending->await();
 }
 
 void end_late(Member& member, World& world, const Round& round, int culprit, int meeting) {
@@ -129,19 +179,27 @@ void end_late(Member& member, World& world, const Round& round, int culprit, int
 // The one that closes has fewer under way than the others: what has begun may succeed, the others then wait in vain.
 void end_closed(Member& member, const Round& round, int culprit) {
   const bool me = member.group(0).rank() == culprit;
-  const auto pending = start_some(member, round, me ? 3 : 5, me ? 20 : 0.5);
+  const auto pending = start_some(member, round, me ? 3 : 5, 20);
   if (me) member.group(0).close();
   await_all(pending);
-  member.expect_failed(pending, me ? Failure::closed : Failure::late, -1, false);
+  member.expect_failed(pending, me ? Failure::closed : Failure::left, culprit, false);
   if (!me && !pending.back()->operation->failure) member.blame(*pending.back(), "succeeded without one of the ranks");
 }
 
 void end_gone(Member& member, const Round& round, int culprit, Failure::Kind kind) {
   const bool me = member.group(0).rank() == culprit;
   auto pending = start_some(member, round, me ? 3 : 5, 20);
+  Turn message;
+  message.collective = Collective::send;
+  message.root = culprit;
+  message.to = member.group(0).rank();
+  const auto never_sent = me ? nullptr : member.start(message, 20, true);
   if (me && kind == Failure::dead) raise(SIGKILL);
   if (me) return member.close();
+  pending.push_back(never_sent);
   await_all(pending);
+  pending.pop_back();
+  member.expect_failed({never_sent}, kind, culprit, true);
   member.expect_failed(pending, kind, culprit, false);
   if (!pending.back()->operation->failure) member.blame(*pending.back(), "succeeded without one of the ranks");
   pending = {member.start(all_reduce_of(1, 1), 20, false)};
@@ -182,7 +240,7 @@ void end_round(Member& member, World& world, const Round& round, int meeting) {
 
 void play_round(World& world, const Round& round, int rank) {
   int meeting = 0;
-  Member member(world, round.seed, rank, round.ranks, arena_bytes, round.holes[static_cast<std::size_t>(rank)]);
+  Member member(world, round.seed, rank, round.ranks, round.traits[static_cast<std::size_t>(rank)]);
   member.connect(meeting);
   meeting += 2;
   for (int epoch = 0; epoch < epochs; ++epoch) {
@@ -218,6 +276,10 @@ int main(int argc, char** argv) {
   }
   const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 10, turns = argc > 4 ? std::atoi(argv[4]) : 200;
+  Coverage& coverage = Coverage::make();
+  // Threads copy themselves: world.h.
+  const bool reads = threads || can_read_others();
+  if (!reads) std::printf("no process may read another's memory here\n");
   for (int i = 0; i < rounds; ++i) {
     const Round round(seed + static_cast<std::uint64_t>(i), threads, turns);
     std::size_t operations = 0;
@@ -228,9 +290,13 @@ int main(int argc, char** argv) {
                 static_cast<unsigned long long>(round.seed), round.ranks, round.lanes, operations,
                 end_names[static_cast<int>(round.end)]);
     std::fflush(stdout);
-    World& world = World::make();
+    World& world = World::make(coverage);
+    coverage.begin_round();
     const int may_die = round.end == End::killed ? round.culprit : -1;
     run_ranks(world, threads, round.ranks, may_die, seconds_for_a_round, [&](int rank) { play_round(world, round, rank); });
   }
-  return 0;
+  coverage.print();
+  const std::string missing = coverage.missing(reads);
+  if (!missing.empty()) std::printf("never taken: %s\n", missing.c_str());
+  return rounds >= 8 && !missing.empty() ? 4 : 0;
 }

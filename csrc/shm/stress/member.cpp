@@ -6,6 +6,8 @@
 
 #include <unistd.h>
 
+#include "shm/stress/coverage.h"
+
 namespace monarch::stress {
 
 namespace {
@@ -24,36 +26,34 @@ int Circle::rank_of(int rank) const {
   return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
 }
 
-Pending::Pending(const Turn& turn, const Turn& called, int rank, int ranks, double seconds)
-    : turn(turn), rank(rank), ranks(ranks), buffers(called, rank, ranks), operation(std::make_shared<Operation>()) {
-  operation->header = called.header();
-  operation->in = buffers.in;
-  operation->out = buffers.out;
-  operation->deadline = in_seconds(seconds);
-}
-
-void Pending::ended() {
+void Ending::call() {
   const std::lock_guard lock(mutex_);
-  if (!operation->done.load(std::memory_order_acquire)) die("an operation's callback ran before its end");
-  if (++ends_ != 1) die("an operation's callback ran twice");
+  if (!operation_->done.load(std::memory_order_acquire)) die("an operation's callback ran before its end");
+  if (++calls_ != 1) die("an operation's callback ran twice");
   changed_.notify_all();
 }
 
-void Pending::await_ended() {
+void Ending::await() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return ends_ != 0; });
+  changed_.wait(lock, [this] { return calls_ != 0; });
 }
 
-bool Pending::has_ended() {
-  const std::lock_guard lock(mutex_);
-  return ends_ != 0;
+Pending::Pending(const Turn& turn, int rank, int ranks, double seconds, const std::shared_ptr<Shelf>& shelf)
+    : turn(turn), rank(rank), ranks(ranks), buffers(turn, rank, ranks, shelf), operation(std::make_shared<Operation>()),
+      ending(std::make_shared<Ending>(operation)) {
+  operation->header = turn.header(rank);
+  operation->in = buffers.in;
+  operation->out = buffers.out;
+  operation->tag = turn.tag;
+  operation->deadline = in_seconds(seconds);
 }
 
-Member::Member(World& world, std::uint64_t seed, int rank, int ranks, std::size_t arena_bytes, std::size_t hole)
-    : world_(world), seed_(seed), rank_(rank), ranks_(ranks), host_(std::make_shared<Host>(arena_bytes)),
+Member::Member(World& world, std::uint64_t seed, int rank, int ranks, const Traits& traits)
+    : world_(world), seed_(seed), rank_(rank), ranks_(ranks), read_from_(traits.read_from),
+      host_(std::make_shared<Host>(traits.arena_bytes)), shelf_(std::make_shared<Shelf>(host_)),
       engine_(std::make_unique<Engine>(host_)) {
   std::vector<std::uint64_t> pieces;
-  while (const std::uint64_t piece = hole != 0 ? host_->allocate(hole) : 0) pieces.push_back(piece);
+  while (const std::uint64_t piece = traits.hole != 0 ? host_->allocate(traits.hole) : 0) pieces.push_back(piece);
   for (std::size_t i = 0; i < pieces.size(); i += 2) host_->arena().release(pieces[i]);
 }
 
@@ -95,7 +95,7 @@ void Member::open(const std::vector<Circle>& circles, int meeting) {
       if (r != rank_ && !peers.back()) die("rank " + std::to_string(r) + " is gone");
     }
     std::vector<std::uint64_t> boards(world_.boards[g].begin(), world_.boards[g].begin() + size);
-    groups_.back() = std::make_shared<Group>(host_, rank, std::move(peers), std::move(boards));
+    groups_.back() = std::make_shared<Group>(host_, rank, std::move(peers), std::move(boards), read_from_, "");
   }
   world_.meet(meeting + 1, ranks_);  // the boards in `world` may be written again
 }
@@ -114,10 +114,11 @@ std::shared_ptr<Pending> Member::start(const Turn& turn, double seconds, bool as
     Random random(turn.salt);
     called = another_turn(turn, random, group.size());
   }
-  auto pending = std::make_shared<Pending>(called, called, group.rank(), group.size(), seconds);
-  pending->turn.odd_one = turn.odd_one;
+  called.odd_one = turn.odd_one;
+  auto pending = std::make_shared<Pending>(called, group.rank(), group.size(), seconds, shelf_);
   if (asynchronous) {
-    engine_->start(groups_[static_cast<std::size_t>(turn.group)], pending->operation, [pending] { pending->ended(); });
+    const auto then = [ending = pending->ending] { ending->call(); };
+    engine_->start(groups_[static_cast<std::size_t>(turn.group)], pending->operation, then);
   } else {
     group.submit(pending->operation);
     group.wait(*pending->operation);
@@ -131,7 +132,7 @@ void Member::wait(Pending& pending, Random& random) {
   Operation& op = *pending.operation;
   const int means = below(random, 4);
   if (means == 0) {
-    pending.await_ended();
+    pending.ending->await();
   } else if (means == 1) {
     while (!op.done.load(std::memory_order_acquire)) group.wait(op, in_seconds(0.0005));
   } else {
@@ -147,14 +148,17 @@ void Member::expect_right(const Pending& pending) const {
   const Operation& op = *pending.operation;
   if (!op.done.load(std::memory_order_acquire)) blame(pending, "is not done");
   std::string wrong;
-  if (pending.turn.odd_one >= 0) {
+  if (pending.turn.odd_one >= 0 && (!pending.turn.is_message() || pending.turn.odd_one == pending.rank)) {
     if (!op.failure || op.failure->kind != Failure::mismatch) blame(pending, "the mismatch was not noticed");
     wrong = pending.buffers.check_untouched(pending.turn, pending.rank, pending.ranks);
   } else {
     if (op.failure) blame(pending, "failed: kind " + std::to_string(op.failure->kind) + ", rank " + std::to_string(op.failure->rank) + ", " + op.failure->text);
     wrong = pending.buffers.check(pending.turn, pending.rank, pending.ranks);
+    if (pending.turn.to == pending.rank && op.source != pending.turn.root) wrong = "names another sender";
   }
   if (!wrong.empty()) blame(pending, wrong);
+  if (!op.failure) world_.coverage->count(pending.turn, op, pending.rank, pending.ranks);
+  else if (pending.turn.is_message()) world_.coverage->count_refused();
 }
 
 void Member::expect_failed(const std::vector<std::shared_ptr<Pending>>& pending, Failure::Kind kind, int culprit, bool all) const {
@@ -187,8 +191,16 @@ void Member::play(int lane, const std::vector<Turn>& turns) {
     expect_right(*pending);
     under_way.erase(under_way.begin() + static_cast<std::ptrdiff_t>(which));
   };
+  std::vector<const Turn*> mine;
   for (const Turn& turn : turns) {
-    if (!in(turn.group)) continue;
+    if (in(turn.group) && turn.concerns(group(turn.group).rank())) mine.push_back(&turn);
+  }
+  // A receiver that asks for a message after the next one looks behind it, and has to keep what it finds before.
+  for (std::size_t i = 0; i + 1 < mine.size(); ++i) {
+    if (mine[i]->crossed && group(mine[i]->group).rank() == mine[i]->to) std::swap(mine[i], mine[i + 1]), ++i;
+  }
+  for (const Turn* next : mine) {
+    const Turn& turn = *next;
     world_.note(rank_, lane, "seed " + std::to_string(seed_) + ": " + turn.text());
     auto pending = start(turn, patience, turn.asynchronous);
     if (turn.asynchronous) under_way.push_back(std::move(pending));

@@ -23,29 +23,42 @@ struct Circle {
   int rank_of(int rank) const;  // -1: not in it
 };
 
+// What the engine calls at an operation's end. Apart from the buffers, which belong to a Host: the thread that calls
+// may drop it after the rank has ended.
+class Ending {
+ public:
+  explicit Ending(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
+  void call();
+  void await();
+
+ private:
+  std::shared_ptr<Operation> operation_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int calls_ = 0;
+};
+
 // An operation under way with all that belongs to it.
 struct Pending {
-  Pending(const Turn& turn, const Turn& called, int rank, int ranks, double seconds);
+  Pending(const Turn& turn, int rank, int ranks, double seconds, const std::shared_ptr<Shelf>& shelf);
 
   Turn turn;
   int rank, ranks;
   Buffers buffers;
   std::shared_ptr<Operation> operation;
+  std::shared_ptr<Ending> ending;
+};
 
-  void ended();        // what the engine calls
-  void await_ended();
-  bool has_ended();
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int ends_ = 0;
+// How a rank is set up.
+struct Traits {
+  std::size_t arena_bytes;
+  std::size_t hole;         // if not 0, there is room in pieces of this size only, so that groups get a stage no larger
+  std::uint64_t read_from;  // as a Group has it
 };
 
 class Member {
  public:
-  // With hole != 0 the arena has room in pieces of this size only, so that groups get a stage no larger than that.
-  Member(World& world, std::uint64_t seed, int rank, int ranks, std::size_t arena_bytes, std::size_t hole);
+  Member(World& world, std::uint64_t seed, int rank, int ranks, const Traits& traits);
   ~Member();
 
   // Finds the others; all ranks call both, and `meeting` and the one after it are free.
@@ -72,7 +85,9 @@ class Member {
   World& world_;
   std::uint64_t seed_;
   int rank_, ranks_;
+  std::uint64_t read_from_;
   std::shared_ptr<Host> host_;
+  std::shared_ptr<Shelf> shelf_;
   std::unique_ptr<Engine> engine_;
   std::vector<std::shared_ptr<Group>> groups_;
 };

@@ -14,16 +14,9 @@ namespace {
 
 // Data repeat after so many elements, a prime: a misplaced chunk does not look like the right one.
 constexpr int period = 251;
-constexpr char poison = static_cast<char>(0xa5);
 
 bool reduces(Collective c) {
   return c == Collective::all_reduce || c == Collective::reduce || c == Collective::reduce_scatter;
-}
-bool rooted(Collective c) {
-  return c == Collective::broadcast || c == Collective::reduce || c == Collective::gather || c == Collective::scatter;
-}
-bool by_pieces(Collective c) {
-  return c == Collective::scatter || c == Collective::reduce_scatter || c == Collective::all_to_all;
 }
 
 std::uint64_t mix(std::uint64_t x) {  // splitmix64
@@ -42,8 +35,9 @@ struct Numbers {
 };
 
 bool is_complex(Dtype d) { return d == Dtype::c64 || d == Dtype::c128; }
+bool is_float8(Dtype d) { return d >= Dtype::f8_e4m3fn && d <= Dtype::f8_e5m2fnuz; }
 bool is_float(Dtype d) {
-  return d == Dtype::f64 || d == Dtype::f32 || d == Dtype::bf16 || d == Dtype::f16 || is_complex(d);
+  return d == Dtype::f64 || d == Dtype::f32 || d == Dtype::bf16 || d == Dtype::f16 || is_complex(d) || is_float8(d);
 }
 
 // What rank `rank` brings as piece `piece`. Floats are small whole numbers, whose sums and products are exact.
@@ -70,6 +64,31 @@ double rounded(double x, int digits) {
   return std::nearbyint(x / unit) * unit;
 }
 
+// The code of a float8, found among all of its finite numbers, which are too small for the turns' numbers to leave. The
+// kernels compute it instead.
+char float8(Dtype dtype, double x) {
+  const bool five = dtype == Dtype::f8_e5m2 || dtype == Dtype::f8_e5m2fnuz;
+  const bool one_zero = dtype == Dtype::f8_e4m3fnuz || dtype == Dtype::f8_e5m2fnuz;
+  const int mantissa = five ? 2 : 3, bias = (five ? 15 : 7) + (one_zero ? 1 : 0);
+  int best = 0;
+  double error = std::abs(x);
+  for (int code = 1; code < 0x78; ++code) {
+    const int exponent = code >> mantissa, fraction = code & ((1 << mantissa) - 1);
+    const double whole = exponent == 0 ? fraction : fraction + (1 << mantissa);
+    const double off = std::abs(std::abs(x) - std::ldexp(whole, std::max(exponent, 1) - bias - mantissa));
+    if (off < error || (off == error && code % 2 == 0)) best = code, error = off;
+  }
+  return static_cast<char>(best | (std::signbit(x) && !(one_zero && best == 0) ? 0x80 : 0));
+}
+
+// The code of a float16 of which x is an exact value: 0, or a normal number.
+std::uint16_t float16(double x) {
+  int exponent = 0;
+  const double fraction = std::frexp(std::abs(x), &exponent);
+  const int code = x == 0 ? 0 : ((exponent + 14) << 10) + static_cast<int>(fraction * 2048) - 1024;
+  return static_cast<std::uint16_t>(code | (std::signbit(x) ? 0x8000 : 0));
+}
+
 template <class T>
 void append(std::string& to, T value) {
   to.append(reinterpret_cast<const char*>(&value), sizeof value);
@@ -84,8 +103,8 @@ void append_float(std::string& to, Dtype dtype, double x) {
     case Dtype::bf16:
       append(to, static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(static_cast<float>(rounded(x, 8))) >> 16));
       break;
-    case Dtype::f16: append(to, static_cast<_Float16>(rounded(x, 11))); break;
-    default: die("no float");
+    case Dtype::f16: append(to, float16(rounded(x, 11))); break;
+    default: to += float8(dtype, x);
   }
 }
 
@@ -171,7 +190,7 @@ void fold(Dtype dtype, ReduceOp op, Numbers& a, const Numbers& b) {
   }
 }
 
-// Means are taken in the precision that the kernels sum in: float32 for 16-bit floats.
+// Means are taken in the precision that the kernels sum in: float32 for smaller floats.
 void divide(Dtype dtype, std::vector<double>& sums, int n) {
   const bool twice = dtype == Dtype::f64 || dtype == Dtype::c128;
   for (double& x : sums) x = twice ? x / n : static_cast<double>(static_cast<float>(x) / static_cast<float>(n));
@@ -238,9 +257,19 @@ std::uint64_t random_bytes(Random& random, std::uint64_t element, std::uint64_t 
 
 }  // namespace
 
+Header Turn::header(int rank) const {
+  if (!is_message()) return {collective == Collective::all_to_all ? 0 : bytes, root, collective, dtype, op, Offer::stage};
+  const bool sends = rank == root;
+  return {bytes, sends ? to : from_any ? -1 : root, sends ? Collective::send : Collective::recv, dtype, op, Offer::stage};
+}
+
 std::string Turn::text() const {
   std::string text = std::string(name_of(collective)) + "(" + name_of(dtype) + ", " + name_of(op) + ", " +
                      std::to_string(bytes) + " bytes, root " + std::to_string(root) + ") on group " + std::to_string(group);
+  if (is_message()) text += ", to " + std::to_string(to) + ", tag " + std::to_string(tag);
+  if (from_any) text += ", from any";
+  if (crossed) text += ", crossed";
+  text += std::string(", in ") + name_of(place);
   if (in_place) text += ", in place";
   if (asynchronous) text += ", async";
   if (odd_one >= 0) text += ", rank " + std::to_string(odd_one) + " disagrees";
@@ -250,21 +279,30 @@ std::string Turn::text() const {
 Turn random_turn(Random& random, int group, int ranks) {
   Turn turn;
   turn.group = group;
-  turn.collective = static_cast<Collective>(below(random, static_cast<int>(Collective::count)));
+  turn.collective = static_cast<Collective>(below(random, static_cast<int>(Collective::send) + (ranks > 1 ? 2 : 0)));
   turn.salt = random();
   turn.asynchronous = below(random, 100) < 60;
   turn.in_place = below(random, 2) != 0;
+  constexpr Place places[] = {Place::heap, Place::heap, Place::pages, Place::arena, Place::arena, Place::mixed};
+  turn.place = places[below(random, 6)];
   if (turn.collective == Collective::barrier) return turn;
   turn.dtype = static_cast<Dtype>(below(random, static_cast<int>(Dtype::count)));
   if (reduces(turn.collective)) {
     do {
-      turn.dtype = static_cast<Dtype>(below(random, static_cast<int>(Dtype::c128) + 1));  // 8-bit floats only move here
+      turn.dtype = static_cast<Dtype>(below(random, static_cast<int>(Dtype::bytes)));
       turn.op = static_cast<ReduceOp>(1 + below(random, static_cast<int>(ReduceOp::count) - 1));
     } while (reduce_kernel(turn.dtype, turn.op) == nullptr);
   }
-  if (rooted(turn.collective)) turn.root = below(random, ranks);
+  if (has_root(turn.collective)) turn.root = below(random, ranks);
   const std::uint64_t element = size_of(turn.dtype), pieces = by_pieces(turn.collective) ? static_cast<std::uint64_t>(ranks) : 1;
-  if (turn.collective == Collective::all_to_all) {
+  if (turn.collective >= Collective::send) {
+    turn.collective = Collective::send;
+    turn.root = below(random, ranks);
+    turn.to = (turn.root + 1 + below(random, ranks - 1)) % ranks;
+    turn.tag = below(random, 3);
+    turn.from_any = below(random, 5) == 0;
+    turn.bytes = random_bytes(random, element, 1);
+  } else if (turn.collective == Collective::all_to_all) {
     turn.in_place = false;
     for (int i = 0; i < ranks * ranks; ++i) turn.table.push_back(random_bytes(random, element, pieces));
     if (below(random, 2) != 0) std::fill(turn.table.begin(), turn.table.end(), turn.table[0]);
@@ -274,7 +312,58 @@ Turn random_turn(Random& random, int group, int ranks) {
   return turn;
 }
 
+std::vector<Turn> every_way(Random& random, int group, int ranks) {
+  std::vector<Turn> turns;
+  const auto add = [&](Collective collective, Place place, std::uint64_t bytes) -> Turn& {
+    Turn turn;
+    turn.group = group;
+    turn.collective = collective;
+    turn.dtype = Dtype::f32;
+    if (reduces(collective)) turn.op = ReduceOp::sum;
+    if (has_root(collective)) turn.root = below(random, ranks);
+    turn.bytes = bytes;
+    if (collective == Collective::all_to_all) turn.table.assign(static_cast<std::size_t>(ranks * ranks), bytes);
+    turn.place = place;
+    turn.asynchronous = below(random, 2) != 0;
+    turn.salt = random();
+    return turns.emplace_back(std::move(turn));
+  };
+  // More than a slot holds, on either side of where reading begins (main.cpp).
+  constexpr std::uint64_t little = 24'000, some = 40'000;
+  for (int c = static_cast<int>(Collective::all_reduce); c < static_cast<int>(Collective::send); ++c) {
+    const auto collective = static_cast<Collective>(c);
+    add(collective, Place::heap, 256);
+    add(collective, Place::heap, little);
+    add(collective, Place::heap, some);
+    if (collective == Collective::all_reduce) add(collective, Place::arena, largest_shelved).in_place = true;
+    else add(collective, Place::arena, some);
+    if (reduces(collective) || collective == Collective::broadcast) continue;
+    add(collective, Place::pages, some);
+    if (collective != Collective::scatter) add(collective, Place::mixed, some);
+  }
+  for (int d = 0; d < static_cast<int>(Dtype::bytes); ++d) {
+    add(Collective::all_reduce, Place::heap, 256).dtype = static_cast<Dtype>(d);
+  }
+  for (const std::uint64_t bytes : {std::uint64_t{0}, some, 10 * some, std::uint64_t{largest_lane} + some}) {
+    for (int i = 0; i < 4; ++i) {
+      Turn& turn = add(Collective::send, Place::heap, bytes);
+      turn.root = below(random, ranks);
+      turn.to = (turn.root + 1 + below(random, ranks - 1)) % ranks;
+      turn.from_any = i == 1;
+      turn.crossed = i == 2;
+      turn.asynchronous = i == 0;
+      if (i == 3) turn.odd_one = turn.to;
+    }
+  }
+  return turns;
+}
+
 Turn another_turn(const Turn& turn, Random& random, int ranks) {
+  if (turn.is_message()) {
+    Turn other = turn;
+    other.bytes += size_of(turn.dtype);
+    return other;
+  }
   for (;;) {
     Turn other = random_turn(random, turn.group, ranks);
     other.asynchronous = turn.asynchronous;
@@ -288,7 +377,8 @@ Turn another_turn(const Turn& turn, Random& random, int ranks) {
       if (change == 3 && !turn.table.empty()) other.table[static_cast<std::size_t>(below(random, ranks * ranks))] += size_of(turn.dtype);
       if (turn.collective == Collective::barrier) continue;
     }
-    if (!(other.header() == turn.header())) return other;
+    if (other.is_message()) continue;
+    if (!(other.header(0) == turn.header(0))) return other;
     // A table counts where the odd one's own part of it differs from what the others expect of it.
     if (turn.collective != Collective::all_to_all || other.table.size() != turn.table.size()) continue;
     for (int r = 0; r < ranks; ++r) {
@@ -298,31 +388,31 @@ Turn another_turn(const Turn& turn, Random& random, int ranks) {
   }
 }
 
-Span Buffers::make(std::uint64_t bytes, std::uint64_t skew) {
-  memory_.push_back(std::make_unique<char[]>(bytes + skew));
-  std::memset(memory_.back().get(), poison, bytes + skew);
-  return {memory_.back().get() + skew, bytes};
-}
-
-Buffers::Buffers(const Turn& turn, int rank, int ranks) {
+Buffers::Buffers(const Turn& turn, int rank, int ranks, const std::shared_ptr<Shelf>& shelf) {
   const Collective c = turn.collective;
   if (c == Collective::barrier) return;
   // Tensors begin anywhere, on a multiple of their element's size.
   const std::uint64_t skew = size_of(turn.dtype) * (mix(turn.salt + static_cast<std::uint64_t>(rank)) % 5);
+  Place place = turn.place;
+  if (place == Place::mixed) place = (rank + turn.salt) % 2 != 0 ? Place::arena : Place::heap;
+  const auto make = [&](std::uint64_t bytes) { return memory_.emplace_back(place, bytes, skew, shelf).span(); };
   const bool root = rank == turn.root;
-  const int ins = c == Collective::scatter ? (root ? ranks : 0) : by_pieces(c) ? ranks : 1;
-  const int outs = c == Collective::gather ? (root ? ranks : 0) : c == Collective::all_gather || c == Collective::all_to_all ? ranks : 1;
+  const int ins = c == Collective::scatter ? (root ? ranks : 0) : turn.is_message() ? (root ? 1 : 0) : by_pieces(c) ? ranks : 1;
+  const bool all = c == Collective::all_gather || c == Collective::all_to_all;
+  const int outs = c == Collective::gather ? (root ? ranks : 0) : turn.is_message() ? (root ? 0 : 1) : all ? ranks : 1;
   for (int r = 0; r < ins; ++r) {
-    in.push_back(make(piece_bytes(turn, rank, r, ranks), skew));
+    in.push_back(make(piece_bytes(turn, rank, r, ranks)));
     fill(in.back(), input_pattern(turn, rank, r));
   }
-  for (int r = 0; r < outs; ++r) out.push_back(make(piece_bytes(turn, r, rank, ranks), skew));
   if (c == Collective::broadcast) {
     out = in;
     if (!root) std::memset(in[0].data, poison, in[0].bytes);
-  } else if (turn.in_place && c != Collective::all_to_all) {
-    const std::size_t mine = static_cast<std::size_t>(rank);
-    if (!in.empty() && !out.empty()) out[outs == 1 ? 0 : mine] = in[ins == 1 ? 0 : mine];
+    return;
+  }
+  const std::size_t mine = static_cast<std::size_t>(rank);
+  for (int r = 0; r < outs; ++r) {
+    const bool same = turn.in_place && c != Collective::all_to_all && !in.empty() && (outs == 1 || r == rank);
+    out.push_back(same ? in[ins == 1 ? 0 : mine] : make(piece_bytes(turn, r, rank, ranks)));
   }
 }
 
@@ -337,6 +427,7 @@ std::string Buffers::check(const Turn& turn, int rank, int ranks) const {
       case Collective::all_reduce:
       case Collective::reduce: want = reduced(turn, 0, ranks); break;
       case Collective::reduce_scatter: want = reduced(turn, rank, ranks); break;
+      case Collective::send:
       case Collective::broadcast: want = input_pattern(turn, turn.root, 0); break;
       case Collective::scatter: want = input_pattern(turn, turn.root, rank); break;
       case Collective::all_to_all: want = input_pattern(turn, r, rank); break;
@@ -353,6 +444,9 @@ std::string Buffers::check(const Turn& turn, int rank, int ranks) const {
 }
 
 std::string Buffers::check_inputs(const Turn& turn, int rank, int) const {
+  for (const Memory& memory : memory_) {
+    if (!memory.edges_untouched()) return "memory beside a buffer was written to";
+  }
   if (turn.collective == Collective::broadcast) return "";
   for (std::size_t i = 0; i < in.size(); ++i) {
     const bool output = std::any_of(out.begin(), out.end(), [&](const Span& span) { return span.data == in[i].data; });

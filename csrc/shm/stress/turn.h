@@ -1,6 +1,6 @@
 // One random operation: what every rank calls, the data that it brings, and what it must get. The expected results
 // come from every rank's inputs, which anybody can make again from the seed, and from arithmetic of its own: nothing
-// of the code under test takes part. No groups, no waiting.
+// of the code under test takes part. No groups, no waiting. Where the data lie is memory.h's.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "shm/group.h"
+#include "shm/stress/memory.h"
 
 namespace monarch::stress {
 
@@ -19,32 +20,41 @@ using Random = std::mt19937_64;
 inline int below(Random& random, int n) { return static_cast<int>(random() % static_cast<std::uint64_t>(n)); }
 
 struct Turn {
+  int number = 0;                     // of the round's turns
   int group = 0;
   Collective collective = Collective::barrier;
   Dtype dtype = Dtype::bytes;
   ReduceOp op = ReduceOp::none;
-  int root = -1;
+  int root = -1;                      // of a message the sender
   std::uint64_t bytes = 0;            // of one piece
   std::vector<std::uint64_t> table;   // all_to_all: bytes from rank a to rank b at [a * n + b]
+  Place place = Place::heap;          // where the ranks have their data
   bool in_place = false;
   bool asynchronous = false;
   std::uint64_t salt = 0;             // makes the data
-  int odd_one = -1;                   // the rank that calls something else (`odd`), or nobody
+  int odd_one = -1;                   // the rank that calls something else (another_turn), or nobody
+  // Of a message, which has Collective::send here:
+  int to = -1, tag = 0;
+  bool from_any = false;              // the receiver does not say from whom
+  bool crossed = false;               // the receiver asks for the message after this one first
 
-  Header header() const { return {collective == Collective::all_to_all ? 0 : bytes, root, collective, dtype, op, 0}; }
+  bool is_message() const { return collective == Collective::send; }
+  bool concerns(int rank) const { return !is_message() || rank == root || rank == to; }
+  Header header(int rank) const;
   std::string text() const;
 };
 
 // For a group of `ranks`; what only depends on the generator is alike on all of them.
 Turn random_turn(Random& random, int group, int ranks);
+// Operations of a group of all that take every way there is, if they find the memory that they ask for.
+std::vector<Turn> every_way(Random& random, int group, int ranks);
 // Something else than `turn` that a rank could call by mistake.
 Turn another_turn(const Turn& turn, Random& random, int ranks);
 
-// The memory of one rank's part in a turn: exactly as much as the operation may touch, so that AddressSanitizer hears
-// of every byte beyond it.
+// The memory of one rank's part in a turn: exactly as much as the operation may touch.
 class Buffers {
  public:
-  Buffers(const Turn& turn, int rank, int ranks);
+  Buffers(const Turn& turn, int rank, int ranks, const std::shared_ptr<Shelf>& shelf);
 
   std::vector<Span> in, out;
 
@@ -56,9 +66,7 @@ class Buffers {
   std::string check_inputs(const Turn& turn, int rank, int ranks) const;
 
  private:
-  Span make(std::uint64_t bytes, std::uint64_t skew);
-
-  std::vector<std::unique_ptr<char[]>> memory_;
+  std::vector<Memory> memory_;
 };
 
 }  // namespace monarch::stress

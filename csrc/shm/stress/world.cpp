@@ -1,5 +1,6 @@
 #include "shm/stress/world.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,6 +25,8 @@ void* __real_mmap(void* address, std::size_t length, int protection, int flags, 
 int __real_munmap(void* address, std::size_t length);
 void* __wrap_mmap(void* address, std::size_t length, int protection, int flags, int fd, off_t offset);
 int __wrap_munmap(void* address, std::size_t length);
+ssize_t __real_process_vm_readv(pid_t pid, const iovec* to, unsigned long tos, const iovec* from, unsigned long froms, unsigned long flags);
+ssize_t __wrap_process_vm_readv(pid_t pid, const iovec* to, unsigned long tos, const iovec* from, unsigned long froms, unsigned long flags);
 }
 
 namespace {
@@ -56,6 +60,13 @@ int __wrap_munmap(void* address, std::size_t length) {
     break;
   }
   return __real_munmap(address, length);
+}
+
+ssize_t __wrap_process_vm_readv(pid_t pid, const iovec* to, unsigned long tos, const iovec* from, unsigned long froms, unsigned long flags) {
+  if (pid != getpid() || tos != 1 || froms != 1) return __real_process_vm_readv(pid, to, tos, from, froms, flags);
+  const std::size_t bytes = std::min(to->iov_len, from->iov_len);
+  std::memcpy(to->iov_base, from->iov_base, bytes);
+  return static_cast<ssize_t>(bytes);
 }
 
 namespace monarch::stress {
@@ -121,10 +132,24 @@ void die(const std::string& text) {
   _exit(1);
 }
 
-World& World::make() {
+World& World::make(Coverage& coverage) {
   void* memory = __real_mmap(nullptr, sizeof(World), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) die("no memory");
-  return *new (memory) World{};
+  World& world = *new (memory) World{};
+  world.coverage = &coverage;
+  return world;
+}
+
+bool can_read_others() {
+  const int secret = 42;
+  const pid_t reader = fork();
+  if (reader == 0) {
+    int seen = 0;
+    const iovec here{&seen, sizeof seen}, there{const_cast<int*>(&secret), sizeof secret};
+    _exit(process_vm_readv(getppid(), &here, 1, &there, 1, 0) == sizeof seen && seen == secret ? 0 : 1);
+  }
+  int status = 0;
+  return waitpid(reader, &status, 0) == reader && status == 0;
 }
 
 void World::await(int meeting, int ranks) const {

@@ -2,9 +2,10 @@
 // a Host of its own, so that ThreadSanitizer sees what they do to each other's memory.
 //
 // Threads of one process must share one mapping of an arena: through two mappings the same byte has two addresses, and
-// ThreadSanitizer can't relate them. So the driver is linked with --wrap=mmap,--wrap=munmap (see
-// tests/shm/test_sanitizers.py), and a memfd that this process has mapped already is not mapped a second time. The core
-// knows nothing of it, and between processes nothing changes.
+// ThreadSanitizer can't relate them. So the driver is linked with --wrap=mmap, --wrap=munmap (see
+// tests/shm/test_sanitizers.py), and a memfd that this process has mapped already is not mapped a second time. In the
+// same way --wrap=process_vm_readv: what a rank reads of a thread beside it, it copies itself, because no sanitizer sees
+// the kernel read. The core knows nothing of it, and between processes nothing changes.
 //
 // A World is also what the store is in production: how ranks tell each other tokens and boards, and the only way to
 // wait for each other that does not go through the code under test. Nothing here knows collectives.
@@ -23,6 +24,8 @@ inline constexpr int max_ranks = 4, max_groups = 8, max_meetings = 512, max_lane
 // Ends the process with the text on stderr, and so the run.
 [[noreturn]] void die(const std::string& text);
 
+class Coverage;
+
 // In memory that all ranks share; zero where nothing has been said yet.
 struct World {
   std::array<std::array<char, 32>, max_ranks> tokens;
@@ -38,9 +41,13 @@ struct World {
     await(meeting, ranks);
   }
   void note(int rank, int lane, const std::string& text);
+  Coverage* coverage;
 
-  static World& make();
+  static World& make(Coverage& coverage);
 };
+
+// Whether this system lets a process read the memory of another one that is not its child.
+bool can_read_others();
 
 // Runs body(rank) on `ranks` ranks and waits for all of them. `may_die` is the rank whose death by SIGKILL is part of
 // the plan, or -1. When a rank fails, or `seconds` have passed, the run ends with the notes on stderr.
