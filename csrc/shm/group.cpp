@@ -409,7 +409,12 @@ void Group::expire(const Operation& op) {
   const std::lock_guard lock(mutex_);
   if (op.done.load(std::memory_order_relaxed) || broken_) return;
   Failure failure{Failure::late, -1, "did not enter " + describe(op)};
-  if (op.header.collective == Collective::recv) {
+  const auto beyond = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - op.deadline);
+  if (beyond > std::chrono::milliseconds(200)) {
+    // The others have waited for me all that time; who is late by now may be so because of me.
+    failure = {Failure::late, rank_, "was stopped itself, or had no processor, until " + std::to_string(beyond.count()) +
+                                         " ms after the end of the time for " + describe(op)};
+  } else if (op.header.collective == Collective::recv) {
     failure = {Failure::late, op.header.root, "did not send what " + describe(op) + " waits for"};
   } else if (op.header.collective == Collective::send) {
     failure = {Failure::late, op.header.root, "did not take what " + describe(op) + " has for it"};

@@ -369,3 +369,43 @@ def test_a_stopped_rank_is_late_and_named() -> None:
             r"timed out: rank 1 .* kept rank",
             answers[rank],
         ), answers[rank]
+
+
+def _wakes_up_late(rank: int, address: str, pids: Any) -> str:
+    """Rank 1 is stopped while it waits for rank 0: by the time it looks again, it is the late one."""
+    init(rank, 2, address, seconds=60.0)
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.5))
+    store = dist.group.WORLD.get_group_store()
+    if rank == 0:
+        store.wait(["told"], datetime.timedelta(seconds=30))
+        return ""
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    pids.put(os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(CollectiveTimeoutError) as info:
+        work.wait()
+    store.set("told", "")
+    return str(info.value)
+
+
+def test_a_rank_that_was_stopped_does_not_blame_others() -> None:
+    pids: Any = multiprocessing.get_context("fork").SimpleQueue()
+
+    def wake_up() -> None:
+        pid = pids.get()
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        end = time.monotonic() + 1.0  # half a second beyond the group's time
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=wake_up)
+    thread.start()
+    try:
+        _, told = run_ranks(_wakes_up_late, 2, pids, backend=None)
+    finally:
+        thread.join()
+        pids.close()
+    words = r"timed out: rank 1 \(host \S+, pid \d+\) was stopped itself, or had no processor, until \d+ ms after"
+    assert re.match(words, told), told

@@ -48,7 +48,7 @@ RUNS = 200
 AT_ONCE = 3  # runs side by side: most of a run is waiting for the store, the timeout or the kernel
 STEPS = 40
 DEADLINE = 60.0  # seconds for a run: longer than anything takes on a busy machine
-TIMEOUT = 1.0  # of the group, where a rank stops
+TIMEOUT = 4.0  # seconds; a rank that computes on a busy machine is not late
 SOON, SOME_TIME = 0.1, 5.0  # seconds from a death to the survivors' errors: the median, the worst on a busy machine
 
 DEATHS = {"kill": "killed by signal 9", "exit": "exited with status 7"}
