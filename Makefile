@@ -58,6 +58,8 @@ format: $(STAMP)  ## let ruff rewrite
 bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables and plots in build/benchmarks
 	$(BIN)/python benchmarks/import_hook.py
 	$(BIN)/python benchmarks/c10d_overhead.py
+	$(BIN)/python benchmarks/deaths.py
+	$(BIN)/python benchmarks/header_check.py
 	$(BIN)/python benchmarks/collectives.py --ddp
 
 # DeepSpeed builds only beside the torch that is there; without it, as without any peer, the benchmark goes on.

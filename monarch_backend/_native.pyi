@@ -91,6 +91,20 @@ class ShmGroup:
     def sum(self, dtype: int, address: int, size: int, /) -> Operation | None:
         """The same for the sum of one tensor, in place."""
 
+    def even(
+        self,
+        collective: int,
+        dtype: int,
+        op: int,
+        root: int,
+        address_in: int,
+        size_in: int,
+        address_out: int,
+        size_out: int,
+        /,
+    ) -> Operation | None:
+        """The same for a collective from one tensor to one, where what has a piece for each rank has equal ones."""
+
     def message(self, sends: bool, dtype: int, other: int, tag: int, address: int, size: int, /) -> Operation:
         """Begin to send to or receive from a rank, -1: any; it may have ended already."""
 

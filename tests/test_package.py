@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import monarch_backend
 from monarch_backend import _autoload, _native, _versions
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(m.name for m in pkgutil.walk_packages(monarch_backend.__path__, "monarch_backend."))
@@ -33,9 +34,12 @@ def test_public_names_resolve() -> None:
 def test_docstrings(name: str) -> None:
     if name.endswith("_native"):
         pytest.skip("compiled; its docstrings have no examples")
-    module = importlib.import_module(name)
-    assert module.__doc__, f"{name} does not say what lives in it"
-    assert doctest.testmod(module).failed == 0
+    assert importlib.import_module(name).__doc__, f"{name} does not say what lives in it"
+    assert run_ranks(_examples, 1, name, backend=None) == [0]
+
+
+def _examples(rank: int, address: str, name: str) -> int:  # a process of its own: what an example makes ends with it
+    return doctest.testmod(importlib.import_module(name)).failed
 
 
 def test_entry_points_are_ours() -> None:

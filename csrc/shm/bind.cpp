@@ -39,6 +39,12 @@ std::vector<Span> spans(const Addresses& addresses) {
   return result;
 }
 
+std::vector<Span> pieces(std::uintptr_t address, std::uint64_t bytes, std::uint64_t n) {
+  std::vector<Span> result(n);
+  for (std::uint64_t i = 0; i < n; ++i) result[i] = {reinterpret_cast<char*>(address) + i * (bytes / n), bytes / n};
+  return result;
+}
+
 std::shared_ptr<Operation> make_operation(int collective, int dtype, int op, int root, std::uint64_t bytes,
                                           std::vector<Span> in, std::vector<Span> out) {
   if (collective < 0 || collective >= static_cast<int>(Collective::send) || dtype < 0 ||
@@ -145,6 +151,18 @@ void bind_shared_memory(py::module_& m) {
              const Span span{reinterpret_cast<char*>(address), bytes};
              constexpr int all_reduce = static_cast<int>(Collective::all_reduce), sum = static_cast<int>(ReduceOp::sum);
              return run_at_once(group, make_operation(all_reduce, dtype, sum, -1, bytes, {span}, {span}));
+           })
+      .def("even",
+           [](Group& group, int collective, int dtype, int op, int root, std::uintptr_t in, std::uint64_t in_bytes,
+              std::uintptr_t out, std::uint64_t out_bytes) {
+             const auto n = static_cast<std::uint64_t>(group.size());
+             const bool scatters = collective == static_cast<int>(Collective::reduce_scatter);
+             const bool gathers = collective == static_cast<int>(Collective::all_gather);
+             const bool exchanges = collective == static_cast<int>(Collective::all_to_all);
+             const std::uint64_t piece = gathers ? in_bytes : out_bytes;
+             return run_at_once(group, make_operation(collective, dtype, op, root, exchanges ? 0 : piece,
+                                                      pieces(in, in_bytes, scatters || exchanges ? n : 1),
+                                                      pieces(out, out_bytes, gathers || exchanges ? n : 1)));
            })
       .def("message",
            [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes) {

@@ -39,7 +39,7 @@ from torch._C._distributed_c10d import (
 )
 
 from monarch_backend import _versions
-from monarch_backend.process_group import _cpu, _torch
+from monarch_backend.process_group import _cpu, _shm, _torch
 from monarch_backend.process_group._call_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hooks import CompletionHooks, GivenWork, LateWork
@@ -78,7 +78,9 @@ class Collectives(dist.ProcessGroup):
     _hooks: CompletionHooks
     _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
 
-    _at_once: Callable[[list[Tensor], Any], Any] | None  # all_reduce by the shortest way, None where that is not open
+    # Collectives of plain tensors by the shortest way (_shm.py); None where that is not open.
+    _sum_at_once: Callable[[list[Tensor], Any], Any] | None
+    _at_once: Callable[..., Any] | None
 
     def _open_route(self, device: str) -> Any:
         raise NotImplementedError
@@ -106,6 +108,15 @@ class Collectives(dist.ProcessGroup):
             inner = self._shm
         return inner, device == "cpu", aside
 
+    def _unseen(self) -> bool:
+        """True while nobody wants to see what the group does."""
+        return not (self._hooks or self._observed or _torch.watched())
+
+    def _soon(self, collective: int, output: Tensor, input: Tensor, opts: Any, root: int = 0) -> Any:
+        """The work of a collective that could go the shortest way, or None."""
+        at_once = self._at_once
+        return at_once(collective, output, input, opts, root) if at_once is not None and self._unseen() else None
+
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
         """The context of a `super()` call: it comes out at the registered group, or at the shared memory instead."""
         if self._shm is None or inner is not self._shm:
@@ -129,8 +140,8 @@ class Collectives(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """All-reduce in place; torch.distributed.all_reduce comes here."""
         given = tensors = _listed(tensors)
-        if self._at_once is not None and len(tensors) == 1 and not (self._hooks or self._observed or _torch.watched()):
-            work = self._at_once(tensors, opts)
+        if self._sum_at_once is not None and len(tensors) == 1 and self._unseen():
+            work = self._sum_at_once(tensors, opts)
             if work is not None:
                 return work
         inner, on_cpu, aside = self._find("all_reduce", tensors)
@@ -167,6 +178,11 @@ class Collectives(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce to one rank; torch.distributed.reduce comes here."""
         given = tensors = _listed(tensors)
+        if (
+            len(tensors) == 1
+            and (work := self._soon(_shm.REDUCE, tensors[0], tensors[0], opts, opts.rootRank)) is not None
+        ):
+            return work
         inner, on_cpu, aside = self._find("reduce", tensors)
         if on_cpu:
             _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
@@ -212,6 +228,8 @@ class Collectives(dist.ProcessGroup):
         @call_forms(ReduceScatterOptions, _OUTPUT, _INPUT)
         def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
             """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
+            if (work := self._soon(_shm.REDUCE_SCATTER, output, input, opts)) is not None:
+                return work
             inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -223,6 +241,8 @@ class Collectives(dist.ProcessGroup):
         """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
         if not _NEW_NAMES:
             return self._reduce_scatter_base(output, input, opts)
+        if (work := self._soon(_shm.REDUCE_SCATTER, output, input, opts)) is not None:
+            return work
         inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
         if aside:
             with self._dispatched(inner, opts):
@@ -253,6 +273,11 @@ class Collectives(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Broadcast in place; torch.distributed.broadcast comes here."""
         given = tensors = _listed(tensors)
+        if (
+            len(tensors) == 1
+            and (work := self._soon(_shm.BROADCAST, tensors[0], tensors[0], opts, opts.rootRank)) is not None
+        ):
+            return work
         inner, on_cpu, aside = self._find("broadcast", tensors)
         if on_cpu:
             _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
@@ -309,6 +334,8 @@ class Collectives(dist.ProcessGroup):
         @call_forms(AllgatherOptions, _OUTPUT, _INPUT)
         def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
             """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
+            if (work := self._soon(_shm.ALL_GATHER, output, input, opts)) is not None:
+                return work
             inner, aside, args, end = self._all_gather_one(output, input, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -320,6 +347,8 @@ class Collectives(dist.ProcessGroup):
         """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
         if not _NEW_NAMES:
             return self._allgather_base(output, input, opts)
+        if (work := self._soon(_shm.ALL_GATHER, output, input, opts)) is not None:
+            return work
         inner, aside, args, end = self._all_gather_one(output, input, opts)
         if aside:
             with self._dispatched(inner, opts):
@@ -407,6 +436,8 @@ class Collectives(dist.ProcessGroup):
             torch 2.13 and later find this name from both of theirs. Overriding `alltoall_base` as well would never
             end: their C++ base looks for either override, whichever of the two called it.
             """
+            if not outputs and not inputs and (work := self._soon(_shm.ALL_TO_ALL, output, input, opts)) is not None:
+                return work
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -418,6 +449,8 @@ class Collectives(dist.ProcessGroup):
         @call_forms(AllToAllOptions, _OUTPUT, _INPUT, *_SPLITS, instead=("timeout",))
         def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
             """The name that torch before 2.13 has for :meth:`all_to_all_single`."""
+            if not outputs and not inputs and (work := self._soon(_shm.ALL_TO_ALL, output, input, opts)) is not None:
+                return work
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
                 with self._dispatched(inner, opts):

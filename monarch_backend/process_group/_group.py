@@ -56,7 +56,7 @@ class MonarchProcessGroup(Collectives):
         self._inner: dict[str, Any] = {}
         self._backends: dict[str, str] = {}  # device -> the name of its inner group, whatever its route is called
         self._shm = None
-        self._at_once = None
+        self._sum_at_once = self._at_once = None
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
         with _rendezvous.roll_call(self, options):
@@ -119,7 +119,8 @@ class MonarchProcessGroup(Collectives):
             timeout = functools.partial(_torch.timeout_of, inner)
             met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner, _routes.debug_line(self))
             self._shm = met.memory
-            self._at_once = getattr(met.memory, "sum_at_once", None)
+            self._sum_at_once = getattr(met.memory, "sum_at_once", None)
+            self._at_once = getattr(met.memory, "at_once", None)
             why = f"{route.why}; {met.why}" if met.memory is None else met.why
             route = replace(route, backend=met.route, why=why)
         self._routes[device] = route
@@ -259,7 +260,7 @@ class MonarchProcessGroup(Collectives):
         if how == "destroyed":
             self._hooks.wait()
         self._closed = how
-        self._at_once = None
+        self._sum_at_once = self._at_once = None
         if self._shm is not None:
             self._shm.close()
         inners = list({id(i): i for i in self._inner.values()}.values())

@@ -60,7 +60,7 @@ class Hierarchy(SharedMemory):
     """
 
     sends = False  # point to point is Gloo's: a receive from anybody may come from either side
-    sum_at_once = None  # type: ignore[assignment] # no way is shorter than `allreduce`
+    sum_at_once = at_once = None  # type: ignore[assignment] # no way is shorter than `allreduce`
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ _DTYPES = {
 }
 _BYTES = len(_DTYPES)
 _OPS = {name: code for code, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), 1)}
-_MOVES = 0
+_MOVES, _AVG, _BAND = 0, _OPS["AVG"], _OPS["BAND"]
 
 _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
 
@@ -65,6 +65,9 @@ _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
 _SUM = dist.ReduceOp.SUM
+_REDUCES = frozenset({ALL_REDUCE, REDUCE, REDUCE_SCATTER})
+_ROOTED = frozenset({REDUCE, BROADCAST})
+_WIDER = {REDUCE_SCATTER: 0, ALL_GATHER: 1}  # whether the input or the output has a piece for each rank
 _STRIDED = torch.strided
 
 
@@ -75,6 +78,14 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 def _op(op: Any) -> int:
     kind = getattr(op, "op", op)
     return _OPS[kind.name]
+
+
+def _at_once_op(op: Any, dtype: torch.dtype) -> int | None:
+    """The core's code of an op that makes sense for the dtype, which is neither complex nor bool; else None."""
+    code = _OPS.get(op.op.name)
+    if code is None or (code == _AVG and not dtype.is_floating_point):
+        return None
+    return None if code >= _BAND and dtype.is_floating_point else code
 
 
 @_torch.hide_from_dynamo
@@ -282,20 +293,49 @@ class SharedMemory:
         if fault is not None:
             work._error = self.error(fault)  # raised by wait(), so that hooks see a failed work as well
 
-    def sum_at_once(self, tensors: list[Tensor], opts: Any) -> ShmWork | None:
-        """The all-reduce of most programs, by the shortest way: a sum of one plain tensor, waited for.
+    # What most programs call, by the shortest way: plain contiguous tensors, waited for. None where it is anything
+    # else, and where it can't work: the long way says why.
 
-        None where it is anything else.
-        """
+    def sum_at_once(self, tensors: list[Tensor], opts: Any) -> ShmWork | None:
+        """All-reduce of one tensor by a sum; or by another op."""
         (x,) = tensors
         if type(x) not in PLAIN or not x.is_cpu or x.layout is not _STRIDED or opts.asyncOp:
             return None
         code = _AT_ONCE.get(x.dtype)
-        if code is None or not x.is_contiguous() or x.is_neg() or opts.reduceOp != _SUM:
+        if code is None or not x.is_contiguous() or x.is_neg():
             return None
+        if opts.reduceOp != _SUM:
+            return self.at_once(ALL_REDUCE, x, x, opts)
         self.sequence += 1
         operation = self.native.sum(code, x.data_ptr(), x.nbytes)
         work = ShmWork(self, tensors)
+        if operation is not None:
+            self._see_to(work, operation, opts)
+        return work
+
+    def at_once(self, collective: int, output: Tensor, input: Tensor, opts: Any, root: int = 0) -> ShmWork | None:
+        """A collective from one tensor to one, in equal pieces where there is one for each rank."""
+        dtype, code = output.dtype, _AT_ONCE.get(output.dtype)
+        if code is None or input.dtype is not dtype or opts.asyncOp or not 0 <= root < self._size:
+            return None
+        for x in (output,) if input is output else (output, input):
+            if type(x) not in PLAIN or not x.is_cpu or x.layout is not _STRIDED or x.is_neg() or not x.is_contiguous():
+                return None
+        sizes = input.nbytes, output.nbytes
+        op = _at_once_op(opts.reduceOp, dtype) if collective in _REDUCES else _MOVES
+        if op is None:
+            return None
+        wide = _WIDER.get(collective)
+        if sizes[1] * (self._size if wide == 0 else 1) != sizes[0] * (self._size if wide == 1 else 1):
+            return None
+        if collective == ALL_TO_ALL and (not output.dim() or output.size(0) % self._size or input.size(0) % self._size):
+            return None
+        self.sequence += 1
+        root = root if collective in _ROOTED else -1
+        operation = self.native.even(
+            collective, code, op, root, input.data_ptr(), sizes[0], output.data_ptr(), sizes[1]
+        )
+        work = ShmWork(self, [output])
         if operation is not None:
             self._see_to(work, operation, opts)
         return work

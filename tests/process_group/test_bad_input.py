@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 import monarch_backend
-from monarch_backend import CollectiveArgumentError, GroupClosedError, NoRouteError
+from monarch_backend import CollectiveArgumentError, GroupClosedError, NoRouteError, RankFailedError
 from tests.support.ranks import run_ranks
 
 ONES = torch.ones
@@ -225,3 +226,33 @@ def _late(rank: int) -> None:
 
 def test_a_rank_that_does_not_come_hits_the_timeout() -> None:
     run_ranks(_late, 2, group_timeout=1.0)
+
+
+def _only_the_root(rank: int, again: bool) -> str:
+    """Lists that only the root brings: the others can't know that they are wrong, and wait."""
+    x, row = torch.full((4,), float(rank)), [ONES(4)] * 2
+    if rank == 0:
+        with pytest.raises(CollectiveArgumentError, match="3 tensors"):
+            dist.gather(x, [ONES(4)] * 3, dst=0)
+        if again:
+            row = [torch.zeros(4), torch.zeros(4)]
+            dist.gather(x, row, dst=0)
+            assert row[1].eq(1).all()
+        return ""
+    if again:
+        dist.gather(x, None, dst=0)
+        return ""
+    with pytest.raises(
+        RankFailedError, match=r"rank 0 \(host \S+, pid \d+\) (closed the group|ended) without gather"
+    ) as info:
+        dist.gather(x, None, dst=0)
+    return str(info.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="over Gloo the others wait until the connection closes")
+def test_a_mistake_of_the_root_only() -> None:
+    """The root may correct itself; if it gives up, the others hear of it at once and not at the timeout."""
+    run_ranks(_only_the_root, 2, True)
+    start = time.monotonic()
+    run_ranks(_only_the_root, 2, False)
+    assert time.monotonic() - start < 30  # the group's timeout is 60
