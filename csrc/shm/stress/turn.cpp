@@ -303,9 +303,9 @@ Turn random_turn(Random& random, int group, int ranks) {
     turn.from_any = below(random, 5) == 0;
     turn.bytes = random_bytes(random, element, 1);
   } else if (turn.collective == Collective::all_to_all) {
-    turn.in_place = false;
     for (int i = 0; i < ranks * ranks; ++i) turn.table.push_back(random_bytes(random, element, pieces));
     if (below(random, 2) != 0) std::fill(turn.table.begin(), turn.table.end(), turn.table[0]);
+    else turn.in_place = false;
   } else {
     turn.bytes = random_bytes(random, element, pieces);
   }
@@ -337,6 +337,7 @@ std::vector<Turn> every_way(Random& random, int group, int ranks) {
     add(collective, Place::heap, some);
     if (collective == Collective::all_reduce) add(collective, Place::arena, largest_shelved).in_place = true;
     else add(collective, Place::arena, some);
+    if (collective == Collective::all_to_all) add(collective, Place::arena, some).in_place = true;
     if (reduces(collective) || collective == Collective::broadcast) continue;
     add(collective, Place::pages, some);
     if (collective != Collective::scatter) add(collective, Place::mixed, some);
@@ -374,7 +375,10 @@ Turn another_turn(const Turn& turn, Random& random, int ranks) {
       other = turn;
       if (change == 1) other.bytes += size_of(turn.dtype);
       if (change == 2 && turn.root >= 0) other.root = (turn.root + 1) % ranks;
-      if (change == 3 && !turn.table.empty()) other.table[static_cast<std::size_t>(below(random, ranks * ranks))] += size_of(turn.dtype);
+      if (change == 3 && !turn.table.empty()) {
+        other.table[static_cast<std::size_t>(below(random, ranks * ranks))] += size_of(turn.dtype);
+        other.in_place = false;
+      }
       if (turn.collective == Collective::barrier) continue;
     }
     if (other.is_message()) continue;
@@ -411,8 +415,9 @@ Buffers::Buffers(const Turn& turn, int rank, int ranks, const std::shared_ptr<Sh
   }
   const std::size_t mine = static_cast<std::size_t>(rank);
   for (int r = 0; r < outs; ++r) {
-    const bool same = turn.in_place && c != Collective::all_to_all && !in.empty() && (outs == 1 || r == rank);
-    out.push_back(same ? in[ins == 1 ? 0 : mine] : make(piece_bytes(turn, r, rank, ranks)));
+    const bool same = turn.in_place && !in.empty() && (outs == 1 || r == rank);
+    if (c == Collective::all_to_all && turn.in_place) out.push_back(in[static_cast<std::size_t>(r)]);  // others want it still
+    else out.push_back(same ? in[ins == 1 ? 0 : mine] : make(piece_bytes(turn, r, rank, ranks)));
   }
 }
 
