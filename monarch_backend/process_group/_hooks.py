@@ -35,27 +35,36 @@ class LateWork(dist.Work):
         super().__init__()
         self._work, self._outputs, self._finish = work, outputs, finish
         self._lock = threading.RLock()  # a callback of the future may wait, too
-        self.finished: Future[list[Tensor]] = Future()
+        self._error: Exception | None = None
+        # Not set_exception: C++ takes what that leaves for a value. An error out of `then` is one to it.
+        self._ended: Future[None] = Future()
+        self.finished = self._ended.then(lambda _: self._outcome())
+
+    def _outcome(self) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Wait, as Gloo's work does; raises what it raises."""
         with self._lock:
-            if not self.finished.done():
+            if not self._ended.done():
                 try:
                     self._work.wait(timeout)
                     if self._finish is not None:
                         self._finish()
                 except Exception as error:
                     if timeout == _FOR_EVER:  # else the caller was impatient, and may come again
-                        self.finished.set_exception(error)  # type: ignore[arg-type] # torch's annotation
+                        self._error = error
+                        self._ended.set_result(None)
                     raise
-                self.finished.set_result(self._outputs)
-        self.finished.wait()
+                self._ended.set_result(None)
+        self._outcome()
         return True
 
     def is_completed(self) -> bool:
         """True once somebody has waited."""
-        return self.finished.done()
+        return self._ended.done()
 
     def get_future(self) -> Future[list[Tensor]]:
         """A future that is done; an error is in it and not raised here."""
