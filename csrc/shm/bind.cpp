@@ -97,6 +97,7 @@ std::function<void()> reporting(std::function<void()> then) {
 }
 
 std::unique_ptr<Room> make_room(std::shared_ptr<Host> host, std::size_t bytes) {
+  if (bytes == 0) throw py::value_error("a room has at least one byte");
   auto room = std::make_unique<Room>(std::move(host), bytes);
   if (room->data() == nullptr) throw std::bad_alloc();
   return room;

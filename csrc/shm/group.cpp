@@ -397,6 +397,7 @@ std::optional<Failure> Group::find_fault(const Operation& op) {
       if (closed) return Failure{Failure::left, r, "closed the group without " + describe(op)};
       if (said >> 24 == Failure::dead || said >> 24 == Failure::left) continue;  // we shall hear of it in a moment
     }
+    if (said >> 24 == Failure::unreadable) return Failure{Failure::unreadable, culprit, unreadable_text};
     if (said != 0) {
       if (culprit == r) return Failure{Failure::late, r, "gave up on " + describe(op)};
       return Failure{Failure::late, culprit, "kept rank " + std::to_string(r) + " waiting until it gave up"};

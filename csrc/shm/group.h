@@ -32,6 +32,8 @@ inline constexpr std::size_t slot_bytes = 16 << 10;
 inline constexpr std::size_t largest_stage = 4 << 20;  // a power of two; less where the arena has no room for it
 inline constexpr std::size_t smallest_stage = 256 << 10;
 
+inline constexpr const char* unreadable_text = "has a tensor in memory that other ranks can't read";
+
 struct Board {
   // One cache line, one writer.
   alignas(64) std::atomic<std::uint64_t> entered;  // operations
@@ -107,7 +109,8 @@ class Group {
   bool reduce_direct(const Operation& op, std::uint64_t chunk);
   bool take_direct(const Operation& op, std::uint64_t chunk);
   bool fetch(const Operation& op, int from, int piece, std::uint64_t at, char* to, std::uint64_t bytes);
-  const void* look_at(const Operation& op, int from, int piece, std::uint64_t at, std::uint64_t bytes);
+  const void* look_at(const Operation& op, int from, int piece, std::uint64_t at) const;
+  static bool readable(const Span& span);
 
   void finish(Operation& op);
   void fail(Failure failure);
@@ -140,7 +143,6 @@ class Group {
   bool crowded_;              // more ranks than processors
   std::vector<const char*> from_;     // scratch: everybody's buffer, ...
   std::vector<const void*> sources_;  // ... and what a kernel reads
-  std::vector<char> fetched_;         // of peers' memory, to be reduced
   std::uint64_t read_from_;           // bytes from which process_vm_readv is taken
   std::string label_;
   std::array<std::array<bool, static_cast<std::size_t>(Way::count)>, static_cast<std::size_t>(Collective::count)> explained_{};

@@ -5,9 +5,11 @@
 // fails does not wait for the others, and says so on its board before its caller may write: whoever has read looks
 // there afterwards, and does not trust what it has read if anybody gave up (model/group.pml, kind 8).
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include "shm/group.h"
 #include "shm/range.h"
@@ -29,6 +31,13 @@ bool read_memory(int pid, std::uint64_t from, char* to, std::uint64_t bytes) {
 constexpr std::uint64_t turn = 16;  // blocks before the other groups of the process have theirs
 
 }  // namespace
+
+// Whether others may expect to read it: pinned memory of a device's driver, say, is not for them.
+bool Group::readable(const Span& span) {
+  char byte = 0;
+  const auto at = reinterpret_cast<std::uintptr_t>(span.data);
+  return span.bytes == 0 || (read_memory(getpid(), at, &byte, 1) && read_memory(getpid(), at + span.bytes - 1, &byte, 1));
+}
 
 // Whether the kernel lets us: the same namespaces, the same user, no Yama and no seccomp filter in between.
 bool Group::probe_reads() const {
@@ -80,26 +89,20 @@ bool Group::fetch(const Operation& op, int from, int piece, std::uint64_t at, ch
   if (read_memory(peers_[from]->pid, place, to, bytes)) return true;
   // Whoever gives up has said so before its caller frees the tensor: then that is the cause, not what is found here.
   if (errno != ESRCH && !broken_ && !somebody_gave_up()) {
-    fail({Failure::unreadable, from, std::string("has a tensor in memory that can't be read: ") + std::strerror(errno)});
+    fail({Failure::unreadable, from, unreadable_text});
   }
   return false;
 }
 
-// The same for a kernel to read; null if it can't be had.
-const void* Group::look_at(const Operation& op, int from, int piece, std::uint64_t at, std::uint64_t bytes) {
-  if (from == rank_) return (piece == size_ ? op.out[0] : op.in[piece]).data + at;
-  if (board(from).headers[op.sequence & 1].offer == Offer::shared) return arenas_[from] + offered(from, op.sequence)[piece] + at;
-  fetched_.resize(static_cast<std::size_t>(size_) * op.width);
-  char* to = fetched_.data() + static_cast<std::size_t>(from) * op.width;
-  return fetch(op, from, piece, at, to, bytes) ? to : nullptr;
+// The same for a kernel to read; reductions are offered in shared memory only (group_plan.cpp).
+const void* Group::look_at(const Operation& op, int from, int piece, std::uint64_t at) const {
+  return from == rank_ ? op.in[piece].data + at : arenas_[from] + offered(from, op.sequence)[piece] + at;
 }
 
 // My slice of an all_reduce, for all.
 bool Group::reduce_direct(const Operation& op, std::uint64_t chunk) {
   const Range own = slice(op.header.bytes, rank_, size_), range = part(own.bytes, chunk, op.width);
-  for (int r = 0; r < size_; ++r) {
-    if ((sources_[r] = look_at(op, r, 0, own.from + range.from, range.bytes)) == nullptr) return false;
-  }
+  for (int r = 0; r < size_; ++r) sources_[r] = look_at(op, r, 0, own.from + range.from);
   char* to = op.out[0].data + own.from + range.from;
   reduce_kernel(op.header.dtype, op.header.op)(to, sources_.data(), size_, range.bytes / size_of(op.header.dtype));
   return true;
@@ -117,9 +120,7 @@ bool Group::take_direct(const Operation& op, std::uint64_t chunk) {
   };
   const auto reduce = [&](int piece) {
     const Range range = part(h.bytes, chunk, op.width);
-    for (int r = 0; r < size_; ++r) {
-      if ((sources_[r] = look_at(op, r, piece, range.from, range.bytes)) == nullptr) return false;
-    }
+    for (int r = 0; r < size_; ++r) sources_[r] = look_at(op, r, piece, range.from);
     reduce_kernel(h.dtype, h.op)(op.out[0].data + range.from, sources_.data(), size_, range.bytes / size_of(h.dtype));
     return true;
   };

@@ -81,7 +81,8 @@ Offer Group::offer_in_place(Operation& op) {
     for (int i = 0; i <= size_; ++i) places[i] -= reinterpret_cast<std::uintptr_t>(arena.at(0));
     return Offer::shared;
   }
-  return board(rank_).reads != 0 && bytes >= read_from_ && worth_reading(c) ? Offer::memory : Offer::stage;
+  if (board(rank_).reads == 0 || bytes < read_from_ || !worth_reading(c)) return Offer::stage;
+  return std::all_of(op.in.begin(), op.in.end(), readable) ? Offer::memory : Offer::stage;
 }
 
 // Whether the operation would write to what others may still read. A rank may write its result over its own part,
