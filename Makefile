@@ -26,13 +26,13 @@ demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
 	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_lm.py --parallel ddp --out build/demo
 
 test: $(STAMP) lint  ## lint, types and the ordinary tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not xla"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not xla" --durations=25
 
 test-fast: $(STAMP)  ## the process group's own tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not xla" tests/process_group tests/cli tests/test_*.py
 
 test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
-	$(BIN)/python -m pytest -m "slow and not gpu and not xla"
+	$(BIN)/python -m pytest -m "slow and not gpu and not xla" --durations=25
 
 test-sanitizers: $(STAMP)  ## the shared-memory core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py
