@@ -309,11 +309,17 @@ def _leave() -> dict[str, int]:
 
 
 def _left() -> dict[str, int]:
-    links = {int(entry.name): os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    links: dict[int, str] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # other threads close theirs meanwhile
+            links[int(entry.name)] = os.readlink(entry)
     pidfds = [fd for fd, link in links.items() if "pidfd" in link]
+    watch = select.poll()
+    for fd in pidfds:
+        watch.register(fd, select.POLLIN)
     return {
         "pidfds": len(pidfds),
-        "of the dead": len(select.select(pidfds, [], [], 0)[0]),
+        "of the dead": sum(bool(event & select.POLLIN) for _, event in watch.poll(0)),
         "memfds": sum("memfd:monarch" in link for link in links.values()),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:monarch"),
     }
