@@ -127,7 +127,7 @@ class Collectives(dist.ProcessGroup):
         """The work of a reduce_scatter on the CPU."""
         if inner is not self._shm:
             return LateWork(work, given, finish)
-        return GivenWork(_torch.after(work, finish), given) if finish else _cpu.as_given(work, given)
+        return GivenWork(work, given, finish) if finish else _cpu.as_given(work, given)
 
     def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
         if self._hooks and on_cpu:
@@ -366,7 +366,7 @@ class Collectives(dist.ProcessGroup):
 
         def end(work: Any) -> Any:
             if on_cpu:
-                work = GivenWork(_torch.after(work, finish), [given]) if finish else _cpu.as_given(work, [given])
+                work = GivenWork(work, [given], finish) if finish else _cpu.as_given(work, [given])
             return self._done(work, "_allgather_base", on_cpu)
 
         return inner, aside, (output, input, opts), end

@@ -311,4 +311,4 @@ def exchange_lists(exchange: Callable[..., Any], outputs: list[Tensor], inputs: 
         for output, piece in zip(outputs, torch.split(received, sizes), strict=True):
             output.copy_(piece.view(output.shape))
 
-    return _torch.after(exchange(received, sent, sizes, [t.numel() for t in inputs], opts), copy)
+    return GivenWork(exchange(received, sent, sizes, [t.numel() for t in inputs], opts), list(outputs), copy)

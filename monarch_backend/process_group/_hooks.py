@@ -75,23 +75,37 @@ class LateWork(dist.Work):
 
 @_torch.hide_from_dynamo
 class GivenWork(dist.Work):
-    """A work on views or copies of the caller's tensors; its future and result are the tensors that were given."""
+    """A work on views or copies of the caller's tensors; its future and result are the tensors that were given.
 
-    def __init__(self, work: Any, outputs: list[Tensor]) -> None:
+    ``finish`` is called once the operation has ended well, and before anybody hears of it: to copy results back.
+    """
+
+    def __init__(self, work: Any, outputs: list[Tensor], finish: Callable[[], object] | None = None) -> None:
         super().__init__()
         self._work, self._outputs = work, outputs
+        self._finished: Future[None] | None = None
+        if finish is not None:
+
+            def after(future: Future[Any]) -> None:
+                future.value()  # raises the operation's error
+                finish()
+
+            self._finished = work.get_future().then(after)
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Wait for the operation; raises what it raises."""
-        return bool(self._work.wait(timeout))
+        self._work.wait(timeout)
+        if self._finished is not None:
+            self._finished.wait()
+        return True
 
     def is_completed(self) -> bool:
         """True once the operation has ended, with an error or without."""
-        return bool(self._work.is_completed())
+        return bool(self._work.is_completed()) and (self._finished is None or self._finished.done())
 
     def is_success(self) -> bool:
         """True once the operation has ended without an error."""
-        return bool(self._work.is_success())
+        return self.is_completed() and bool(self._work.is_success())
 
     def exception(self) -> Any:
         """The operation's error, if any."""
@@ -109,7 +123,7 @@ class GivenWork(dist.Work):
             future.value()  # raises the operation's error
             return self._outputs
 
-        return self._work.get_future().then(given)  # type: ignore[no-any-return]
+        return (self._finished or self._work.get_future()).then(given)
 
 
 @dataclass(frozen=True)

@@ -380,16 +380,6 @@ def forget_coalescing(group: dist.ProcessGroup) -> None:
     c10d._world.pg_coalesce_state.pop(group, None)
 
 
-def after(work: Any, then: Callable[[], object]) -> Any:
-    """A Work that is done when ``work`` is and ``then`` has run; an error of either is its error."""
-
-    def run(future: torch.futures.Future[Any]) -> None:
-        future.value()  # raises the work's error
-        then()
-
-    return torch._C._distributed_c10d._create_work_from_future(work.get_future().then(run))  # type: ignore[attr-defined]
-
-
 def backend_type(name: str) -> Any:
     """The `ProcessGroup.BackendType` of a backend's name; CUSTOM for plugins."""
     return dist.Backend.backend_type_map.get(name, BackendType.CUSTOM)

@@ -453,3 +453,29 @@ def _hook_of_a_failure(rank: int) -> None:
 
 def test_completion_hook_of_a_failure() -> None:
     run_ranks(_hook_of_a_failure, 2)
+
+
+def _fails_before_it_is_copied_back(rank: int) -> None:
+    """Results that travel by way of a copy: the operation's error must not get lost on the way."""
+    store = dist.group.WORLD.get_group_store()
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.5))
+    if rank == 1:
+        store.wait(["failed"], datetime.timedelta(seconds=30))
+        return
+    x, strided, rows = torch.ones(4), torch.zeros(8, 2)[:, 0], [torch.zeros(4, 2)[:, 0] for _ in range(2)]
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    for call in (
+        lambda: gather(strided, x, group=group),
+        lambda: gather(strided, x, group=group, async_op=True).wait(),
+        lambda: dist.all_gather(rows, x, group=group),
+        lambda: dist.all_to_all(rows, [x, x], group=group),
+        lambda: dist.all_to_all([x, x], [x, x], group=group, async_op=True).wait(),
+    ):
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out|closed|closure"):
+            call()
+    store.set("failed", "")
+
+
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_an_error_is_not_lost_where_results_are_copied_back(shm: str) -> None:
+    run_ranks(_fails_before_it_is_copied_back, 2, env={"MONARCH_SHM": shm})
