@@ -130,12 +130,12 @@ def _mixed(rank: int) -> list[Any]:
     return [x.cpu().tolist() == y.tolist(), objects, str(routes["xla"]), routes["cpu"].backend, sorted(routes)]
 
 
-def test_cpu_tensors_take_gloo_in_the_same_group() -> None:
+def test_cpu_tensors_take_shared_memory_in_the_same_group() -> None:
     [(same, objects, xla, cpu, names)] = run_ranks(_mixed, 1)
     assert same
     assert objects == [{"rank": 0}]
     assert xla == "xla -> xla (XLA tensors take torch_xla's own group)"
-    assert cpu == "gloo"
+    assert cpu == "shm"
     assert names == ["cpu", "xla"]  # not "x", "l" and "a", which torch_xla registers on torch 2.9
 
 
