@@ -9,6 +9,7 @@ backends reach torch's own function untouched.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -121,11 +122,23 @@ def see_attached_hooks() -> None:
 def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     # not functools.wraps: pybind11's functions have no attributes to copy
     def attach(pg: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch 2.15 attaches a recorder to every group; it skips the operations of backends that record themselves.
-        record = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", ()) if name == "FlightRecorderHook" else ()
-        if _is_ours(pg) and any(route.backend not in record for route in pg._routes.values()):
-            pg._observed = True
+        if _is_ours(pg):
+            pg.observe(_recorded(sys._getframe(1)) if name == "FlightRecorderHook" else ())
         return original(pg, *args, **kwargs)
 
     attach.__wrapped__ = original  # type: ignore[attr-defined]
     return attach
+
+
+def _recorded(caller: FrameType) -> set[str]:
+    """Backends whose operations torch's recorder does not want to see, because they record them themselves.
+
+    And the shared memory, where torch 2.15 attaches a recorder because it does so to every group and nobody named a
+    size for it. It is not worth several times the latency: what hangs or dies there is named in the error.
+    """
+    themselves = set(getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", ()))
+    asked = any(os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    return themselves if asked or caller.f_code.co_name != "_maybe_attach_flight_recorder" else {*themselves, *_SHARED}
+
+
+_SHARED = ("shm", "hierarchy")

@@ -74,8 +74,12 @@ class Collectives(dist.ProcessGroup):
     _inner: dict[str, Any]
     _closed: str
     _label: str
-    _observed: bool  # True once somebody hooked into torch's dispatcher for this group, torch >= 2.14
+    # Devices whose operations somebody wants to see who hooked into torch's dispatcher for this group, torch >= 2.14.
+    _observed: set[str]
     _hooks: CompletionHooks
+    _kernel: Any = (
+        None  # the backend that torch finds for the CPU where its hooks must see the shared memory's operations
+    )
     _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
 
     # Collectives of plain tensors by the shortest way (_shm.py); None where that is not open.
@@ -97,7 +101,7 @@ class Collectives(dist.ProcessGroup):
         if inner is None:
             # Meta tensors have no memory to send; torch's dispatcher makes their collectives no-ops.
             inner = self if device == "meta" and not self._closed else self._open_route(device)
-        plain = not (self._observed or _torch.watched())
+        plain = not (device in self._observed or _torch.watched())
         for tensor in tensors:
             plain = plain and type(tensor) in _cpu.PLAIN
             if tensor.device.type != device:
@@ -109,8 +113,8 @@ class Collectives(dist.ProcessGroup):
         return inner, device == "cpu", aside
 
     def _unseen(self) -> bool:
-        """True while nobody wants to see what the group does."""
-        return not (self._hooks or self._observed or _torch.watched())
+        """True while nobody wants to see what the group does on the CPU."""
+        return not (self._hooks or "cpu" in self._observed or _torch.watched())
 
     def _soon(self, collective: int, output: Tensor, input: Tensor, opts: Any, root: int = 0) -> Any:
         """The work of a collective that could go the shortest way, or None."""
@@ -121,7 +125,7 @@ class Collectives(dist.ProcessGroup):
         """The context of a `super()` call: it comes out at the registered group, or at the shared memory instead."""
         if self._shm is None or inner is not self._shm:
             return _torch.through_dispatcher()
-        return _torch.beneath_dispatch_modes(functools.partial(inner.dispatched, opts))
+        return _torch.beneath_dispatch_modes(functools.partial(inner.dispatched, opts), self._kernel)
 
     def _reduced(self, inner: Any, work: Any, given: list[Tensor], finish: Callable[[], object] | None = None) -> Any:
         """The work of a reduce_scatter on the CPU."""
@@ -597,7 +601,7 @@ class Collectives(dist.ProcessGroup):
         inner = self._inner.get(device)
         if inner is None:
             inner = self._open_route(device)
-        aside = (self._observed or _torch.watched()) and _torch.is_c10d_backend(inner)
+        aside = (device in self._observed or _torch.watched()) and _torch.is_c10d_backend(inner)
         if device == "cpu" and self._shm is not None:
             inner = self._shm
         if aside:

@@ -6,7 +6,7 @@ No operation on tensors (_collectives.py), no choice of a route (_routes.py), no
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -51,7 +51,8 @@ class MonarchProcessGroup(Collectives):
         self._closed = ""
         self._splits = 0
         self._hooks = CompletionHooks()
-        self._observed = False
+        self._observed: set[str] = set()
+        self._spared: set[str] | None = None  # routes that `observe` leaves alone; None: nobody observes
         self._routes: dict[str, _routes.Route] = {}
         self._inner: dict[str, Any] = {}
         self._backends: dict[str, str] = {}  # device -> the name of its inner group, whatever its route is called
@@ -124,6 +125,7 @@ class MonarchProcessGroup(Collectives):
             why = f"{route.why}; {met.why}" if met.memory is None else met.why
             route = replace(route, backend=met.route, why=why)
         self._routes[device] = route
+        self._let_see()
         _routes.announce(self, route)
 
     def _no_route(self, route: _routes.Route) -> NoRouteError:
@@ -196,16 +198,30 @@ class MonarchProcessGroup(Collectives):
             if device != "cpu" and hasattr(inner, "_register_on_completion_hook"):
                 inner._register_on_completion_hook(hook)
 
+    def observe(self, but: Collection[str] = ()) -> None:
+        """Take torch's dispatcher from now on, whose hooks somebody wants to be called, except on routes ``but``."""
+        self._spared = set(but) if self._spared is None else self._spared.intersection(but)
+        self._let_see()
+
+    def _let_see(self) -> None:
+        if self._spared is None:
+            return
+        self._observed = {device for device, route in self._routes.items() if route.backend not in self._spared}
+        if "cpu" in self._observed and self._shm is not None and self._kernel is None:
+            taken = {_torch.backend_type(backend) for backend in self._backends.values()}
+            self._kernel = _torch.Kernel(self.rank(), self.size(), self._inner["cpu"])
+            self._register_backend(torch.device("cpu"), _torch.free_backend_type(taken), self._kernel)
+
     if hasattr(dist.ProcessGroup, "register_pre_hook"):
 
         def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
             """Call ``hook`` before every collective; torch's dispatcher does, so all of them go there from now on."""
-            self._observed = True
+            self.observe()
             super().register_pre_hook(hook_id, hook)  # type: ignore[misc]
 
         def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
             """Call ``hook`` after every collective was started."""
-            self._observed = True
+            self.observe()
             super().register_post_hook(hook_id, hook)  # type: ignore[misc]
 
     def _has_hooks(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -140,9 +141,9 @@ def through_dispatcher() -> AbstractContextManager[Any]:
 class _Beneath(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes the c10d operators that reach it and does ``run(name, args)`` instead of what torch's kernel would do."""
 
-    def __init__(self, run: Callable[[str, tuple[Any, ...]], Any]) -> None:
+    def __init__(self, run: Callable[[str, tuple[Any, ...]], Any], kernel: Kernel | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
+        self._run, self._kernel = run, kernel
         self._works: list[Any] = []  # C++ keeps a boxed work alive, but not its Python side
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,14 +153,82 @@ class _Beneath(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
                 with self:  # it calls the operator again, with what it stands for
                     return kind.__torch_dispatch__(func, types, args, kwargs or {})
-        self._works.append(self._run(func._schema.name.partition("::")[2], args))
+        run = functools.partial(self._run, func._schema.name.partition("::")[2], args)
+        self._works.append(
+            run() if self._kernel is None else self._kernel.call(run, lambda: func(*args, **(kwargs or {})))
+        )
         work = self._works[-1].boxed()
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
+class Kernel(C10DBackend):
+    """What torch >= 2.14 finds as the CPU's backend while its kernels call hooks before and after an operation.
+
+    The kernel of a c10d operator calls the hooks and, in between, a method of the backend: here that runs what `call`
+    was given. Who comes by another way (C++ that has no trampoline to us) reaches ``inner``. Leans on
+    py/PyBackend.hpp, which lets a backend be written in Python.
+    """
+
+    def __init__(self, rank: int, size: int, inner: Any) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg,unused-ignore]
+        self._inner = inner
+        self._pending = threading.local()
+
+    def call(self, run: Callable[[], Any], operator: Callable[[], Any]) -> Any:
+        """The work of ``run``, which ``operator`` calls by way of its kernel."""
+        self._pending.run = run
+        try:
+            operator()
+            return self._pending.work
+        finally:
+            self._pending.__dict__.clear()
+
+    def getBackendName(self) -> str:  # torch's C++ name
+        """The flight recorder skips "gloo", which has a recorder of its own."""
+        return "shm"
+
+    def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
+        run = self._pending.__dict__.pop("run", None)
+        if run is None:
+            return getattr(self._inner, name)(*args)
+        self._pending.work = run()
+        return self._pending.work
+
+
+def _answering(name: str) -> Callable[..., Any]:
+    def method(self: Kernel, *args: Any) -> Any:
+        return self._answer(name, args)
+
+    return method
+
+
+for _name in (
+    *(
+        "allreduce",
+        "allreduce_coalesced",
+        "broadcast",
+        "reduce",
+        "allgather",
+        "allgather_coalesced",
+        "gather",
+        "scatter",
+    ),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_single", "barrier"),
+    *("reduce_scatter_single_coalesced", "all_to_all_single", "alltoall", "send", "recv", "recv_anysource"),
+):
+    setattr(Kernel, _name, _answering(_name))
+
+
+def free_backend_type(taken: set[Any]) -> Any:
+    """A `ProcessGroup.BackendType` that no backend of a group has: c10d keeps one backend for each."""
+    return next(kind for kind in (BackendType.CUSTOM, BackendType.UCC, BackendType.MPI) if kind not in taken)
+
+
 @contextmanager
-def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any]) -> Iterator[None]:
+def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any], kernel: Kernel | None = None) -> Iterator[None]:
     """Inside, ``run(name, args)`` takes the place of the kernels of c10d's operators on plain tensors.
+
+    With a ``kernel`` torch's kernels are called, and it is what they find as the backend.
 
     Dispatch modes that are on see, change or take the operators first, and so do tensor subclasses and the profiler:
     all that the dispatcher does, around an operation that is not the registered group's. Leans on
@@ -171,7 +240,7 @@ def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any]) -> Iterat
         and getattr(_get_current_dispatch_mode_stack()[-1], "_mode_key", None) is None
     ):
         users.append(_pop_mode())
-    ours = _Beneath(run)
+    ours = _Beneath(run, kernel)
     _push_mode(ours)
     for mode in reversed(users):
         _push_mode(mode)

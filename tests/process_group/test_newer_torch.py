@@ -81,23 +81,41 @@ def test_nan_checks(attach: bool) -> None:
     run_ranks(_nan, 2, attach, env={} if attach else {"TORCH_DIST_NAN_CHECK": "1"})
 
 
-def _recorded(rank: int) -> list[str]:
+def _recorded(rank: int, instance: dict[str, str]) -> list[str]:
     from torch._C import _distributed_c10d
 
     group = dist.group.WORLD
-    # torch 2.15 attaches a recorder to every group. Gloo records itself: no reason for a longer way.
-    assert not group._observed
     hook = _distributed_c10d.FlightRecorderHook.attach(group)
     dist.all_reduce(torch.ones(1))
+    receiver = dist.irecv(torch.zeros(1), 1 - rank, tag=rank)
+    dist.send(torch.ones(1), 1 - rank, tag=1 - rank)
+    receiver.wait()
     assert hook is not None
-    return [e["profiling_name"] for e in json.loads(_distributed_c10d._dump_fr_trace_json())["entries"]]
+    return [e["profiling_name"] for e in json.loads(_distributed_c10d._dump_fr_trace_json(**instance))["entries"]]
 
 
-def test_flight_recorder() -> None:
-    ours = run_ranks(_recorded, 2, env={"TORCH_FR_BUFFER_SIZE": "100"})
-    assert "gloo:all_reduce" in ours[0]
-    if torch_version() == (2, 14):  # where the hook does not know yet who records himself
-        assert "c10d:allreduce" in ours[0]
+@pytest.mark.parametrize("shm", [True, False], ids=["shared memory", "gloo"])
+def test_flight_recorder(shm: bool) -> None:
+    env = {"TORCH_FR_BUFFER_SIZE": "100"} | ({} if shm else {"MONARCH_SHM": "0"})
+    # torch 2.15 has a recorder for each kind of backend.
+    ours = run_ranks(_recorded, 2, {"backend": "shm"} if shm and torch_version() > (2, 14) else {}, env=env)
+    if shm or torch_version() == (2, 14):  # where the hook does not know yet who records himself
+        names = [name.partition(" ")[0].replace("all_reduce", "allreduce") for name in ours[0]]
+        by = "c10d" if torch_version() == (2, 14) else "shm"
+        assert {f"{by}:allreduce", f"{by}:recv", f"{by}:send"} <= set(names)
+    else:
+        assert "gloo:all_reduce" in ours[0]
+
+
+def _unasked(rank: int) -> tuple[bool, set[str]]:
+    group = dist.new_group([0, 1])
+    before = set(group._observed)
+    group.register_pre_hook(7, lambda call: None)
+    return before, group._observed
+
+
+def test_a_recorder_that_nobody_asked_for_takes_no_time_of_the_shared_memory() -> None:
+    assert run_ranks(_unasked, 2) == [(set(), {"cpu"})] * 2
 
 
 def _timeouts(rank: int) -> None:
