@@ -1,4 +1,5 @@
 // What an operation of a group moves from where to where, through the slots and the stage. When, is in group.cpp.
+#include "shm/copy.h"
 #include "shm/group.h"
 #include "shm/range.h"
 
@@ -12,6 +13,12 @@ namespace {
 
 void copy(char* to, const char* from, std::uint64_t bytes) {
   if (to != from && bytes != 0) std::memcpy(to, from, bytes);
+}
+
+// A part of a result that has `whole` bytes.
+void put(char* to, const char* from, std::uint64_t bytes, std::uint64_t whole) {
+  if (to == from) return;
+  whole < past_cache ? copy(to, from, bytes) : stream(to, from, bytes);
 }
 
 }  // namespace
@@ -80,7 +87,7 @@ void Group::take(const Operation& op, std::uint64_t chunk, bool in_slots) {
     }
     case Collective::broadcast: {
       const Range range = part(h.bytes, chunk, op.width);
-      if (rank_ != h.root) copy(op.out[0].data + range.from, from_[h.root], range.bytes);
+      if (rank_ != h.root) put(op.out[0].data + range.from, from_[h.root], range.bytes, h.bytes);
       break;
     }
     case Collective::gather:
@@ -89,14 +96,14 @@ void Group::take(const Operation& op, std::uint64_t chunk, bool in_slots) {
     case Collective::all_gather: {
       const Range range = part(h.bytes, chunk, op.width);
       for (int r = 0; r < size_; ++r) {
-        copy(op.out[r].data + range.from, r == rank_ ? op.in[0].data + range.from : from_[r], range.bytes);
+        put(op.out[r].data + range.from, r == rank_ ? op.in[0].data + range.from : from_[r], range.bytes, h.bytes);
       }
       break;
     }
     case Collective::scatter: {
       const Range range = part(h.bytes, chunk, op.width);
       const char* source = rank_ == h.root ? op.in[rank_].data + range.from : from_[h.root] + rank_ * op.width;
-      copy(op.out[0].data + range.from, source, range.bytes);
+      put(op.out[0].data + range.from, source, range.bytes, h.bytes);
       break;
     }
     case Collective::reduce_scatter: {
@@ -115,7 +122,7 @@ void Group::take(const Operation& op, std::uint64_t chunk, bool in_slots) {
           width = whole_lines(*std::max_element(sizes, sizes + size_));
         }
         const char* source = r == rank_ ? op.in[r].data + range.from : from_[r] + rank_ * width;
-        copy(op.out[r].data + range.from, source, in_slots ? op.out[r].bytes : range.bytes);
+        put(op.out[r].data + range.from, source, in_slots ? op.out[r].bytes : range.bytes, op.out[r].bytes);
       }
       break;
     case Collective::send:
@@ -134,7 +141,7 @@ void Group::reduce_slice(const Operation& op, std::uint64_t chunk, char* to) {
     for (int r = 0; r < size_; ++r) sources_[r] = stage(r, op.base + chunk * op.stride) + from;
     sources_[rank_] = op.in[0].data + range.from + from;
     kernel(to + from, sources_.data(), size_, bytes / size_of(op.header.dtype));
-    copy(op.out[0].data + range.from + from, to + from, bytes);
+    put(op.out[0].data + range.from + from, to + from, bytes, op.header.bytes);
   }
 }
 
@@ -144,7 +151,7 @@ void Group::collect(const Operation& op, std::uint64_t chunk) {
     if (r == rank_) continue;
     const Range theirs = slice(range.bytes, r, size_);
     const char* from = stage(r, op.base + chunk * op.stride) + theirs.from;
-    copy(op.out[0].data + range.from + theirs.from, from, theirs.bytes);
+    put(op.out[0].data + range.from + theirs.from, from, theirs.bytes, op.header.bytes);
   }
 }
 
