@@ -14,7 +14,7 @@ namespace {
 // A look at memory and the pause after it take 20 to 50 ns: some microseconds of spinning, then some tens of
 // microseconds of yielding, then sleep. A late rank costs its peers no more processor time than that.
 constexpr int spins = 200;
-constexpr int yields = 20;
+constexpr int yields = 100;
 
 long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, word, operation, value, timeout, nullptr, FUTEX_BITSET_MATCH_ANY);
