@@ -88,22 +88,25 @@ class ShmGroup:
     ) -> Operation | None:
         """Run an operation on this thread; None if it ended well and soon, else it is to be finished."""
 
-    def sum(self, dtype: int, address: int, size: int, /) -> Operation | None:
-        """The same for the sum of one tensor, in place."""
+    @property
+    def sequence(self) -> int:
+        """How many collectives there have been."""
 
-    def even(
+    def shortcut(
         self,
         collective: int,
-        dtype: int,
-        op: int,
-        root: int,
-        address_in: int,
-        size_in: int,
-        address_out: int,
-        size_out: int,
+        form: int,
+        owner: object,
+        name: str,
+        options: type,
+        finish: Callable[[Operation, list[object], object], object],
+        torch: tuple[object, ...],
         /,
-    ) -> Operation | None:
-        """The same for a collective from one tensor to one, where what has a piece for each rank has equal ones."""
+    ) -> Callable[..., object]:
+        """A callable for the method ``name`` of ``owner``, which does what most callers want with no Python in between.
+
+        None when that is done, else the work that ``finish`` makes; ``torch`` as in csrc/shm/shortcut.h.
+        """
 
     def message(self, sends: bool, dtype: int, other: int, tag: int, address: int, size: int, /) -> Operation:
         """Begin to send to or receive from a rank, -1: any; it may have ended already."""

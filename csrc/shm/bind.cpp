@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "shm/engine.h"
+#include "shm/shortcut.h"
 
 namespace py = pybind11;
 
@@ -39,12 +40,6 @@ std::vector<Span> spans(const Addresses& addresses) {
   return result;
 }
 
-std::vector<Span> pieces(std::uintptr_t address, std::uint64_t bytes, std::uint64_t n) {
-  std::vector<Span> result(n);
-  for (std::uint64_t i = 0; i < n; ++i) result[i] = {reinterpret_cast<char*>(address) + i * (bytes / n), bytes / n};
-  return result;
-}
-
 std::shared_ptr<Operation> make_operation(int collective, int dtype, int op, int root, std::uint64_t bytes,
                                           std::vector<Span> in, std::vector<Span> out) {
   if (collective < 0 || collective >= static_cast<int>(Collective::send) || dtype < 0 ||
@@ -70,17 +65,6 @@ std::shared_ptr<Operation> make_message(bool send, int dtype, int other, int tag
   operation->header = {bytes, other, send ? Collective::send : Collective::recv, static_cast<Dtype>(dtype), ReduceOp::none, Offer::stage};
   operation->tag = tag;
   (send ? operation->in : operation->out) = {{reinterpret_cast<char*>(address), bytes}};
-  return operation;
-}
-
-// Runs it in this thread, if it ends soon: null then. What takes longer, or has failed, comes back to be finished;
-// only then does Python look up the time limit, which costs as much as a small operation.
-std::shared_ptr<Operation> run_at_once(Group& group, std::shared_ptr<Operation> operation) {
-  constexpr auto soon = std::chrono::milliseconds(2);
-  const py::gil_scoped_release release;
-  group.submit(operation);
-  group.wait_a_little(*operation, soon);
-  if (operation->done.load(std::memory_order_acquire) && !operation->failure) return nullptr;
   return operation;
 }
 
@@ -147,24 +131,14 @@ void bind_shared_memory(py::module_& m) {
               const Addresses& out) {
              return run_at_once(group, make_operation(collective, dtype, op, root, bytes, spans(in), spans(out)));
            })
-      .def("sum",
-           [](Group& group, int dtype, std::uintptr_t address, std::uint64_t bytes) {
-             const Span span{reinterpret_cast<char*>(address), bytes};
-             constexpr int all_reduce = static_cast<int>(Collective::all_reduce), sum = static_cast<int>(ReduceOp::sum);
-             return run_at_once(group, make_operation(all_reduce, dtype, sum, -1, bytes, {span}, {span}));
+      .def("shortcut",
+           [](std::shared_ptr<Group> group, int collective, int form, const py::object& owner, std::string name, py::object options,
+              py::object finish, const py::tuple& torch) {
+             const TorchNames names{torch[0], torch[1], torch[2], torch[3], torch[4], torch[5], torch[6], torch[7]};
+             return make_shortcut(std::move(group), static_cast<Collective>(collective), static_cast<Form>(form), owner, std::move(name),
+                                  std::move(options), std::move(finish), names);
            })
-      .def("even",
-           [](Group& group, int collective, int dtype, int op, int root, std::uintptr_t in, std::uint64_t in_bytes,
-              std::uintptr_t out, std::uint64_t out_bytes) {
-             const auto n = static_cast<std::uint64_t>(group.size());
-             const bool scatters = collective == static_cast<int>(Collective::reduce_scatter);
-             const bool gathers = collective == static_cast<int>(Collective::all_gather);
-             const bool exchanges = collective == static_cast<int>(Collective::all_to_all);
-             const std::uint64_t piece = gathers ? in_bytes : out_bytes;
-             return run_at_once(group, make_operation(collective, dtype, op, root, exchanges ? 0 : piece,
-                                                      pieces(in, in_bytes, scatters || exchanges ? n : 1),
-                                                      pieces(out, out_bytes, gathers || exchanges ? n : 1)));
-           })
+      .def_property_readonly("sequence", &Group::sequence)
       .def("message",
            [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes) {
              auto operation = make_message(send, dtype, other, tag, address, bytes, group.size());

@@ -141,6 +141,7 @@ void Group::submit(const std::shared_ptr<Operation>& operation) {
     lanes_->submit(operation);
   } else {
     queue_.push_back(operation);
+    submitted_.fetch_add(1, std::memory_order_relaxed);
   }
 }
 

@@ -64,6 +64,8 @@ class Group {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // Collectives that were asked for.
+  std::uint64_t sequence() const { return submitted_.load(std::memory_order_relaxed); }
 
   void submit(const std::shared_ptr<Operation>& operation);
   // Moves what can be moved; false if nothing could, or somebody else is at it. The last look before a sleep waits for
@@ -150,6 +152,7 @@ class Group {
   std::mutex mutex_;
   std::deque<std::shared_ptr<Operation>> queue_;
   std::optional<Lanes> lanes_;
+  std::atomic<std::uint64_t> submitted_{0};
   std::uint64_t sequence_ = 0, position_ = 0;
   std::uint32_t departures_ = 0;
   std::optional<Failure> broken_;

@@ -4,7 +4,8 @@ One method per collective and what they share; no choice of a route (_routes.py)
 (_cpu.py), no life of a group (_group.py), no private part of torch (_torch.py).
 
 Three ways lead through a method:
-- plain tensors, nobody watching: straight to the inner group's method, past torch's dispatcher;
+- plain tensors, nobody watching: straight to the inner group's method, past torch's dispatcher; for nearly all of them
+  even past the methods here, by the shortcuts of the shared memory (_group.py puts them in place, _shm.py has them);
 - a dispatch mode, the profiler or a tensor subclass: `super()`, which is torch's dispatcher and comes out at
   the same inner group, because that is registered with the C++ base as the device's backend;
 - C++ callers (DDP's reducer, functional collectives) come in through torch's trampolines, or, for methods that
@@ -39,7 +40,7 @@ from torch._C._distributed_c10d import (
 )
 
 from monarch_backend import _versions
-from monarch_backend.process_group import _cpu, _shm, _torch
+from monarch_backend.process_group import _cpu, _torch
 from monarch_backend.process_group._call_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hooks import CompletionHooks, GivenWork, LateWork
@@ -77,14 +78,8 @@ class Collectives(dist.ProcessGroup):
     # Devices whose operations somebody wants to see who hooked into torch's dispatcher for this group, torch >= 2.14.
     _observed: set[str]
     _hooks: CompletionHooks
-    _kernel: Any = (
-        None  # the backend that torch finds for the CPU where its hooks must see the shared memory's operations
-    )
+    _kernel: Any = None  # what torch finds for the CPU where its hooks must see the shared memory's operations
     _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
-
-    # Collectives of plain tensors by the shortest way (_shm.py); None where that is not open.
-    _sum_at_once: Callable[[list[Tensor], Any], Any] | None
-    _at_once: Callable[..., Any] | None
 
     def _open_route(self, device: str) -> Any:
         raise NotImplementedError
@@ -112,15 +107,6 @@ class Collectives(dist.ProcessGroup):
             inner = self._shm
         return inner, device == "cpu", aside
 
-    def _unseen(self) -> bool:
-        """True while nobody wants to see what the group does on the CPU."""
-        return not (self._hooks or "cpu" in self._observed or _torch.watched())
-
-    def _soon(self, collective: int, output: Tensor, input: Tensor, opts: Any, root: int = 0) -> Any:
-        """The work of a collective that could go the shortest way, or None."""
-        at_once = self._at_once
-        return at_once(collective, output, input, opts, root) if at_once is not None and self._unseen() else None
-
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
         """The context of a `super()` call: it comes out at the registered group, or at the shared memory instead."""
         if self._shm is None or inner is not self._shm:
@@ -144,10 +130,6 @@ class Collectives(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """All-reduce in place; torch.distributed.all_reduce comes here."""
         given = tensors = _listed(tensors)
-        if self._sum_at_once is not None and len(tensors) == 1 and self._unseen():
-            work = self._sum_at_once(tensors, opts)
-            if work is not None:
-                return work
         inner, on_cpu, aside = self._find("all_reduce", tensors)
         if on_cpu:
             _cpu.check_dense(self, "all_reduce", tensors)
@@ -182,11 +164,6 @@ class Collectives(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce to one rank; torch.distributed.reduce comes here."""
         given = tensors = _listed(tensors)
-        if (
-            len(tensors) == 1
-            and (work := self._soon(_shm.REDUCE, tensors[0], tensors[0], opts, opts.rootRank)) is not None
-        ):
-            return work
         inner, on_cpu, aside = self._find("reduce", tensors)
         if on_cpu:
             _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
@@ -232,8 +209,6 @@ class Collectives(dist.ProcessGroup):
         @call_forms(ReduceScatterOptions, _OUTPUT, _INPUT)
         def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
             """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
-            if (work := self._soon(_shm.REDUCE_SCATTER, output, input, opts)) is not None:
-                return work
             inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -245,8 +220,6 @@ class Collectives(dist.ProcessGroup):
         """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
         if not _NEW_NAMES:
             return self._reduce_scatter_base(output, input, opts)
-        if (work := self._soon(_shm.REDUCE_SCATTER, output, input, opts)) is not None:
-            return work
         inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
         if aside:
             with self._dispatched(inner, opts):
@@ -277,11 +250,6 @@ class Collectives(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Broadcast in place; torch.distributed.broadcast comes here."""
         given = tensors = _listed(tensors)
-        if (
-            len(tensors) == 1
-            and (work := self._soon(_shm.BROADCAST, tensors[0], tensors[0], opts, opts.rootRank)) is not None
-        ):
-            return work
         inner, on_cpu, aside = self._find("broadcast", tensors)
         if on_cpu:
             _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
@@ -338,8 +306,6 @@ class Collectives(dist.ProcessGroup):
         @call_forms(AllgatherOptions, _OUTPUT, _INPUT)
         def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
             """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
-            if (work := self._soon(_shm.ALL_GATHER, output, input, opts)) is not None:
-                return work
             inner, aside, args, end = self._all_gather_one(output, input, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -351,8 +317,6 @@ class Collectives(dist.ProcessGroup):
         """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
         if not _NEW_NAMES:
             return self._allgather_base(output, input, opts)
-        if (work := self._soon(_shm.ALL_GATHER, output, input, opts)) is not None:
-            return work
         inner, aside, args, end = self._all_gather_one(output, input, opts)
         if aside:
             with self._dispatched(inner, opts):
@@ -440,8 +404,6 @@ class Collectives(dist.ProcessGroup):
             torch 2.13 and later find this name from both of theirs. Overriding `alltoall_base` as well would never
             end: their C++ base looks for either override, whichever of the two called it.
             """
-            if not outputs and not inputs and (work := self._soon(_shm.ALL_TO_ALL, output, input, opts)) is not None:
-                return work
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -453,8 +415,6 @@ class Collectives(dist.ProcessGroup):
         @call_forms(AllToAllOptions, _OUTPUT, _INPUT, *_SPLITS, instead=("timeout",))
         def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
             """The name that torch before 2.13 has for :meth:`all_to_all_single`."""
-            if not outputs and not inputs and (work := self._soon(_shm.ALL_TO_ALL, output, input, opts)) is not None:
-                return work
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
                 with self._dispatched(inner, opts):

@@ -57,7 +57,7 @@ class MonarchProcessGroup(Collectives):
         self._inner: dict[str, Any] = {}
         self._backends: dict[str, str] = {}  # device -> the name of its inner group, whatever its route is called
         self._shm = None
-        self._sum_at_once = self._at_once = None
+        self._shortcuts: dict[str, Any] = {}  # in the place of methods, while nobody wants to see what the group does
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
         with _rendezvous.roll_call(self, options):
@@ -120,13 +120,20 @@ class MonarchProcessGroup(Collectives):
             timeout = functools.partial(_torch.timeout_of, inner)
             met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner, _routes.debug_line(self))
             self._shm = met.memory
-            self._sum_at_once = getattr(met.memory, "sum_at_once", None)
-            self._at_once = getattr(met.memory, "at_once", None)
+            if met.memory is not None and met.memory.in_short and not self._hooks:
+                self._shortcuts = met.memory.shortcuts(self)
+                self.__dict__.update(self._shortcuts)
             why = f"{route.why}; {met.why}" if met.memory is None else met.why
             route = replace(route, backend=met.route, why=why)
         self._routes[device] = route
         self._let_see()
         _routes.announce(self, route)
+
+    def _end_shortcuts(self) -> None:
+        """From now on every call takes its method."""
+        for name in self._shortcuts:
+            self.__dict__.pop(name, None)
+        self._shortcuts = {}
 
     def _no_route(self, route: _routes.Route) -> NoRouteError:
         here = ", ".join(str(r) for r in self._routes.values()) or "none"
@@ -194,6 +201,7 @@ class MonarchProcessGroup(Collectives):
     def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
         """Call ``hook(work_info)`` after every collective, on each route (NCCL brings its own)."""
         self._hooks.add(hook)
+        self._end_shortcuts()
         for device, inner in self._inner.items():
             if device != "cpu" and hasattr(inner, "_register_on_completion_hook"):
                 inner._register_on_completion_hook(hook)
@@ -207,6 +215,8 @@ class MonarchProcessGroup(Collectives):
         if self._spared is None:
             return
         self._observed = {device for device, route in self._routes.items() if route.backend not in self._spared}
+        if "cpu" in self._observed:
+            self._end_shortcuts()
         if "cpu" in self._observed and self._shm is not None and self._kernel is None:
             taken = {_torch.backend_type(backend) for backend in self._backends.values()}
             self._kernel = _torch.Kernel(self.rank(), self.size(), self._inner["cpu"])
@@ -276,7 +286,7 @@ class MonarchProcessGroup(Collectives):
         if how == "destroyed":
             self._hooks.wait()
         self._closed = how
-        self._sum_at_once = self._at_once = None
+        self._end_shortcuts()
         if self._shm is not None:
             self._shm.close()
         inners = list({id(i): i for i in self._inner.values()}.values())

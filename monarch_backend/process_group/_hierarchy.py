@@ -59,8 +59,8 @@ class Hierarchy(SharedMemory):
     ``gloo`` has the messages between hosts, ``store`` the first cause of a failure.
     """
 
+    in_short = False  # no way is shorter than the methods'
     sends = False  # point to point is Gloo's: a receive from anybody may come from either side
-    sum_at_once = at_once = None  # type: ignore[assignment] # no way is shorter than `allreduce`
 
     def __init__(
         self,
@@ -105,10 +105,10 @@ class Hierarchy(SharedMemory):
         finish: Callable[[], object] | None = None,
     ) -> ShmWork:
         """As in shared memory alone: now, unless the caller wants to do other things meanwhile."""
-        self.sequence += 1
+        self._turns.sequence += 1
         text = _describe(collective, piece, op, root)
         op_here, seconds = op_on_host(op, piece.dtype), self._seconds(opts)
-        call = Call(collective, text, self.sequence, op, op_here, root, list(ins), list(outs), seconds)
+        call = Call(collective, text, self._turns.sequence, op, op_here, root, list(ins), list(outs), seconds)
         work = ShmWork(self, outputs, finish)
         if getattr(opts, "asyncOp", True):
             work._lock, work._keep = threading.RLock(), (ins, outs)

@@ -47,6 +47,7 @@ class InTurn:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.sequence = 0  # operations that were asked for, counted by who asks
         self._queue: collections.deque[Operation] = collections.deque()
         self._change = threading.Condition()
         self._thread: threading.Thread | None = None

@@ -16,6 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+)
 from torch.futures import Future
 
 from monarch_backend.process_group import _torch
@@ -57,18 +66,27 @@ _DTYPES = {
 }
 _BYTES = len(_DTYPES)
 _OPS = {name: code for code, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), 1)}
-_MOVES, _AVG, _BAND = 0, _OPS["AVG"], _OPS["BAND"]
+_MOVES = 0
 
 _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
 
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
-_SUM = dist.ReduceOp.SUM
-_REDUCES = frozenset({ALL_REDUCE, REDUCE, REDUCE_SCATTER})
-_ROOTED = frozenset({REDUCE, BROADCAST})
-_WIDER = {REDUCE_SCATTER: 0, ALL_GATHER: 1}  # whether the input or the output has a piece for each rank
-_STRIDED = torch.strided
+# Method -> (collective, the form of its arguments, the type of its options); csrc/shm/shortcut.h: Form.
+_IN_PLACE_FORM, _PAIR, _GATHERING, _EXCHANGE, _NOTHING_FORM = range(5)
+_SHORTCUTS = {
+    "allreduce": (ALL_REDUCE, _IN_PLACE_FORM, AllreduceOptions),
+    "broadcast": (BROADCAST, _IN_PLACE_FORM, BroadcastOptions),
+    "reduce": (REDUCE, _IN_PLACE_FORM, ReduceOptions),
+    "allgather": (ALL_GATHER, _GATHERING, AllgatherOptions),
+    "_allgather_base": (ALL_GATHER, _PAIR, AllgatherOptions),
+    "all_gather_single": (ALL_GATHER, _PAIR, AllgatherOptions),
+    "_reduce_scatter_base": (REDUCE_SCATTER, _PAIR, ReduceScatterOptions),
+    "reduce_scatter_single": (REDUCE_SCATTER, _PAIR, ReduceScatterOptions),
+    "alltoall_base": (ALL_TO_ALL, _EXCHANGE, AllToAllOptions),
+    "all_to_all_single": (ALL_TO_ALL, _EXCHANGE, AllToAllOptions),
+    "barrier": (BARRIER, _NOTHING_FORM, BarrierOptions),
+}
 
 
 def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -78,14 +96,6 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 def _op(op: Any) -> int:
     kind = getattr(op, "op", op)
     return _OPS[kind.name]
-
-
-def _at_once_op(op: Any, dtype: torch.dtype) -> int | None:
-    """The core's code of an op that makes sense for the dtype, which is neither complex nor bool; else None."""
-    code = _OPS.get(op.op.name)
-    if code is None or (code == _AVG and not dtype.is_floating_point):
-        return None
-    return None if code >= _BAND and dtype.is_floating_point else code
 
 
 @_torch.hide_from_dynamo
@@ -222,6 +232,7 @@ class SharedMemory:
 
     reduces = frozenset(_DTYPES)
     sends = True  # point to point as well
+    in_short = True  # there are `shortcuts`
 
     def __init__(
         self, native: Any, engine: Any, members: Sequence[str], rank: int, timeout: Callable[[], timedelta]
@@ -229,7 +240,11 @@ class SharedMemory:
         self.native, self._engine, self._members = native, engine, members
         self._rank, self._size = rank, len(members)
         self._timeout = timeout
-        self.sequence = 0
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives there have been."""
+        return int(self.native.sequence)
 
     def error(self, fault: tuple[str, int, str]) -> Exception:
         """What to raise for what the core reports: (kind, rank of the culprit or -1, what happened)."""
@@ -267,7 +282,6 @@ class SharedMemory:
 
         ``piece`` has the dtype and the size that all ranks must agree on.
         """
-        self.sequence += 1
         code = _DTYPES.get(piece.dtype, _BYTES)
         call = collective, code, op, root, piece.nbytes, _spans(ins), _spans(outs)
         work = ShmWork(self, outputs, finish)
@@ -293,51 +307,22 @@ class SharedMemory:
         if fault is not None:
             work._error = self.error(fault)  # raised by wait(), so that hooks see a failed work as well
 
-    # What most programs call, by the shortest way: plain contiguous tensors, waited for. None where it is anything
-    # else, and where it can't work: the long way says why.
+    def shortcuts(self, owner: object) -> dict[str, Callable[..., Any]]:
+        """Name -> callable in the place of that method of ``owner``, for the calls of nearly all programs.
 
-    def sum_at_once(self, tensors: list[Tensor], opts: Any) -> ShmWork | None:
-        """All-reduce of one tensor by a sum; or by another op."""
-        (x,) = tensors
-        if type(x) not in PLAIN or not x.is_cpu or x.layout is not _STRIDED or opts.asyncOp:
-            return None
-        code = _AT_ONCE.get(x.dtype)
-        if code is None or not x.is_contiguous() or x.is_neg():
-            return None
-        if opts.reduceOp != _SUM:
-            return self.at_once(ALL_REDUCE, x, x, opts)
-        self.sequence += 1
-        operation = self.native.sum(code, x.data_ptr(), x.nbytes)
-        work = ShmWork(self, tensors)
-        if operation is not None:
-            self._see_to(work, operation, opts)
-        return work
+        They take plain contiguous tensors and callers that wait; everything else they pass on to the method.
+        """
+        torch_names = _torch.shortcut_names(_OPS, _AT_ONCE)
+        return {
+            name: self.native.shortcut(*kind, owner, name, options, self._left, torch_names)
+            for name, (*kind, options) in _SHORTCUTS.items()
+            if hasattr(type(owner), name)
+        }
 
-    def at_once(self, collective: int, output: Tensor, input: Tensor, opts: Any, root: int = 0) -> ShmWork | None:
-        """A collective from one tensor to one, in equal pieces where there is one for each rank."""
-        dtype, code = output.dtype, _AT_ONCE.get(output.dtype)
-        if code is None or input.dtype is not dtype or opts.asyncOp or not 0 <= root < self._size:
-            return None
-        for x in (output,) if input is output else (output, input):
-            if type(x) not in PLAIN or not x.is_cpu or x.layout is not _STRIDED or x.is_neg() or not x.is_contiguous():
-                return None
-        sizes = input.nbytes, output.nbytes
-        op = _at_once_op(opts.reduceOp, dtype) if collective in _REDUCES else _MOVES
-        if op is None:
-            return None
-        wide = _WIDER.get(collective)
-        if sizes[1] * (self._size if wide == 0 else 1) != sizes[0] * (self._size if wide == 1 else 1):
-            return None
-        if collective == ALL_TO_ALL and (not output.dim() or output.size(0) % self._size or input.size(0) % self._size):
-            return None
-        self.sequence += 1
-        root = root if collective in _ROOTED else -1
-        operation = self.native.even(
-            collective, code, op, root, input.data_ptr(), sizes[0], output.data_ptr(), sizes[1]
-        )
-        work = ShmWork(self, [output])
-        if operation is not None:
-            self._see_to(work, operation, opts)
+    def _left(self, operation: Any, outputs: list[Tensor], opts: Any) -> ShmWork:
+        """The work of an operation that did not end at once, or not well."""
+        work = ShmWork(self, outputs)
+        self._see_to(work, operation, opts)
         return work
 
     # Collectives, as torch's own backends name them -------------------------------------------------------------

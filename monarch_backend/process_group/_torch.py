@@ -100,6 +100,18 @@ def watched() -> bool:
     )
 
 
+def shortcut_names(ops: dict[str, int], dtypes: dict[torch.dtype, int]) -> tuple[Any, ...]:
+    """What the compiled shortcuts (csrc/shm/shortcut.h, TorchNames) must know of torch; they ask what `watched` asks.
+
+    ``ops`` and ``dtypes`` have the core's codes.
+    """
+    kinds = dist.ReduceOp.RedOpType
+    codes = {int(getattr(kinds, name)): code for name, code in ops.items()}
+    watches = [_len_torch_dispatch_stack, _allow_inflight_collective_as_graph_input]
+    types = torch.Tensor, torch.nn.Parameter
+    return *types, torch.strided, dist.ReduceOp.SUM, codes, dtypes, watches, vars(profiler)
+
+
 def profiled(title: str, tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
     """A range of the profiler with the shapes of ``tensors``, which torch.profiler.record_function can't show."""
     return _RecordFunctionFast(title, tensors)
