@@ -1,6 +1,9 @@
 #include "shm/shortcut.h"
 
+#include <structmember.h>
+
 #include <array>
+#include <cstddef>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -215,9 +218,17 @@ class Shortcut {
   Names names_;
 };
 
-PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+// A type of its own: a built-in function in the place of an override would mean to pybind11 that there is none, and C++
+// callers of the group would miss the method.
+struct Callable {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  Shortcut* shortcut;
+};
+
+PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObject* names) {
   try {
-    return static_cast<Shortcut*>(PyCapsule_GetPointer(self, nullptr))->call(args, count, names);
+    return reinterpret_cast<Callable*>(self)->shortcut->call(args, PyVectorcall_NARGS(count), names);
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const py::builtin_exception& error) {
@@ -228,8 +239,25 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject
   return nullptr;
 }
 
-PyMethodDef definition{"shortcut", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL | METH_KEYWORDS,
-                       "A process group's method, by the shortest way for most calls."};
+void free_callable(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  delete reinterpret_cast<Callable*>(self)->shortcut;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyTypeObject* callable_type() {
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Callable, vectorcall), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(free_callable)},
+                                {Py_tp_members, members},
+                                {0, nullptr}};
+  static PyType_Spec spec{"monarch_backend._native.Shortcut", sizeof(Callable), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+  static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (type == nullptr) throw py::error_already_set();
+  return type;
+}
 
 }  // namespace
 
@@ -246,8 +274,12 @@ py::object make_shortcut(std::shared_ptr<Group> group, Collective collective, Fo
                          py::object options, py::object finish, TorchNames torch) {
   auto shortcut = std::make_unique<Shortcut>(std::move(group), collective, form, owner, std::move(name), std::move(options),
                                              std::move(finish), std::move(torch));
-  const py::capsule self(shortcut.release(), [](void* pointer) { delete static_cast<Shortcut*>(pointer); });
-  return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, self.ptr(), nullptr));
+  PyTypeObject* const type = callable_type();
+  auto* const self = reinterpret_cast<Callable*>(type->tp_alloc(type, 0));
+  if (self == nullptr) throw py::error_already_set();
+  self->vectorcall = call;
+  self->shortcut = shortcut.release();
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }
 
 }  // namespace monarch

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -316,7 +317,7 @@ class SharedMemory:
         return {
             name: self.native.shortcut(*kind, owner, name, options, self._left, torch_names)
             for name, (*kind, options) in _SHORTCUTS.items()
-            if hasattr(type(owner), name)
+            if isinstance(getattr(type(owner), name, None), FunctionType)  # and not C++'s, which would come back
         }
 
     def _left(self, operation: Any, outputs: list[Tensor], opts: Any) -> ShmWork:
