@@ -15,7 +15,7 @@ help:  ## what there is
 
 setup: $(STAMP)  ## the virtual environment with torch, the compiled core and the tools
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/shm/*.cpp csrc/shm/*.h)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/shm/*.cpp csrc/shm/*.h csrc/shm/python/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; run make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy "setuptools>=77" "pybind11>=2.13"

@@ -6,11 +6,13 @@ from glob import glob
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
+folders = ["csrc", "csrc/shm", "csrc/shm/python"] if sys.platform == "linux" else ["csrc"]
+
 native = Pybind11Extension(
     "monarch_backend._native",
-    sorted([*glob("csrc/*.cpp"), *(glob("csrc/shm/*.cpp") if sys.platform == "linux" else [])]),
+    sorted(source for folder in folders for source in glob(f"{folder}/*.cpp")),
     include_dirs=["csrc"],
-    depends=sorted([*glob("csrc/*.h"), *glob("csrc/shm/*.h"), *glob("csrc/shm/*.inc")]),
+    depends=sorted(header for kind in ("h", "inc") for header in glob(f"csrc/**/*.{kind}", recursive=True)),
     cxx_std=20,
     # Without contraction every instruction set rounds alike: a sum has the same bits on every processor.
     extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"],

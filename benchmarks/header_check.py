@@ -22,7 +22,7 @@ FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'csrc
 
 def _build(folder: str, name: str, *flags: str) -> str:
     program = os.path.join(folder, name)
-    sources = [p for p in sorted((ROOT / "csrc" / "shm").glob("*.cpp")) if p.name != "bind.cpp"]
+    sources = sorted((ROOT / "csrc" / "shm").glob("*.cpp"))
     compiler = os.environ.get("CXX", "g++")
     subprocess.run(
         [compiler, *FLAGS, *flags, *map(str, sources), str(ROOT / "benchmarks" / "_header_check.cpp"), "-o", program],

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHM = ROOT / "csrc" / "shm"
-CORE = sorted(path for path in SHM.glob("*.cpp") if path.name != "bind.cpp")
+CORE = sorted(SHM.glob("*.cpp"))
 STRESS = sorted((SHM / "stress").glob("*.cpp"))
 SUMS = SHM / "kernels" / "sums.cpp"
 

@@ -114,8 +114,8 @@ def _build(kind: str) -> tuple[Path, Path]:
     """(the stress driver, the extension)."""
     headers = max(path.stat().st_mtime for suffix in ("h", "inc") for path in (ROOT / "csrc").rglob(f"*.{suffix}"))
     headers = max(headers, Path(__file__).stat().st_mtime)
-    core = sorted(path for path in SHM.glob("*.cpp") if path.name != "bind.cpp")
-    binding = [SHM / "bind.cpp", *sorted((ROOT / "csrc").glob("*.cpp"))]  # the slowest first
+    core = sorted(SHM.glob("*.cpp"))
+    binding = [*sorted((SHM / "python").glob("*.cpp")), *sorted((ROOT / "csrc").glob("*.cpp"))]  # the slowest first
     stress = sorted((SHM / "stress").glob("*.cpp"))
     objects = _compile(kind, [*binding, *core, *stress], headers)
     bound, rest = objects[: len(binding)], objects[len(binding) :]

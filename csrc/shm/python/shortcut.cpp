@@ -1,4 +1,4 @@
-#include "shm/shortcut.h"
+#include "shm/python/shortcut.h"
 
 #include <structmember.h>
 

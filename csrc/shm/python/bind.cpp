@@ -10,7 +10,7 @@
 #include <tuple>
 
 #include "shm/engine.h"
-#include "shm/shortcut.h"
+#include "shm/python/shortcut.h"
 
 namespace py = pybind11;
 
