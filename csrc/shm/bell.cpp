@@ -11,8 +11,9 @@ namespace monarch {
 
 namespace {
 
-// A look at memory and the pause after it take 20 to 50 ns: some microseconds of spinning, then some tens of
-// microseconds of yielding, then sleep. A late rank costs its peers no more processor time than that.
+// A look at memory and the pause after it take 20 to 50 ns: some microseconds of spinning, then at most some hundred of
+// yielding, then sleep. A late rank costs its peers no more processor time than that. Fewer yields, and ranks that share
+// processors sleep where they were a few microseconds early.
 constexpr int spins = 200;
 constexpr int yields = 100;
 
