@@ -4,7 +4,6 @@
 #include <cstring>
 #include <iterator>
 #include <new>
-#include <system_error>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -14,17 +13,15 @@ namespace monarch {
 
 namespace {
 
-constexpr std::uint64_t magic = 0x314152414e4f4d00;  // "\0MONARA1"
-
-std::system_error failure(const char* what) { return {errno, std::generic_category(), what}; }
-
 std::size_t whole_pages(std::size_t bytes) { return (bytes + page - 1) / page * page; }
 
 }  // namespace
 
+std::system_error system_failure(const char* what) { return {errno, std::generic_category(), what}; }
+
 Mapping::Mapping(int fd, std::size_t size) : size_(size) {
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) throw failure("mapping shared memory");
+  if (base == MAP_FAILED) throw system_failure("mapping shared memory");
   base_ = static_cast<char*>(base);
 }
 
@@ -32,17 +29,15 @@ Mapping::~Mapping() { munmap(base_, size_); }
 
 Arena::Arena(std::size_t size) : fd_(memfd_create("monarch", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
   size = whole_pages(size);
-  if (fd_ < 0) throw failure("memfd_create");
+  if (fd_ < 0) throw system_failure("memfd_create");
   // Sealed, so that no peer can shrink it under the others, who would die of SIGBUS.
   if (ftruncate(fd_, static_cast<off_t>(size)) != 0 || fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    const auto error = failure("sizing shared memory");
+    const auto error = system_failure("sizing shared memory");
     close(fd_);
     throw error;
   }
   mapping_ = new Mapping(fd_, size);
   auto* header = new (mapping_->at(0)) ArenaHeader{};
-  header->size = size;
-  header->magic = magic;
   free_[page] = size - page;
 }
 

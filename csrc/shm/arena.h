@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <system_error>
 
 #include "shm/bell.h"
 
@@ -18,12 +19,13 @@ inline constexpr std::size_t page = 4096;
 
 // The first page of every arena.
 struct ArenaHeader {
-  std::uint64_t magic;
-  std::uint64_t size;
   Bell bell;
   alignas(64) std::atomic<std::uint32_t> left;  // 1 once its owner has gone in peace
 };
 static_assert(sizeof(ArenaHeader) <= page);
+
+// What the last system call failed with.
+std::system_error system_failure(const char* what);
 
 // A mapping, ours or a peer's.
 class Mapping {

@@ -34,11 +34,9 @@ struct Hello {
 
 namespace {
 
-std::system_error failure(const char* what) { return {errno, std::generic_category(), what}; }
-
 std::string random_token() {
   std::array<unsigned char, 16> bytes{};
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw failure("getrandom");
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw system_failure("getrandom");
   std::string text;
   std::array<char, 3> hex{};
   for (const unsigned char byte : bytes) {
@@ -172,7 +170,7 @@ Host::Host(std::size_t arena_bytes) : token_(random_token()), arena_(std::make_u
   sockaddr_un address;
   const socklen_t length = address_of(token_, address);
   if (listener_ < 0 || bind(listener_, reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(listener_, 4096) != 0) {
-    throw failure("listening on a Unix socket");
+    throw system_failure("listening on a Unix socket");
   }
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   stop_ = eventfd(0, EFD_CLOEXEC);
@@ -180,7 +178,7 @@ Host::Host(std::size_t arena_bytes) : token_(random_token()), arena_(std::make_u
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = watch_key(0, fd);
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw failure("epoll_ctl");
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw system_failure("epoll_ctl");
   }
   watcher_ = std::thread([this] {
     sigset_t all;
@@ -290,7 +288,7 @@ std::shared_ptr<Peer> Host::connect(const std::string& token) {
   if (auto known = find(token)) return known;
   if (token.size() != Hello{}.token.size()) return nullptr;
   const int link = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (link < 0) throw failure("socket");
+  if (link < 0) throw system_failure("socket");
   sockaddr_un address;
   const socklen_t length = address_of(token, address);
   patience_of_a_second(link);
