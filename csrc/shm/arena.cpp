@@ -37,7 +37,7 @@ Arena::Arena(std::size_t size) : fd_(memfd_create("monarch", MFD_CLOEXEC | MFD_A
     throw error;
   }
   mapping_ = new Mapping(fd_, size);
-  auto* header = new (mapping_->at(0)) ArenaHeader{};
+  new (mapping_->at(0)) ArenaHeader{};
   free_[page] = size - page;
 }
 
