@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 def boot_id() -> str:
     """Identity of the running kernel; empty where it has none."""
@@ -18,19 +19,22 @@ def park_threads_at_exit() -> None:
 def keep_for_ever(instance: object, /) -> None:
     """Never free this object, also not while the interpreter ends."""
 
+class Peer:
+    """Another process of this host, which may have ended since we met. Linux only, as all below."""
+
 class Host:
-    """This process among those of its host: its arena and its peers. Linux only, as all below."""
+    """This process among those of its host: its arena and its peers."""
 
     def __init__(self, arena_bytes: int) -> None: ...
     @property
     def token(self) -> str:
         """The name under which this process listens."""
 
-    def connect(self, token: str, /) -> bool:
-        """Connect to the process with this token and exchange arenas; False if it can't be reached from here."""
+    def connect(self, token: str, /) -> Peer | None:
+        """Connect to the process with this token and exchange arenas; None if it can't be reached from here."""
 
-    def accepted(self, token: str, seconds: float, /) -> bool:
-        """Wait until the process with this token has connected to us; False if it has not within ``seconds``."""
+    def accepted(self, token: str, seconds: float, /) -> Peer | None:
+        """Wait until the process with this token has connected to us; None if it has not within ``seconds``."""
 
     def make_board(self, size: int, /) -> int:
         """Room in the arena for one rank of a group of ``size``; its offset, or 0 when the arena is full."""
@@ -72,6 +76,9 @@ class Operation:
     def source(self) -> int:
         """Of a receive: the rank that sent."""
 
+    def forget(self) -> None:
+        """Let go of the owner of the memory: somebody else keeps it."""
+
     @property
     def fault(self) -> _Fault | None:
         """Why it failed, once it is done."""
@@ -79,14 +86,26 @@ class Operation:
 class ShmGroup:
     """A group of ranks on this host."""
 
-    def __init__(self, host: Host, rank: int, tokens: list[str], boards: list[int], read_from: int, label: str) -> None:
+    def __init__(
+        self, host: Host, rank: int, peers: list[Peer | None], boards: list[int], read_from: int, label: str
+    ) -> None:
         """``read_from``: bytes from which it reads its peers' memory, 0 for never; ``label``: how lines on stderr about
         the ways that operations take begin, "" for none."""
 
     def run(
-        self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, /
+        self,
+        collective: int,
+        dtype: int,
+        op: int,
+        root: int,
+        size: int,
+        ins: _Spans,
+        outs: _Spans,
+        seconds: Callable[[object], float],
+        options: object,
+        /,
     ) -> Operation | None:
-        """Run an operation on this thread; None if it ended well and soon, else it is to be finished."""
+        """Run an operation on this thread; None if it ended well. One that is late is given ``seconds(options)``."""
 
     @property
     def sequence(self) -> int:
@@ -99,17 +118,22 @@ class ShmGroup:
         owner: object,
         name: str,
         options: type,
-        finish: Callable[[Operation, list[object], object], object],
+        work: type,
+        failed: Callable[[Operation, list[object]], object],
+        seconds: Callable[[object], float],
         torch: tuple[object, ...],
         /,
-    ) -> Callable[..., object]:
+    ) -> Any:
         """A callable for the method ``name`` of ``owner``, which does what most callers want with no Python in between.
 
-        None when that is done, else the work that ``finish`` makes; ``torch`` as in csrc/shm/shortcut.h.
+        It gives a ``work()``, or what ``failed`` makes; ``torch`` as in csrc/shm/python/shortcut.h. After ``end()`` it
+        passes every call on.
         """
 
-    def message(self, sends: bool, dtype: int, other: int, tag: int, address: int, size: int, /) -> Operation:
-        """Begin to send to or receive from a rank, -1: any; it may have ended already."""
+    def message(
+        self, sends: bool, dtype: int, other: int, tag: int, address: int, size: int, owner: object, /
+    ) -> Operation:
+        """Begin to send to or receive from a rank, -1: any; it may have ended already. Keeps ``owner`` meanwhile."""
 
     def finish(self, operation: Operation, seconds: float, /) -> _Fault | None:
         """Wait until an operation of this thread is done; it fails after ``seconds``."""

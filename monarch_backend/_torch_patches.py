@@ -141,4 +141,4 @@ def _recorded(caller: FrameType) -> set[str]:
     return themselves if asked or caller.f_code.co_name != "_maybe_attach_flight_recorder" else {*themselves, *_SHARED}
 
 
-_SHARED = ("shm", "hierarchy")
+_SHARED = ("shm", "shm+gloo")  # _shm_meet.py

@@ -13,7 +13,9 @@
 
 namespace monarch {
 
-inline constexpr std::uint64_t past_cache = 4 << 20;  // bytes of a result from which on it is worth while
+// Bytes of a result from which on it is worth while. What is only copied is meant: a kernel's results, which often lie where
+// its sources do, are stored as usual.
+inline constexpr std::uint64_t past_cache = 4 << 20;
 
 inline void stream(char* to, const char* from, std::uint64_t bytes) {
 #if defined(__x86_64__)

@@ -96,7 +96,7 @@ void Group::take(const Operation& op, std::uint64_t chunk, bool in_slots) {
     case Collective::all_gather: {
       const Range range = part(h.bytes, chunk, op.width);
       for (int r = 0; r < size_; ++r) {
-        put(op.out[r].data + range.from, r == rank_ ? op.in[0].data + range.from : from_[r], range.bytes, h.bytes);
+        put(op.out[r].data + range.from, r == rank_ ? op.in[0].data + range.from : from_[r], range.bytes, h.bytes * size_);
       }
       break;
     }

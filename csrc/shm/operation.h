@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -71,6 +72,7 @@ struct Operation {
   std::vector<Span> in, out;  // one per rank, or one
   int tag = 0;                // of a send or receive
   int source = -1;            // of a receive, once it is done
+  std::shared_ptr<void> keep;  // what owns the memory, until somebody else sees to that
   Clock::time_point deadline = Clock::time_point::max();
 
   std::atomic<int> waiters{0};  // threads of ours that move it themselves

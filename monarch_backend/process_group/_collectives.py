@@ -109,9 +109,13 @@ class Collectives(dist.ProcessGroup):
 
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
         """The context of a `super()` call: it comes out at the registered group, or at the shared memory instead."""
-        if self._shm is None or inner is not self._shm:
+        if self._shm is not None and inner is self._shm:
+            run = functools.partial(inner.dispatched, opts)
+        elif self._kernel is not None and opts is None and inner is self._inner.get("cpu"):
+            run = functools.partial(_torch.message, inner)  # the kernel would lose what a receive knows of its sender
+        else:
             return _torch.through_dispatcher()
-        return _torch.beneath_dispatch_modes(functools.partial(inner.dispatched, opts), self._kernel)
+        return _torch.beneath_dispatch_modes(run, self._kernel)
 
     def _reduced(self, inner: Any, work: Any, given: list[Tensor], finish: Callable[[], object] | None = None) -> Any:
         """The work of a reduce_scatter on the CPU."""

@@ -121,7 +121,7 @@ class MonarchProcessGroup(Collectives):
             met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner, _routes.debug_line(self))
             self._shm = met.memory
             if met.memory is not None and met.memory.in_short and not self._hooks:
-                self._shortcuts = met.memory.shortcuts(self)
+                self._shortcuts = met.memory.shortcuts(self, _METHODS)
                 self.__dict__.update(self._shortcuts)
             why = f"{route.why}; {met.why}" if met.memory is None else met.why
             route = replace(route, backend=met.route, why=why)
@@ -131,8 +131,10 @@ class MonarchProcessGroup(Collectives):
 
     def _end_shortcuts(self) -> None:
         """From now on every call takes its method."""
-        for name in self._shortcuts:
-            self.__dict__.pop(name, None)
+        for name, shortcut in self._shortcuts.items():
+            shortcut.end()  # somebody may have kept it
+            if self.__dict__.get(name) is shortcut:
+                del self.__dict__[name]
         self._shortcuts = {}
 
     def _no_route(self, route: _routes.Route) -> NoRouteError:
@@ -219,7 +221,7 @@ class MonarchProcessGroup(Collectives):
             self._end_shortcuts()
         if "cpu" in self._observed and self._shm is not None and self._kernel is None:
             taken = {_torch.backend_type(backend) for backend in self._backends.values()}
-            self._kernel = _torch.Kernel(self.rank(), self.size(), self._inner["cpu"])
+            self._kernel = _torch.Kernel(self.rank(), self.size(), self._inner["cpu"], self.group_name)
             self._register_backend(torch.device("cpu"), _torch.free_backend_type(taken), self._kernel)
 
     if hasattr(dist.ProcessGroup, "register_pre_hook"):
@@ -294,3 +296,7 @@ class MonarchProcessGroup(Collectives):
         for inner in inners:
             if hasattr(inner, "shutdown"):
                 end(inner)
+
+
+_METHODS = {name: member for name, member in vars(Collectives).items() if callable(member)}
+"""Those that shortcuts may stand in for, before anybody changes a class."""

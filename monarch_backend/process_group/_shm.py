@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.futures import Future
 
-from monarch_backend.process_group import _torch
+from monarch_backend.process_group import _cpu, _torch
 from monarch_backend.process_group._errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -72,8 +72,10 @@ _MOVES = 0
 _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
 
 
-_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
-# Method -> (collective, the form of its arguments, the type of its options); csrc/shm/shortcut.h: Form.
+# What a shortcut takes: where the methods change nothing about a tensor of this dtype before it travels (_cpu.py).
+_REDUCES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
+_MOVES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if dtype in _cpu.REDUCIBLE}
+# Method -> (collective, the form of its arguments, the type of its options); csrc/shm/python/shortcut.h: Form.
 _IN_PLACE_FORM, _PAIR, _GATHERING, _EXCHANGE, _NOTHING_FORM = range(5)
 _SHORTCUTS = {
     "allreduce": (ALL_REDUCE, _IN_PLACE_FORM, AllreduceOptions),
@@ -198,6 +200,17 @@ class ShmWork(dist.Work):
         self._done.set_result(None)  # not under the lock: it runs the caller's callbacks
 
 
+class _Done(ShmWork):
+    """An operation that has ended well. Made by shortcuts, which set its outputs: no Python runs for it."""
+
+    __init__ = dist.Work.__init__
+    _group: Any = None
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:  # noqa: ARG002
+        """It is done."""
+        return True
+
+
 def _contiguous(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], object] | None]:
     """Tensors that can be written as memory; and, where these are copies, what copies them back."""
     if all(t.is_contiguous() for t in tensors):
@@ -225,6 +238,7 @@ def _all_of(works: Sequence[ShmWork], finish: Callable[[], object] | None) -> Ca
     return all_of_them
 
 
+@_torch.hide_from_dynamo
 class SharedMemory:
     """The ranks of one host as an inner group; ``members`` say who they are, for messages.
 
@@ -290,9 +304,9 @@ class SharedMemory:
             work._lock, work._keep = threading.RLock(), (ins, outs)
             work._operation = self._engine().start(self.native, *call, self._seconds(opts), work.ended)
             return work
-        operation = self.native.run(*call)
+        operation = self.native.run(*call, self._seconds, opts)
         if operation is not None:
-            self._see_to(work, operation, opts)
+            return self._failed(operation, outputs)
         if finish is not None:
             work._end()
         return work
@@ -302,28 +316,29 @@ class SharedMemory:
         seconds: float = (self._timeout() if timeout == _torch.UNSET_TIMEOUT else timeout).total_seconds()
         return seconds
 
-    def _see_to(self, work: ShmWork, operation: Any, opts: Any) -> None:
-        """An operation of this thread did not end at once, or not well."""
-        fault = self.native.finish(operation, self._seconds(opts))
-        if fault is not None:
-            work._error = self.error(fault)  # raised by wait(), so that hooks see a failed work as well
-
-    def shortcuts(self, owner: object) -> dict[str, Callable[..., Any]]:
+    def shortcuts(self, owner: object, methods: Mapping[str, object]) -> dict[str, Any]:
         """Name -> callable in the place of that method of ``owner``, for the calls of nearly all programs.
 
-        They take plain contiguous tensors and callers that wait; everything else they pass on to the method.
+        They take plain contiguous tensors and callers that wait; everything else they pass on to the method. Not where
+        the method of ``owner`` is another than that of ``methods``: who has overridden it wants to be called.
         """
-        torch_names = _torch.shortcut_names(_OPS, _AT_ONCE)
-        return {
-            name: self.native.shortcut(*kind, owner, name, options, self._left, torch_names)
-            for name, (*kind, options) in _SHORTCUTS.items()
-            if isinstance(getattr(type(owner), name, None), FunctionType)  # and not C++'s, which would come back
-        }
+        moves = _torch.shortcut_names(_OPS, _MOVES_AT_ONCE)
+        reduces = _torch.shortcut_names(_OPS, _REDUCES_AT_ONCE)
+        found = {}
+        for name, (collective, form, options) in _SHORTCUTS.items():
+            method = getattr(type(owner), name, None)
+            if not isinstance(method, FunctionType) or method is not methods.get(name):
+                continue  # C++'s own would come back to the shortcut
+            names = reduces if collective in (ALL_REDUCE, REDUCE, REDUCE_SCATTER) else moves
+            found[name] = self.native.shortcut(
+                collective, form, owner, name, options, _Done, self._failed, self._seconds, names
+            )
+        return found
 
-    def _left(self, operation: Any, outputs: list[Tensor], opts: Any) -> ShmWork:
-        """The work of an operation that did not end at once, or not well."""
+    def _failed(self, operation: Any, outputs: list[Tensor]) -> ShmWork:
+        """The work of an operation of this thread that has failed."""
         work = ShmWork(self, outputs)
-        self._see_to(work, operation, opts)
+        work._error = self.error(operation.fault)  # raised by wait(), so that hooks see a failed work as well
         return work
 
     # Collectives, as torch's own backends name them -------------------------------------------------------------
@@ -456,7 +471,7 @@ class SharedMemory:
         (x,) = tensors
         # Nobody but this thread need move what it waits for at once.
         waits = _torch.is_waited_for(sys._getframe(3))
-        operation = self.native.message(sends, _DTYPES.get(x.dtype, _BYTES), rank, tag, x.data_ptr(), x.nbytes)
+        operation = self.native.message(sends, _DTYPES.get(x.dtype, _BYTES), rank, tag, x.data_ptr(), x.nbytes, x)
         work = ShmWork(self, tensors)
         work._operation = operation
         if not operation.done:
@@ -466,6 +481,7 @@ class SharedMemory:
             else:
                 work._lock, work._keep = threading.RLock(), tensors
                 self._engine().see_to(self.native, operation, seconds, work.ended)
+        operation.forget()  # it is done, or the engine has the work, which keeps the tensor
         return work
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:

@@ -71,26 +71,31 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
         why_not = "several ranks are one process"
     if why_not:
         return Meeting(None, "gloo", why_not)
-    hosts, remark = _hosts(store, host, rank, everyone, timeout())
+    hosts, peers, remark = _hosts(store, host, rank, everyone, timeout())
     if len(hosts) == size > 1:
         return Meeting(None, "gloo", f"no two ranks share memory{remark}")
-    return _share(store, host, rank, everyone, hosts, timeout, gloo, remark, label)
+    return _share(store, host, rank, everyone, hosts, peers, timeout, gloo, remark, label)
 
 
 def _hosts(
     store: Store, host: Any, rank: int, everyone: list[dict[str, Any]], timeout: timedelta
-) -> tuple[list[list[int]], str]:
-    """Connect the ranks; who turned out to share memory with whom, and a remark. The smaller token connects."""
+) -> tuple[list[list[int]], dict[int, Any], str]:
+    """Connect the ranks; who turned out to share memory with whom, our peers, and a remark. The smaller token connects.
+
+    The peers are kept by their ranks: one that has made its group may end before we have made ours.
+    """
     size, me = len(everyone), everyone[rank]
     tokens = [said["token"] for said in everyone]
     alike = [said["kernel"] and (said["kernel"], said["ipc"]) == (me["kernel"], me["ipc"]) for said in everyone]
-    reached = [r for r in range(size) if alike[r] and tokens[r] > me["token"] and host.connect(tokens[r])]
-    table = _exchange(store, "met", rank, size, reached, timeout)
+    peers = {r: host.connect(tokens[r]) for r in range(size) if alike[r] and tokens[r] > me["token"]}
+    table = _exchange(store, "met", rank, size, [r for r, peer in peers.items() if peer], timeout)
     hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in table[a]}, size)
     for other in next(ranks for ranks in hosts if rank in ranks):
-        if tokens[other] < me["token"] and not host.accepted(tokens[other], _PATIENCE):
-            raise TimeoutError(f"a peer on this host connected and was not seen within {_PATIENCE:g} s")
-    return hosts, remark
+        if tokens[other] < me["token"]:
+            peers[other] = host.accepted(tokens[other], _PATIENCE)
+            if peers[other] is None:
+                raise TimeoutError(f"a peer on this host connected and was not seen within {_PATIENCE:g} s")
+    return hosts, peers, remark
 
 
 def _cliques(pairs: set[frozenset[int]], size: int) -> tuple[list[list[int]], str]:
@@ -123,6 +128,7 @@ def _share(
     rank: int,
     everyone: list[dict[str, Any]],
     hosts: list[list[int]],
+    peers: dict[int, Any],
     timeout: Callable[[], timedelta],
     gloo: Any,
     remark: str,
@@ -137,8 +143,9 @@ def _share(
         if mine:
             host.drop_board(mine)
         return Meeting(None, "gloo", f"rank {full[0]}: MONARCH_SHM_BYTES are used up by other groups")
-    tokens, members = [everyone[r]["token"] for r in here], [said["member"] for said in everyone]
-    native = _native.ShmGroup(host, here.index(rank), tokens, [boards[r] for r in here], read_from(), label)
+    members = [said["member"] for said in everyone]
+    others = [peers.get(r) for r in here]
+    native = _native.ShmGroup(host, here.index(rank), others, [boards[r] for r in here], read_from(), label)
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         return Meeting(memory, "shm", "all ranks share memory")

@@ -101,7 +101,7 @@ def watched() -> bool:
 
 
 def shortcut_names(ops: dict[str, int], dtypes: dict[torch.dtype, int]) -> tuple[Any, ...]:
-    """What the compiled shortcuts (csrc/shm/shortcut.h, TorchNames) must know of torch; they ask what `watched` asks.
+    """What the compiled shortcuts must know of torch (csrc/shm/python/shortcut.h: TorchNames); like `watched` they ask.
 
     ``ops`` and ``dtypes`` have the core's codes.
     """
@@ -181,19 +181,23 @@ class Kernel(C10DBackend):
     py/PyBackend.hpp, which lets a backend be written in Python.
     """
 
-    def __init__(self, rank: int, size: int, inner: Any) -> None:
+    def __init__(self, rank: int, size: int, inner: Any, group_name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg,unused-ignore]
+        self._set_group_uid(group_name)  # type: ignore[attr-defined,unused-ignore]  # a group has its backends' name
         self._inner = inner
         self._pending = threading.local()
 
     def call(self, run: Callable[[], Any], operator: Callable[[], Any]) -> Any:
         """The work of ``run``, which ``operator`` calls by way of its kernel."""
-        self._pending.run = run
+        state = self._pending.__dict__
+        outer = dict(state)  # a hook may call another operation of the group
+        state["run"] = run
         try:
             operator()
-            return self._pending.work
+            return state["work"]
         finally:
-            self._pending.__dict__.clear()
+            state.clear()
+            state.update(outer)
 
     def getBackendName(self) -> str:  # torch's C++ name
         """The flight recorder skips "gloo", which has a recorder of its own."""
@@ -263,6 +267,12 @@ def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any], kernel: K
             _pop_mode()
         for mode in reversed(users):
             _push_mode(mode)
+
+
+def message(inner: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """The work of ``inner`` for c10d's operator ``name``, which is one of those for point to point."""
+    method = {"send": "send", "recv_": "recv", "recv_any_source_": "recv_anysource"}[name]
+    return getattr(inner, method)(args[0], *args[2:])  # args[1] is the group
 
 
 _Class = TypeVar("_Class", bound=type)

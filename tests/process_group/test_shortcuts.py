@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
 import os
 import signal
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType, FunctionType
@@ -17,7 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from monarch_backend import CollectiveArgumentError, CollectiveMismatchError, RankFailedError
-from monarch_backend.process_group import MonarchProcessGroup, _shm
+from monarch_backend.process_group import MonarchProcessGroup, _group, _shm
 from tests.support.ranks import RankFailedError as DeadRank
 from tests.support.ranks import run_ranks
 
@@ -62,9 +66,9 @@ def _interpreted(rank: int) -> dict[str, list[str]]:
     return ran
 
 
-def test_the_calls_of_most_programs_run_no_function_of_ours() -> None:
+def test_the_calls_of_most_programs_run_no_function_of_ours_but_wait() -> None:
     for ran in run_ranks(_interpreted, 2):
-        assert not any(ran.values()), ran
+        assert ran == {name: ["wait"] for name in ran}
         assert len(ran) == 9
 
 
@@ -139,19 +143,100 @@ def test_what_a_shortcut_does_not_know_goes_the_long_way() -> None:
     assert [text.partition("[")[0] for text in first[1:]] == [text.partition("[")[0] for text in second[1:]]
 
 
-def _watchers(rank: int) -> list[int]:
+def _mixed_ways(rank: int) -> list[str]:
+    """One rank takes the shortcut, the other the method."""
+    group = dist.group.WORLD
+    said = []
+    for turn in range(2):
+        for dtype in _shm._DTYPES:
+            one, two = torch.ones(2).to(dtype), torch.ones(4).to(dtype)
+            calls = {
+                "allreduce": ([one], dist.AllreduceOptions()),
+                "reduce": ([one], dist.ReduceOptions()),
+                "broadcast": ([one], dist.BroadcastOptions()),
+                "allgather": ([[one.clone(), one.clone()]], [one], c10d.AllgatherOptions()),
+                "_allgather_base": (two, one, c10d.AllgatherOptions()),
+                "all_gather_single": (two, one, c10d.AllgatherOptions()),
+                "_reduce_scatter_base": (one, two, dist.ReduceScatterOptions()),
+                "reduce_scatter_single": (one, two, dist.ReduceScatterOptions()),
+                "alltoall_base": (two.clone(), two, [], [], c10d.AllToAllOptions()),
+                "all_to_all_single": (two.clone(), two, [], [], c10d.AllToAllOptions()),
+                "barrier": (c10d.BarrierOptions(),),
+            }
+            assert calls.keys() == _shm._SHORTCUTS.keys()
+            for name, args in calls.items():
+                if name not in group._shortcuts:
+                    continue
+                args[-1].asyncOp = False
+                call = getattr(group, name) if rank == turn else getattr(type(group), name).__get__(group)
+                try:
+                    call(*args).wait()
+                except CollectiveMismatchError as error:
+                    said.append(f"{name} of {dtype}: {error}")
+    return said
+
+
+def test_ranks_may_take_different_ways() -> None:
+    assert run_ranks(_mixed_ways, 2) == [[], []]
+
+
+def _roots(_rank: int) -> None:
+    for root in (-1, 2):
+        with pytest.raises(CollectiveArgumentError, match=f"rank {root} is outside the group"):
+            dist.broadcast(torch.ones(1), group_src=root)
+        with pytest.raises(CollectiveArgumentError, match=f"rank {root} is outside the group"):
+            dist.reduce(torch.ones(1), group_dst=root)
+
+
+def test_roots_outside_the_group() -> None:
+    run_ranks(_roots, 2)
+
+
+def _works(rank: int) -> None:
+    """Who keeps a work has it for himself; a small one that nobody has is given again, with nothing of its past."""
+    group, opts = dist.group.WORLD, dist.AllreduceOptions()
+    opts.asyncOp = False
+    x, y = torch.ones(2), torch.ones(3)
+    first = group.allreduce([x], opts)
+    second = group.allreduce([y], opts)
+    assert first is not second
+    assert first.result()[0] is x
+    assert second.get_future().value()[0] is y
+    assert first.wait()
+    assert second.is_success()
+    name = id(second)
+    del second
+    third = group.allreduce([x], opts)
+    assert id(third) == name
+    assert vars(third).keys() == {"_outputs"}
+    large = torch.ones(1 << 20)
+    group.allreduce([large], opts)
+    seen = weakref.ref(large)
+    del large
+    assert seen() is None  # no work keeps it
+
+
+def test_works_of_shortcuts() -> None:
+    run_ranks(_works, 2)
+
+
+def _watchers(_rank: int) -> tuple[int, int]:
     group = dist.new_group([0, 1])
-    counts = [len(group._shortcuts)]
-    finished = []
+    counts = len(group._shortcuts)
+    kept, finished, wrapped = group.allreduce, [], []
+    original = group.broadcast
+    group.broadcast = lambda *args: (wrapped.append(1), original(*args))[1]
     group._register_on_completion_hook(lambda info: finished.append(info.op_type))
-    counts.append(len(group._shortcuts))
     dist.all_reduce(torch.ones(1), group=group)
+    kept([torch.ones(1)]).wait()
+    dist.broadcast(torch.ones(1), 0, group=group)
     dist.destroy_process_group(group)  # waits for the hooks
-    assert finished == ["allreduce"]
+    assert sorted(finished) == ["allreduce", "allreduce", "broadcast"]
+    assert wrapped == [1]
     assert "allreduce" not in vars(group)
     with pytest.raises(RuntimeError, match="destroyed"):
-        group.allreduce([torch.ones(1)])
-    return counts
+        kept([torch.ones(1)])
+    return counts, len(group._shortcuts)
 
 
 def test_hooks_and_the_end_of_a_group_end_its_shortcuts() -> None:
@@ -160,6 +245,105 @@ def test_hooks_and_the_end_of_a_group_end_its_shortcuts() -> None:
             isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name in _shm._SHORTCUTS
         )
         assert none == 0
+
+
+def _overridden(_rank: int) -> int:
+    calls = []
+
+    class Counting(MonarchProcessGroup):
+        def allreduce(self, *args: Any, **named: Any) -> Any:
+            calls.append(args)
+            return super().allreduce(*args, **named)
+
+    _group.MonarchProcessGroup = Counting  # what `create` makes
+    group = dist.new_group([0, 1])
+    assert "broadcast" in group._shortcuts
+    dist.all_reduce(torch.ones(1), group=group)
+    return len(calls)
+
+
+def test_a_method_that_a_subclass_overrides_is_called() -> None:
+    assert run_ranks(_overridden, 2) == [1, 1]
+
+
+def _looks(_rank: int) -> None:
+    short = dist.group.WORLD.allreduce
+    assert short.__name__ == "allreduce"
+    assert "All-reduce in place" in short.__doc__
+    assert short.__self__ is dist.group.WORLD
+    assert inspect.signature(short) == inspect.signature(short.__wrapped__)
+
+
+def test_a_shortcut_looks_like_its_method() -> None:
+    run_ranks(_looks, 1)
+
+
+def _interrupted(rank: int, kind: str) -> list[float]:
+    """Something raises (a signal's handler, say) while a rank waits: the memory is the operation's till its end."""
+    store, n, raised = dist.group.WORLD.get_group_store(), 3000, []
+
+    def late(original: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            if rank == 0 and not raised:  # the operation is under way; only now may the other come
+                raised.append(True)
+                store.set("under way", "")
+                raise InterruptedError
+            return original(*args)
+
+        return ask
+
+    _shm.SharedMemory._seconds = late(_shm.SharedMemory._seconds)
+    group = dist.new_group([0, 1])
+    group._shm._timeout = late(group._shm._timeout)
+    if rank == 1:
+        store.wait(["under way"])
+    x = torch.full((n,), 1.0)
+    address = x.data_ptr()
+    with contextlib.suppress(InterruptedError):
+        if kind == "message":
+            dist.recv(x, 1, group) if rank == 0 else dist.send(x, 0, group)
+        else:
+            dist.all_reduce(x if kind == "short" else x.view(-1, 2).t(), group=group)
+    del x
+    others = [torch.full((n,), 7.0) for _ in range(20)]
+    y = torch.full((n,), 10.0)
+    dist.all_reduce(y, group=group)
+    assert y.tolist() == [20.0] * n
+    assert len(raised) == 1 - rank
+    return [t[0].item() for t in others if t.data_ptr() == address and not torch.equal(t, torch.full((n,), 7.0))]
+
+
+@pytest.mark.parametrize("kind", ["short", "long", "message"])
+def test_an_interrupt_leaves_no_operation_with_memory_of_others(kind: str) -> None:
+    assert run_ranks(_interrupted, 2, kind) == [[], []]
+
+
+def _emptied(rank: int) -> list[bool]:
+    """Another thread takes the tensors out of the list while the operation runs."""
+    group, opts, store = dist.group.WORLD, c10d.AllgatherOptions(), dist.group.WORLD.get_group_store()
+    opts.asyncOp = False
+    outputs = [torch.zeros(1 << 16) for _ in range(2)]
+    before = group._shm.sequence
+
+    def empty() -> None:
+        while group._shm.sequence == before:
+            time.sleep(0)
+        outputs.clear()
+        store.set("empty", "")  # now the other comes, without which the operation can't end
+
+    thread = threading.Thread(target=empty)
+    if rank == 0:
+        thread.start()
+    else:
+        store.wait(["empty"])
+    work = group.allgather([outputs], [torch.full((1 << 16,), rank + 1.0)], opts)
+    if rank == 0:
+        thread.join()
+    return [bool((tensor == r + 1.0).all()) for r, tensor in enumerate(work.result())]
+
+
+def test_lists_that_change_while_the_operation_runs() -> None:
+    assert run_ranks(_emptied, 2) == [[True, True]] * 2
 
 
 def _lives(_rank: int) -> bool:

@@ -28,11 +28,6 @@ Fault fault_of(const Operation& op) {
   return std::tuple(std::string(kinds.at(op.failure->kind)), op.failure->rank, op.failure->text);
 }
 
-Clock::time_point after(double seconds) {
-  constexpr double year = 3e7;
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, year)));
-}
-
 std::vector<Span> spans(const Addresses& addresses) {
   std::vector<Span> result;
   result.reserve(addresses.size());
@@ -68,6 +63,14 @@ std::shared_ptr<Operation> make_message(bool send, int dtype, int other, int tag
   return operation;
 }
 
+// A reference that may end on any thread.
+std::shared_ptr<void> kept(py::object object) {
+  return {object.release().ptr(), [](void* pointer) {
+            const py::gil_scoped_acquire acquire;
+            Py_DECREF(static_cast<PyObject*>(pointer));
+          }};
+}
+
 // What Python wants to hear of an operation's end. Nobody is there to catch what it raises.
 std::function<void()> reporting(std::function<void()> then) {
   return [then = std::move(then)] {
@@ -87,12 +90,10 @@ std::unique_ptr<Room> make_room(std::shared_ptr<Host> host, std::size_t bytes) {
   return room;
 }
 
-std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, const std::vector<std::string>& tokens,
+std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers,
                                   std::vector<std::uint64_t> boards, std::uint64_t read_from, std::string label) {
-  std::vector<std::shared_ptr<Peer>> peers;
-  for (std::size_t r = 0; r < tokens.size(); ++r) {
-    peers.push_back(static_cast<int>(r) == rank ? nullptr : host->accepted(tokens[r], 0));
-    if (static_cast<int>(r) != rank && !peers.back()) throw py::value_error("no connection to rank " + std::to_string(r));
+  for (std::size_t r = 0; r < peers.size(); ++r) {
+    if ((static_cast<int>(r) == rank) == (peers[r] != nullptr)) throw py::value_error("a peer for every rank but one's own");
   }
   return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(boards), read_from, std::move(label));
 }
@@ -100,11 +101,13 @@ std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, const st
 }  // namespace
 
 void bind_shared_memory(py::module_& m) {
+  py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer", "Another process of this host, alive or not.");
+
   py::class_<Host, std::shared_ptr<Host>>(m, "Host", "This process among those of its host: its arena and its peers.")
       .def(py::init<std::size_t>(), py::arg("arena_bytes"))
       .def_property_readonly("token", &Host::token)
-      .def("connect", [](Host& host, const std::string& token) { return host.connect(token) != nullptr; }, Release())
-      .def("accepted", [](Host& host, const std::string& token, double seconds) { return host.accepted(token, seconds) != nullptr; }, Release())
+      .def("connect", &Host::connect, Release())
+      .def("accepted", &Host::accepted, Release())
       .def("make_board", &Group::make_board, Release())
       .def("drop_board", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
       .def("used", [](Host& host) { return host.arena().used(); })
@@ -121,27 +124,30 @@ void bind_shared_memory(py::module_& m) {
   py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation", "An operation under way.")
       .def_property_readonly("done", [](const Operation& op) { return op.done.load(std::memory_order_acquire); })
       .def_property_readonly("source", [](const Operation& op) { return op.source; })
-      .def_property_readonly("fault", &fault_of);
+      .def_property_readonly("fault", &fault_of)
+      .def("forget", [](Operation& op) { op.keep.reset(); });
 
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "A group of ranks on this host.")
-      .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("tokens"), py::arg("boards"),
+      .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("peers"), py::arg("boards"),
            py::arg("read_from"), py::arg("label"), Release())
       .def("run",
            [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,
-              const Addresses& out) {
-             return run_at_once(group, make_operation(collective, dtype, op, root, bytes, spans(in), spans(out)));
+              const Addresses& out, const py::object& seconds, const py::object& options) {
+             auto operation = make_operation(collective, dtype, op, root, bytes, spans(in), spans(out));
+             return run_to_end(group, std::move(operation), seconds, options);
            })
       .def("shortcut",
-           [](std::shared_ptr<Group> group, int collective, int form, const py::object& owner, std::string name, py::object options,
-              py::object finish, const py::tuple& torch) {
+           [](std::shared_ptr<Group> group, int collective, int form, py::object owner, std::string name, py::object options,
+              py::object work, py::object failed, py::object seconds, const py::tuple& torch) {
              const TorchNames names{torch[0], torch[1], torch[2], torch[3], torch[4], torch[5], torch[6], torch[7]};
-             return make_shortcut(std::move(group), static_cast<Collective>(collective), static_cast<Form>(form), owner, std::move(name),
-                                  std::move(options), std::move(finish), names);
+             return make_shortcut({std::move(group), static_cast<Collective>(collective), static_cast<Form>(form), std::move(owner),
+                                   std::move(name), std::move(options), std::move(work), std::move(failed), std::move(seconds), names});
            })
       .def_property_readonly("sequence", &Group::sequence)
       .def("message",
-           [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes) {
+           [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes, py::object owner) {
              auto operation = make_message(send, dtype, other, tag, address, bytes, group.size());
+             operation->keep = kept(std::move(owner));
              const py::gil_scoped_release release;
              group.submit(operation);
              group.spin(*operation);

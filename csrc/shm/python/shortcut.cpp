@@ -2,6 +2,7 @@
 
 #include <structmember.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <optional>
@@ -19,7 +20,7 @@ struct Names {
   py::str is_cpu{"is_cpu"}, layout{"layout"}, dtype{"dtype"}, is_contiguous{"is_contiguous"}, is_neg{"is_neg"},
       data_ptr{"data_ptr"}, nbytes{"nbytes"}, shape{"shape"}, async_op{"asyncOp"}, reduce_op{"reduceOp"}, op{"op"},
       root_rank{"rootRank"}, device{"device"}, device_ids{"device_ids"}, type{"type"}, cpu{"cpu"}, opts{"opts"},
-      is_profiler_enabled{"_is_profiler_enabled"};
+      is_profiler_enabled{"_is_profiler_enabled"}, outputs{"_outputs"}, wrapped{"__wrapped__"};
 };
 
 py::object get(PyObject* from, const py::str& name) {
@@ -48,23 +49,24 @@ struct Plain {
   PyObject* dtype;  // lives as long as torch
 };
 
-class Shortcut {
+class Caller {
  public:
-  Shortcut(std::shared_ptr<Group> group, Collective collective, Form form, const py::object& owner, std::string name,
-           py::object options, py::object finish, TorchNames torch)
-      : group_(std::move(group)),
-        n_(static_cast<std::uint64_t>(group_->size())),
-        collective_(collective),
-        form_(form),
-        owner_(owner),
-        method_(std::move(name)),
-        options_(std::move(options)),
-        finish_(std::move(finish)),
-        torch_(std::move(torch)) {}
+  explicit Caller(Shortcut shortcut)
+      : its_(std::move(shortcut)), n_(static_cast<std::uint64_t>(its_.group->size())), owner_(its_.owner), method_(its_.name) {
+    its_.owner = py::none();  // which holds us
+  }
 
   PyObject* call(PyObject* const* args, Py_ssize_t count, PyObject* names) {
-    auto result = in_short(args, count, names);
+    auto result = ended_ ? std::nullopt : in_short(args, count, names);
     return result ? result->release().ptr() : at_length(args, count, names);
+  }
+  void end() { ended_ = true; }
+
+  // The method in whose place this is.
+  py::object method() const {
+    const py::object owner = owner_();
+    if (owner.is_none()) throw py::type_error("the process group of this method is gone");
+    return py::reinterpret_steal<py::object>(PyMethod_New(get(reinterpret_cast<PyObject*>(Py_TYPE(owner.ptr())), method_).ptr(), owner.ptr()));
   }
 
  private:
@@ -72,57 +74,91 @@ class Shortcut {
   std::optional<py::object> in_short(PyObject* const* args, Py_ssize_t count, PyObject* names) {
     constexpr std::array<Py_ssize_t, 5> counts{2, 3, 3, 5, 1};  // of arguments, by form
     if (names != nullptr) {
-      const bool only_opts = form_ == Form::nothing && count == 0 && PyTuple_GET_SIZE(names) == 1;
+      const bool only_opts = its_.form == Form::nothing && count == 0 && PyTuple_GET_SIZE(names) == 1;
       if (!only_opts || !py::handle(PyTuple_GET_ITEM(names, 0)).equal(names_.opts)) return std::nullopt;
       count = 1;
     }
-    if (count != counts.at(static_cast<std::size_t>(form_))) return std::nullopt;
+    if (count != counts.at(static_cast<std::size_t>(its_.form))) return std::nullopt;
     PyObject* const opts = args[count - 1];
-    if (reinterpret_cast<PyObject*>(Py_TYPE(opts)) != options_.ptr()) return std::nullopt;
+    if (reinterpret_cast<PyObject*>(Py_TYPE(opts)) != its_.options.ptr()) return std::nullopt;
     if (get(opts, names_.async_op).ptr() != Py_False || watched()) return std::nullopt;
+    Tensors tensors;
     const auto operation = std::make_shared<Operation>();
-    PyObject* shown = nullptr;  // what the work's future shows: a list, or its only tensor
-    const bool same = form_ == Form::nothing ? on_cpu(opts) : read(args, *operation, shown) && describe(opts, *operation);
-    if (!same) return std::nullopt;
-    const auto left = run_at_once(*group_, operation);
-    if (!left) return py::none();
-    py::list outputs;
-    if (shown != nullptr && !PyList_CheckExact(shown)) outputs.append(py::handle(shown));
-    return finish_(left, shown != nullptr && PyList_CheckExact(shown) ? py::reinterpret_borrow<py::object>(shown) : outputs, py::handle(opts));
+    const bool same = its_.form == Form::nothing ? on_cpu(opts) : read(args, *operation, tensors);
+    if (!same || !describe(opts, *operation)) return std::nullopt;
+    const py::object options = py::reinterpret_borrow<py::object>(opts);
+    const auto failed = run_to_end(*its_.group, operation, its_.seconds, options);
+    return failed ? its_.failed(failed, tensors.shown()) : work(tensors, *operation);
+  }
+
+  // References of our own: while the operation runs, other threads of Python may change the lists that were given.
+  struct Tensors {
+    std::vector<py::object> all, outputs;
+
+    py::list shown() const {
+      py::list list(outputs.size());
+      for (std::size_t i = 0; i < outputs.size(); ++i) list[i] = outputs[i];
+      return list;
+    }
+  };
+
+  // A work costs as much as the operation. So one whose tensors are small is kept, to be given again if nobody else has it.
+  py::object work(const Tensors& tensors, const Operation& operation) {
+    constexpr std::uint64_t small = 64 << 10;
+    const bool keeps = operation.header.bytes * n_ <= small && its_.form != Form::exchange;
+    if (!keeps || !spare_ || Py_REFCNT(spare_.ptr()) != 1) {
+      py::object made = its_.work();
+      made.attr(names_.outputs) = tensors.shown();
+      if (keeps) spare_ = made;
+      return made;
+    }
+    const py::object state = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(spare_.ptr(), nullptr));
+    const py::object before = py::reinterpret_steal<py::object>(PyDict_Copy(state.ptr()));  // nobody's code runs in between
+    PyDict_Clear(state.ptr());
+    state[names_.outputs] = tensors.shown();
+    return spare_;
   }
 
   // The tensors; false where these are not what the collective takes from plain ones in equal pieces.
-  bool read(PyObject* const* args, Operation& operation, PyObject*& shown) const {
+  bool read(PyObject* const* args, Operation& operation, Tensors& tensors) const {
+    const Form form = its_.form;
+    const auto own = [&](PyObject* tensor) {
+      tensors.all.push_back(py::reinterpret_borrow<py::object>(tensor));
+      return tensor;
+    };
     PyObject *out = args[0], *in = args[1];
-    if (form_ == Form::in_place || form_ == Form::gathering) {
+    if (form == Form::gathering) {
+      if (!is_list_of(out, 1) || !is_list_of(in, 1) || !is_list_of(PyList_GET_ITEM(out, 0), static_cast<Py_ssize_t>(n_))) return false;
+      in = own(PyList_GET_ITEM(in, 0));
+      PyObject* const row = PyList_GET_ITEM(out, 0);
+      for (std::uint64_t r = 0; r < n_; ++r) {
+        tensors.outputs.push_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(row, static_cast<Py_ssize_t>(r))));
+      }
+      return read_row(tensors.outputs, in, operation);
+    }
+    if (form == Form::in_place) {
       if (!is_list_of(out, 1)) return false;
-      shown = form_ == Form::in_place ? out : PyList_GET_ITEM(out, 0);
-      out = PyList_GET_ITEM(out, 0);
-    } else {
-      shown = out;
+      in = out = PyList_GET_ITEM(out, 0);
     }
-    if (form_ == Form::in_place) in = out;
-    if (form_ == Form::gathering) {
-      if (!is_list_of(in, 1) || !is_list_of(out, static_cast<Py_ssize_t>(n_))) return false;
-      return read_row(out, PyList_GET_ITEM(in, 0), operation);
-    }
-    if (form_ == Form::exchange && !(is_list_of(args[2], 0) && is_list_of(args[3], 0) && rows(out) && rows(in))) return false;
+    own(in);
+    tensors.outputs.push_back(py::reinterpret_borrow<py::object>(out));
+    if (form == Form::exchange && !(is_list_of(args[2], 0) && is_list_of(args[3], 0) && rows(out) && rows(in))) return false;
     const auto to = plain(out), from = in == out ? to : plain(in);
-    const bool scatters = collective_ == Collective::reduce_scatter, gathers = collective_ == Collective::all_gather;
+    const bool scatters = its_.collective == Collective::reduce_scatter, gathers = its_.collective == Collective::all_gather;
     if (!to || !from || to->dtype != from->dtype || to->bytes * (scatters ? n_ : 1) != from->bytes * (gathers ? n_ : 1)) return false;
-    const bool exchanges = form_ == Form::exchange;
+    const bool exchanges = form == Form::exchange;
     operation.in = pieces(*from, scatters || exchanges ? n_ : 1);
     operation.out = pieces(*to, gathers || exchanges ? n_ : 1);
     operation.header.bytes = exchanges ? 0 : gathers ? from->bytes : to->bytes;
     return set_dtype(to->dtype, operation);
   }
 
-  bool read_row(PyObject* row, PyObject* in, Operation& operation) const {
+  bool read_row(const std::vector<py::object>& row, PyObject* in, Operation& operation) const {
     const auto from = plain(in);
     if (!from) return false;
     operation.in = pieces(*from, 1);
-    for (std::uint64_t r = 0; r < n_; ++r) {
-      const auto to = plain(PyList_GET_ITEM(row, static_cast<Py_ssize_t>(r)));
+    for (const py::object& out : row) {
+      const auto to = plain(out.ptr());
       if (!to || to->dtype != from->dtype || to->bytes != from->bytes) return false;
       operation.out.push_back({reinterpret_cast<char*>(to->address), to->bytes});
     }
@@ -137,7 +173,7 @@ class Shortcut {
   }
 
   bool set_dtype(PyObject* dtype, Operation& operation) const {
-    PyObject* const code = PyDict_GetItem(torch_.dtypes.ptr(), dtype);
+    PyObject* const code = PyDict_GetItem(its_.torch.dtypes.ptr(), dtype);
     if (code != nullptr) operation.header.dtype = static_cast<Dtype>(PyLong_AsLong(code));
     return code != nullptr;
   }
@@ -145,21 +181,23 @@ class Shortcut {
   // What the options say of it; false where it takes more than this.
   bool describe(PyObject* opts, Operation& operation) const {
     Header& header = operation.header;
-    header.collective = collective_;
+    const Collective collective = its_.collective;
+    header.collective = collective;
     header.root = -1;
-    if (has_root(collective_)) {
-      const std::uint64_t root = number(get(opts, names_.root_rank));
-      if (root >= n_) return false;
-      header.root = static_cast<std::int32_t>(root);
+    if (collective == Collective::barrier) header.dtype = Dtype::u8;  // as _shm.py has it
+    if (has_root(collective)) {
+      const py::object root = get(opts, names_.root_rank);
+      header.root = static_cast<std::int32_t>(PyLong_AsLong(root.ptr()));
+      if (header.root < 0 || header.root >= static_cast<std::int32_t>(n_)) return false;
     }
-    const bool reduces = collective_ == Collective::all_reduce || collective_ == Collective::reduce || collective_ == Collective::reduce_scatter;
+    const bool reduces = collective == Collective::all_reduce || collective == Collective::reduce || collective == Collective::reduce_scatter;
     if (!reduces) return true;
     const py::object op = get(opts, names_.reduce_op);
-    if (op.equal(torch_.sum)) {
+    if (op.equal(its_.torch.sum)) {
       header.op = ReduceOp::sum;
     } else {
       const py::object kind = py::reinterpret_steal<py::object>(PyNumber_Long(get(op.ptr(), names_.op).ptr()));
-      PyObject* const code = kind ? PyDict_GetItem(torch_.ops.ptr(), kind.ptr()) : throw py::error_already_set();
+      PyObject* const code = kind ? PyDict_GetItem(its_.torch.ops.ptr(), kind.ptr()) : throw py::error_already_set();
       if (code == nullptr) return false;
       header.op = static_cast<ReduceOp>(PyLong_AsLong(code));
     }
@@ -181,40 +219,34 @@ class Shortcut {
 
   bool is_plain(PyObject* tensor) const {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-    return type == torch_.tensor.ptr() || type == torch_.parameter.ptr();
+    return type == its_.torch.tensor.ptr() || type == its_.torch.parameter.ptr();
   }
 
   std::optional<Plain> plain(PyObject* tensor) const {
     if (!is_plain(tensor)) return std::nullopt;
-    if (get(tensor, names_.is_cpu).ptr() != Py_True || get(tensor, names_.layout).ptr() != torch_.strided.ptr()) return std::nullopt;
+    if (get(tensor, names_.is_cpu).ptr() != Py_True || get(tensor, names_.layout).ptr() != its_.torch.strided.ptr()) return std::nullopt;
     if (ask(tensor, names_.is_contiguous).ptr() != Py_True || ask(tensor, names_.is_neg).ptr() != Py_False) return std::nullopt;
-    return Plain{number(ask(tensor, names_.data_ptr)), number(get(tensor, names_.nbytes)), get(tensor, names_.dtype).ptr()};
+    const Plain found{number(ask(tensor, names_.data_ptr)), number(get(tensor, names_.nbytes)), get(tensor, names_.dtype).ptr()};
+    return found.address == 0 && found.bytes != 0 ? std::nullopt : std::optional(found);
   }
 
   bool watched() const {
-    for (const py::handle watch : torch_.watches) {
+    for (const py::handle watch : its_.torch.watches) {
       if (watch().cast<bool>()) return true;
     }
-    return PyDict_GetItem(torch_.profiler.ptr(), names_.is_profiler_enabled.ptr()) != Py_False;
+    return PyDict_GetItem(its_.torch.profiler.ptr(), names_.is_profiler_enabled.ptr()) != Py_False;
   }
 
-  PyObject* at_length(PyObject* const* args, Py_ssize_t count, PyObject* names) {
-    const py::object owner = owner_();
-    if (owner.is_none()) throw py::type_error("the process group of this method is gone");
-    const py::object method = get(reinterpret_cast<PyObject*>(Py_TYPE(owner.ptr())), method_);
-    std::vector<PyObject*> all{owner.ptr()};
-    all.insert(all.end(), args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
-    return PyObject_Vectorcall(method.ptr(), all.data(), static_cast<std::size_t>(count) + 1, names);
+  PyObject* at_length(PyObject* const* args, Py_ssize_t count, PyObject* names) const {
+    return PyObject_Vectorcall(method().ptr(), args, static_cast<std::size_t>(count), names);
   }
 
-  std::shared_ptr<Group> group_;
+  Shortcut its_;
   std::uint64_t n_;
-  Collective collective_;
-  Form form_;
-  py::weakref owner_;  // who holds us
+  py::weakref owner_;
   py::str method_;
-  py::object options_, finish_;
-  TorchNames torch_;
+  py::object spare_;
+  bool ended_ = false;
   Names names_;
 };
 
@@ -223,12 +255,14 @@ class Shortcut {
 struct Callable {
   PyObject_HEAD
   vectorcallfunc vectorcall;
-  Shortcut* shortcut;
+  Caller* caller;
 };
 
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObject* names) {
+// Python's exceptions for C++'s.
+template <class Body>
+PyObject* guarded(Body&& body) {
   try {
-    return reinterpret_cast<Callable*>(self)->shortcut->call(args, PyVectorcall_NARGS(count), names);
+    return body();
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const py::builtin_exception& error) {
@@ -239,9 +273,30 @@ PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObjec
   return nullptr;
 }
 
+Caller& caller_of(PyObject* self) { return *reinterpret_cast<Callable*>(self)->caller; }
+
+PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObject* names) {
+  return guarded([&] { return caller_of(self).call(args, PyVectorcall_NARGS(count), names); });
+}
+
+PyObject* end(PyObject* self, PyObject*) {
+  caller_of(self).end();
+  Py_RETURN_NONE;
+}
+
+// Else what the method has: its name, its documentation, and by `__wrapped__` its signature.
+PyObject* attribute(PyObject* self, PyObject* name) {
+  return guarded([&]() -> PyObject* {
+    const std::string text = py::str(name);
+    if (text == "__wrapped__") return caller_of(self).method().release().ptr();
+    if (text == "end" || text == "__class__") return PyObject_GenericGetAttr(self, name);
+    return PyObject_GetAttr(caller_of(self).method().ptr(), name);
+  });
+}
+
 void free_callable(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<Callable*>(self)->shortcut;
+  delete reinterpret_cast<Callable*>(self)->caller;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -249,9 +304,12 @@ void free_callable(PyObject* self) {
 PyTypeObject* callable_type() {
   static PyMemberDef members[] = {
       {"__vectorcalloffset__", T_PYSSIZET, offsetof(Callable, vectorcall), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
+  static PyMethodDef methods[] = {{"end", end, METH_NOARGS, "From now on every call takes the method."}, {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
                                 {Py_tp_dealloc, reinterpret_cast<void*>(free_callable)},
                                 {Py_tp_members, members},
+                                {Py_tp_methods, methods},
+                                {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
                                 {0, nullptr}};
   static PyType_Spec spec{"monarch_backend._native.Shortcut", sizeof(Callable), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
   static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
@@ -261,24 +319,45 @@ PyTypeObject* callable_type() {
 
 }  // namespace
 
-std::shared_ptr<Operation> run_at_once(Group& group, std::shared_ptr<Operation> operation) {
-  constexpr auto soon = std::chrono::milliseconds(2);
-  const py::gil_scoped_release release;
-  group.submit(operation);
-  group.wait_a_little(*operation, soon);
-  if (operation->done.load(std::memory_order_acquire) && !operation->failure) return nullptr;
-  return operation;
+Clock::time_point after(double seconds) {
+  constexpr double year = 3e7;
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, year)));
 }
 
-py::object make_shortcut(std::shared_ptr<Group> group, Collective collective, Form form, const py::object& owner, std::string name,
-                         py::object options, py::object finish, TorchNames torch) {
-  auto shortcut = std::make_unique<Shortcut>(std::move(group), collective, form, owner, std::move(name), std::move(options),
-                                             std::move(finish), std::move(torch));
+std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> operation, const py::object& seconds,
+                                      const py::object& options) {
+  constexpr auto soon = std::chrono::milliseconds(2);
+  {
+    const py::gil_scoped_release release;
+    group.submit(operation);
+    group.wait_a_little(*operation, soon);
+  }
+  if (!operation->done.load(std::memory_order_acquire)) {
+    std::optional<py::error_already_set> raised;  // by a handler of a signal, say
+    double limit = 0;
+    for (int tries = 0; limit == 0 && tries < 100; ++tries) {
+      try {
+        limit = seconds(options).cast<double>();
+      } catch (py::error_already_set& error) {
+        raised.emplace(std::move(error));
+      }
+    }
+    {
+      const py::gil_scoped_release release;
+      group.finish_by(*operation, after(limit));
+    }
+    if (raised) throw py::error_already_set(std::move(*raised));
+  }
+  return operation->failure ? operation : nullptr;
+}
+
+py::object make_shortcut(Shortcut shortcut) {
+  auto caller = std::make_unique<Caller>(std::move(shortcut));
   PyTypeObject* const type = callable_type();
   auto* const self = reinterpret_cast<Callable*>(type->tp_alloc(type, 0));
   if (self == nullptr) throw py::error_already_set();
   self->vectorcall = call;
-  self->shortcut = shortcut.release();
+  self->caller = caller.release();
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }
 

@@ -34,14 +34,27 @@ enum class Form : std::uint8_t {
   nothing,
 };
 
-// A callable for `owner`'s method `name`, whose options have the type `options`. It returns None when all is done (what
-// torch calls "synced at C++ level"); `finish(operation, outputs, options)` makes the work of an operation that has not
-// ended yet, or not well.
-pybind11::object make_shortcut(std::shared_ptr<Group> group, Collective collective, Form form, const pybind11::object& owner,
-                               std::string name, pybind11::object options, pybind11::object finish, TorchNames torch);
+// A callable for `owner`'s method `name`, whose options have the type `options`.
+struct Shortcut {
+  std::shared_ptr<Group> group;
+  Collective collective;
+  Form form;
+  pybind11::object owner;
+  std::string name;
+  pybind11::object options;
+  pybind11::object work;     // a class: work() is the work of an operation that has ended well, with its `_outputs` to be set
+  pybind11::object failed;   // failed(operation, outputs): the work of one that has not
+  pybind11::object seconds;  // seconds(options): the time limit
+  TorchNames torch;
+};
+pybind11::object make_shortcut(Shortcut shortcut);
 
-// Runs it in this thread, if it ends soon: null then. What takes longer, or has failed, comes back to be finished;
-// only then does Python look up the time limit, which costs as much as a small operation. Holds the GIL when called.
-std::shared_ptr<Operation> run_at_once(Group& group, std::shared_ptr<Operation> operation);
+// Runs it in this thread, to its end; null if it ended well. Only when it is late is Python asked for the time limit, which
+// costs as much as a small operation. Holds the GIL when called. What `seconds` raises is raised when the operation has
+// ended: nobody can take back what the others may be reading.
+std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> operation, const pybind11::object& seconds,
+                                      const pybind11::object& options);
+
+Clock::time_point after(double seconds);
 
 }  // namespace monarch
