@@ -218,8 +218,8 @@ class Hierarchy(SharedMemory):
 
     def _core(self, seconds: float, *operation: Any) -> Any:
         """The fault of an operation of the core's, or None."""
-        lasts = self._memory.run(*operation)
-        return None if lasts is None else self._memory.finish(lasts, seconds)
+        failed = self._memory.run(*operation, float, seconds)
+        return None if failed is None else failed.fault
 
     def _in_ranks(self, text: str, call: Call) -> str:
         """What the core says about places and stages, said about ranks and the operation."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from monarch_backend import CollectiveArgumentError
 from monarch_backend._versions import torch_version
+from monarch_backend.process_group import _shm_meet
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch_version() < (2, 14), reason="torch 2.14 brought it")
@@ -116,6 +117,77 @@ def _unasked(rank: int) -> tuple[bool, set[str]]:
 
 def test_a_recorder_that_nobody_asked_for_takes_no_time_of_the_shared_memory() -> None:
     assert run_ranks(_unasked, 2) == [(set(), {"cpu"})] * 2
+
+
+def _hooked(_rank: int) -> list[Any]:
+    """A group keeps its name, and its other callers, when somebody hooks into it."""
+    from torch.distributed import _functional_collectives as funcol
+
+    group = dist.group.WORLD
+    name, desc = group.group_name, group.group_desc
+    group.register_pre_hook(7, lambda call: None)
+    assert (group.group_name, group.group_desc) == (name, desc)
+    return funcol.all_reduce(torch.ones(2), "sum", group).wait().tolist()
+
+
+def test_a_hooked_group_has_its_name() -> None:
+    assert run_ranks(_hooked, 2) == [[2.0, 2.0]] * 2
+
+
+def _nested(_rank: int, before: bool) -> tuple[list[Any], float]:
+    """A hook that calls a collective of the same group."""
+    group, busy, seen = dist.group.WORLD, [], []
+
+    def hook(call: Any) -> None:
+        seen.append(call.name.name)
+        if not busy:
+            busy.append(True)
+            inner = torch.full((1,), 10.0)
+            dist.all_reduce(inner)
+            seen.append(inner.item())
+
+    (group.register_pre_hook if before else group.register_post_hook)(7, hook)
+    outer = torch.ones(1)
+    dist.all_reduce(outer)
+    return seen, outer.item()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_hooks_may_call_collectives(before: bool) -> None:
+    assert run_ranks(_nested, 2, before) == [(["ALLREDUCE", "ALLREDUCE", 20.0], 2.0)] * 2
+
+
+def _two_hosts(rank: int) -> tuple[set[str], list[Any]]:
+    """Ranks 0 and 1 here, 2 and 3 as if elsewhere: messages are Gloo's, whatever looks on."""
+    exchange = _shm_meet._exchange
+
+    def elsewhere(store: Any, name: str, rank: int, size: int, mine: Any, timeout: Any) -> Any:
+        said = mine | {"kernel": "another"} if name == "shm" and rank >= 2 else mine
+        return exchange(store, name, rank, size, said, timeout)
+
+    _shm_meet._exchange = elsewhere
+    group = dist.new_group([0, 1, 2, 3])
+    unasked = set(group._observed)
+    results: list[Any] = [str(group._routes["cpu"].backend)]
+    for _ in range(2):  # without a hook and with one
+        x = torch.full((2,), float(rank))
+        if rank in (0, 1):
+            dist.send(x, 3 - rank, group)
+        else:
+            results.append(
+                (dist.recv(x, 0, group), x.tolist()) if rank == 3 else (dist.recv(x, group=group), x.tolist())
+            )
+        dist.all_reduce(x.fill_(1.0), group=group)
+        results.append(x.tolist())
+        group.register_pre_hook(7, lambda call: None)
+    return unasked, results
+
+
+def test_hooks_of_a_group_over_two_hosts() -> None:
+    for rank, (unasked, results) in enumerate(run_ranks(_two_hosts, 4)):
+        received = {2: [(1, [1.0, 1.0])], 3: [(0, [0.0, 0.0])]}.get(rank, [])
+        assert unasked == set()
+        assert results == ["shm+gloo", *[*received, [4.0, 4.0]] * 2]
 
 
 def _timeouts(rank: int) -> None:

@@ -334,8 +334,8 @@ std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> o
   }
   if (!operation->done.load(std::memory_order_acquire)) {
     std::optional<py::error_already_set> raised;  // by a handler of a signal, say
-    double limit = 0;
-    for (int tries = 0; limit == 0 && tries < 100; ++tries) {
+    std::optional<double> limit;
+    for (int tries = 0; !limit && tries < 100; ++tries) {
       try {
         limit = seconds(options).cast<double>();
       } catch (py::error_already_set& error) {
@@ -344,7 +344,7 @@ std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> o
     }
     {
       const py::gil_scoped_release release;
-      group.finish_by(*operation, after(limit));
+      group.finish_by(*operation, after(limit.value_or(0)));
     }
     if (raised) throw py::error_already_set(std::move(*raised));
   }
