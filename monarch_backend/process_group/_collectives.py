@@ -102,6 +102,8 @@ class Collectives(dist.ProcessGroup):
             if tensor.device.type != device:
                 what = f"tensors on {device} and on {tensor.device.type} in one call"
                 raise bad_argument(self, collective, what, "Move them to one device.")
+        if plain and device == "cpu":
+            _cpu.check_storage(self, collective, tensors)
         aside = inner is self or (not plain and _torch.is_c10d_backend(inner))
         if device == "cpu" and self._shm is not None and tensors[0].layout is torch.strided:
             inner = self._shm

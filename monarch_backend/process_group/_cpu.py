@@ -228,6 +228,14 @@ def _settle(tensor: Tensor) -> Tensor:
     return copied if type(copied) is Tensor else tensor
 
 
+def check_storage(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse plain tensors whose memory was freed or never made: reading one would be a segmentation fault."""
+    for tensor in tensors:
+        if tensor.layout is torch.strided and tensor.nbytes and not tensor.data_ptr():
+            what = f"a tensor of shape {list(tensor.shape)} has no memory"
+            raise bad_argument(group, collective, what, "Its storage was freed (resize_(0)?): give it memory first.")
+
+
 def check_memory(group: Collectives, collective: str, rows: Sequence[Sequence[Tensor]]) -> None:
     """Refuse lists of outputs with a wrapper subclass: torch's dispatcher does not look into lists of lists."""
     for tensor in (t for row in rows for t in row if type(t) not in PLAIN):

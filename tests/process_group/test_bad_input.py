@@ -161,6 +161,22 @@ def test_rank_outside_the_group(pool) -> None:
     pool(2).run(_outside_rank)
 
 
+def _no_memory(rank: int) -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    for call in (dist.all_reduce, lambda x: dist.all_gather([torch.ones(4)] * 2, x), lambda x: dist.send(x, 1 - rank)):
+        for tensor in (freed, torch._efficientzerotensor(4)):
+            with pytest.raises(CollectiveArgumentError, match=r"shape \[4\] has no memory"):
+                call(tensor)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == 2.0
+
+
+def test_a_tensor_whose_memory_was_freed() -> None:
+    run_ranks(_no_memory, 2)
+
+
 def _use_after_destroy(rank: int) -> None:
     group = dist.group.WORLD
     dist.barrier()  # the other rank may still be connecting
