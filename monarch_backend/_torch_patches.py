@@ -130,6 +130,9 @@ def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return attach
 
 
+_SHARED = ("shm", "shm+gloo")  # _shm_meet.py
+
+
 def _recorded(caller: FrameType) -> set[str]:
     """Backends whose operations torch's recorder does not want to see, because they record them themselves.
 
@@ -139,6 +142,3 @@ def _recorded(caller: FrameType) -> set[str]:
     themselves = set(getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", ()))
     asked = any(os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
     return themselves if asked or caller.f_code.co_name != "_maybe_attach_flight_recorder" else {*themselves, *_SHARED}
-
-
-_SHARED = ("shm", "shm+gloo")  # _shm_meet.py

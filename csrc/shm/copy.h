@@ -22,7 +22,7 @@ inline void stream(char* to, const char* from, std::uint64_t bytes) {
   constexpr std::uint64_t line = 64;
   const std::uint64_t ahead = (line - reinterpret_cast<std::uintptr_t>(to) % line) % line;
   if (bytes < ahead + line) {
-    if (bytes != 0) std::memcpy(to, from, bytes);
+    std::memcpy(to, from, bytes);
     return;
   }
   std::memcpy(to, from, ahead);
@@ -39,8 +39,18 @@ inline void stream(char* to, const char* from, std::uint64_t bytes) {
   std::memcpy(to, from, bytes);
   _mm_sfence();
 #else
-  if (bytes != 0) std::memcpy(to, from, bytes);
+  std::memcpy(to, from, bytes);
 #endif
+}
+
+// A part of a result that has `whole` bytes.
+inline void put(char* to, const char* from, std::uint64_t bytes, std::uint64_t whole) {
+  if (to == from || bytes == 0) return;
+  if (whole < past_cache) {
+    std::memcpy(to, from, bytes);
+  } else {
+    stream(to, from, bytes);
+  }
 }
 
 }  // namespace monarch

@@ -15,12 +15,6 @@ void copy(char* to, const char* from, std::uint64_t bytes) {
   if (to != from && bytes != 0) std::memcpy(to, from, bytes);
 }
 
-// A part of a result that has `whole` bytes.
-void put(char* to, const char* from, std::uint64_t bytes, std::uint64_t whole) {
-  if (to == from) return;
-  whole < past_cache ? copy(to, from, bytes) : stream(to, from, bytes);
-}
-
 }  // namespace
 
 // Data ---------------------------------------------------------------------------------------------------------------

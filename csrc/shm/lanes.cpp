@@ -1,10 +1,11 @@
 #include "shm/lanes.h"
-#include "shm/copy.h"
 
 #include <algorithm>
 #include <cstring>
 #include <new>
 #include <utility>
+
+#include "shm/copy.h"
 
 namespace monarch {
 
@@ -20,11 +21,11 @@ void into_ring(char* ring, std::uint64_t size, std::uint64_t position, const cha
   if (bytes > first) std::memcpy(ring, from + first, bytes - first);
 }
 
-template <class Copy>
-void out_of_ring(char* to, const char* ring, std::uint64_t size, std::uint64_t position, std::uint64_t bytes, Copy copy) {
+// The same the other way; it is a part of something that has `whole` bytes.
+void out_of_ring(char* to, const char* ring, std::uint64_t size, std::uint64_t position, std::uint64_t bytes, std::uint64_t whole) {
   const std::uint64_t at = position & (size - 1), first = std::min(bytes, size - at);
-  if (first != 0) copy(to, ring + at, first);
-  if (bytes > first) copy(to + first, ring, bytes - first);
+  put(to, ring + at, first, whole);
+  put(to + first, ring, bytes - first, whole);
 }
 
 }  // namespace
@@ -229,7 +230,7 @@ bool Lanes::pull(int from, const std::function<void(Operation&)>& finish) {
     std::uint64_t taken = 0;
     if (!in.letter) {
       Envelope envelope;
-      out_of_ring(reinterpret_cast<char*>(&envelope), ring, lane.size, in.read, sizeof envelope, std::memcpy);
+      out_of_ring(reinterpret_cast<char*>(&envelope), ring, lane.size, in.read, sizeof envelope, sizeof envelope);
       if (!begin(from, envelope)) break;
       taken = line;
     }
@@ -238,12 +239,7 @@ bool Lanes::pull(int from, const std::function<void(Operation&)>& finish) {
     const std::uint64_t part = std::min({ready - taken, total - letter.arrived, portion});
     if (letter.arrived < bytes) {
       char* to = (letter.to ? letter.to->out[0].data : letter.kept.get()) + letter.arrived;
-      const std::uint64_t now = std::min(part, bytes - letter.arrived);
-      if (bytes >= past_cache) {
-        out_of_ring(to, ring, lane.size, in.read + taken, now, stream);
-      } else {
-        out_of_ring(to, ring, lane.size, in.read + taken, now, std::memcpy);
-      }
+      out_of_ring(to, ring, lane.size, in.read + taken, std::min(part, bytes - letter.arrived), bytes);
     }
     letter.arrived += part;
     in.read += taken + part;

@@ -44,7 +44,7 @@ from monarch_backend.process_group import _cpu, _torch
 from monarch_backend.process_group._call_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hooks import CompletionHooks, GivenWork, LateWork
-from monarch_backend.process_group._shm import SharedMemory
+from monarch_backend.process_group._shm import SharedMemory, call_by_operator
 
 # From torch 2.14 on the C++ base comes from _allgather_base and _reduce_scatter_base to the overrides of
 # all_gather_single and reduce_scatter_single; before, only the old names are overridden from C++. An override of
@@ -114,7 +114,8 @@ class Collectives(dist.ProcessGroup):
         if self._shm is not None and inner is self._shm:
             run = functools.partial(inner.dispatched, opts)
         elif self._kernel is not None and opts is None and inner is self._inner.get("cpu"):
-            run = functools.partial(_torch.message, inner)  # the kernel would lose what a receive knows of its sender
+            # The kernel would lose what a receive knows of its sender.
+            run = functools.partial(call_by_operator, inner, opts)
         else:
             return _torch.through_dispatcher()
         return _torch.beneath_dispatch_modes(run, self._kernel)

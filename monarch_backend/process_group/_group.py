@@ -121,7 +121,7 @@ class MonarchProcessGroup(Collectives):
             met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner, _routes.debug_line(self))
             self._shm = met.memory
             if met.memory is not None and met.memory.in_short and not self._hooks:
-                self._shortcuts = met.memory.shortcuts(self, _METHODS)
+                self._shortcuts = met.memory.shortcuts(self, _OWN_METHODS)
                 self.__dict__.update(self._shortcuts)
             why = f"{route.why}; {met.why}" if met.memory is None else met.why
             route = replace(route, backend=met.route, why=why)
@@ -217,9 +217,10 @@ class MonarchProcessGroup(Collectives):
         if self._spared is None:
             return
         self._observed = {device for device, route in self._routes.items() if route.backend not in self._spared}
-        if "cpu" in self._observed:
-            self._end_shortcuts()
-        if "cpu" in self._observed and self._shm is not None and self._kernel is None:
+        if "cpu" not in self._observed:
+            return
+        self._end_shortcuts()
+        if self._shm is not None and self._kernel is None:
             taken = {_torch.backend_type(backend) for backend in self._backends.values()}
             self._kernel = _torch.Kernel(self.rank(), self.size(), self._inner["cpu"], self.group_name)
             self._register_backend(torch.device("cpu"), _torch.free_backend_type(taken), self._kernel)
@@ -298,5 +299,5 @@ class MonarchProcessGroup(Collectives):
                 end(inner)
 
 
-_METHODS = {name: member for name, member in vars(Collectives).items() if callable(member)}
+_OWN_METHODS = {name: member for name, member in vars(Collectives).items() if callable(member)}
 """Those that shortcuts may stand in for, before anybody changes a class."""

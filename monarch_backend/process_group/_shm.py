@@ -486,16 +486,9 @@ class SharedMemory:
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
         """The operation that torch's dispatcher calls ``name``, with its arguments."""
-        method, title = _METHODS[name]
-        call: Callable[..., ShmWork] = getattr(self, method)
-        with _torch.profiled(f"shm:{title}", _read_by(name, args)):
-            if name == "barrier":
-                return call(opts)
-            if name in _POINT_TO_POINT:
-                return call(args[0], *args[2:])  # args[1] is the group
-            if name == "alltoall_base_":
-                return call(args[0], args[1], args[3], args[4], opts)
-            return call(args[0], opts) if name in _IN_PLACE else call(args[0], args[1], opts)
+        with _torch.profiled(f"shm:{_METHODS[name][1]}", _read_by(name, args)):
+            work: ShmWork = call_by_operator(self, opts, name, args)
+            return work
 
     def close(self) -> None:
         """End it: operations under way fail with GroupClosedError."""
@@ -526,6 +519,18 @@ _METHODS = {
     "recv_": ("recv", "recv"),
     "recv_any_source_": ("recv_anysource", "recvAnySource"),
 }
+
+
+def call_by_operator(inner: Any, opts: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """The work of an inner group, the shared memory or torch's, for what torch's dispatcher calls ``name``."""
+    call = getattr(inner, _METHODS[name][0])
+    if name == "barrier":
+        return call(opts)
+    if name in _POINT_TO_POINT:
+        return call(args[0], *args[2:])  # args[1] is the group
+    if name == "alltoall_base_":
+        return call(args[0], args[1], args[3], args[4], opts)
+    return call(args[0], opts) if name in _IN_PLACE else call(args[0], args[1], opts)
 
 
 def _read_by(name: str, args: tuple[Any, ...]) -> list[Tensor]:

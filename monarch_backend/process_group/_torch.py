@@ -218,20 +218,28 @@ def _answering(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    *(
-        "allreduce",
-        "allreduce_coalesced",
-        "broadcast",
-        "reduce",
-        "allgather",
-        "allgather_coalesced",
-        "gather",
-        "scatter",
-    ),
-    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_single", "barrier"),
-    *("reduce_scatter_single_coalesced", "all_to_all_single", "alltoall", "send", "recv", "recv_anysource"),
-):
+_BACKEND_METHODS = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+for _name in _BACKEND_METHODS:
     setattr(Kernel, _name, _answering(_name))
 
 
@@ -267,12 +275,6 @@ def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any], kernel: K
             _pop_mode()
         for mode in reversed(users):
             _push_mode(mode)
-
-
-def message(inner: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """The work of ``inner`` for c10d's operator ``name``, which is one of those for point to point."""
-    method = {"send": "send", "recv_": "recv", "recv_any_source_": "recv_anysource"}[name]
-    return getattr(inner, method)(args[0], *args[2:])  # args[1] is the group
 
 
 _Class = TypeVar("_Class", bound=type)

@@ -108,7 +108,7 @@ def test_flight_recorder(shm: bool) -> None:
         assert "gloo:all_reduce" in ours[0]
 
 
-def _unasked(rank: int) -> tuple[bool, set[str]]:
+def _unasked(_rank: int) -> tuple[set[str], set[str]]:
     group = dist.new_group([0, 1])
     before = set(group._observed)
     group.register_pre_hook(7, lambda call: None)

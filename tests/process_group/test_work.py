@@ -18,6 +18,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import monarch_backend
 from monarch_backend import CollectiveArgumentError
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
@@ -109,6 +110,8 @@ def _reduce_scatter_twice(rank: int) -> None:
     """Gloo writes the output in wait(), and would again in a second one."""
     output = torch.zeros(1)
     work = dist.reduce_scatter(output, [torch.ones(1), torch.ones(1)], async_op=True)
+    if monarch_backend.routes()["cpu"].backend == "gloo":
+        assert not work.is_completed()  # in shared memory it may be
     work.wait()
     output.zero_()
     work.wait()
@@ -116,8 +119,9 @@ def _reduce_scatter_twice(rank: int) -> None:
     assert work.get_future().value()[0] is output
 
 
-def test_second_wait_changes_nothing(pool) -> None:
-    pool(2).run(_reduce_scatter_twice)
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_second_wait_changes_nothing(shm: str) -> None:
+    run_ranks(_reduce_scatter_twice, 2, env={"MONARCH_SHM": shm})
 
 
 def _value_of_the_future(rank: int) -> None:
@@ -179,12 +183,18 @@ def test_wait_with_a_timeout() -> None:
     run_ranks(_impatient, 2)
 
 
-def _failing(rank: int) -> None:
+def _alone(rank: int, body: Callable[[Any], None]) -> None:
+    """Rank 0 does ``body(group)`` with a group of which rank 1 calls nothing; it stays until that is done."""
     store = dist.group.WORLD.get_group_store()
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
-    if rank == 1:
+    if rank == 0:
+        body(group)
+        store.set("given up", "1")
+    else:
         store.wait(["given up"], datetime.timedelta(seconds=60))
-        return
+
+
+def _failing(group: Any) -> None:
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
     future = work.get_future()
     called = threading.Event()
@@ -197,11 +207,10 @@ def _failing(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             failed.wait()
     assert called.wait(20)
-    store.set("given up", "1")
 
 
 def test_errors_come_out_of_works_and_futures() -> None:
-    run_ranks(_failing, 2)
+    run_ranks(_alone, 2, _failing)
 
 
 # Coalescing -----------------------------------------------------------------------------------------------------
@@ -435,32 +444,21 @@ def test_completion_hooks(pool) -> None:
     pool(2).run(_hooks)
 
 
-def _hook_of_a_failure(rank: int) -> None:
-    store = dist.group.WORLD.get_group_store()
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+def _hook_of_a_failure(group: Any) -> None:
     seen: list[Any] = []
     group._register_on_completion_hook(seen.append)
-    if rank == 0:
-        with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(1), group=group)
-        group._wait_for_pending_works()
-        assert [info.op_type for info in seen] == ["allreduce"]
-        store.set("given up", "1")
-    else:
-        store.wait(["given up"], datetime.timedelta(seconds=60))
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1), group=group)
+    group._wait_for_pending_works()
+    assert [info.op_type for info in seen] == ["allreduce"]
 
 
 def test_completion_hook_of_a_failure() -> None:
-    run_ranks(_hook_of_a_failure, 2)
+    run_ranks(_alone, 2, _hook_of_a_failure)
 
 
-def _fails_before_it_is_copied_back(rank: int) -> None:
+def _fails_before_it_is_copied_back(group: Any) -> None:
     """Results that travel by way of a copy: the operation's error must not get lost on the way."""
-    store = dist.group.WORLD.get_group_store()
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.5))
-    if rank == 1:
-        store.wait(["failed"], datetime.timedelta(seconds=30))
-        return
     x, strided, rows = torch.ones(4), torch.zeros(8, 2)[:, 0], [torch.zeros(4, 2)[:, 0] for _ in range(2)]
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     for call in (
@@ -472,9 +470,8 @@ def _fails_before_it_is_copied_back(rank: int) -> None:
     ):
         with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out|closed|closure"):
             call()
-    store.set("failed", "")
 
 
 @pytest.mark.parametrize("shm", ["0", "1"])
 def test_an_error_is_not_lost_where_results_are_copied_back(shm: str) -> None:
-    run_ranks(_fails_before_it_is_copied_back, 2, env={"MONARCH_SHM": shm})
+    run_ranks(_alone, 2, _fails_before_it_is_copied_back, env={"MONARCH_SHM": shm})

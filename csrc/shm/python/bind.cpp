@@ -1,11 +1,10 @@
 // The Python face of the shared-memory data plane: bindings only, no logic. Tensors come as addresses and sizes;
-// keeping them alive until an operation is done is the caller's part.
+// keeping them alive until an operation is done is the caller's part, but for messages, which keep what they are given.
 #include "bind.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <array>
 #include <tuple>
 

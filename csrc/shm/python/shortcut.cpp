@@ -15,13 +15,18 @@ namespace monarch {
 
 namespace {
 
-// Attributes by names that are made once.
+// Attributes by names that are made once, for all shortcuts, and never freed: the interpreter may end before.
 struct Names {
   py::str is_cpu{"is_cpu"}, layout{"layout"}, dtype{"dtype"}, is_contiguous{"is_contiguous"}, is_neg{"is_neg"},
       data_ptr{"data_ptr"}, nbytes{"nbytes"}, shape{"shape"}, async_op{"asyncOp"}, reduce_op{"reduceOp"}, op{"op"},
       root_rank{"rootRank"}, device{"device"}, device_ids{"device_ids"}, type{"type"}, cpu{"cpu"}, opts{"opts"},
-      is_profiler_enabled{"_is_profiler_enabled"}, outputs{"_outputs"}, wrapped{"__wrapped__"};
+      is_profiler_enabled{"_is_profiler_enabled"}, outputs{"_outputs"};
 };
+
+const Names& names() {
+  static const auto* const all = new Names;
+  return *all;
+}
 
 py::object get(PyObject* from, const py::str& name) {
   PyObject* value = PyObject_GetAttr(from, name.ptr());
@@ -56,9 +61,9 @@ class Caller {
     its_.owner = py::none();  // which holds us
   }
 
-  PyObject* call(PyObject* const* args, Py_ssize_t count, PyObject* names) {
-    auto result = ended_ ? std::nullopt : in_short(args, count, names);
-    return result ? result->release().ptr() : at_length(args, count, names);
+  PyObject* call(PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    auto result = ended_ ? std::nullopt : in_short(args, count, keywords);
+    return result ? result->release().ptr() : at_length(args, count, keywords);
   }
   void end() { ended_ = true; }
 
@@ -71,17 +76,17 @@ class Caller {
 
  private:
   // The result; nothing where the call is anything else than what this is for.
-  std::optional<py::object> in_short(PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  std::optional<py::object> in_short(PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
     constexpr std::array<Py_ssize_t, 5> counts{2, 3, 3, 5, 1};  // of arguments, by form
-    if (names != nullptr) {
-      const bool only_opts = its_.form == Form::nothing && count == 0 && PyTuple_GET_SIZE(names) == 1;
-      if (!only_opts || !py::handle(PyTuple_GET_ITEM(names, 0)).equal(names_.opts)) return std::nullopt;
+    if (keywords != nullptr) {
+      const bool only_opts = its_.form == Form::nothing && count == 0 && PyTuple_GET_SIZE(keywords) == 1;
+      if (!only_opts || !py::handle(PyTuple_GET_ITEM(keywords, 0)).equal(names().opts)) return std::nullopt;
       count = 1;
     }
     if (count != counts.at(static_cast<std::size_t>(its_.form))) return std::nullopt;
     PyObject* const opts = args[count - 1];
     if (reinterpret_cast<PyObject*>(Py_TYPE(opts)) != its_.options.ptr()) return std::nullopt;
-    if (get(opts, names_.async_op).ptr() != Py_False || watched()) return std::nullopt;
+    if (get(opts, names().async_op).ptr() != Py_False || watched()) return std::nullopt;
     Tensors tensors;
     const auto operation = std::make_shared<Operation>();
     const bool same = its_.form == Form::nothing ? on_cpu(opts) : read(args, *operation, tensors);
@@ -102,21 +107,18 @@ class Caller {
     }
   };
 
-  // A work costs as much as the operation. So one whose tensors are small is kept, to be given again if nobody else has it.
+  // A work costs as much as the operation. So one whose tensors are small is kept, to be given again if nobody else has it,
+  // with nothing of its past.
   py::object work(const Tensors& tensors, const Operation& operation) {
     constexpr std::uint64_t small = 64 << 10;
     const bool keeps = operation.header.bytes * n_ <= small && its_.form != Form::exchange;
-    if (!keeps || !spare_ || Py_REFCNT(spare_.ptr()) != 1) {
-      py::object made = its_.work();
-      made.attr(names_.outputs) = tensors.shown();
-      if (keeps) spare_ = made;
-      return made;
-    }
-    const py::object state = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(spare_.ptr(), nullptr));
-    const py::object before = py::reinterpret_steal<py::object>(PyDict_Copy(state.ptr()));  // nobody's code runs in between
-    PyDict_Clear(state.ptr());
-    state[names_.outputs] = tensors.shown();
-    return spare_;
+    const bool again = keeps && spare_ && Py_REFCNT(spare_.ptr()) == 1;
+    py::object work = again ? spare_ : its_.work();
+    py::dict state;
+    state[names().outputs] = tensors.shown();
+    if (PyObject_GenericSetDict(work.ptr(), state.ptr(), nullptr) != 0) throw py::error_already_set();
+    if (keeps) spare_ = work;
+    return work;
   }
 
   // The tensors; false where these are not what the collective takes from plain ones in equal pieces.
@@ -186,17 +188,17 @@ class Caller {
     header.root = -1;
     if (collective == Collective::barrier) header.dtype = Dtype::u8;  // as _shm.py has it
     if (has_root(collective)) {
-      const py::object root = get(opts, names_.root_rank);
+      const py::object root = get(opts, names().root_rank);
       header.root = static_cast<std::int32_t>(PyLong_AsLong(root.ptr()));
       if (header.root < 0 || header.root >= static_cast<std::int32_t>(n_)) return false;
     }
     const bool reduces = collective == Collective::all_reduce || collective == Collective::reduce || collective == Collective::reduce_scatter;
     if (!reduces) return true;
-    const py::object op = get(opts, names_.reduce_op);
+    const py::object op = get(opts, names().reduce_op);
     if (op.equal(its_.torch.sum)) {
       header.op = ReduceOp::sum;
     } else {
-      const py::object kind = py::reinterpret_steal<py::object>(PyNumber_Long(get(op.ptr(), names_.op).ptr()));
+      const py::object kind = py::reinterpret_steal<py::object>(PyNumber_Long(get(op.ptr(), names().op).ptr()));
       PyObject* const code = kind ? PyDict_GetItem(its_.torch.ops.ptr(), kind.ptr()) : throw py::error_already_set();
       if (code == nullptr) return false;
       header.op = static_cast<ReduceOp>(PyLong_AsLong(code));
@@ -206,14 +208,14 @@ class Caller {
 
   // Of a barrier, which has no tensors.
   bool on_cpu(PyObject* opts) const {
-    const py::object device = get(opts, names_.device);
-    return (device.is_none() && py::len(get(opts, names_.device_ids)) == 0) || (!device.is_none() && get(device.ptr(), names_.type).equal(names_.cpu));
+    const py::object device = get(opts, names().device);
+    return (device.is_none() && py::len(get(opts, names().device_ids)) == 0) || (!device.is_none() && get(device.ptr(), names().type).equal(names().cpu));
   }
 
   // Whether each rank has as many rows of it.
   bool rows(PyObject* tensor) const {
     if (!is_plain(tensor)) return false;
-    const py::object shape = get(tensor, names_.shape);
+    const py::object shape = get(tensor, names().shape);
     return PyTuple_Check(shape.ptr()) && PyTuple_GET_SIZE(shape.ptr()) != 0 && PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape.ptr(), 0)) % n_ == 0;
   }
 
@@ -224,9 +226,9 @@ class Caller {
 
   std::optional<Plain> plain(PyObject* tensor) const {
     if (!is_plain(tensor)) return std::nullopt;
-    if (get(tensor, names_.is_cpu).ptr() != Py_True || get(tensor, names_.layout).ptr() != its_.torch.strided.ptr()) return std::nullopt;
-    if (ask(tensor, names_.is_contiguous).ptr() != Py_True || ask(tensor, names_.is_neg).ptr() != Py_False) return std::nullopt;
-    const Plain found{number(ask(tensor, names_.data_ptr)), number(get(tensor, names_.nbytes)), get(tensor, names_.dtype).ptr()};
+    if (get(tensor, names().is_cpu).ptr() != Py_True || get(tensor, names().layout).ptr() != its_.torch.strided.ptr()) return std::nullopt;
+    if (ask(tensor, names().is_contiguous).ptr() != Py_True || ask(tensor, names().is_neg).ptr() != Py_False) return std::nullopt;
+    const Plain found{number(ask(tensor, names().data_ptr)), number(get(tensor, names().nbytes)), get(tensor, names().dtype).ptr()};
     return found.address == 0 && found.bytes != 0 ? std::nullopt : std::optional(found);
   }
 
@@ -234,11 +236,11 @@ class Caller {
     for (const py::handle watch : its_.torch.watches) {
       if (watch().cast<bool>()) return true;
     }
-    return PyDict_GetItem(its_.torch.profiler.ptr(), names_.is_profiler_enabled.ptr()) != Py_False;
+    return PyDict_GetItem(its_.torch.profiler.ptr(), names().is_profiler_enabled.ptr()) != Py_False;
   }
 
-  PyObject* at_length(PyObject* const* args, Py_ssize_t count, PyObject* names) const {
-    return PyObject_Vectorcall(method().ptr(), args, static_cast<std::size_t>(count), names);
+  PyObject* at_length(PyObject* const* args, Py_ssize_t count, PyObject* keywords) const {
+    return PyObject_Vectorcall(method().ptr(), args, static_cast<std::size_t>(count), keywords);
   }
 
   Shortcut its_;
@@ -247,7 +249,6 @@ class Caller {
   py::str method_;
   py::object spare_;
   bool ended_ = false;
-  Names names_;
 };
 
 // A type of its own: a built-in function in the place of an override would mean to pybind11 that there is none, and C++
@@ -275,8 +276,8 @@ PyObject* guarded(Body&& body) {
 
 Caller& caller_of(PyObject* self) { return *reinterpret_cast<Callable*>(self)->caller; }
 
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObject* names) {
-  return guarded([&] { return caller_of(self).call(args, PyVectorcall_NARGS(count), names); });
+PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObject* keywords) {
+  return guarded([&] { return caller_of(self).call(args, PyVectorcall_NARGS(count), keywords); });
 }
 
 PyObject* end(PyObject* self, PyObject*) {
