@@ -15,7 +15,7 @@ help:  ## what there is
 
 setup: $(STAMP)  ## the virtual environment with torch, the compiled core and the tools
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/shm/*.cpp csrc/shm/*.h csrc/shm/python/*)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/python/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; run make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy "setuptools>=77" "pybind11>=2.13"
@@ -34,8 +34,8 @@ test-fast: $(STAMP)  ## the process group's own tests
 test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
 	$(BIN)/python -m pytest -m "slow and not gpu and not xla" --durations=25
 
-test-sanitizers: $(STAMP)  ## the shared-memory core under AddressSanitizer, UBSan and ThreadSanitizer
-	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py
+test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
+	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py
 
 test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason where there is none
 	$(BIN)/python -m pytest -m gpu
@@ -61,6 +61,8 @@ bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables a
 	$(BIN)/python benchmarks/deaths.py
 	$(BIN)/python benchmarks/header_check.py
 	$(BIN)/python benchmarks/collectives.py --ddp
+	-$(BIN)/python tools/peer_env.py torchmonarch ray
+	$(BIN)/python benchmarks/actors.py
 
 # DeepSpeed builds only beside the torch that is there; without it, as without any peer, the benchmark goes on.
 $(VENV)/.bench: $(STAMP)

@@ -6,7 +6,9 @@ from glob import glob
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
-folders = ["csrc", "csrc/shm", "csrc/shm/python"] if sys.platform == "linux" else ["csrc"]
+# Shared memory and channels stand on what Linux has.
+linux = ["csrc/shm", "csrc/shm/python", "csrc/channel", "csrc/channel/python"]
+folders = ["csrc", *(linux if sys.platform == "linux" else [])]
 
 native = Pybind11Extension(
     "monarch_backend._native",

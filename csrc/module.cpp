@@ -19,5 +19,6 @@ PYBIND11_MODULE(_native, m) {
         "Never free this object, also not while the interpreter ends.");
 #if defined(__linux__)
   monarch::bind_shared_memory(m);
+  monarch::bind_channels(m);
 #endif
 }

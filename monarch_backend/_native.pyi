@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 def boot_id() -> str:
@@ -25,7 +25,12 @@ class Peer:
 class Host:
     """This process among those of its host: its arena and its peers."""
 
-    def __init__(self, arena_bytes: int) -> None: ...
+    def __init__(self, arena_bytes: int, token: str = "") -> None:
+        """``token``: its name, 32 hexadecimal digits, if somebody else has chosen one."""
+
+    def tether(self, token: str, /) -> bool:
+        """Die with the peer of this token, at once; False if it is not there any more."""
+
     @property
     def token(self) -> str:
         """The name under which this process listens."""
@@ -169,3 +174,81 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread; what is under way stays as it is."""
+
+class Block:
+    """A message's memory in its sender's arena; has the buffer protocol. Given back when nobody holds it."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Post:
+    """Frames to and from the other processes of this host, and the turn to read them."""
+
+    def __init__(self, host: Host, crowded: bool) -> None: ...
+    def connect(self, token: str, /) -> int:
+        """The link to the process with this token; -1 if it can't be reached."""
+
+    def send(
+        self,
+        link: int,
+        kind: int,
+        target: int,
+        ref: int,
+        seq: int,
+        rank: int,
+        epoch: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+        /,
+    ) -> bool:
+        """A frame; False if there is no room for its payload now, and nothing was sent. Never waits."""
+
+    def cast(
+        self,
+        to: list[tuple[int, int, int, int]],
+        kind: int,
+        target: int,
+        ref: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+        /,
+    ) -> bool:
+        """The same frame to many, each (link, seq, rank, epoch); its payload is copied once."""
+
+    def drop(self, link: int, /) -> None:
+        """Send nothing more on this link."""
+
+    def take(self) -> bool:
+        """Take the turn to read, from the standby if need be; False if another reader has it."""
+
+    def pass_on(self) -> None:
+        """Give up the turn."""
+
+    def receive(self, seconds: float | None, standby: bool = False) -> list[Any]:
+        """With the turn: what has come. Empty after so many seconds, after `wake`, after a signal.
+
+        Frames are (link, kind, target, ref, seq, rank, epoch, prefix, body, buffers); a process that was met is
+        (link, -1, token, pid), one that is gone (link, -2, how it ended, whether in peace).
+        """
+
+    def stand_by(self) -> bool:
+        """Wait until nobody else reads, and take the turn; False once closed."""
+
+    def wanted(self) -> bool:
+        """A reader waits for the standby to go."""
+
+    def unread(self, link: int, /) -> int:
+        """Bytes of frames that the receiver has not read yet."""
+
+    def wake(self) -> None:
+        """Whoever reads returns."""
+
+    def close(self) -> None:
+        """The standby returns for good."""
+
+    def crowd(self, crowded: bool, /) -> None:
+        """Whether there are more processes than processors, so that waiting must not spin."""
+
+    def kept_back(self) -> int:
+        """Bytes of frames that wait for room in a ring."""

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.support import leaks
 from tests.support.ranks import RankPool
 
+# Tests fork ranks from this process, and a process that has OpenMP's threads can't be forked: in its children torch's
+# large operations would wait for threads that they do not have.
+torch.set_num_threads(1)
+
 _POOLS: dict[int, RankPool] = {}
+
+
+def pytest_collection_finish() -> None:
+    """Whoever collects garbage, a test that waits for an object's end above all, need not look through all of torch and
+    of pytest; and forked ranks share those pages for longer.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

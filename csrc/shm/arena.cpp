@@ -1,5 +1,6 @@
 #include "shm/arena.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <iterator>
@@ -68,6 +69,9 @@ void Arena::release(std::uint64_t offset) {
   const std::lock_guard lock(mutex_);
   const auto entry = taken_.find(offset);
   if (entry == taken_.end()) return;
+  // What lies beyond the warm part was needed once, not always: the system gets its pages back.
+  const std::uint64_t end = offset + entry->second, cold = std::max<std::uint64_t>(offset, warm);
+  if (end > cold) madvise(mapping_->at(cold), end - cold, MADV_REMOVE);
   auto hole = free_.emplace(offset, entry->second).first;
   taken_.erase(entry);
   if (const auto next = std::next(hole); next != free_.end() && hole->first + hole->second == next->first) {

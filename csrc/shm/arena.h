@@ -16,11 +16,14 @@
 namespace monarch {
 
 inline constexpr std::size_t page = 4096;
+// Bytes at the beginning of an arena, where room is looked for first, whose pages stay once they have been touched.
+inline constexpr std::size_t warm = std::size_t{512} << 20;
 
 // The first page of every arena.
 struct ArenaHeader {
   Bell bell;
   alignas(64) std::atomic<std::uint32_t> left;  // 1 once its owner has gone in peace
+  alignas(64) std::atomic<std::uint64_t> kept;  // bytes of messages that their receivers keep where they lie
 };
 static_assert(sizeof(ArenaHeader) <= page);
 

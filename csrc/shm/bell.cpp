@@ -1,5 +1,6 @@
 #include "shm/bell.h"
 
+#include <cerrno>
 #include <climits>
 
 #include <linux/futex.h>
@@ -15,7 +16,6 @@ namespace {
 // yielding, then sleep. A late rank costs its peers no more processor time than that. Fewer yields, and ranks that share
 // processors sleep where they were a few microseconds early.
 constexpr int spins = 200;
-constexpr int yields = 100;
 
 long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, word, operation, value, timeout, nullptr, FUTEX_BITSET_MATCH_ANY);
@@ -42,7 +42,7 @@ bool Patience::pause() {
     relax();
     return true;
   }
-  if (looks_ <= spins + yields) {
+  if (looks_ <= spins + yields_) {
     if (looks_ <= spins) looks_ = spins + 1;
     sched_yield();
     return true;
@@ -55,7 +55,7 @@ bool Patience::sleep(std::uint32_t heard, Clock::time_point deadline) {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
   // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC, which steady_clock is.
   const timespec until{seconds.count(), (left - seconds).count()};
-  futex(&bell_.rung, FUTEX_WAIT_BITSET, heard, &until);
+  interrupted_ = futex(&bell_.rung, FUTEX_WAIT_BITSET, heard, &until) != 0 && errno == EINTR;
   return Clock::now() < deadline;
 }
 

@@ -28,7 +28,9 @@ struct Bell {
 // One wait: call `again` after every look that found nothing, until the look finds something; then `reset`.
 class Patience {
  public:
-  Patience(Bell& bell, bool crowded) : bell_(bell), crowded_(crowded) {}
+  static constexpr int usual_yields = 100;
+  // `yields`: how often the processor is offered to others before the sleep.
+  Patience(Bell& bell, bool crowded, int yields = usual_yields) : bell_(bell), crowded_(crowded), yields_(yields) {}
 
   // Returns false when the deadline has passed. `look` is called once more between announcing the sleep and
   // sleeping, so that a change in between is not missed; it returns true if it found something.
@@ -44,6 +46,8 @@ class Patience {
     return in_time;
   }
   void reset() { looks_ = 0; }
+  // A signal ended the last sleep: whoever serves Python lets its handlers run.
+  bool interrupted() const { return interrupted_; }
 
  private:
   bool pause();  // false when it is time to sleep
@@ -51,7 +55,9 @@ class Patience {
 
   Bell& bell_;
   bool crowded_;  // more ranks than processors: spinning takes the processor from the one we wait for
+  int yields_;
   int looks_ = 0;
+  bool interrupted_ = false;
 };
 
 }  // namespace monarch

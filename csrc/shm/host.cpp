@@ -27,8 +27,9 @@ namespace monarch {
 
 // What both sides say once, with their memfd attached.
 struct Hello {
-  std::uint64_t magic = 0x314f4c4c45484d00;
+  std::uint64_t magic = 0x324f4c4c45484d00;
   std::uint64_t arena_bytes = 0;
+  std::uint64_t gift = 0;
   std::array<char, 32> token{};
 };
 
@@ -165,7 +166,8 @@ Peer::~Peer() {
   if (pidfd >= 0) close(pidfd);
 }
 
-Host::Host(std::size_t arena_bytes) : token_(random_token()), arena_(std::make_unique<Arena>(arena_bytes)) {
+Host::Host(std::size_t arena_bytes, const std::string& token)
+    : token_(token.empty() ? random_token() : token), arena_(std::make_unique<Arena>(arena_bytes)) {
   listener_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_un address;
   const socklen_t length = address_of(token_, address);
@@ -187,6 +189,30 @@ Host::Host(std::size_t arena_bytes) : token_(random_token()), arena_(std::make_u
     pthread_setname_np(pthread_self(), "monarch_watch");
     watch();
   });
+}
+
+void Host::behave(Manners manners) {
+  const std::lock_guard lock(mutex_);
+  manners_ = std::move(manners);
+}
+
+bool Host::tether(const std::string& token) {
+  const std::lock_guard lock(mutex_);
+  tether_ = token;
+  return peers_.count(token) != 0;
+}
+
+Hello Host::hello() {
+  Hello ours;
+  ours.arena_bytes = arena_->mapping().size();
+  std::memcpy(ours.token.data(), token_.data(), ours.token.size());
+  std::function<std::uint64_t()> gift;
+  {
+    const std::lock_guard lock(mutex_);
+    gift = manners_.gift;
+  }
+  if (gift) ours.gift = gift();
+  return ours;
 }
 
 Host::~Host() {
@@ -235,7 +261,7 @@ void Host::abandon() {
     if (*fd >= 0) close(*fd);
     *fd = -1;
   }
-  for (auto& [token, peer] : peers_) {
+  for (auto& [key, peer] : watched_) {
     if (peer->link >= 0) close(peer->link);
     if (peer->pidfd >= 0) close(peer->pidfd);
     peer->link = peer->pidfd = -1;
@@ -256,7 +282,7 @@ std::shared_ptr<Peer> Host::find(const std::string& token) {
   return found == peers_.end() ? nullptr : found->second;
 }
 
-std::shared_ptr<Peer> Host::adopt(int link, const Hello& hello, int memfd, int pid) {
+std::shared_ptr<Peer> Host::adopt(int link, const Hello& ours, const Hello& hello, int memfd, int pid) {
   auto peer = std::make_shared<Peer>();
   peer->token.assign(hello.token.begin(), hello.token.end());
   peer->pid = pid;
@@ -266,11 +292,15 @@ std::shared_ptr<Peer> Host::adopt(int link, const Hello& hello, int memfd, int p
     peer->mapping = std::make_unique<Mapping>(memfd, hello.arena_bytes);
   } catch (...) {
     close(memfd);
+    take_back(ours);
     throw;
   }
   close(memfd);
+  peer->gift_sent = ours.gift;
+  peer->gift_received = hello.gift;
   const std::lock_guard lock(mutex_);
-  peers_[peer->token] = peer;
+  if (manners_.arrived) manners_.arrived(peer);
+  peers_.emplace(peer->token, peer);  // both may have called at the same time: the first one is how we call it
   peer->number = ++last_number_;
   for (const int fd : {peer->link, peer->pidfd}) {
     if (fd < 0) continue;
@@ -287,23 +317,27 @@ std::shared_ptr<Peer> Host::adopt(int link, const Hello& hello, int memfd, int p
 std::shared_ptr<Peer> Host::connect(const std::string& token) {
   if (auto known = find(token)) return known;
   if (token.size() != Hello{}.token.size()) return nullptr;
+  const Hello ours = hello();
   const int link = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (link < 0) throw system_failure("socket");
+  if (link < 0) {
+    const auto error = system_failure("socket");
+    take_back(ours);
+    throw error;
+  }
   sockaddr_un address;
   const socklen_t length = address_of(token, address);
   patience_of_a_second(link);
-  Hello ours, theirs;
-  ours.arena_bytes = arena_->mapping().size();
-  std::memcpy(ours.token.data(), token_.data(), ours.token.size());
+  Hello theirs;
   int pid = 0, memfd = -1;
   const bool met = ::connect(link, reinterpret_cast<sockaddr*>(&address), length) == 0 && same_user(link, pid) &&
                    say(link, ours, arena_->fd()) && (memfd = hear(link, theirs)) >= 0;
   if (!met || std::string(theirs.token.begin(), theirs.token.end()) != token) {
     if (memfd >= 0) close(memfd);
     close(link);
+    take_back(ours);
     return nullptr;
   }
-  return adopt(link, theirs, memfd, pid);
+  return adopt(link, ours, theirs, memfd, pid);
 }
 
 std::shared_ptr<Peer> Host::accepted(const std::string& token, double seconds) {
@@ -318,27 +352,51 @@ void Host::accept_one() {
   if (link < 0) return;
   patience_of_a_second(link);
   Hello ours, theirs;
-  ours.arena_bytes = arena_->mapping().size();
-  std::memcpy(ours.token.data(), token_.data(), ours.token.size());
   int pid = 0, memfd = -1;
-  if (!same_user(link, pid) || (memfd = hear(link, theirs)) < 0 || !say(link, ours, arena_->fd())) {
+  const auto hang_up = [&] {
     if (memfd >= 0) close(memfd);
     close(link);
-    return;
+  };
+  if (!same_user(link, pid) || (memfd = hear(link, theirs)) < 0) return hang_up();
+  try {
+    ours = hello();
+  } catch (const std::system_error&) {
+    return hang_up();  // no room for what we would give
+  }
+  if (!say(link, ours, arena_->fd())) {
+    take_back(ours);
+    return hang_up();
   }
   try {
-    adopt(link, theirs, memfd, pid);
+    adopt(link, ours, theirs, memfd, pid);
   } catch (const std::system_error&) {
     // No room to map it: the peer sees its link close.
   }
 }
 
-void Host::forget(const Peer& peer, int fd) {
-  epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
-  watched_.erase(watch_key(peer.number, fd));
+void Host::forget(Peer& peer, int Peer::*fd) {
+  if (peer.*fd < 0) return;
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.*fd, nullptr);
+  watched_.erase(watch_key(peer.number, peer.*fd));
+  close(peer.*fd);
+  peer.*fd = -1;
+}
+
+void Host::take_back(const Hello& ours) {
+  std::function<void(std::uint64_t)> take_back;
+  {
+    const std::lock_guard lock(mutex_);
+    take_back = manners_.take_back;
+  }
+  if (ours.gift != 0 && take_back) take_back(ours.gift);
 }
 
 void Host::lost(Peer& peer) {
+  {
+    const std::lock_guard lock(mutex_);
+    // Not exit: nothing of this process may hold up its end, least of all an interpreter that is busy.
+    if (!tether_.empty() && peer.token == tether_) kill(getpid(), SIGKILL);
+  }
   const bool in_peace = peer.mapping->header().left.load(std::memory_order_acquire) != 0;
   if (!in_peace) peer.epitaph = epitaph_of(peer);
   peer.state.store(in_peace ? Peer::left : Peer::dead, std::memory_order_release);
@@ -361,13 +419,18 @@ void Host::watch() {
       {
         const std::lock_guard lock(mutex_);
         const auto found = watched_.find(key);
-        if (found == watched_.end()) continue;  // its other descriptor spoke first
+        if (found == watched_.end()) continue;
         peer = found->second;
-        forget(*peer, peer->link);
-        forget(*peer, peer->pidfd);
-        peers_.erase(peer->token);
+        if (const auto named = peers_.find(peer->token); named != peers_.end() && named->second == peer) peers_.erase(named);
       }
-      lost(*peer);
+      if (peer->state.load(std::memory_order_relaxed) == Peer::alive) lost(*peer);
+      // The link closes first; the process may run on for a while, and its end is still waited for.
+      const std::lock_guard lock(mutex_);
+      const bool over = peer->pidfd < 0 || key == watch_key(peer->number, peer->pidfd);
+      forget(*peer, &Peer::link);
+      if (!over) continue;
+      forget(*peer, &Peer::pidfd);
+      peer->ended.store(true, std::memory_order_release);
     }
   }
 }

@@ -31,15 +31,27 @@ struct Peer {
   int pidfd = -1;  // -1 where the kernel has none, or the process is not ours to see
   std::unique_ptr<Mapping> mapping;
   std::atomic<int> state{alive};
+  std::atomic<bool> ended{false};  // not only lost to us: it runs no more, and writes to nothing
   std::string epitaph;  // "killed by signal 9", written before `state`
+  std::uint64_t gift_sent = 0;      // what we told it when we met, see Host::Manners
+  std::uint64_t gift_received = 0;  // what it told us
 
   ~Peer();
 };
 
 class Host {
  public:
-  explicit Host(std::size_t arena_bytes);  // throws std::system_error
+  // What whoever uses this host wants to say to each peer when they meet, and to hear of it. `arrived` runs on a thread
+  // of this host or on the one that connects, before the peer can be found by others.
+  struct Manners {
+    std::function<std::uint64_t()> gift;  // throws std::system_error: then they do not meet
+    std::function<void(std::uint64_t)> take_back;
+    std::function<void(std::shared_ptr<Peer>)> arrived;
+  };
+  // `token`: 32 hexadecimal digits that somebody else has chosen, or empty. Throws std::system_error.
+  explicit Host(std::size_t arena_bytes, const std::string& token = {});
   ~Host();
+  void behave(Manners manners);  // before anybody can know the token
 
   const std::string& token() const { return token_; }
   Arena& arena() { return *arena_; }
@@ -61,6 +73,10 @@ class Host {
   // Changes whenever a peer has died or left.
   std::uint32_t departures() const { return departures_.load(std::memory_order_acquire); }
 
+  // From now on this process lives no longer than the peer with this token: it dies with it at once, whatever its
+  // interpreter does. False if that peer is not there any more.
+  bool tether(const std::string& token);
+
   // Tells the peers that this process ends in peace.
   void leave();
   // In a forked child: gives up what belongs to the parent, without a word to the peers.
@@ -72,12 +88,15 @@ class Host {
   void watch();
   void accept_one();
   // Takes over both descriptors, whether it succeeds or throws.
-  std::shared_ptr<Peer> adopt(int link, const struct Hello& hello, int memfd, int pid);
-  void forget(const Peer& peer, int fd);
+  std::shared_ptr<Peer> adopt(int link, const struct Hello& ours, const struct Hello& theirs, int memfd, int pid);
+  void take_back(const struct Hello& ours);
+  void forget(Peer& peer, int Peer::*fd);
   void lost(Peer& peer);
+  struct Hello hello();
   std::shared_ptr<Peer> find(const std::string& token);
 
-  std::string token_;
+  std::string token_, tether_;
+  Manners manners_;
   std::unique_ptr<Arena> arena_;
   int listener_ = -1, epoll_ = -1, stop_ = -1;
   std::mutex mutex_;

@@ -26,7 +26,7 @@ from monarch_backend.process_group._errors import (
     NoRouteError,
     RankFailedError,
 )
-from monarch_backend.process_group._group import MonarchProcessGroup, create
+from monarch_backend.process_group._group import MonarchProcessGroup, abort_all, create
 from monarch_backend.process_group._options import Options
 from monarch_backend.process_group._routes import Route, routes
 from monarch_backend.process_group._shm_process import SharedMemoryError, empty_shared
@@ -43,6 +43,7 @@ __all__ = [
     "RankFailedError",
     "Route",
     "SharedMemoryError",
+    "abort_all",
     "create",
     "empty_shared",
     "routes",

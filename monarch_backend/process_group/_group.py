@@ -6,6 +6,7 @@ No operation on tensors (_collectives.py), no choice of a route (_routes.py), no
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -49,6 +50,7 @@ class MonarchProcessGroup(Collectives):
         self._creation = creation
         self._label = str(options.group_id)
         self._closed = ""
+        _living.add(self)
         self._splits = 0
         self._hooks = CompletionHooks()
         self._observed: set[str] = set()
@@ -279,9 +281,14 @@ class MonarchProcessGroup(Collectives):
         """Close every route; the group can't be used afterwards. torch's destroy_process_group calls it."""
         self._close("destroyed", lambda inner: inner.shutdown())
 
-    def abort(self) -> None:
-        """Close every route at once. NCCL ends pending operations with an error, Gloo at their timeout."""
-        self._close("aborted", lambda inner: inner.abort())
+    def abort(self, why: str = "") -> None:
+        """Close every route at once. NCCL ends pending operations with an error, Gloo at their timeout.
+
+        ``why`` is part of the error of whoever uses the group afterwards.
+        """
+        if self._shm is not None and why:
+            self._shm.closed_why = why
+        self._close(f"aborted: {why}" if why else "aborted", lambda inner: inner.abort())
 
     def _close(self, how: str, end: Callable[[Any], None]) -> None:
         if self._closed:
@@ -297,6 +304,15 @@ class MonarchProcessGroup(Collectives):
         for inner in inners:
             if hasattr(inner, "shutdown"):
                 end(inner)
+
+
+_living: weakref.WeakSet[MonarchProcessGroup] = weakref.WeakSet()
+
+
+def abort_all(why: str) -> None:
+    """End every group of this process, whatever is under way in it; ``why`` is told to whoever uses one afterwards."""
+    for group in list(_living):
+        group.abort(why)
 
 
 _OWN_METHODS = {name: member for name, member in vars(Collectives).items() if callable(member)}

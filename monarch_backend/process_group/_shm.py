@@ -255,6 +255,7 @@ class SharedMemory:
         self.native, self._engine, self._members = native, engine, members
         self._rank, self._size = rank, len(members)
         self._timeout = timeout
+        self.closed_why = ""  # set before it is closed
 
     @property
     def sequence(self) -> int:
@@ -268,7 +269,8 @@ class SharedMemory:
         if kind == "mismatch":
             return CollectiveMismatchError(f"{text}. No data were moved: make the ranks' calls agree. [{here}]")
         if kind == "closed":
-            return GroupClosedError(f"the process group was closed; make a new one. [{here}]")
+            why = f" ({self.closed_why})" if self.closed_why else ""
+            return GroupClosedError(f"the process group was closed{why}; make a new one. [{here}]")
         if kind == "full":
             return RuntimeError(f"rank {rank} {text}: give it more, or use fewer groups. [{here}]")
         who = f"rank {rank} ({self._members[rank]})" if rank >= 0 else "the group:"

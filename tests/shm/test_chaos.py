@@ -300,7 +300,9 @@ def _leave() -> dict[str, int]:
     dist.destroy_process_group()
     end = time.monotonic() + 5
     # The threads that tell of an operation's end hold its group until they have.
-    while (left := _left()) and left["of the dead"] and time.monotonic() < end:
+    while (
+        (left := _left()) and (left["of the dead"] or left["mappings"] > 1 + left["pidfds"]) and time.monotonic() < end
+    ):
         gc.collect()
         # What groups that are gone still hold is given back when the next one needs memory.
         host = _shm_process.this_process().host

@@ -103,7 +103,11 @@ void bind_shared_memory(py::module_& m) {
   py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer", "Another process of this host, alive or not.");
 
   py::class_<Host, std::shared_ptr<Host>>(m, "Host", "This process among those of its host: its arena and its peers.")
-      .def(py::init<std::size_t>(), py::arg("arena_bytes"))
+      .def(py::init([](std::size_t arena_bytes, const std::string& token) {
+             if (!token.empty() && token.size() != 32) throw py::value_error("a token has 32 hexadecimal digits");
+             return std::make_shared<Host>(arena_bytes, token);
+           }),
+           py::arg("arena_bytes"), py::arg("token") = "")
       .def_property_readonly("token", &Host::token)
       .def("connect", &Host::connect, Release())
       .def("accepted", &Host::accepted, Release())
@@ -111,6 +115,7 @@ void bind_shared_memory(py::module_& m) {
       .def("drop_board", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
       .def("used", [](Host& host) { return host.arena().used(); })
       .def("size", [](Host& host) { return host.arena().mapping().size(); })
+      .def("tether", &Host::tether, Release())
       .def("leave", &Host::leave)
       .def("abandon", &Host::abandon);
 

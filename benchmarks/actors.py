@@ -1,0 +1,308 @@
+"""Actors of one host: ours, torchmonarch, Ray, torch.distributed.rpc, and what limits them all.
+
+    python tools/peer_env.py torchmonarch ray       # once: the peers' own environments
+    python benchmarks/actors.py [--rounds N] [--starts N] [--procs 8 64] [--only round_trip ...] [--peers ours ...]
+                                [--out DIR]
+
+Every peer has a station, a process that holds it and sleeps until it is its turn. Each case goes round the stations,
+round after round and each round from another one on, so that noise of the machine meets all alike; all stations time
+the peers' calls with the same loops (actor_peers/_station.py). Figures are medians over all rounds; in brackets is how
+many times better ours is, the median of the rounds' ratios.
+
+call_one        a no-op to one actor in one process: each call alone, or all sent before the first reply is asked for
+call            a no-op to all actors, and all replies; the meshes of up to 8 processes stand side by side
+tensor          float32, another value each time, which the reply repeats
+start           until all processes have torch imported, an actor, and have answered. Warm: the program has started
+                workers before. Cold: the first workers of a fresh program, which has imported the library itself
+death           SIGKILL of the process in which the call sleeps, until the call raises at the caller
+memory          of a new worker: private pages, clean or dirty
+
+A peer that is not installed, can't do a case or fails gets a dash, and the reason below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import platform
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from _actor_report import PINNED, Results, markdown, plot
+from _actor_stations import (
+    FLOOR,
+    PEERS,
+    Peer,
+    Refused,
+    Station,
+    StationFailed,
+    adopt_orphans,
+    available_bytes,
+    end_all,
+    machine_cpu_seconds,
+    tree_cpu_seconds,
+)
+
+CHOICES = ("round_trip", "pipelined", "cast", "tensor", "start", "death", "memory")
+SIDE_BY_SIDE = 8  # of larger meshes only one at a time fits into memory
+MIB = 64
+WORKER_BYTES = 250e6  # of a peer's worker whose memory was not measured
+Values = list[float]
+
+
+class Run:
+    """The stations, and what they have answered so far."""
+
+    def __init__(self, peers: Sequence[Peer], args: argparse.Namespace, folder: Path) -> None:
+        self._peers, self._args, self._folder = list(peers), args, folder
+        self._stations: dict[str, Station] = {}
+        self._folders = 0
+        self.results = Results()
+        self.versions: dict[str, str] = {}
+        self.says: dict[str, str] = {}
+        self.left: dict[str, int] = {}
+        self.notes: list[str] = []
+
+    def all(self) -> None:
+        """Every case that was asked for."""
+        for case, measure, rounds in self._simple_cases():
+            self._rounds([case], rounds, measure)
+        for procs in self._args.procs:
+            if {"cast", "start"} & set(self._args.only):
+                self._meshes(procs)
+        self.notes.append(f"cores used by sleeping stations: {self._idle()}")
+        self.end()
+        if "start" in self._args.only:
+            for procs in self._args.procs:
+                self._rounds([f"cold_{procs}"], self._starts(procs), functools.partial(self._cold, procs))
+
+    def end(self, patient: bool = True) -> None:
+        """End all stations."""
+        while self._stations:
+            self._forget(next(iter(self._stations)), patient)
+
+    def _idle(self, seconds: float = 1.0) -> str:
+        """How much of a core each sleeping station uses: it disturbs the others."""
+        before = {key: station.cpu_seconds() for key, station in self._stations.items()}
+        time.sleep(seconds)
+        shares = {key: (self._stations[key].cpu_seconds() - used) / seconds for key, used in before.items()}
+        return ", ".join(f"{key} {share:.0%}" for key, share in shares.items()) or "none was there"
+
+    def _simple_cases(self) -> list[tuple[str, Callable[[Peer], Values], int]]:
+        """(case, measure, rounds) of what needs no mesh."""
+
+        def times(scale: float, do: str, **arguments: Any) -> Callable[[Peer], Values]:
+            return lambda peer: [value * scale for value in self._ask(peer, do, **arguments)]
+
+        def rates(peer: Peer) -> Values:
+            return [MIB * (1 << 20) / 1e9 / seconds for seconds in self._ask(peer, "tensor", mib=MIB, n=5)]
+
+        def death(peer: Peer) -> Values:
+            answer = self._ask(peer, "death")
+            self.says[peer.key] = answer["says"]
+            return [answer["seconds"] * 1e3]
+
+        def round_trip(peer: Peer) -> Values:
+            if peer is FLOOR:
+                for case, seconds in zip(PINNED, self._ask(peer, "pinned", n=300), strict=True):
+                    self.results.add(case, peer.key, [value * 1e6 for value in seconds])
+            return times(1e6, "round_trip", n=300)(peer)
+
+        cases = [
+            ("round_trip", round_trip, self._args.rounds),
+            ("pipelined", times(1, "pipelined", n=2000), self._args.rounds),
+            ("tensor", rates, self._args.rounds),
+            ("memory", times(1e-6, "memory"), self._args.starts),
+            ("death", death, self._args.starts),
+        ]
+        return [case for case in cases if case[0] in self._args.only]
+
+    def _starts(self, procs: int) -> int:
+        starts: int = self._args.starts
+        return starts if procs <= SIDE_BY_SIDE else max(1, starts // 2)
+
+    def _meshes(self, procs: int) -> None:
+        """Warm starts, and calls of all processes."""
+        warm, cast, together = f"warm_{procs}", f"cast_{procs}", procs <= SIDE_BY_SIDE
+
+        def call(peer: Peer) -> Values:
+            return [seconds * 1e6 for seconds in self._ask(peer, "cast", procs=procs, n=20)]
+
+        def start(peer: Peer) -> Values:
+            self._fits(peer, procs)
+            self._ask(peer, "round_trip", n=1)  # so it has started workers before
+            took: Values = self._ask(peer, "start", procs=procs)
+            if not together:
+                if "cast" in self._args.only:
+                    self.results.add(cast, peer.key, call(peer))
+                self._ask(peer, "drop")
+            return took
+
+        self._rounds([warm] if together else [warm, cast], self._starts(procs), start)
+        if together and "cast" in self._args.only:
+            for (case, key), reason in list(self.results.reasons.items()):
+                if case == warm:
+                    self.results.fail(cast, key, reason)
+            self._rounds([cast], self._args.rounds, call)
+        for peer in self._peers:
+            if peer.key in self._stations:
+                with contextlib.suppress(Refused, StationFailed):
+                    self._ask(peer, "drop")
+
+    def _cold(self, procs: int, peer: Peer) -> Values:
+        self._fits(peer, procs)
+        try:
+            took: Values = self._ask(peer, "start", procs=procs)
+            return took
+        finally:
+            self._forget(peer.key)
+
+    def _fits(self, peer: Peer, procs: int) -> None:
+        """Refuse what would push the machine, and whoever else is on it, out of memory."""
+        each = (self.results.median("memory", peer.key) or WORKER_BYTES / 1e6) * 1e6
+        free = available_bytes() - (1 << 30)
+        if procs * each > free:
+            raise Refused(f"{procs} workers need about {procs * each / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
+
+    def _rounds(self, cases: Sequence[str], rounds: int, measure: Callable[[Peer], Values]) -> None:
+        """All stations in turn, from another one on each round; what is measured belongs to the first case."""
+        for turn in range(rounds):
+            first = turn % len(self._peers)
+            for peer in self._peers[first:] + self._peers[:first]:
+                if peer.only and cases[0] not in peer.only:
+                    continue
+                if any((case, peer.key) in self.results.reasons for case in cases):
+                    continue
+                print(f"{cases[0]}, round {turn + 1} of {rounds}: {peer.name} ", end="", file=sys.stderr, flush=True)
+                try:
+                    values = measure(peer)
+                except (Refused, StationFailed) as failure:
+                    print(failure, file=sys.stderr)
+                    for case in cases:
+                        self.results.fail(case, peer.key, str(failure).splitlines()[0][:300])
+                else:
+                    print(f"{statistics.median(values):.4g}", file=sys.stderr)
+                    self.results.add(cases[0], peer.key, values)
+
+    def _ask(self, peer: Peer, do: str, **arguments: Any) -> Any:
+        """An order to this peer's station, which is started if there is none."""
+        station = self._stations.get(peer.key)
+        if station is None:
+            lacks = peer.missing()
+            if lacks:
+                raise Refused(lacks)
+            self._folders += 1
+            station = Station(peer, self._folder / str(self._folders))
+            self._stations[peer.key] = station
+            self.versions[peer.key] = station.versions
+        try:
+            return station.ask(do, **arguments)
+        except StationFailed:
+            del self._stations[peer.key]
+            raise
+
+    def _forget(self, key: str, patient: bool = True) -> None:
+        station = self._stations.pop(key, None)
+        if station is not None:
+            station.end(patient)
+            self.left[key] = self.left.get(key, 0) + station.left
+
+
+class _Others:
+    """How busy processes that are not ours keep the machine: noise that the reader should know of."""
+
+    def __init__(self) -> None:
+        self._start, self._before = time.monotonic(), self._used()
+
+    @staticmethod
+    def _used() -> float:
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        mine = time.process_time() + ended.ru_utime + ended.ru_stime + tree_cpu_seconds(os.getpid())
+        return machine_cpu_seconds() - mine
+
+    def note(self) -> str:
+        """Cores, on average since the start."""
+        cores = (self._used() - self._before) / (time.monotonic() - self._start)
+        return f"other processes of the machine used {max(cores, 0):.2f} cores meanwhile"
+
+
+def _machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return f"{model}, {cores} cores, {memory:.0f} GiB; Linux {platform.release()}; Python {platform.python_version()}"
+
+
+def _text(run: Run, peers: Sequence[Peer]) -> str:
+    lines = ["# Actors of one host", "", _machine(), ""]
+    lines += ["Median, or median / 99th percentile (ours is so many times better; below 1 worse)", ""]
+    lines += [markdown(run.results, peers), ""]
+    lines += [f"- {peer.name}: {run.versions[peer.key]}; {peer.settings}" for peer in peers if peer.key in run.versions]
+    lines += [
+        f"- {peer.name} says of a killed worker: {' '.join(run.says[peer.key].split())[:300]}"
+        for peer in peers
+        if peer.key in run.says
+    ]
+    lines += [f"- {key} left {count} processes behind; they were killed" for key, count in run.left.items() if count]
+    lines += [f"- {note}" for note in run.notes]
+    return "\n".join(lines) + "\n"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    keys = [peer.key for peer in PEERS]
+    parser.add_argument("--rounds", type=int, default=6, help="of calls")
+    parser.add_argument("--starts", type=int, default=2, help="rounds of starts, deaths and memory; half above 8")
+    parser.add_argument("--procs", type=int, nargs="*", choices=(8, 64), default=[8, 64])
+    parser.add_argument("--only", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--peers", nargs="+", choices=keys, default=keys)
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="where the table and plot go")
+    return parser.parse_args()
+
+
+def _stop(*_: object) -> None:
+    sys.exit(143)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args = _arguments()
+    if sys.platform != "linux":
+        sys.exit("the processes are watched through /proc and pidfds, which are Linux's")
+    signal.signal(signal.SIGTERM, _stop)
+    args.out.mkdir(parents=True, exist_ok=True)
+    peers, others = [peer for peer in PEERS if peer.key in args.peers], _Others()
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="mba-", ignore_cleanup_errors=True) as folder:
+        run, patient = Run(peers, args, Path(folder)), False
+        try:
+            run.all()
+            patient = True
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
+            with contextlib.suppress(StationFailed):
+                run.end(patient)
+            end_all()
+    run.notes.append(others.note())
+    reason = plot(run.results, peers, args.out / "actors.png")
+    run.notes += [reason] if reason else []
+    text = _text(run, peers)
+    print(text)
+    (args.out / "actors.md").write_text(text, encoding="utf-8")
+    print(f"written to {args.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,118 @@
+"""`ActorMesh`: actors of one class, one in each process of a mesh; its attributes are their endpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend.actor._cores import ActorCore
+from monarch_backend.mesh._extent import MeshTrait, Shape
+from monarch_backend.mesh._procs import ProcMesh, ProcReference
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from monarch_backend.actor._future import Future
+    from monarch_backend.actor._verbs import Endpoint
+
+
+def _from_reference(
+    actor: int,
+    name: str,
+    cls: type,
+    procs: ProcReference,
+    labels: Any,
+    sizes: Any,
+    bases: Any,
+    owner: str,
+    shape: Shape,
+) -> ActorMesh:
+    from monarch_backend.actor._program import program
+
+    return ActorMesh(program().actor_core(actor, name, cls, procs, labels, sizes, bases, owner), shape)
+
+
+class ActorMesh(MeshTrait):
+    """Actors, one for each rank; from ``proc_mesh.spawn(name, Class, ...)``. ``mesh.method`` is an Endpoint.
+
+    Slices show some of the actors; references may be sent to any actor.
+    """
+
+    def __init__(self, core: ActorCore, shape: Shape | None = None) -> None:
+        self._core = core
+        self._shape = shape or Shape.of(core.extent)
+
+    def _new_with_shape(self, shape: Shape) -> Self:
+        return self.__class__(self._core, shape)
+
+    def __reduce__(self) -> Any:
+        core = self._core
+        extent = tuple(core.extent.labels), tuple(core.extent.sizes)
+        reference = core.procs.reference()
+        return _from_reference, (
+            core.actor, core.name, core.blueprint.cls, reference, *extent, core.bases, core.owner.token, self._shape
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Endpoint[Any]:
+        if name.startswith("__") or name in ("_core", "_shape"):
+            raise AttributeError(name)
+        from monarch_backend.actor._verbs import Endpoint
+
+        spec = self._core.blueprint.endpoints.get(name)
+        if spec is None and callable(getattr(self._core.blueprint.cls, name, None)):
+            from monarch_backend.actor._verbs import Undecorated
+
+            return Undecorated(self, name)  # type: ignore[return-value]
+        found: Endpoint[Any] = Endpoint(self, self._core.blueprint.spec(name))
+        self.__dict__[name] = found  # the next time without coming here
+        return found
+
+    @property
+    def name(self) -> str:
+        """As given to ``spawn``."""
+        return self._core.name
+
+    @property
+    def proc_mesh(self) -> ProcMesh:
+        """The processes of these actors."""
+        bases = [self._core.bases[rank] for rank in self._shape.ranks]
+        return ProcMesh(self._core.procs, Shape.from_ranks(self.extent, bases))
+
+    @property
+    def initialized(self) -> Future[None]:
+        """Done when every actor of the mesh is built; it fails if a constructor has."""
+        from monarch_backend.actor._program import program
+
+        return program().built(self._core)
+
+    @property
+    def failed_ranks(self) -> tuple[int, ...]:
+        """Ranks of this mesh or slice that are known here to be dead: ``mesh.without(mesh.failed_ranks)`` goes on."""
+        core = self._core
+        return tuple(i for i, r in enumerate(self._shape.ranks) if core.failure_of(r) or core.peer(r).gone is not None)
+
+    def stop(self, reason: str = "stopped by its owner") -> Future[None]:
+        """Let the actors finish the messages that they have, and clean up. The processes stay.
+
+        Raises ValueError for a slice, and RuntimeError for a mesh that somebody else has spawned; so does ``abort``.
+        """
+        from monarch_backend.actor._program import program
+
+        return program().stop_actors(self._whole("stop"), "stop", reason)
+
+    def abort(self, reason: str = "aborted by its owner") -> Future[None]:
+        """End the actors after the message that runs."""
+        from monarch_backend.actor._program import program
+
+        return program().stop_actors(self._whole("abort"), "abort", reason)
+
+    def _whole(self, what: str) -> ActorCore:
+        """The core of a mesh that is no slice."""
+        if len(self._shape.ranks) != self._core.extent.nelements:
+            raise ValueError(f"{what}() is for whole meshes, and this is a slice of {self._core.name!r}: {self.extent}")
+        return self._core
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._core.blueprint.endpoints})
+
+    def __repr__(self) -> str:
+        return f"ActorMesh({self._core.name!r}, {self._core.blueprint.cls.__name__}, {self.extent})"

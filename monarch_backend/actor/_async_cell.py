@@ -1,0 +1,288 @@
+"""Actors whose endpoints are ``async def``: the same life as in _cell.py, on an event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend.actor import _context
+from monarch_backend.actor._cell import Answer, Cell, Flow, Job, Message
+from monarch_backend.actor._errors import MeshFailure
+from monarch_backend.actor._payload import read_prefix
+from monarch_backend.actor._port import ReplyPort
+from monarch_backend.transport._frames import Frame, Status
+from monarch_backend.transport._router import Peer
+from monarch_backend.transport._serialize import dumps, loads
+
+log = logging.getLogger("monarch_backend")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class AsyncCell(Cell):
+    """One message at a time, but for those of concurrent endpoints."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._there: asyncio.Event | None = None
+        self._scheduled = False
+        self._tasks: dict[tuple[Peer, int], asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[Any]] = set()
+        self._withdrawn: set[tuple[Peer, int]] = set()  # calls that their callers have given up
+        self._last: list[BaseException | None] = []  # what __cleanup__ is to be given
+
+    # ---- from any thread
+
+    def put(self, item: Message | Job) -> None:
+        super().put(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        loop = self._loop
+        if loop is None or self._scheduled:
+            return
+        self._scheduled = True
+        try:
+            loop.call_soon_threadsafe(self._look)
+        except RuntimeError:  # it is closed
+            return
+
+    def _look(self) -> None:
+        self._scheduled = False
+        assert self._there is not None
+        self._there.set()
+
+    def _interrupt(self, peer: Peer, ref: int, reason: str) -> None:
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(self._cancel_task, peer, ref, reason)
+
+    def _cancel_task(self, peer: Peer, ref: int, reason: str) -> None:
+        task = self._tasks.get((peer, ref))
+        if task is not None:
+            self._withdrawn.add((peer, ref))
+            task.cancel(reason)
+
+    def supervise(self, failure: MeshFailure) -> None:
+        if self.failure is not None:
+            return
+        if getattr(self.instance, "__supervise__", None) is None or self._loop is None:
+            super().supervise(failure)
+        else:
+            # Beside the running message, which may be waiting for the very mesh that has failed.
+            self._loop.call_soon_threadsafe(lambda: self._start(self._ask_async(failure)))
+
+    # ---- its life
+
+    def _serve(self) -> None:
+        self._loop = loop = new_event_loop()
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(self._main())
+        finally:
+            with self._lock:
+                self._loop = None
+                left, self._last = self._last, []
+            for error in left:
+                super()._clean_up(error)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            asyncio.set_event_loop(None)
+            loop.close()
+
+    async def _main(self) -> None:
+        self._there = asyncio.Event()
+        while self.failure is None:
+            if not self._inbox:
+                self._there.clear()
+                if not self._inbox:
+                    await self._there.wait()
+                    continue
+            try:
+                item = self._inbox.popleft()
+            except IndexError:
+                continue
+            if isinstance(item, tuple):
+                await self._execute_async(item)
+            elif inspect.isawaitable(result := item()):
+                await result
+        for task in [*self._others, *self._tasks.values()]:
+            task.cancel()
+        await asyncio.gather(*self._others, *self._tasks.values(), return_exceptions=True)
+        while self._last:
+            await self._clean_up_async(self._last.pop(0))
+            self._ended()
+
+    def _start(self, coroutine: Any) -> asyncio.Task[Any]:
+        assert self._loop is not None
+        task = self._loop.create_task(coroutine)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+        return task
+
+    async def _execute_async(self, message: Message) -> None:
+        peer, frame, _ = message
+        called, _ = read_prefix(frame.prefix)
+        self.program.router.processed(peer)
+        assert self._loop is not None
+        assert self.blueprint is not None
+        key = (peer, frame.ref or id(message))
+        task = self._tasks[key] = self._loop.create_task(self._one(message))
+        task.add_done_callback(lambda _: self._forget(key))
+        spec = self.blueprint.endpoints.get(called.method)
+        if spec is None or not spec.concurrent:
+            await asyncio.wait({task})
+        else:
+            await asyncio.sleep(0)  # so that it starts before the next one
+
+    def _forget(self, key: tuple[Peer, int]) -> None:
+        self._tasks.pop(key, None)
+        self._withdrawn.discard(key)
+
+    async def _one(self, message: Message) -> None:
+        peer, frame, _ = message
+        called, extent = read_prefix(frame.prefix)
+        answer = Answer(self.program, message, called.port)
+        _context.message.set((frame.rank, extent))
+        try:
+            await self._call_async(called.method, called.plain, frame, peer, answer)
+        except asyncio.CancelledError as error:
+            if self.failure is not None:
+                if answer.wanted:
+                    answer(Status.LOST, self._failure_body())
+            elif (peer, frame.ref) in self._withdrawn:
+                answer.settle()
+            else:
+                self._raised(RuntimeError("the endpoint was cancelled from inside"), answer, error)
+        except BaseException as error:
+            self._raised(error, answer)
+
+    async def _call_async(self, name: str, plain: int, frame: Frame, peer: Peer, answer: Answer) -> None:
+        found = self._methods.get((name, plain))
+        if found is None:
+            found = self._methods[name, plain] = self._find(name, plain)
+        method, spec = found
+        args, kwargs = loads(frame.body, frame.buffers)
+        if spec is not None and spec.explicit_port:
+            answer.explicit = True
+            args = (ReplyPort(answer), *args)
+        result = method(*args, **kwargs)
+        if spec is not None and spec.is_generator:
+            await self._drain_async(result, frame, peer, answer)
+            return
+        if inspect.isawaitable(result):
+            result = await result
+        if not answer.explicit:
+            answer.value(result)
+
+    async def _drain_async(self, generator: Any, frame: Frame, peer: Peer, answer: Answer) -> None:
+        key = (peer.token, frame.ref)
+        flow = self._flows[key] = AsyncFlow(asyncio.get_running_loop())
+        try:
+            async for value in generator:
+                if not answer.wanted:
+                    continue
+                if answer.port is not None:
+                    answer.value(value)
+                    continue
+                while flow.room <= 0:
+                    await flow.wait()
+                if peer.gone is not None:
+                    break
+                flow.room -= 1
+                answer(Status.ITEM, *dumps(value))
+            if answer.port is None:
+                answer(Status.END, b"")
+        finally:
+            self._flows.pop(key, None)
+            await generator.aclose()
+
+    async def _ask_async(self, failure: MeshFailure) -> None:
+        try:
+            handled = self.instance.__supervise__(failure)
+            if inspect.isawaitable(handled):
+                handled = await handled
+        except BaseException as error:
+            if error.__cause__ is None:
+                error.__cause__ = failure
+            self.die(error)
+            return
+        if not handled:
+            self.die(failure)
+
+    # ---- its end
+
+    def _end(self, failure: MeshFailure, final: bool = False, tell: Callable[[], None] = lambda: None) -> bool:
+        ended = super()._end(failure, final, tell)
+        if ended and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cancel_all)  # it may have failed because of something else
+        return ended
+
+    def _cancel_all(self) -> None:
+        for task in self._tasks.values():
+            if task is not asyncio.current_task():
+                task.cancel("the actor has failed")
+        self._look()
+
+    def _failure_body(self) -> bytes:
+        from monarch_backend.actor._payload import pack_failure
+
+        assert self.failure is not None
+        return pack_failure(self.failure)
+
+    def _clean_up(self, error: BaseException | None) -> None:
+        with self._lock:
+            ended = self._loop is None
+            if not ended:
+                self._last.append(error)
+        if ended:
+            super()._clean_up(error)
+            return
+        self._scheduled = False
+        self._wake()
+
+    async def _clean_up_async(self, error: BaseException | None) -> None:
+        cleanup = getattr(self.instance, "__cleanup__", None)
+        if cleanup is None:
+            return
+        try:
+            result = cleanup(error)
+            if inspect.isawaitable(result):
+                await result
+        except BaseException:
+            log.exception("__cleanup__ of %s failed", self.name)
+
+
+class AsyncFlow(Flow):
+    """Told on the reading thread, waited for on the loop."""
+
+    __slots__ = ("_event", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._event = asyncio.Event()
+
+    def more(self, count: int) -> None:
+        self._loop.call_soon_threadsafe(self._add, count)
+
+    def _add(self, count: int) -> None:
+        self.room += count
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Until the reader has taken some."""
+        self._event.clear()
+        if self.room <= 0:
+            await self._event.wait()

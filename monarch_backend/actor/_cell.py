@@ -1,0 +1,582 @@
+"""An actor in its process: its queue, its thread, its life from construction to the end.
+
+A cell has a thread of its own (the process's main thread for the first one), so that what a thread keeps for itself,
+such as the current device, is the actor's. A plain actor takes its messages there one by one; an async one has an
+event loop there (_async_cell.py). Endpoints are called here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from monarch_backend.actor import _context
+from monarch_backend.actor._actor import Blueprint, blueprint, build, specify
+from monarch_backend.actor._calls import STREAM_WINDOW
+from monarch_backend.actor._errors import CancelledError, Death, MeshFailure
+from monarch_backend.actor._payload import HOST, pack_error, pack_failure, read_prefix, text_of
+from monarch_backend.actor._port import Port, ReplyPort
+from monarch_backend.mesh._extent import Extent, Point
+from monarch_backend.transport._exceptions import remote_traceback
+from monarch_backend.transport._frames import Cancel, Construct, Constructed, Failed, Frame, More, Status, Stopped
+from monarch_backend.transport._pump import release
+from monarch_backend.transport._router import Combiner, Peer, PeerGoneError
+from monarch_backend.transport._serialize import DeserializationError, SerializationError, dumps, loads
+
+if TYPE_CHECKING:
+    from monarch_backend.actor._program import Program
+
+log = logging.getLogger("monarch_backend")
+
+Message = tuple[Peer, Frame, Combiner | None]
+Job = Callable[[], Any]
+
+CLEANUP_SECONDS = 10.0
+"""How long ``__cleanup__`` may take before a process that stops no longer waits for it."""
+
+
+def _leave_fork(error: BaseException) -> NoReturn:
+    """An endpoint's os.fork() has come back to us in the child, where there is no actor: the child ends."""
+    code: Any = 1
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code
+        if not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+            code = 1
+    else:
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+class Flow:
+    """How much of a generator's output its reader has not taken yet."""
+
+    __slots__ = ("gate", "ready", "room")
+
+    def __init__(self) -> None:
+        self.room = STREAM_WINDOW
+        self.ready = False
+        self.gate: threading.Lock | None = None
+
+    def more(self, count: int) -> None:
+        """The reader has taken some."""
+        self.room += count
+        self.ready = True
+        release(self)
+
+
+class Answer:
+    """The way back for one message."""
+
+    __slots__ = ("_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
+
+    def __init__(self, program: Program, message: Message, port: tuple[str, int] | None) -> None:
+        self._program = program
+        self._peer, self._frame, self._via = message
+        self.port = port
+        self._sent = False
+        self.explicit = False  # the endpoint answers through a port
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody waits for it."""
+        return self._frame.ref != 0 or self.port is not None
+
+    def __call__(self, status: bytes, body: Any, buffers: Any = None) -> None:
+        frame = self._frame
+        if self.port is not None:
+            target = Port[Any](*self.port, frame.rank)
+            try:
+                target._send(status, body, buffers)
+            except PeerGoneError:
+                return
+        elif frame.ref and self._via is not None and not self._sent:
+            self._sent = True
+            self._via.own(frame.rank, status, body, buffers)
+        elif frame.ref:
+            self._program.router.reply(self._peer, frame.ref, frame.rank, status, body, buffers)
+
+    def settle(self) -> None:
+        """Nobody wants an answer any more; but where answers are collected on their way, this one is waited for."""
+        if self._via is not None and not self._sent:
+            self._sent = True
+            self._via.own(self._frame.rank, Status.END, b"", None)
+
+    def value(self, value: Any) -> None:
+        """What the endpoint returned; an error if it can't be serialized."""
+        if not self.wanted:
+            return
+        try:
+            body, buffers = dumps(value)
+        except SerializationError as error:
+            self(Status.ERROR, pack_error(error))
+            return
+        self(Status.VALUE, body, buffers)
+
+
+class Cell:
+    """One actor. `put` may be called from any thread; the rest runs on the actor's own, but where said otherwise."""
+
+    def __init__(self, program: Program, plan: Construct, owner: Peer, body: Any, buffers: Any) -> None:
+        self.program, self.owner = program, owner
+        self.actor, self.name, self.creator = plan.actor, plan.name, plan.creator
+        self.owner_actor, self.generation, self.restarts = plan.owner, plan.generation, plan.restarts
+        self.extent = Extent(plan.labels, plan.sizes)
+        self.rank = plan.rank
+        self.point = Point(plan.rank, self.extent)
+        self.children: list[Any] = []  # what this actor has spawned, to be stopped with it
+        self.mesh: Any = None  # its processes
+        self.instance: Any = None
+        self.failure: MeshFailure | None = None  # why it is dead or stopped
+        self.ready = False
+        self.gate: threading.Lock | None = None
+        self.blueprint: Blueprint | None = None
+        self._plan_body, self._plan_buffers = body, buffers
+        self._inbox: deque[Message | Job] = deque()
+        self._running: tuple[Peer, int] | None = None
+        self._hit = False  # the caller has given the running message up
+        self._struck = False  # and it has been interrupted, or will be with its next step
+        self._reason = ""
+        self.over = False  # it has ended and cleaned up
+        self.successor: Cell | None = None
+        self._lock = threading.Lock()
+        self._flows: dict[tuple[str, int], Flow] = {}
+        self._methods: dict[tuple[str, int], Any] = {}
+        self._thread_id = 0
+        self.waiting_for: Any = None  # what its thread waits for, so that it can be interrupted
+
+    # ---- from any thread
+
+    def put(self, item: Message | Job) -> None:
+        """A message, or something to do, after what is here already."""
+        if self.failure is not None and isinstance(item, tuple):
+            if self.restarts:
+                self._inbox.append(item)  # for the next one
+            else:
+                self._refuse(item)
+            return
+        self._inbox.append(item)
+        self.ready = True
+        if self.gate is not None:
+            release(self)
+
+    def take_over(self, former: Cell) -> None:
+        """Come after the former one of this rank: its messages first, and not before it has ended."""
+        with former._lock:
+            if not former.over:
+                former.successor = self
+        if former.successor is self:
+            if former.failure is None:
+                former.end("abort", "it is started anew")
+        else:
+            self._inherit(former)
+
+    def _inherit(self, former: Cell) -> None:
+        left = [item for item in former._inbox if isinstance(item, tuple)]
+        former._inbox.clear()
+        former.restarts = False
+        self._inbox.extendleft(reversed(left))
+        self.ready = True
+        self.program.soon(lambda: self.program.run_cell(self))
+
+    def end(self, how: str, reason: str) -> None:
+        """Stop after what is here already, or fail after the running message, or end the process.
+
+        "restart" is "abort" for one that is to be followed by another, which gets its messages.
+        """
+        if self.failure is not None:
+            if how != "restart":
+                self._give_up()
+            return
+        if how == "kill":
+            self.program.exit_now(f"{self.name} was killed: {reason}")
+        elif how in ("abort", "restart"):
+            self._inbox.appendleft(lambda: self.die(RuntimeError(f"aborted: {reason}"), told=True))
+            self._wake()
+        else:
+            self.put(lambda: self.stop(reason))
+            self._wake()
+
+    def _give_up(self) -> None:
+        """There will be no successor: what was kept for it is refused."""
+        self.restarts = False
+        self._refuse_all()
+
+    def _refuse_all(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, tuple):
+                self._refuse(item)
+
+    def is_cancelled(self) -> bool:
+        """Of the running message."""
+        return self._hit
+
+    def cancel(self, peer: Peer, message: Cancel) -> None:
+        """On the reading thread: the caller no longer wants this call."""
+        for item in list(self._inbox):
+            if isinstance(item, tuple) and item[0] is peer and item[1].ref == message.ref:
+                try:
+                    self._inbox.remove(item)
+                except ValueError:
+                    break  # it has just begun
+                self.program.router.processed(peer)
+                Answer(self.program, item, None).settle()
+                return
+        self._interrupt(peer, message.ref, message.reason)
+
+    def more(self, peer: Peer, message: More) -> None:
+        """On the reading thread: the reader of a generator has taken some."""
+        flow = self._flows.get((peer.token, message.ref))
+        if flow is not None:
+            flow.more(message.count)
+
+    def reader_gone(self, peer: Peer) -> None:
+        """On the reading thread: nobody takes what generators yield for this process."""
+        for (token, _), flow in list(self._flows.items()):
+            if token == peer.token:
+                flow.more(STREAM_WINDOW)
+
+    def supervise(self, failure: MeshFailure) -> None:
+        """On the reading thread: something that this actor has spawned has failed."""
+        if self.failure is not None:
+            return
+        if self.instance is not None and getattr(self.instance, "__supervise__", None) is None:
+            # Nobody to ask: its own failure, also while it waits for something in the middle of a message.
+            self.die(failure)
+            self._wake()
+        else:
+            self._inbox.appendleft(lambda: self._ask(failure))
+            self._wake()
+
+    def _wake(self) -> None:
+        self.ready = True
+        if self.gate is not None:
+            release(self)
+        self.program.pump.wake()
+
+    def _interrupt(self, peer: Peer, ref: int, reason: str) -> None:
+        with self._lock:
+            if self._running != (peer, ref) or self._hit:
+                return
+            self._hit, self._struck, self._reason = True, False, reason
+        self._strike(peer, ref)
+
+    def _strike(self, peer: Peer, ref: int) -> None:
+        """Raise CancelledError in the running message: where the user's code runs, or where it waits for something.
+
+        Never inside of this package, where an exception out of nowhere would leave half of something behind; so this is
+        tried again until it was possible or the message has ended.
+        """
+        time.sleep(0)  # a new slice of the interpreter: no other thread runs between the look and the blow
+        with self._lock:
+            if self._running != (peer, ref) or self._struck:
+                return
+            if self.waiting_for is None and self._in_users_code():
+                self._struck = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread_id), ctypes.py_object(CancelledError)
+                )
+                return
+        waiting = self.waiting_for
+        if waiting is not None:
+            release(waiting)
+            self.program.pump.wake()
+        self.program.pump.later(0.001, lambda: self._strike(peer, ref))
+
+    def to_be_struck(self) -> bool:
+        """The running message was given up, and does not know yet."""
+        return self._hit and not self._struck
+
+    def strike_here(self) -> None:
+        """On the actor's thread, which has waited for something: raise CancelledError, if that is to be."""
+        with self._lock:
+            if not self.to_be_struck() or self._thread_id != threading.get_ident():
+                return
+            self._struck = True
+        raise CancelledError(self._reason)
+
+    def _in_users_code(self) -> bool:
+        frame, innermost = sys._current_frames().get(self._thread_id), True
+        while frame is not None:
+            if frame.f_code in _CALLERS:
+                return not innermost
+            if frame.f_code.co_filename.startswith(_PACKAGE):
+                return False
+            frame, innermost = frame.f_back, False
+        return False
+
+    def _refuse(self, message: Message) -> None:
+        peer, frame, _ = message
+        self.program.router.processed(peer)
+        called, _ = read_prefix(frame.prefix)
+        answer = Answer(self.program, message, called.port)
+        if answer.wanted and self.failure is not None:
+            body = pack_failure(self.failure)
+            self.program.without_waiting(lambda: answer(Status.DEAD, body))
+
+    # ---- its life
+
+    def run(self) -> None:
+        """On its own thread, from construction to the end."""
+        self._thread_id = threading.get_ident()
+        _context.cell.set(self)
+        _context.message.set(None)  # of the actor that had this thread before
+        if self.construct():
+            self._serve()
+        _context.cell.set(None)
+
+    def construct(self) -> bool:
+        """Build the instance; False if that failed, of which the owner is told."""
+        try:
+            cls, args, kwargs, self.mesh = loads(self._plan_body, self._plan_buffers)
+            self._plan_body = self._plan_buffers = None
+            self.blueprint = blueprint(cls)
+            self.instance = build(cls, args, kwargs)
+        except BaseException as error:
+            self.die(error)
+            return False
+        self.program.router.tell(self.owner, Constructed(self.actor, self.rank, self.generation))
+        return True
+
+    def _serve(self) -> None:
+        inbox, wait = self._inbox, self.program.pump.wait
+        while self.failure is None:
+            try:
+                if not inbox:
+                    self.ready = False
+                    if not inbox:
+                        wait(self)
+                        continue
+                self.step()
+            except CancelledError:
+                continue  # it came a moment too late, between two messages
+
+    def step(self) -> None:
+        """Take the next message, or do the next thing that there is to do."""
+        self.ready = True
+        try:
+            item = self._inbox.popleft()
+        except IndexError:
+            return  # a cancelled message was taken out
+        if isinstance(item, tuple):
+            self._execute(item)
+        else:
+            item()
+
+    def _find(self, name: str, plain: int) -> Any:
+        """The method, and how it is to be called. Raises AttributeError."""
+        assert self.blueprint is not None
+        if plain:
+            method = getattr(self.instance, name)
+            return method, specify(name, getattr(type(self.instance), name), False, plain == 2)
+        spec = self.blueprint.spec(name)
+        return getattr(self.instance, name), spec
+
+    def _execute(self, message: Message) -> None:
+        peer, frame, _ = message
+        called, extent = read_prefix(frame.prefix)
+        answer = Answer(self.program, message, called.port)
+        self.program.router.processed(peer)
+        _context.message.set((frame.rank, extent))
+        with self._lock:
+            self._running, self._hit = (peer, frame.ref), False
+        try:
+            self._call(called.method, called.plain, frame, peer, answer)
+        except CancelledError as error:
+            if self._hit:
+                answer.settle()
+            else:
+                self._raised(error, answer)
+        except BaseException as error:
+            self._raised(error, answer)
+        finally:
+            with self._lock:
+                self._running = None
+                if self._struck:  # so that it does not hit the next message
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), None)
+                self._hit = self._struck = False
+
+    def _call(self, name: str, plain: int, frame: Frame, peer: Peer, answer: Answer) -> None:
+        found = self._methods.get((name, plain))
+        if found is None:
+            found = self._methods[name, plain] = self._find(name, plain)
+        method, spec = found
+        args, kwargs = loads(frame.body, frame.buffers)
+        if spec is not None and spec.explicit_port:
+            answer.explicit = True
+            method(ReplyPort(answer), *args, **kwargs)
+            return
+        result = method(*args, **kwargs)
+        if spec is not None and spec.is_generator:
+            self._drain(result, frame, peer, answer)
+        else:
+            answer.value(result)
+
+    def _drain(self, generator: Any, frame: Frame, peer: Peer, answer: Answer) -> None:
+        key = (peer.token, frame.ref)
+        flow = self._flows[key] = Flow()
+        try:
+            for value in generator:
+                if self._hit:
+                    self.strike_here()
+                if not answer.wanted:
+                    continue
+                if answer.port is not None:  # whose window holds us up
+                    answer.value(value)
+                    continue
+                while flow.room <= 0:
+                    flow.ready = flow.room > 0
+                    self.program.wait(flow, None)
+                if peer.gone is not None:
+                    break
+                flow.room -= 1
+                answer(Status.ITEM, *dumps(value))
+            if answer.port is None:
+                answer(Status.END, b"")
+        finally:
+            self._flows.pop(key, None)
+            generator.close()
+
+    def _raised(self, error: BaseException, answer: Answer, cause: BaseException | None = None) -> None:
+        if self.program.disowned:
+            _leave_fork(error)
+        if cause is not None:
+            error.__cause__ = cause
+        lives = isinstance(error, Exception) and answer.wanted and not answer.explicit
+        if isinstance(error, DeserializationError) or lives:
+            if answer.wanted:
+                answer(Status.ERROR, pack_error(error))
+            else:
+                log.error("%s dropped a message that it can't read: %s", self.name, error)
+            return
+        failure = self.die(error)
+        if answer.wanted and failure is not None:
+            answer(Status.LOST, pack_failure(failure))
+
+    def _ask(self, failure: MeshFailure) -> None:
+        """What does the actor say to a failure of what it has spawned?"""
+        if getattr(self.instance, "__supervise__", None) is None:  # it was still being built when this was asked for
+            self.die(failure)
+            return
+        try:
+            handled = self.instance.__supervise__(failure)
+            if inspect.isawaitable(handled):
+                handled = asyncio.run(_awaited(handled))
+        except BaseException as error:
+            if error.__cause__ is None:
+                error.__cause__ = failure
+            self.die(error)
+            return
+        if not handled:
+            self.die(failure)
+
+    # ---- its end
+
+    def die(self, error: BaseException, told: bool = False) -> MeshFailure | None:
+        """The actor has failed; its owner is told. None if it had ended before."""
+        if self.program.disowned:
+            _leave_fork(error)
+        what = str(error) if told else f"its actor failed: {text_of(error)}"
+        if isinstance(error, MeshFailure):
+            what = f"its actor did not handle the failure of mesh {error.mesh_name!r}"
+        cause = error.__cause__ if told else error
+        trace = "" if told or isinstance(error, MeshFailure) else remote_traceback(error)
+        death = Death(
+            self.rank, str(self.point), HOST, self.program.pid, what, error=None if told else error, trace=trace
+        )
+        failure = MeshFailure(self.name, [death])
+        failure.__cause__ = cause
+        message = Failed(self.actor, self.rank, self.generation)
+        # The owner first: a failure that nobody handles ends the program before its callers go on with their errors.
+        body = pack_failure(failure)
+        if not self._end(failure, tell=lambda: self.program.router.tell(self.owner, message, body)):
+            return None
+        self._finish(error)
+        return failure
+
+    def stop(self, reason: str) -> None:
+        """The actor has been told to stop."""
+        failure = MeshFailure(
+            self.name, [Death(self.rank, str(self.point), HOST, self.program.pid, f"it was stopped: {reason}")]
+        )
+        if self._end(failure, final=True):
+            self._finish(None)
+
+    def _end(self, failure: MeshFailure, final: bool = False, tell: Callable[[], None] = lambda: None) -> bool:
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = failure
+        tell()
+        if final:
+            self.restarts = False
+        if not self.restarts:
+            self._refuse_all()
+        return True
+
+    def _finish(self, error: BaseException | None) -> None:
+        """What it owns goes first, then it cleans up; on its own thread, if it is not there already."""
+        children, self.children = self.children, []
+        for child in reversed(children):
+            self.program.end_child(child, self.failure, "stop" if error is None else "abort")
+        if self.instance is None:
+            self._ended()
+            return
+        self.program.pump.later(CLEANUP_SECONDS, self._give_up_cleanup)
+        if threading.get_ident() == self._thread_id or self._thread_id == 0:
+            self._clean_up(error)
+        else:
+            self.program.aside(lambda: self._clean_up(error))
+
+    def _clean_up(self, error: BaseException | None) -> None:
+        cleanup = getattr(self.instance, "__cleanup__", None)
+        try:
+            result = None if cleanup is None else cleanup(error)
+            if inspect.isawaitable(result):
+                asyncio.run(_awaited(result))
+        except BaseException:
+            log.exception("__cleanup__ of %s failed", self.name)
+        self._ended()
+
+    def _give_up_cleanup(self) -> None:
+        if not self.over:
+            log.warning("__cleanup__ of %s has not returned after %.0f s: it is given up", self.name, CLEANUP_SECONDS)
+            self._ended()
+            if self.program.leaving and self._thread_id == threading.main_thread().ident:
+                self.program.exit_now("it was to stop, and does not come back from __cleanup__")
+
+    def _ended(self) -> None:
+        """All is done here, whatever the reason was. What is kept for references to it is why it has ended, no more."""
+        with self._lock:
+            if self.over:
+                return
+            self.over, successor = True, self.successor
+        self.instance = self._plan_body = self._plan_buffers = None
+        self._methods.clear()
+        if successor is not None:
+            successor._inherit(self)
+        self.program.router.tell(self.owner, Stopped(self.actor, self.rank, self.generation))
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_CALLERS = frozenset({Cell._call.__code__, Cell._drain.__code__})
+"""Whom the user's code is called by."""
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable

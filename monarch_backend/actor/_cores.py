@@ -1,0 +1,50 @@
+"""What all references to one mesh of actors share in a process. No messages here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from monarch_backend.actor._actor import Blueprint
+from monarch_backend.actor._errors import MeshFailure
+from monarch_backend.actor._payload import read_error
+from monarch_backend.mesh._extent import Extent, ranks_in_words
+from monarch_backend.mesh._procs import ProcCore
+from monarch_backend.transport._frames import Frame
+from monarch_backend.transport._router import Peer
+
+
+@dataclass(eq=False)
+class ActorCore:
+    """A mesh of actors: the rank r of it lives in process ``bases[r]`` of its mesh of processes."""
+
+    actor: int
+    name: str
+    blueprint: Blueprint
+    procs: ProcCore
+    extent: Extent
+    bases: tuple[int, ...]
+    owner: Peer
+    dead: dict[int, MeshFailure] = field(default_factory=dict)
+    stopped: MeshFailure | None = None
+    owned: Any = None
+    load: list[int] = field(default_factory=list)  # calls under way that `choose` has sent, by rank
+
+    def __post_init__(self) -> None:
+        self.load = [0] * len(self.bases)
+
+    def peer(self, rank: int) -> Peer:
+        """The process in which this rank lives now."""
+        return self.procs.peers[self.bases[rank]]
+
+    def where(self, rank: int) -> str:
+        """For people: "gpus 3"."""
+        return ranks_in_words(self.extent, [rank])
+
+    def error_of(self, frame: Frame, endpoint: str, base_rank: int) -> BaseException:
+        """The exception in a reply that is no value."""
+        return read_error(frame.prefix, frame.body, self.name, endpoint, self.where(base_rank), frame.rank)
+
+    def failure_of(self, rank: int) -> MeshFailure | None:
+        """Why this rank can't be called, if so."""
+        return self.stopped or self.dead.get(rank)

@@ -1,0 +1,238 @@
+"""What a call gives at once: a value that comes later. For threads and for asyncio alike.
+
+No messages here: whoever answers calls `_set` or `_fail`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Generic, TypeVar
+
+from monarch_backend.actor._errors import CancelledError
+from monarch_backend.transport._pump import release
+
+log = logging.getLogger("monarch_backend")
+
+T = TypeVar("T")
+
+
+class Future(Generic[T]):
+    """A value to come, or the error in its place. May be observed any number of times, from any thread.
+
+    >>> from monarch_backend.actor import Future
+    >>> done = Future.of(3)
+    >>> done.get(), done.exception()
+    (3, None)
+    """
+
+    __slots__ = ("__weakref__", "_callbacks", "_cancel", "_error", "_lock", "_raw", "_value", "_wait", "gate", "ready")
+
+    def __init__(
+        self, wait: Callable[[Any, float | None], bool], cancel: Callable[[str], object] | None = None
+    ) -> None:
+        self.ready = False
+        self.gate: threading.Lock | None = None
+        self._wait = wait
+        self._cancel = cancel
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._raw: Callable[[], T] | None = None  # makes the value, the first time that somebody wants it
+        self._callbacks: list[Callable[[Future[T]], None]] | None = None
+        self._lock: threading.Lock | None = None
+
+    @classmethod
+    def of(cls, value: T) -> Future[T]:
+        """One that has its value already."""
+        future: Future[T] = cls(lambda _what, _seconds: True)
+        future._set(value)
+        return future
+
+    # ---- for users
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for the value, at most so many seconds, and return it.
+
+        Raises what the call raised; TimeoutError when it is late, after which one may wait again. Warns inside a
+        running event loop, which it would hold up: there, ``await`` the future.
+        """
+        if not self.ready:
+            self._warn_in_loop()
+            if not self._wait(self, timeout) and not self.ready:
+                raise TimeoutError(f"no answer within {timeout} s; the call goes on, see Future.cancel()")
+        return self.result()
+
+    def result(self, timeout: float | None = None) -> T:
+        """As `get`, under the name of concurrent.futures."""
+        if not self.ready:
+            return self.get(timeout)
+        if self._raw is not None:
+            self._cook()
+        if self._error is not None:
+            raise self._error
+        value: T = self._value
+        return value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait as `get`, and return the error in place of the value, or None."""
+        try:
+            self.get(timeout)
+        except TimeoutError:
+            if not self.ready:
+                raise
+        except BaseException:
+            if not self.ready:
+                raise
+        return self._error
+
+    def done(self) -> bool:
+        """True once there is a value or an error."""
+        return self.ready
+
+    def cancel(self, reason: str = "cancelled by the caller") -> bool:
+        """Give up the call, also at the actor: a waiting message is dropped, a running endpoint is interrupted.
+
+        Returns False if there was a result already. Afterwards the future raises CancelledError.
+        """
+        if self.ready:
+            return False
+        cancel = self._cancel
+        self._fail(CancelledError(reason))
+        if cancel is not None:
+            cancel(reason)
+        return True
+
+    def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
+        """Call it with this future when it is done: at once if it is, else on the thread that reads; it must not
+        wait.
+        """
+        with _guard:
+            self._callbacks = [*(self._callbacks or ()), call]
+        if self.ready:  # perhaps since a moment ago, by somebody who did not see the callback
+            self._call_back()
+
+    def as_asyncio(self) -> asyncio.Future[T]:
+        """An asyncio future of the running loop that ends as this one does; cancelling it cancels the call."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def end() -> None:
+            if future.done():
+                return
+            try:
+                future.set_result(self.result())
+            except CancelledError:
+                future.cancel()
+            except BaseException as error:
+                future.set_exception(error)
+
+        def told(_: Future[T]) -> None:
+            try:
+                loop.call_soon_threadsafe(end)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+        def given_up(outer: asyncio.Future[T]) -> None:
+            if outer.cancelled():
+                self.cancel("its asyncio task was cancelled")
+
+        future.add_done_callback(given_up)
+        if self.ready:
+            end()
+        else:
+            self.add_done_callback(told)
+        return future
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return (yield from self.as_asyncio().__await__())
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Future stays in its process: send what it gives, future.get()")
+
+    def __repr__(self) -> str:
+        state = "waiting" if not self.ready else f"failed: {self._error!r}" if self._error is not None else "done"
+        return f"<Future {state}>"
+
+    # ---- for whoever answers
+
+    def _set(self, value: T) -> None:
+        if not self.ready:
+            self._value = value
+            self._finish()
+
+    def _set_raw(self, cook: Callable[[], T]) -> None:
+        """The value is made when somebody asks for it, on their thread."""
+        if not self.ready:
+            self._raw = cook
+            self._finish()
+
+    def _fail_raw(self, make: Callable[[], BaseException]) -> None:
+        """The error is made when somebody asks: no code of a user's runs on the thread that reads."""
+
+        def cook() -> T:
+            raise make()
+
+        self._set_raw(cook)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.ready:
+            self._error = error
+            self._finish()
+
+    def _finish(self) -> None:
+        self._cancel = None
+        self.ready = True
+        if self.gate is not None:
+            release(self)
+        if self._callbacks is not None:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with _guard:
+            callbacks, self._callbacks = self._callbacks, None
+        for call in callbacks or ():
+            try:
+                call(self)
+            except BaseException:
+                log.exception("a callback of a future failed")
+
+    def _cook(self) -> None:
+        with _guard:
+            lock = self._lock = self._lock or threading.Lock()
+        with lock:
+            cook = self._raw
+            if cook is None:
+                return
+            try:
+                self._value = cook()
+            except (
+                KeyboardInterrupt,
+                SystemExit,
+            ):  # of this thread, not of the call: the next one to ask gets the value
+                raise
+            except BaseException as error:
+                self._error = error
+            self._raw = None
+
+    def _warn_in_loop(self) -> None:
+        if "ipykernel" in sys.modules:
+            return  # a notebook's loop runs while its cells do, and nobody minds
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        warnings.warn(
+            "Future.get() holds up the running event loop: await the future instead", RuntimeWarning, stacklevel=3
+        )
+
+
+_guard = threading.Lock()
+
+
+def gather(futures: Iterable[Future[T]]) -> list[T]:
+    """The values of all, in their order. Raises the first error of them, in their order."""
+    return [future.get() for future in futures]

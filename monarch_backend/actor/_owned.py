@@ -1,0 +1,627 @@
+"""What a process has spawned: its records of processes and actors, how they ended, and starting them again.
+
+Only the process that has spawned a mesh keeps such records. What is decided about a failure is _supervision.py's part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import resource
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from monarch_backend.actor._cores import ActorCore
+from monarch_backend.actor._errors import Death, MeshFailure, in_words
+from monarch_backend.actor._future import Future
+from monarch_backend.actor._payload import HOST
+from monarch_backend.actor._supervision import Intensity, Restart, check_policy
+from monarch_backend.mesh import _binding
+from monarch_backend.mesh._extent import Extent, ranks_in_words
+from monarch_backend.mesh._limits import check_spawn
+from monarch_backend.mesh._logs import LogCollector
+from monarch_backend.mesh._mesh_log import MeshLog
+from monarch_backend.mesh._procs import ProcCore, ProcMesh
+from monarch_backend.mesh._spawner import Exited, ProcessSpec, Spawner, SpawnFailed, Started
+from monarch_backend.transport._frames import Replaced, Setting, Stop
+from monarch_backend.transport._router import Peer
+
+if TYPE_CHECKING:
+    from monarch_backend.actor._program import Program
+
+log = logging.getLogger("monarch_backend")
+
+PRELOAD = ("monarch_backend.actor._worker", "monarch_backend.actor._spmd", "monarch_backend.process_group")
+"""Imported once, by the fork server."""
+
+GRACE = 10.0
+"""Seconds after which processes told to stop are looked at: those that don't listen, or were aborted, are killed."""
+
+DESCRIPTORS = 8
+"""Open files here for each process: two pipes while it starts; then what is read of them, a link, a pidfd."""
+
+LOOK = 1.0
+STUCK = 5.0
+"""Seconds between two looks for processes that do not read, and after which one is reported."""
+
+WORD = 0.04
+"""Seconds that the fork server gets to say how a process ended whose link has closed."""
+
+
+class OwnedActors:
+    """The owner's record of a mesh of actors."""
+
+    def __init__(
+        self,
+        core: ActorCore,
+        owner_cell: Any,
+        body: bytes,
+        buffers: Any,
+        intensity: Intensity | None,
+        built: Future[None],
+    ) -> None:
+        self.core, self.owner_cell, self.body, self.buffers, self.intensity, self.built = (
+            core,
+            owner_cell,
+            body,
+            buffers,
+            intensity,
+            built,
+        )
+        self.generations = [0] * len(core.bases)
+        self.left = set(range(len(core.bases)))  # that have not ended
+        self._unbuilt = set(range(len(core.bases)))
+        self.ended: Future[None] = Future(built._wait)
+
+    def is_built(self, rank: int) -> None:
+        """Its constructor has returned."""
+        self._unbuilt.discard(rank)
+        if not self._unbuilt:
+            self.built._set(None)
+
+    def is_gone(self, rank: int) -> None:
+        """It has stopped or failed."""
+        self.left.discard(rank)
+        self.settle()
+
+    def settle(self) -> None:
+        """Whoever waits for the end of a mesh that was stopped."""
+        if not self.left and self.core.stopped is not None:
+            self.ended._set(None)
+
+
+@dataclass
+class _Member:
+    """One process of ours."""
+
+    core: ProcCore
+    rank: int
+    peer: Peer
+    number: int = -1  # the spawner's
+    exited: Exited | None = None
+    failed: str | None = None  # why it was never started
+    gone: bool = False  # its end has been told
+    replaced: bool = False  # it has a successor, or will have
+
+
+@dataclass
+class OwnedProcs:
+    """The owner's record of a mesh of processes."""
+
+    core: ProcCore
+    owner_cell: Any
+    make: Callable[[int, Peer], ProcessSpec]
+    logs: MeshLog
+    intensity: Intensity | None
+    members: dict[int, _Member] = field(default_factory=dict)  # by rank
+    actors: list[ActorCore] = field(default_factory=list)
+    ready: list[Future[None]] = field(default_factory=list)
+    ended: list[Future[None]] = field(default_factory=list)
+    restarting: bool = False
+
+
+class ProcessOwner:
+    """The processes of this program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        # The seam of process creation: a simulator has its own processes, which write nothing.
+        self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = functools.partial(
+            Spawner, preload=PRELOAD
+        )
+        self.collect_output = True
+        self._making = threading.RLock()  # the two that follow
+        self._spawner: Any = None
+        self._logs: LogCollector | None = None
+        self._by_number: dict[int, _Member] = {}
+        self._by_token: dict[str, _Member] = {}
+        self._meshes: list[OwnedProcs] = []
+        self._early: dict[int, list[Any]] = {}
+        self._watching = False
+        self._unread: dict[
+            str, tuple[int, float, bool]
+        ] = {}  # token -> bytes not read, since when, whether it was said
+
+    # ---- starting
+
+    def spawn(
+        self,
+        extent: Extent,
+        owner_cell: Any,
+        *,
+        bootstrap: Callable[[], object] | None,
+        name: str,
+        proc_bind: Any,
+        restart: Restart | None,
+        env: Mapping[str, str] | None,
+    ) -> ProcMesh:
+        """A process for each rank of the extent."""
+        program = self._program
+        check_policy(restart)
+        _check_start(bootstrap, env)
+        count = extent.nelements
+        spawner = self._spawner_of_this_process()
+        _allow_descriptors()
+        name = name or f"procs-{len(self._meshes)}"
+        core = ProcCore(secrets.token_hex(8), name, extent, program.router.me, [], spawner.address)
+        label = functools.partial(ranks_in_words, extent)
+        logs = MeshLog(name, label)
+        make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count), env)
+        owned = OwnedProcs(core, owner_cell, make, logs, Intensity(restart, program.clock) if restart else None)
+        core.owned = owned
+        for rank in range(count):
+            core.peers.append(program.router.expect(_token(0), functools.partial(core.who, rank)))
+        try:
+            self._start(owned, range(count))
+        except BaseException:
+            for peer in core.peers:
+                peer.gone = "it was never started"
+            raise
+        self._meshes.append(owned)
+        if not self._watching and self.collect_output:
+            self._watching = True
+            program.pump.later(LOOK, self._look_for_the_stuck)
+        program.procs[core.id] = core
+        (owner_cell.children if owner_cell is not None else program.main_children).append(core)
+        return ProcMesh(core)
+
+    def _recipe(
+        self, core: ProcCore, bootstrap: Any, cpus: list[Any], env: Mapping[str, str] | None
+    ) -> Callable[[int, Peer], ProcessSpec]:
+        from monarch_backend.actor._worker import Plan, main
+
+        program = self._program
+        packed = None if bootstrap is None else _packed(bootstrap)
+        count = core.extent.nelements
+        processors = len(os.sched_getaffinity(0))
+        environment = {**os.environ, **(env or {})}
+        path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
+
+        def make(rank: int, peer: Peer) -> ProcessSpec:
+            plan = Plan(
+                token=peer.token, owner=program.router.token, rank=rank, mesh=core.id, name=core.name,
+                server=core.server, root=(program.root or program.router.me).token, labels=tuple(core.extent.labels),
+                sizes=tuple(core.extent.sizes), crowded=count + 1 > processors,
+            )  # fmt: skip
+            return ProcessSpec(
+                label=core.where(rank), main=cloudpickle.dumps(functools.partial(main, plan)), environment=environment,
+                path=path, argv=argv, cwd=cwd, bootstrap=packed, cpus=cpus[rank],
+                threads=len(cpus[rank]) if cpus[rank] else max(1, processors // count),
+            )  # fmt: skip
+
+        return make
+
+    def _start(self, owned: OwnedProcs, ranks: Any) -> None:
+        if self.collect_output:
+            check_spawn(len(ranks), plain=False, descriptors_each=DESCRIPTORS)
+        specs, pipes = [], []
+        for rank in ranks:
+            spec = owned.make(rank, owned.core.peers[rank])
+            ends = _pipes() if self.collect_output else ()
+            pipes.append(ends)
+            specs.append(replace(spec, stdout=ends[1], stderr=ends[3]) if ends else spec)
+        try:
+            numbers = self._spawner_of_this_process().spawn(specs)
+        except BaseException:
+            for ends in pipes:
+                for fd in ends:
+                    os.close(fd)
+            raise
+        for rank, number, ends in zip(ranks, numbers, pipes, strict=True):
+            if ends:
+                os.close(ends[1])
+                os.close(ends[3])
+                self._collector().add(owned.logs, rank, ends[0], ends[2])
+            member = _Member(owned.core, rank, owned.core.peers[rank], number)
+            owned.members[rank] = member
+            self._by_token[member.peer.token] = member
+            self._by_number[number] = member
+            for event in self._early.pop(number, ()):
+                self._heard(event)
+
+    def _spawner_of_this_process(self) -> Any:
+        with self._making:
+            if self._spawner is None:
+                self._spawner = self.make_spawner(self._event, self._program.server_address or None)
+                self._program.end_first()
+            return self._spawner
+
+    def _collector(self) -> LogCollector:
+        with self._making:
+            if self._logs is None:
+                self._logs = LogCollector()
+                self._program.end_first()
+            return self._logs
+
+    # ---- what becomes of them
+
+    def _event(self, event: Any) -> None:
+        """On the spawner's thread."""
+        self._program.soon(lambda: self._heard(event))
+
+    def _heard(self, event: Any) -> None:
+        member = self._by_number.get(event.id)
+        if member is None:
+            self._early.setdefault(event.id, []).append(event)
+            return
+        if isinstance(event, Started):
+            member.peer.pid = event.pid
+            return
+        if isinstance(event, SpawnFailed):
+            member.failed = event.reason
+        elif isinstance(event, Exited):
+            member.exited = event
+        how, _ = self.how_it_ended(member.peer)
+        if member.peer.gone is None and member.peer.link < 0:
+            self._program.router.never_came(member.peer, how)
+        elif member.peer.gone is not None:
+            self._tell(member)
+
+    def member(self, peer: Peer) -> _Member | None:
+        """Of a process that this one has spawned."""
+        return self._by_token.get(peer.token)
+
+    def how_it_ended(self, peer: Peer) -> tuple[str, int | None]:
+        """In words, and as a return code where it is known."""
+        member = self._by_token.get(peer.token)
+        if member is not None and member.failed is not None:
+            return f"it could not be started: {member.failed}", None
+        if member is not None and member.exited is not None:
+            end = member.exited
+            words = in_words(end.returncode, end.oom_killed) + (f" ({end.reason})" if end.reason else "")
+            return words, end.returncode
+        epitaph = peer.gone or "it is gone"
+        found = re.match(r"(killed by signal|exited with status) (\d+)", epitaph)
+        if found is None:
+            return epitaph, None
+        code = -int(found[2]) if found[1] == "killed by signal" else int(found[2])
+        return in_words(code), code
+
+    def met(self, peer: Peer) -> None:
+        """A process has connected."""
+        member = self._by_token.get(peer.token)
+        if member is not None:
+            owned = member.core.owned
+            if all(other.link >= 0 for other in member.core.peers):
+                for future in owned.ready:
+                    future._set(None)
+                owned.ready.clear()
+
+    def ended(self, peer: Peer) -> None:
+        """A link has closed, or a process never came; the fork server may know more in a moment."""
+        member = self._by_token[peer.token]
+        owned = member.core.owned
+        if (
+            not member.gone
+            and member.core.stopped is None
+            and not self._program.closing
+            and owned.intensity is not None
+        ):
+            # At once, so that whoever hears of the death and tries again finds the successor.
+            self._replace(owned, member)
+        if member.exited is not None or member.failed is not None:
+            self._tell(member)
+        else:
+            self._program.pump.later(WORD, lambda: self._tell(member))
+
+    def _tell(self, member: _Member) -> None:
+        if member.gone:
+            return
+        member.gone = True
+        core, rank, owned = member.core, member.rank, member.core.owned
+        if core.stopped is not None or self._program.closing:
+            failure = self._program.death_of(core, rank, member.peer)
+            self._program.lost_process(member.peer, failure)
+            for future in owned.ready:
+                future._fail(failure)
+            owned.ready.clear()
+            for actors in owned.actors:
+                actors.owned.built._fail(failure)
+                for other, base in enumerate(actors.bases):
+                    if base == rank:
+                        actors.owned.is_gone(other)
+            self._settle(owned)
+            return
+        self._failed(owned, member)
+
+    def _failed(self, owned: OwnedProcs, member: _Member) -> None:
+        core, rank, program = owned.core, member.rank, self._program
+        what, code = self.how_it_ended(member.peer)
+        last_words: tuple[str, ...] = ()
+        if self._logs is not None and (code is None or code != 0):
+            self._logs.flush(owned.logs, 0.01)
+            last_words = _last_words(self._logs.tail(owned.logs, rank))
+        failure = MeshFailure(
+            core.name,
+            [Death(rank, core.where(rank), HOST, member.peer.pid, what, code, last_words=last_words)],
+            ProcMesh(core),
+        )
+        if member.replaced:
+            program.lost_process(member.peer, failure)
+            self._abort_groups(owned, failure)
+            return
+        if program.supervision.is_final(owned.owner_cell):
+            program.supervision.failed(owned.owner_cell, failure)
+        for actors in owned.actors:
+            for other, base in enumerate(actors.bases):
+                if base == rank:
+                    actors.dead[other] = failure
+                    actors.owned.is_gone(other)
+                    actors.owned.built._fail(failure)
+        for future in owned.ready:
+            future._fail(failure)
+        owned.ready.clear()
+        program.lost_process(member.peer, failure)
+        self._abort_groups(owned, failure)
+        self._settle(owned)
+        if not program.supervision.is_final(owned.owner_cell):
+            program.supervision.failed(owned.owner_cell, failure)
+
+    def _abort_groups(self, owned: OwnedProcs, failure: MeshFailure) -> None:
+        if owned.core.groups:
+            for other in owned.members.values():
+                if not other.gone and other.peer.link >= 0:
+                    self._program.router.tell(other.peer, Setting("abort_groups", str(failure)))
+
+    def _replace(self, owned: OwnedProcs, member: _Member) -> None:
+        """A dead process gets a successor, or the whole mesh does, unless that has been too often."""
+        core, program, intensity = owned.core, self._program, owned.intensity
+        delay = intensity.allow() if intensity is not None and not member.replaced else None
+        if delay is None or intensity is None:
+            return
+        ranks = list(owned.members) if intensity.policy.strategy == "all" else [member.rank]
+        for rank in ranks:
+            old = owned.members[rank]
+            old.replaced = True
+            if old is not member and not old.gone:
+                self._kill(old)
+            core.peers[rank] = program.router.expect(_token(old.peer.epoch + 1), old.peer.label)
+            for peer in list(program.router.peers.values()):
+                if peer.link >= 0 and peer.gone is None:
+                    program.router.tell(peer, Replaced(core.id, rank, core.peers[rank].token))
+        for actors in owned.actors:
+            for other, base in enumerate(actors.bases):
+                if base in ranks and actors.stopped is None:
+                    actors.dead.pop(other, None)
+                    program.construct(actors, other)
+
+        def again() -> None:
+            if core.stopped is not None or program.closing:
+                return
+            try:
+                self._start(owned, ranks)
+            except Exception as error:  # no room for them any more
+                log.exception("ranks of %s can't be started anew", core.name)
+                for rank in ranks:
+                    program.router.never_came(core.peers[rank], f"it could not be started anew: {error}")
+
+        program.pump.later(delay, again)
+
+    def _look_for_the_stuck(self) -> None:
+        """Processes that do not even read: reported, not killed, since only the user knows what they are doing."""
+        self._watching = bool(self._meshes)
+        if self._watching:
+            self._program.pump.later(LOOK, self._look_for_the_stuck)
+        program, now = self._program, self._program.clock.now()
+        for member in list(self._by_token.values()):
+            peer = member.peer
+            if member.gone or peer.link < 0 or peer.gone is not None:
+                continue
+            unread = program.links.unread(peer.link)
+            before, since, said = self._unread.get(peer.token, (0, now, False))
+            if unread == 0 or unread < before:
+                self._unread.pop(peer.token, None)
+                continue
+            if now - since >= STUCK and not said:
+                said = True
+                log.warning(
+                    "%s has not read its messages for %.0f s: C code keeps its interpreter's lock, or it is stopped. "
+                    "It is not killed; `py-spy dump --pid %d` shows what it does.", peer, now - since, peer.pid
+                )  # fmt: skip
+            self._unread[peer.token] = (unread, since, said)
+
+    # ---- stopping
+
+    def ready(self, core: ProcCore) -> Future[None]:
+        """Done when all processes of the mesh have connected."""
+        future: Future[None] = Future(self._program.wait)
+        owned = core.owned
+        if owned is None:
+            raise RuntimeError("only the program or actor that has spawned processes can wait for them to be there")
+        owned.ready.append(future)  # before the look: what happens in between is told to it
+        dead = [m for m in owned.members.values() if m.gone and not m.replaced]
+        if dead:
+            future._fail(self._program.death_of(core, dead[0].rank, dead[0].peer))
+        elif all(peer.link >= 0 for peer in core.peers):
+            future._set(None)
+        if future.ready:
+            with contextlib.suppress(ValueError):
+                owned.ready.remove(future)
+        return future
+
+    def stop(self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None) -> Future[None]:
+        """Told to stop, and killed if they don't listen or time is up; for all meshes if none is given."""
+        program = self._program
+        meshes = self._meshes if core is None else [m for m in self._meshes if m.core is core]
+        if core is not None and core.owned is None:
+            raise RuntimeError(f"mesh {core.name!r} is stopped by who has spawned it, not by who has a reference to it")
+        future: Future[None] = Future(program.wait)
+        waiting = [owned for owned in meshes if any(not m.gone for m in owned.members.values())]
+        left = len(waiting)
+        if not left:
+            future._set(None)
+
+        def one_less(_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                future._set(None)
+
+        for owned in meshes:
+            owned.core.stopped = owned.core.stopped or reason
+            for peer in owned.core.peers:
+                if peer.token not in self._by_token and peer.gone is None:  # a successor that waits to be started
+                    program.router.never_came(peer, f"it was stopped: {reason}")
+        for owned in waiting:
+            done: Future[None] = Future(program.wait)
+            owned.ended.append(done)
+            done.add_done_callback(one_less)
+            for member in owned.members.values():
+                if member.gone:
+                    continue
+                if how == "kill":
+                    self._kill(member)
+                else:
+                    program.router.tell(member.peer, Stop(0, how, reason))
+            if how != "kill":
+                end = None if timeout is None else program.clock.now() + timeout
+                self._look_again(owned, how, end)
+            self._settle(owned)  # the last of them may have gone while this was written down
+        return future
+
+    def _look_again(self, owned: OwnedProcs, how: str, end: float | None) -> None:
+        left = GRACE if end is None else min(GRACE, max(end - self._program.clock.now(), 0.0))
+        self._program.pump.later(left, functools.partial(self._hurry, owned, how, end))
+
+    def _hurry(self, owned: OwnedProcs, how: str, end: float | None) -> None:
+        """What has been told to stop is still there: whoever may be at work is waited for, others are killed."""
+        program, busy = self._program, []
+        late = how == "abort" or (end is not None and program.clock.now() >= end)
+        for member in owned.members.values():
+            if member.gone:
+                continue
+            peer = member.peer
+            deaf = peer.link < 0 or program.links.unread(peer.link) > 0
+            if late or deaf:
+                why = "it does not read its messages" if deaf else "it still works"
+                log.warning("%s is killed, %s: %s", peer, "for its time is up" if late else "since it was to stop", why)
+                self._kill(member)
+            else:
+                busy.append(str(peer))
+        if busy:
+            some = ", ".join(busy[:8]) + (f" and {len(busy) - 8} more" if len(busy) > 8 else "")
+            log.warning(
+                "%s is to stop and still has messages to finish; kill() ends it at once: %s", owned.core.name, some
+            )
+        if any(not member.gone for member in owned.members.values()):
+            self._look_again(owned, how, end)
+
+    def at_work(self) -> list[str]:
+        """Processes that there still are, for people."""
+        return [str(m.peer) for owned in self._meshes for m in owned.members.values() if not m.gone]
+
+    def _kill(self, member: _Member) -> None:
+        if self._spawner is not None and member.exited is None and member.failed is None:
+            self._spawner.kill(member.number, signal.SIGKILL)
+
+    def _settle(self, owned: OwnedProcs) -> None:
+        if all(m.gone for m in owned.members.values()):
+            for future in owned.ended:
+                future._set(None)
+            owned.ended.clear()
+            if owned.core.stopped is not None and owned in self._meshes:
+                self._forget(owned)
+
+    def _forget(self, owned: OwnedProcs) -> None:
+        self._meshes.remove(owned)
+        for member in owned.members.values():
+            self._by_number.pop(member.number, None)
+        if self._logs is not None:
+            logs, collector = owned.logs, self._logs
+            self._program.aside(lambda: collector.remove(logs))
+
+    def any(self) -> bool:
+        """True while there are processes."""
+        return bool(self._meshes)
+
+    def flush_logs(self) -> None:
+        """What they have written is out."""
+        if self._logs is not None:
+            self._logs.flush(timeout=2.0)
+
+    def close(self) -> None:
+        """Kill what is left, and the fork server if it is ours."""
+        if self._spawner is not None:
+            self._spawner.close()
+        if self._logs is not None:
+            self._logs.close(timeout=2.0)
+
+
+def _token(epoch: int) -> str:
+    """A new process's: 112 random bits, and how often it has been started anew."""
+    return secrets.token_hex(14) + f"{epoch & 0xFFFF:04x}"
+
+
+def _check_start(bootstrap: Any, env: Mapping[str, str] | None) -> None:
+    """Before anything is started: what would only fail in the new process."""
+    if bootstrap is not None and not callable(bootstrap):
+        raise TypeError(f"bootstrap={bootstrap!r}: give a function without arguments")
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"env={{{name!r}: {value!r}}}: names and values of variables are strings")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env: {name!r} can't be the name of a variable")
+
+
+def _packed(bootstrap: Any) -> bytes:
+    try:
+        packed: bytes = cloudpickle.dumps(bootstrap)
+    except Exception as error:
+        raise TypeError(f"bootstrap can't be sent to the new processes: {type(error).__name__}: {error}") from error
+    return packed
+
+
+def _pipes() -> tuple[int, int, int, int]:
+    """Two: where to read and write stdout, then stderr."""
+    first = os.pipe()
+    try:
+        return (*first, *os.pipe())
+    except OSError:
+        for fd in first:
+            os.close(fd)
+        raise
+
+
+def _last_words(tail: list[str]) -> tuple[str, ...]:
+    """What of a dead process's stderr belongs into a report: what faulthandler said, else the last lines."""
+    for i, line in enumerate(tail):
+        if line.startswith("Fatal Python error"):
+            return tuple(tail[i : i + 12])
+    return tuple(tail[-8:])
+
+
+def _allow_descriptors() -> None:
+    """As many open files as the hard limit lets one have: a process of ours takes four, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

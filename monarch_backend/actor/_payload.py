@@ -1,0 +1,95 @@
+"""What travels in the bodies of calls and replies: arguments, values, errors; and the prefix that names an endpoint."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import msgspec
+
+from monarch_backend.actor._errors import ActorError, MeshFailure, SupervisionError
+from monarch_backend.mesh._extent import Extent
+from monarch_backend.transport._exceptions import pack_exception, remote_traceback, unpack_exception
+from monarch_backend.transport._frames import FrameError, Status
+from monarch_backend.transport._serialize import dumps, loads
+
+HOST = socket.gethostname()
+
+
+class Called(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The prefix of a call: the endpoint, the mesh or slice it was sent to, and where the reply goes if not back."""
+
+    method: str
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    port: tuple[str, int] | None = None  # token, number
+    plain: int = 0  # 1: a method that is no endpoint, called as one; 2: as one with an explicit port
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Called)
+_known: dict[bytes, tuple[Called, Extent]] = {}
+
+
+def prefix_of(method: str, extent: Extent, port: tuple[str, int] | None = None, plain: int = 0) -> bytes:
+    """The prefix of a call."""
+    return _encoder.encode(Called(method, tuple(extent.labels), tuple(extent.sizes), port, plain))
+
+
+def read_prefix(prefix: bytes) -> tuple[Called, Extent]:
+    """The endpoint and the extent of a call's prefix; remembered, since they are few."""
+    found = _known.get(prefix)
+    if found is None:
+        try:
+            called = _decoder.decode(prefix)
+            found = called, Extent(called.labels, called.sizes)
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            raise FrameError(f"not the prefix of a call: {error}") from error
+        if len(_known) > 4096:
+            _known.clear()
+        _known[prefix] = found
+    return found
+
+
+def pack_error(error: BaseException) -> Any:
+    """The body of a reply with an error in it."""
+    return dumps((pack_exception(error), remote_traceback(error), HOST, os.getpid()))[0]
+
+
+def pack_failure(failure: MeshFailure) -> bytes:
+    """The body of a reply of a dead actor."""
+    return pack_exception(failure)
+
+
+def text_of(error: BaseException) -> str:
+    """Type and message, also of exceptions that can't say theirs."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as again:
+        return f"{type(error).__name__} (whose text can't be had: {type(again).__name__})"
+
+
+def read_error(status: bytes, body: Any, actor: str, endpoint: str, where: str, rank: int) -> BaseException:
+    """The exception that a caller gets for a reply that is no value."""
+    if status == Status.ERROR:
+        packed, trace, host, pid = loads(body, None)
+        cause = unpack_exception(packed)
+        text = f"{actor}.{endpoint} raised on {where} (host {host}, pid {pid}): {text_of(cause)}\n\n{trace}"
+        error: BaseException = ActorError(text, actor, endpoint, rank)
+        error.__cause__ = cause
+        return error
+    failure = unpack_exception(bytes(body))
+    if not isinstance(failure, MeshFailure):
+        return failure
+    delivery = "not sent" if status == Status.DEAD else "unknown"
+    return supervision_error(failure, f"{actor}.{endpoint}", delivery)
+
+
+def supervision_error(failure: MeshFailure, endpoint: str, delivery: str) -> SupervisionError:
+    """The error of a call on a dead rank."""
+    became = "it was not sent" if delivery == "not sent" else "it may have run"
+    text = f"{endpoint} was called on a rank that is dead ({became}): {failure}"
+    error = SupervisionError(text, endpoint, failure, delivery)
+    error.__cause__ = failure.__cause__
+    return error

@@ -1,0 +1,217 @@
+"""Ports: where values can be sent to from anywhere, and the receivers that wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from monarch_backend.actor._future import Future
+from monarch_backend.actor._payload import pack_error, read_error
+from monarch_backend.transport._frames import Frame, Kind, Status
+from monarch_backend.transport._router import Peer
+from monarch_backend.transport._serialize import dumps, loads
+
+if TYPE_CHECKING:
+    from monarch_backend.actor._program import Program
+
+T = TypeVar("T")
+
+
+class PortClosedError(RuntimeError):
+    """The receiver is gone, or took its one value already."""
+
+
+class Port(Generic[T]):
+    """Sends values to its receiver, in order. Can itself be sent in messages."""
+
+    def __init__(self, token: str, number: int, rank: int = 0) -> None:
+        self._address = (token, number)
+        self._rank = rank
+
+    def send(self, value: T) -> None:
+        """Raises SerializationError for what can't be sent, PeerGoneError if the receiver's process is gone."""
+        self._send(Status.VALUE, *dumps(value))
+
+    def exception(self, error: BaseException) -> None:
+        """The receiver's ``recv`` raises ActorError with this cause."""
+        self._send(Status.ERROR, pack_error(error), None)
+
+    def _send(self, status: bytes, body: Any, buffers: Any) -> None:
+        from monarch_backend.actor._program import program
+
+        router = program().router
+        token, number = self._address
+        router.send(router.peer(token), Kind.PORT, number, 0, self._rank, status, body, buffers)
+
+    def __reduce__(self) -> Any:
+        return Port, (*self._address, self._rank)
+
+    def __repr__(self) -> str:
+        return f"<Port {self._address[1]} of process {self._address[0][:8]}>"
+
+
+class ReplyPort(Port[T]):
+    """The way back to a caller, for endpoints with an explicit response port."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def _send(self, status: bytes, body: Any, buffers: Any) -> None:
+        self._answer(status, body, buffers)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "the port of a reply stays with the actor that was called: send a port of Channel.open() instead"
+        )
+
+    def __repr__(self) -> str:
+        return "<Port to the caller>"
+
+
+class _Next(Future[T]):
+    """The next value of a receiver. One that nobody holds any more, after a timeout perhaps, takes none."""
+
+    __slots__ = ("_receiver",)
+
+    def __init__(self, receiver: PortReceiver[T]) -> None:
+        super().__init__(receiver._program.wait)
+        self._receiver: PortReceiver[T] | None = receiver
+
+    def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
+        receiver = self._receiver
+        if receiver is not None and not self.ready:
+            receiver._keep(self)
+        super().add_done_callback(call)
+
+    def _finish(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        super()._finish()
+        if receiver is not None:
+            receiver._let_go(self)
+
+
+class PortReceiver(Generic[T]):
+    """Takes what is sent to its port, in the order of each sender."""
+
+    def __init__(self, program: Program, number: int, once: bool, ranked: bool) -> None:
+        self._program, self.number, self._once, self._ranked = program, number, once, ranked
+        self._values: deque[tuple[Peer, Frame]] = deque()
+        self._waiting: deque[weakref.ref[_Next[Any]]] = deque()
+        self._kept: set[_Next[Any]] = set()  # those that somebody hears of by a callback
+        self._closed = False
+
+    def _take(self, peer: Peer, frame: Frame) -> None:
+        if self._closed:
+            self._program.router.processed(peer)
+            return
+        if self._once:
+            self._closed = True
+            self._program.ports.pop(self.number, None)
+        while (future := self._next()) is not None:
+            self._answer(future, peer, frame)
+            return
+        self._values.append((peer, frame))
+        if self._closed and not self._once:  # in between
+            _give_back(self._program, self._values)
+
+    def _answer(self, future: Future[Any], peer: Peer, frame: Frame) -> None:
+        self._program.router.processed(peer)
+        if frame.prefix != Status.VALUE:
+            future._fail(read_error(frame.prefix, frame.body, "port", "exception", f"process {peer}", frame.rank))
+        elif self._ranked:
+            future._set_raw(lambda: (frame.rank, loads(frame.body, frame.buffers)))
+        else:
+            future._set_raw(lambda: loads(frame.body, frame.buffers))
+
+    def recv(self) -> Future[Any]:
+        """A Future of the next value; of (rank, value) for ranked ports.
+
+        Raises PortClosedError when nothing can come any more.
+        """
+        future: _Next[Any] = _Next(self)
+        if self._values:
+            self._answer(future, *self._values.popleft())
+            return future
+        if self._closed:
+            raise PortClosedError("this receiver was closed, or had its one value already")
+        while self._waiting and self._waiting[0]() is None:  # given up: who polls with a timeout leaves many
+            self._waiting.popleft()
+        self._waiting.append(weakref.ref(future))
+        if self._values and (first := self._next()) is not None:  # it came in between
+            self._answer(first, *self._values.popleft())
+        return future
+
+    def _next(self) -> _Next[Any] | None:
+        """The first that still waits."""
+        while self._waiting:
+            future = self._waiting.popleft()()
+            if future is not None and not future.ready:
+                return future
+        return None
+
+    def _keep(self, future: _Next[Any]) -> None:
+        """It has a callback: it is there until it is done, and so are we, whether or not somebody holds us."""
+        self._kept.add(future)
+        self._program.expecting.add(self)
+
+    def _let_go(self, future: _Next[Any]) -> None:
+        self._kept.discard(future)
+        if not self._kept:
+            self._program.expecting.discard(self)
+
+    def close(self) -> None:
+        """Nothing more is taken, what has come is dropped; whoever waits hears of it."""
+        self._closed = True
+        self._program.ports.pop(self.number, None)
+        _give_back(self._program, self._values)
+        while (future := self._next()) is not None:
+            future._fail(PortClosedError("the receiver was closed"))
+
+    def __del__(self) -> None:
+        program, values = self._program, self._values
+        if values:  # places in the window; not here, wherever the garbage collection has struck
+            program.soon(lambda: _give_back(program, values))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a receiver stays where it was opened: send its port")
+
+
+def _give_back(program: Program, values: deque[tuple[Peer, Frame]]) -> None:
+    """Values that nobody will take leave their places in the window to others."""
+    with contextlib.suppress(IndexError):  # two of us may be at it
+        while values:
+            program.router.processed(values.popleft()[0])
+
+
+class Channel:
+    """Opens ports.
+
+    >>> from monarch_backend.actor import Channel
+    >>> port, receiver = Channel.open()
+    >>> port.send("hello")
+    >>> receiver.recv().get()
+    'hello'
+    """
+
+    @staticmethod
+    def open(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
+        """A port and its receiver; with ``once`` for a single value."""
+        return _open(once, ranked=False)
+
+    @staticmethod
+    def open_ranked(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
+        """As `open`; the receiver gives (rank of the sender in the mesh that was called, value)."""
+        return _open(once, ranked=True)
+
+
+def _open(once: bool, ranked: bool) -> tuple[Port[Any], PortReceiver[Any]]:
+    from monarch_backend.actor._program import program
+
+    here = program()
+    number = next(here.ids)
+    receiver: PortReceiver[Any] = PortReceiver(here, number, once, ranked)
+    here.ports[number] = receiver
+    return Port(here.router.token, number), receiver

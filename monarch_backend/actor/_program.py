@@ -1,0 +1,692 @@
+"""This process as a program of actors: what it has spawned, what it waits for, what lives in it.
+
+One `Program` per process, of the controller and of every worker alike; made on first use. It ties the rooms together:
+frames (transport), processes (mesh) and cells (actor). What it owns of processes is in _owned.py, policy in
+_supervision.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend.actor import _context, _registry
+from monarch_backend.actor._actor import blueprint
+from monarch_backend.actor._actor_mesh import ActorMesh
+from monarch_backend.actor._async_cell import AsyncCell
+from monarch_backend.actor._cell import Cell, Message
+from monarch_backend.actor._cores import ActorCore
+from monarch_backend.actor._errors import Death, MeshFailure, SupervisionError
+from monarch_backend.actor._future import Future
+from monarch_backend.actor._interrupts import Interrupts
+from monarch_backend.actor._owned import OwnedActors, ProcessOwner
+from monarch_backend.actor._payload import HOST, pack_failure
+from monarch_backend.actor._port import PortReceiver
+from monarch_backend.actor._supervision import Intensity, Restart, Supervision, check_policy
+from monarch_backend.mesh import _program as seam
+from monarch_backend.mesh._extent import Extent
+from monarch_backend.mesh._procs import ProcCore, ProcMesh, ProcReference
+from monarch_backend.mesh._worker_logging import install_worker_logging
+from monarch_backend.transport._exceptions import unpack_exception
+from monarch_backend.transport._frames import (
+    Cancel,
+    Construct,
+    Constructed,
+    Failed,
+    Frame,
+    Kind,
+    More,
+    Replaced,
+    Setting,
+    Status,
+    Stop,
+    Stopped,
+)
+from monarch_backend.transport._links import Clock, Links, LocalLinks, RealClock, epoch_of
+from monarch_backend.transport._pump import Pump
+from monarch_backend.transport._router import Combiner, Peer, Router
+from monarch_backend.transport._serialize import dumps
+
+HINT, FAREWELL = 1.0, 5.0
+"""Seconds that processes get to stop when the program ends."""
+
+UNBORN = 30.0
+"""Seconds that messages wait for an actor that is not built yet."""
+
+
+class Program:
+    """This process among those of its meshes."""
+
+    def __init__(self, links: Links, pump: Any, clock: Clock, _epoch: int = 0) -> None:
+        self.links, self.pump, self.clock = links, pump, clock
+        self.pid = os.getpid()
+        self.ids = itertools.count(1)
+        self.pending: dict[int, Any] = {}  # calls that wait for replies, by number
+        # A receiver that nobody holds can't be read any more, unless somebody waits for its next value.
+        self.expecting: set[PortReceiver[Any]] = set()
+        self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
+        self.cells: dict[int, Cell] = {}  # also those that have ended
+        self._unborn: dict[int, list[Message]] = {}  # messages for actors of which nothing is known here yet
+        self.procs: dict[str, ProcCore] = {}
+        self.actors: dict[int, ActorCore] = {}
+        self.main_children: list[Any] = []  # what the program itself has spawned
+        self.closing = False
+        self.leaving = False  # this process has been told to end
+        self.disowned = False  # this process is a fork of the one that all this is about
+        self.at_exit = False  # this program ends itself when the interpreter ends
+        self.home_extent: Extent | None = None  # of the mesh that this process is a member of; None in the main program
+        self.home_rank = 0
+        self.root: Peer | None = None  # the main program; None if this is it
+        self.registry = _registry.Registry(self)
+        self.interrupts = Interrupts(self)
+        self.server_address = ""  # of the fork server, in a worker
+        self.run_cell: Callable[[Cell], None] = self._run_in_thread
+        self.on_exit: Callable[[str, str], None] = self._leave
+        self.supervision = Supervision(self)
+        self.router = Router(links, self._wait_for_room)
+        self.router.wake = pump.wake  # type: ignore[method-assign]
+        self.router.later = pump.later  # type: ignore[method-assign]
+        self.router.on_gone = self._gone
+        self.router.on_met = self._met
+        self.router.on_wait = self._say_wait
+        self.router.handlers.update({Kind.CALL: self._called, Kind.REPLY: self._replied, Kind.PORT: self._ported})
+        self.router.control.update(
+            {
+                Construct: self._construct,
+                Constructed: self._constructed,
+                Cancel: self._cancel,
+                More: self._more,
+                Stop: self._stop,
+                Stopped: self._actor_stopped,
+                Failed: self._actor_failed,
+                Replaced: self._replaced,
+                Setting: self._set,
+            }
+        )
+        self.owner = ProcessOwner(self)
+
+    # ---- waiting and threads
+
+    def wait(self, what: Any, seconds: float | None = None) -> bool:
+        """Wait for something, reading meanwhile; an actor's thread can be interrupted in it."""
+        cell = _context.cell.get()
+        if cell is None:
+            if threading.get_ident() == self.interrupts.main:
+                return self._wait_on_main(what, seconds)
+            return bool(self.pump.wait(what, seconds))
+        self._refuse_to_wait(cell, what)
+        cell.waiting_for = what
+        try:
+            done = bool(self.pump.wait(what, seconds, cell.to_be_struck))
+        finally:
+            cell.waiting_for = None
+        if not done:
+            cell.strike_here()
+        return done
+
+    def _refuse_to_wait(self, cell: Cell, what: Any) -> None:
+        """An actor that waits for its own answer would wait for ever: it takes one message at a time."""
+        core = getattr(what, "core", None)
+        if core is None or core.actor != cell.actor or what.ready or cell._thread_id != threading.get_ident():
+            return
+        me = self.router.me
+        if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
+            raise RuntimeError(
+                f"{cell.name} would wait for ever: it takes one message at a time, and {what.endpoint} is for it to "
+                "answer. Call the method, self.method(...), or make the endpoints concurrent (async)"
+            )
+
+    def _wait_on_main(self, what: Any, seconds: float | None) -> bool:
+        interrupts = self.interrupts
+        interrupts.guard()
+        interrupts.waiting_for = what
+        try:
+            done = bool(self.pump.wait(what, seconds, interrupts.is_noted))
+        finally:
+            interrupts.waiting_for = None
+        if interrupts.noted:
+            interrupts.raise_here()
+        return done
+
+    def _wait_for_room(self, what: Any, seconds: float | None) -> bool:
+        """As `wait`. In the middle of sending something, for a moment, nobody is interrupted."""
+        return self.wait(what, None) if seconds is None else bool(self.pump.wait(what, seconds))
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """On the thread that reads, in a moment."""
+        self.pump.later(0.0, call)
+
+    def aside(self, call: Callable[[], object]) -> None:
+        """On a thread of its own: what may wait."""
+        threading.Thread(target=call, name="monarch-aside", daemon=True).start()
+
+    def without_waiting(self, call: Callable[[], None]) -> None:
+        """Now, or in a moment on a thread that may wait, if this one reads."""
+        if self.pump.reading:
+            self.aside(call)
+        else:
+            call()
+
+    def _run_in_thread(self, cell: Cell) -> None:
+        threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True).start()
+
+    # ---- references
+
+    def proc_core(self, data: ProcReference) -> ProcCore:
+        """The one ProcCore of a mesh in this process."""
+        core = self.procs.get(data.id)
+        if core is None:
+            owner = self.router.peer(data.owner)
+            peers = [self.router.peer(token, owner) for token in data.tokens]
+            core = ProcCore(data.id, data.name, Extent(data.labels, data.sizes), owner, peers, data.server)
+            for rank, peer in enumerate(peers):
+                peer.label = peer.label or functools.partial(core.who, rank)
+            core = self.procs.setdefault(data.id, core)
+        elif core.owned is None:
+            for rank, token in enumerate(data.tokens):
+                if epoch_of(token) > core.peers[rank].epoch:  # the reference is newer than what we know
+                    core.replace(rank, self.router.peer(token, core.owner))
+        return core
+
+    def actor_core(
+        self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
+    ) -> ActorCore:
+        """The one ActorCore of a mesh in this process."""
+        proc_core = self.proc_core(procs)
+        core = self.actors.get(actor)
+        if core is None:
+            core = ActorCore(
+                actor, name, blueprint(cls), proc_core, Extent(labels, sizes), tuple(bases), self.router.peer(owner)
+            )
+            core = self.actors.setdefault(actor, core)
+        return core
+
+    def failure_of(self, core: ActorCore, rank: int) -> MeshFailure:
+        """Why this rank can't be called."""
+        known = core.failure_of(rank)
+        if known is not None:
+            return known
+        deaths = self.death_of(core.procs, core.bases[rank], core.peer(rank)).deaths
+        return MeshFailure(core.name, [replace(death, rank=rank, where=core.where(rank)) for death in deaths])
+
+    def death_of(self, core: ProcCore, rank: int, peer: Peer, mesh_name: str = "") -> MeshFailure:
+        """A failure that tells of a process's end, as far as it is known here."""
+        if core.stopped is not None:
+            what, code = f"it was stopped: {core.stopped}", None
+        else:
+            what, code = self.owner.how_it_ended(peer)
+        return MeshFailure(mesh_name or core.name, [Death(rank, core.where(rank), HOST, peer.pid, what, code)])
+
+    def named_actor(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
+        """The one actor of this name in the whole program."""
+        if self.root is None:
+            return self.registry.get(name, cls, args, kwargs)
+        return _registry.ask(self, name, cls, args, kwargs)
+
+    # ---- spawning
+
+    def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
+        """Start a process for each rank of the extent."""
+        return self.owner.spawn(extent, _living_cell("processes"), **options)
+
+    def spawn_actors(
+        self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
+    ) -> ActorMesh:
+        """Build an actor in each process."""
+        plan = blueprint(cls)
+        if procs._core.stopped is not None:
+            raise SupervisionError(
+                f"{name!r} can't be spawned on mesh {procs._core.name!r}: it was stopped: {procs._core.stopped}",
+                "spawn",
+            )
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an actor mesh has a name, not {name!r}")
+        _check_constructor(cls, args, kwargs)
+        check_policy(restart)
+        body, buffers = dumps((cls, args, kwargs, procs))
+        owner_cell = _living_cell(f"the mesh {name!r}")
+        core = ActorCore(
+            secrets.randbits(63) | 1, name, plan, procs._core, procs.extent, tuple(procs._shape.ranks), self.router.me
+        )
+        intensity = Intensity(restart, self.clock) if restart is not None else None
+        core.owned = OwnedActors(core, owner_cell, _joined(body), _copied(buffers), intensity, Future(self.wait))
+        self.actors[core.actor] = core
+        (owner_cell.children if owner_cell is not None else self.main_children).append(core)
+        if procs._core.owned is not None:
+            procs._core.owned.actors.append(core)
+        for rank in range(len(core.bases)):
+            self.construct(core, rank)
+        return ActorMesh(core)
+
+    def construct(self, core: ActorCore, rank: int) -> None:
+        """Have one rank of an actor mesh built; again, if it was there before."""
+        owned = core.owned
+        owned.left.add(rank)
+        peer = core.peer(rank)
+        if peer.gone is not None:
+            self.soon(lambda: self._lost_rank(core, rank, self.death_of(core.procs, core.bases[rank], peer)))
+            return
+        cell = owned.owner_cell
+        plan = Construct(
+            core.actor, core.name, rank, tuple(core.extent.labels), tuple(core.extent.sizes), cell.actor if cell else 0,
+            cell.name if cell else "main", owned.generations[rank], owned.intensity is not None,
+            core.blueprint.is_async,
+        )  # fmt: skip
+        self.router.tell(peer, plan, owned.body, owned.buffers)
+
+    def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
+        """Make the processes the ranks of a torch process group."""
+        from monarch_backend.actor import _spmd
+
+        return _spmd.meet(self, procs, backend, timeout)
+
+    def set_log_level(self, core: ProcCore, level: int | str) -> None:
+        """What the processes' ``logging`` makes at all; what is shown of it is the collector's part."""
+        for peer in core.peers:
+            self.router.tell(peer, Setting("log_level", level))
+
+    def ready(self, core: ProcCore) -> Future[None]:
+        """Done when all processes are there."""
+        return self.owner.ready(core)
+
+    def built(self, core: ActorCore) -> Future[None]:
+        """Done when all actors are built; elsewhere than at the owner, when all answer."""
+        if core.owned is None:
+            raise RuntimeError("only the program or actor that has spawned a mesh can wait for it to be built")
+        future: Future[None] = core.owned.built
+        return future
+
+    # ---- stopping
+
+    def stop_procs(self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None) -> Future[None]:
+        """End processes; a Future that is done when they have gone."""
+        return self.owner.stop(core, how, reason, timeout)
+
+    def stop_actors(self, core: ActorCore, how: str, reason: str) -> Future[None]:
+        """End actors; a Future that is done when they have."""
+        if core.owned is None:
+            raise RuntimeError(
+                "a mesh of actors is stopped by who has spawned it; an actor may stop itself: context().actor_instance"
+            )
+        if core.stopped is None:
+            death = [
+                Death(rank, core.where(rank), HOST, core.peer(rank).pid, f"it was stopped: {reason}")
+                for rank in range(len(core.bases))
+            ]
+            core.stopped = MeshFailure(core.name, death[:1])
+            core.owned.built._fail(core.stopped)
+            for rank in range(len(core.bases)):
+                if core.dead.get(rank) is None and core.peer(rank).gone is None:
+                    self.router.tell(core.peer(rank), Stop(core.actor, how, reason))
+                else:
+                    core.owned.left.discard(rank)
+            core.owned.settle()
+        future: Future[None] = core.owned.ended
+        return future
+
+    def end_child(self, child: Any, failure: MeshFailure | None, how: str) -> None:
+        """What an actor owns ends with it. Waits for it, for a while, where it may wait."""
+        reason = ("its owner has ended" if failure is None else f"its owner has ended: {failure}")[:4096]
+        stop = self.stop_procs if isinstance(child, ProcCore) else self.stop_actors
+        future = stop(child, how, reason)
+        if not self.pump.reading:
+            self.wait(future, 10.0)
+
+    # ---- messages
+
+    def _called(self, peer: Peer, frame: Frame, via: Combiner | None) -> None:
+        cell = self.cells.get(frame.target)
+        if cell is None and frame.target == _registry.NUMBER and self.root is None:
+            cell = self._start_registrar()
+        if cell is not None:
+            cell.put((peer, frame, via))
+            return
+        # A reference may be here before the word of its owner: the message waits, though not for ever.
+        waiting = self._unborn.get(frame.target)
+        if waiting is None:
+            waiting = self._unborn[frame.target] = []
+            self.pump.later(UNBORN, lambda: self._refuse_unborn(frame.target))
+        waiting.append((peer, frame, via))
+
+    def _refuse_unborn(self, actor: int) -> None:
+        where = str(self.home_extent.point(self.home_rank)) if self.home_extent is not None else "the main program"
+        for peer, frame, via in self._unborn.pop(actor, ()):
+            self.router.processed(peer)
+            what = f"its actor was not built here within {UNBORN:.0f} s"
+            failure = pack_failure(MeshFailure("?", [Death(frame.rank, where, HOST, self.pid, what)]))
+            if frame.ref and via is not None:
+                via.own(frame.rank, Status.DEAD, failure, None)
+            elif frame.ref:
+                self.router.send_or_keep(
+                    peer.link, Kind.REPLY, 0, frame.ref, Status.DEAD, failure, None, rank=frame.rank
+                )
+
+    def _start_registrar(self) -> Cell:
+        body, buffers = dumps((_registry.Registrar, (), {}, None))
+        cell = self.cells[_registry.NUMBER] = Cell(self, _registry.plan(), self.router.me, body, buffers)
+        self.run_cell(cell)
+        return cell
+
+    def _replied(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+        call = self.pending.get(frame.ref)
+        if call is not None:
+            call.on_reply(frame)
+
+    def _ported(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+        receiver = self.ports.get(frame.target)
+        if receiver is not None:
+            receiver._take(peer, frame)
+        else:
+            self.router.processed(peer)
+
+    def withdraw(self, core: ActorCore, ref: int, peers: Sequence[Peer], reason: str) -> None:
+        """A call is no longer wanted."""
+        for peer in peers:
+            if peer.gone is None:
+                self.router.tell(peer, Cancel(core.actor, ref, reason))
+        self.pump.wake()  # a thread that waits for it reads perhaps, and must look up
+
+    def _cancel(self, peer: Peer, message: Cancel, _: Frame) -> None:
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.cancel(peer, message)
+
+    def _more(self, peer: Peer, message: More, _: Frame) -> None:
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.more(peer, message)
+
+    # ---- actors of this process
+
+    def _construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
+        former = self.cells.get(plan.actor)
+        cell = (AsyncCell if plan.is_async else Cell)(self, plan, peer, frame.body, frame.buffers)
+        self.cells[plan.actor] = cell
+        for message in self._unborn.pop(plan.actor, ()):
+            cell.put(message)
+        if former is not None:
+            cell.take_over(former)
+        else:
+            self.run_cell(cell)
+
+    def _stop(self, peer: Peer, message: Stop, _: Frame) -> None:
+        if message.actor == 0:
+            self.on_exit(message.how, message.reason)
+            return
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.end(message.how, message.reason)
+
+    def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
+        core = self.procs.get(message.mesh)
+        if core is not None and core.owned is None and core.owner is peer and message.rank < len(core.peers):
+            core.replace(message.rank, self.router.peer(message.token, core.owner))
+
+    def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
+        if message.name == "crowded":
+            self.links.post.crowd(bool(message.value))  # type: ignore[attr-defined]
+        elif message.name == "log_level":
+            install_worker_logging(message.value)
+        elif message.name == "abort_groups":
+            from monarch_backend.actor import _spmd
+
+            self.aside(lambda: _spmd.abort_groups(str(message.value)))
+
+    def exit_now(self, reason: str) -> None:
+        """This process is gone with the next instruction."""
+        sys.stderr.write(f"monarch_backend: {reason}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), 9)
+
+    def _leave(self, how: str, reason: str) -> None:
+        """A worker's part is set by _worker.py."""
+
+    # ---- what is told to owners
+
+    def _constructed(self, peer: Peer, message: Constructed, _: Frame) -> None:
+        core = self.actors.get(message.actor)
+        if core is not None and core.owned is not None:
+            core.owned.is_built(message.rank)
+
+    def _actor_stopped(self, peer: Peer, message: Stopped, _: Frame) -> None:
+        core = self.actors.get(message.actor)
+        if core is not None and core.owned is not None and message.generation == core.owned.generations[message.rank]:
+            core.owned.is_gone(message.rank)
+
+    def _actor_failed(self, peer: Peer, message: Failed, frame: Frame) -> None:
+        core = self.actors.get(message.actor)
+        if core is None or core.owned is None or message.generation != core.owned.generations[message.rank]:
+            return
+        failure = unpack_exception(bytes(frame.body))
+        if isinstance(failure, MeshFailure):
+            self._lost_rank(core, message.rank, failure)
+
+    def _lost_rank(self, core: ActorCore, rank: int, failure: MeshFailure) -> None:
+        """An actor of a mesh of ours is dead, and its process is not."""
+        owned = core.owned
+        if core.peer(rank).gone is not None:
+            owned.is_gone(rank)
+        if core.stopped is not None or core.procs.stopped is not None or self.closing:
+            return
+        if core.dead.get(rank) is not None:
+            return  # known already, from its process's end or from its own word
+        delay = owned.intensity.allow() if owned.intensity is not None else None
+        gone = core.peer(rank).gone is not None
+        if delay is not None and gone and core.procs.owned is not None:
+            return  # what its process's own mesh tells of, and mends
+        if delay is not None and not gone:
+            again = range(len(core.bases)) if owned.intensity.policy.strategy == "all" else [rank]
+            for other in again:
+                owned.generations[other] += 1
+                if other != rank:
+                    self.router.tell(core.peer(other), Stop(core.actor, "restart", "the whole mesh is restarted"))
+            homes = [(other, owned.generations[other], core.peer(other)) for other in again]
+            self.pump.later(delay, lambda: self._construct_again(core, homes))
+            return
+        deaths = [replace(death, rank=rank, where=core.where(rank)) for death in failure.deaths[:1]]
+        mesh_failure = MeshFailure(core.name, deaths, ActorMesh(core))
+        mesh_failure.__cause__ = failure.__cause__
+        core.dead[rank] = mesh_failure
+        if owned.intensity is not None and core.peer(rank).gone is None:
+            self.router.tell(core.peer(rank), Stop(core.actor, "stop", "it died too often"))
+        owned.built._fail(mesh_failure)
+        self.supervision.failed(owned.owner_cell, mesh_failure)
+
+    def _construct_again(self, core: ActorCore, homes: Sequence[tuple[int, int, Peer]]) -> None:
+        if core.stopped is not None or core.procs.stopped is not None:
+            return
+        for rank, generation, peer in homes:
+            # Or its process has ended, which is told by itself; or it has been started anew for another reason.
+            if core.peer(rank) is peer and peer.gone is None and core.owned.generations[rank] == generation:
+                self.construct(core, rank)
+
+    # ---- processes that come and go
+
+    def _met(self, peer: Peer) -> None:
+        self.owner.met(peer)
+
+    def _gone(self, peer: Peer) -> None:
+        owned = self.owner.member(peer)
+        if owned is not None:
+            self.owner.ended(peer)  # it tells us when it knows how it ended
+        else:
+            self.lost_process(peer, None)
+
+    def lost_process(self, peer: Peer, failure: MeshFailure | None) -> None:
+        """Whoever waits for this process hears of it."""
+        if failure is None:
+            failure = self._seen_from_here(peer)
+        for call in list(self.pending.values()):
+            call.on_gone(peer, failure)
+        for cell in list(self.cells.values()):
+            cell.reader_gone(peer)
+            if cell.owner is peer and cell.failure is None:
+                cell.end("abort", f"its owner, {peer}, is gone")
+        for core in list(self.actors.values()):
+            if core.owned is not None and core.procs.owned is None:
+                former = core.procs.former.get(peer.token)
+                for rank, base in enumerate(core.bases):
+                    if core.peer(rank) is peer or base == former:
+                        self._lost_rank(core, rank, failure)
+
+    def _seen_from_here(self, peer: Peer) -> MeshFailure:
+        for core in self.procs.values():
+            former = core.former.get(peer.token)
+            for rank, other in enumerate(core.peers):
+                if other is peer or rank == former:
+                    return self.death_of(core, rank, peer)
+        return MeshFailure("?", [Death(0, str(peer), HOST, peer.pid, peer.gone or "it is gone")])
+
+    def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
+        cell = _context.cell.get()
+        if peer is self.router.me and cell is not None and (kind == Kind.PORT or target == cell.actor):
+            # Nobody would take them while it waits here. Other actors of this process do: they have their own threads.
+            what = "to a port of its own process" if kind == Kind.PORT else "to itself"
+            raise RuntimeError(f"{cell.name} has sent so many messages {what} that the queue is full: {why}")
+        if os.environ.get("MONARCH_DEBUG", "0") not in ("", "0"):
+            sys.stderr.write(f"monarch: {why}\n")
+
+    # ---- the end
+
+    def flush_logs(self) -> None:
+        """What the workers have written is on the terminal."""
+        self.owner.flush_logs()
+
+    def kill_all(self) -> None:
+        """Every process that this one has started is gone when it returns."""
+        self.closing = True
+        self.owner.close()
+
+    def disown(self) -> None:
+        """In a fork of this process: nothing of this program can be used there."""
+        self.disowned, pid = True, self.pid
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(
+                f"this mesh belongs to process {pid}, of which process {os.getpid()} is a fork: spawn one here instead"
+            )
+
+        router: Any = self.router
+        router.send = router.cast = router.tell = router.reply = refuse
+        self.wait = self.soon = self.owner.stop = self.pump.wait = refuse  # type: ignore[method-assign]
+
+    def end_first(self) -> None:
+        """At exit, before what has just been made ends itself: processes are stopped before they are killed."""
+        if self.at_exit:
+            atexit.unregister(self.shutdown)
+            atexit.register(self.shutdown)
+
+    def shutdown(self) -> None:
+        """Stop everything, in order; with a second Ctrl-C, at once."""
+        if self.closing:
+            return
+        try:
+            if not self.owner.any():
+                return
+            stopping = self.stop_procs(None, "stop", "the program ends")
+            if not self.wait(stopping, HINT):
+                some = _some(self.owner.at_work())
+                sys.stderr.write(
+                    f"monarch_backend: waiting for {some} to finish, at most {FAREWELL:g} s; Ctrl-C kills them\n"
+                )
+            if not self.wait(stopping, FAREWELL - HINT):
+                some = _some(self.owner.at_work())
+                sys.stderr.write(
+                    f"monarch_backend: the program has ended, and {FAREWELL:g} s later {some} had not finished and was "
+                    "killed. To let actors finish, wait for their futures, or call stop().get() of their processes, "
+                    "before the end.\n"
+                )
+        except KeyboardInterrupt:
+            sys.stderr.write("monarch_backend: interrupted again: the processes are killed\n")
+        finally:
+            self.kill_all()
+            self.links.host.leave()  # type: ignore[attr-defined]
+            self.pump.close()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _living_cell(what: str) -> Any:
+    """The actor that spawns; None for the main program. One that has failed owns nothing more."""
+    cell = _context.cell.get()
+    if cell is not None and cell.failure is not None:
+        raise SupervisionError(f"{cell.name} has ended and can't spawn {what}: {cell.failure}", "spawn", cell.failure)
+    return cell
+
+
+def _check_constructor(cls: type, args: Any, kwargs: Any) -> None:
+    import inspect
+
+    if cls.__init__ is object.__init__ and (args or kwargs):  # type: ignore[misc]
+        raise TypeError(f"{cls.__name__} has no __init__ that takes the arguments which it is given")
+    try:
+        inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__} is built by __init__{inspect.signature(cls.__init__)}: {error}") from None  # type: ignore[misc]
+
+
+def _joined(body: Any) -> bytes:
+    return body if isinstance(body, bytes) else b"".join(body)
+
+
+def _copied(buffers: Any) -> list[bytes] | None:
+    return [bytes(buffer) for buffer in buffers] if buffers else None
+
+
+_program: Program | None = None
+_guard = threading.Lock()
+
+
+def start(token: str = "", crowded: bool = False) -> Program:
+    """A program over shared memory, in this process."""
+    global _program
+    _native.park_threads_at_exit()  # actors of the main program wait in the core when the interpreter ends
+    links = LocalLinks(token, crowded=crowded)
+    holder: list[Program] = []
+    pump = Pump(links.post, lambda events: holder[0].router.handle(events))
+    made = Program(links, pump, RealClock())
+    holder.append(made)
+    pump.start()
+    _program = made
+    return made
+
+
+def program() -> Program:
+    """The program of this process, started if need be."""
+    if _program is None:
+        with _guard:
+            if _program is None:
+                made = start()
+                made.at_exit = True
+                made.end_first()
+    assert _program is not None
+    return _program
+
+
+def _in_forked_child() -> None:
+    """A fork of the user's: the meshes are the parent's."""
+    global _program
+    if _program is not None:
+        atexit.unregister(_program.shutdown)
+        _program.links.host.abandon()  # type: ignore[attr-defined]
+        _program.disown()
+        _native.keep_for_ever(_program)
+        _program = None
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+seam.install(program)
+
+__all__ = ["Program", "program", "start"]

@@ -1,0 +1,105 @@
+"""Ordinary torch.distributed code inside actors: one world for each mesh (or slice) of processes.
+
+The group itself is torch's and process_group/'s; here the processes only meet. What ends the groups of survivors when a
+process dies is told by the owner (see _program.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend.actor._actor import Actor, endpoint
+from monarch_backend.actor._context import current_rank
+from monarch_backend.actor._future import Future
+from monarch_backend.actor._payload import supervision_error
+
+if TYPE_CHECKING:
+    from monarch_backend.mesh._procs import ProcMesh
+
+MEETING_HOST = "127.0.0.1"
+
+
+class World(Actor):
+    """Makes its process a rank of torch's default group."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+
+    @endpoint
+    def listen(self, seconds: float) -> int:
+        """In rank 0: the port of a new store."""
+        import torch._C._distributed_c10d as c10d
+
+        size, timeout = current_rank().extent.nelements, datetime.timedelta(seconds=seconds)
+        self._store = c10d.TCPStore(MEETING_HOST, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        return int(self._store.port)
+
+    @endpoint
+    def join(self, backend: str, port: int, seconds: float) -> None:
+        """In every rank."""
+        import torch._C._distributed_c10d as c10d
+        import torch.distributed as dist
+
+        rank = current_rank()
+        size, timeout = rank.extent.nelements, datetime.timedelta(seconds=seconds)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.update(
+            RANK=str(rank.rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank.rank), LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR=MEETING_HOST, MASTER_PORT=str(port),
+        )  # fmt: skip
+        store = self._store or c10d.TCPStore(MEETING_HOST, port, size, timeout=timeout, wait_for_workers=False)
+        dist.init_process_group(backend, store=store, rank=rank.rank, world_size=size, timeout=timeout)
+        if rank.rank != 0:
+            self._store = None
+
+    def __cleanup__(self, exc: BaseException | None) -> None:
+        """Leave the group, if all is well; after a failure the others have left it, too."""
+        import torch.distributed as dist
+
+        if exc is None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
+    """A Future that is done when every process of the mesh or slice is in the group."""
+    core = procs._core
+    key = tuple(procs._shape.ranks)
+    for rank in key:
+        if core.peers[rank].gone is not None:
+            failed: Future[None] = Future(program.wait)
+            failure = program.death_of(core, rank, core.peers[rank])
+            failed._fail(supervision_error(failure, "process_group", "not sent"))
+            return failed
+    world = core.groups.get(key)
+    if world is None or world.failed_ranks:
+        world = core.groups[key] = procs.spawn("world", World)
+    done: Future[None] = Future(program.wait)
+    first = world if len(world) == 1 else world.flatten("rank").slice(rank=0)
+
+    def joined(future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            done._set(None)
+        else:
+            done._fail(error)
+
+    def join() -> None:
+        try:
+            port = first.listen.call_one(timeout).get()
+            world.join.call(backend, port, timeout).add_done_callback(joined)
+        except BaseException as error:
+            done._fail(error)
+
+    program.aside(join)
+    return done
+
+
+def abort_groups(why: str) -> None:
+    """In a survivor: end the groups of this process, whatever its actors are doing with them."""
+    groups = sys.modules.get("monarch_backend.process_group")
+    if groups is not None:
+        groups.abort_all(why)

@@ -1,0 +1,124 @@
+"""What a spawned process runs: it joins its mesh, and lives as long as its owner wants it to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from typing import Any, NamedTuple
+
+from monarch_backend.actor import _program
+from monarch_backend.actor._cell import CLEANUP_SECONDS, Cell
+from monarch_backend.mesh import _worker_logging
+from monarch_backend.mesh._extent import Extent
+from monarch_backend.transport import _serialize
+from monarch_backend.transport._pump import release
+from monarch_backend.transport._router import Room
+
+
+class Plan(NamedTuple):
+    """What a process is told of itself."""
+
+    token: str
+    owner: str
+    rank: int
+    mesh: str
+    name: str
+    server: str
+    root: str
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    crowded: bool
+
+
+LAST_WORDS = 5.0
+"""Seconds that a process which ends gives its receivers to read what it has sent."""
+
+
+class _MainThread:
+    """Gives the process's main thread to the first actor, and to the next when that one has ended."""
+
+    def __init__(self, program: _program.Program) -> None:
+        self._program = program
+        self._cells: deque[Cell] = deque()
+        self._busy = False
+        self.ready = False
+        self.gate: threading.Lock | None = None
+        self.leaving: str | None = None
+
+    def run_cell(self, cell: Cell) -> None:
+        """On the reading thread."""
+        if self._busy:
+            threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True).start()
+            return
+        self._busy = True
+        self._cells.append(cell)
+        self._wake()
+
+    def leave(self, how: str, reason: str) -> None:
+        """On the reading thread: end the process, actors first. The newest end first."""
+        self.leaving = reason
+        self._program.leaving = True
+        for cell in reversed(list(self._program.cells.values())):
+            cell.end(how, reason)
+        self._wake()
+        # An actor that never comes back from its endpoint is not waited for: the owner kills the process.
+
+    def _wake(self) -> None:
+        self.ready = True
+        release(self)
+        self._program.pump.wake()
+
+    def run(self) -> None:
+        """On the main thread."""
+        while True:
+            self._program.pump.wait(self)
+            self.ready = False
+            while self._cells:
+                self._cells.popleft().run()
+                self._busy = False
+            if self.leaving is not None:
+                return
+
+
+def main(plan: Plan) -> None:
+    """From the fork server, after the bootstrap."""
+    _worker_logging.install_worker_logging()
+    _serialize.settle_in(sys.modules["__main__"])
+    program = _program.start(plan.token, plan.crowded)
+    owner = program.router.peer(plan.owner)
+    link = program.links.connect(plan.owner)
+    if link < 0 or not program.links.host.tether(plan.owner):  # type: ignore[attr-defined]
+        sys.stderr.write(f"monarch_backend: the owner of {plan.name} is gone; process {os.getpid()} ends\n")
+        raise SystemExit(1)
+    program.router._bind(owner, link)
+    program.server_address = plan.server
+    program.root = program.router.peer(plan.root, owner)
+    program.home_rank, program.home_extent = plan.rank, Extent(plan.labels, plan.sizes)
+    thread = _MainThread(program)
+    program.run_cell = thread.run_cell
+    program.on_exit = thread.leave
+    thread.run()
+    _wait_for_others()
+    program.closing = True
+    program.owner.close()
+    _send_what_is_left(program)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    program.links.host.leave()  # type: ignore[attr-defined]
+
+
+def _send_what_is_left(program: _program.Program) -> None:
+    """Replies that wait for room, since their receiver has not read for a moment."""
+    post: Any = program.links.post  # type: ignore[attr-defined]
+    end = program.clock.now() + LAST_WORDS
+    while (program.router.stuck or post.kept_back()) and program.clock.now() < end:
+        program.pump.wait(Room(), 0.005)
+
+
+def _wait_for_others() -> None:
+    """Other actors' threads get a while to clean up."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("actor ") and thread is not threading.current_thread():
+            thread.join(CLEANUP_SECONDS)

@@ -1,0 +1,1 @@
+"""Extents and slicing; host meshes and process meshes; spawning, bootstrap, logs."""

@@ -1,0 +1,71 @@
+"""`HostMesh`: machines on which processes can be started. So far of one host, this one; more come with attach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend.mesh._extent import Extent, MeshTrait, Shape
+from monarch_backend.mesh._program import program
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from monarch_backend.mesh._procs import ProcMesh
+
+
+class HostMesh(MeshTrait):
+    """Hosts, one for each rank."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+
+    def _new_with_shape(self, shape: Shape) -> Self:
+        return self.__class__(shape)
+
+    def __reduce__(self) -> Any:
+        return HostMesh, (self._shape,)
+
+    def spawn_procs(
+        self,
+        per_host: Mapping[str, int] | Extent | None = None,
+        bootstrap: Callable[[], object] | None = None,
+        name: str = "",
+        proc_bind: Any = None,
+        restart: Any = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ProcMesh:
+        """Start processes on each host, ``{"gpus": 8}`` of them; returns the mesh at once.
+
+        They come from a fork server that has imported torch. ``bootstrap`` is called first of all in each of them,
+        ``env`` is added to their environment before. ``proc_bind``: "cores", "numa", a list of processors for each
+        process, or a function of its rank. ``restart``: a Restart, what to do about processes that die.
+
+        Raises ValueError for a mesh without processes, SpawnLimitError (a RuntimeError) for more than the machine
+        allows.
+        """
+        extent = Extent.of({} if per_host is None else per_host)
+        clash = set(extent.labels) & set(self._labels)
+        if clash:
+            raise ValueError(f"the hosts have a dimension {sorted(clash)[0]!r} already: give per_host another name")
+        whole = Extent((*self.extent.labels, *extent.labels), (*self.extent.sizes, *extent.sizes))
+        return program().spawn_procs(  # type: ignore[no-any-return]
+            self, whole, bootstrap=bootstrap, name=name, proc_bind=proc_bind, restart=restart, env=env
+        )
+
+    def shutdown(self) -> Any:
+        """Stop all processes that this program has started on these hosts. A Future of None."""
+        return program().stop_procs(None, "stop", "its hosts were shut down")
+
+    def __repr__(self) -> str:
+        return f"HostMesh({self.extent})" if self.extent.labels else "HostMesh(this host)"
+
+
+def this_host() -> HostMesh:
+    """The machine that this runs on, as a mesh of one host without dimensions.
+
+    >>> from monarch_backend.actor import this_host
+    >>> len(this_host())
+    1
+    """
+    return HostMesh(Shape.of(Extent((), ())))

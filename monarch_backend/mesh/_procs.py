@@ -1,0 +1,187 @@
+"""`ProcMesh`: processes that a program has started, as one object that can be sliced, sent and stopped.
+
+What they run is the room above's; how they come to be is in _spawner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from monarch_backend.mesh._extent import Extent, MeshTrait, Shape, ranks_in_words
+from monarch_backend.mesh._program import program
+
+AFTER_ERROR = 10.0
+"""Seconds that actors get to finish what they have when an error leaves the ``with`` of their processes."""
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from monarch_backend.transport._router import Peer
+
+
+class ProcReference(NamedTuple):
+    """A mesh of processes as it travels."""
+
+    id: str
+    name: str
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    owner: str
+    tokens: tuple[str, ...]
+    server: str
+
+
+@dataclass(eq=False)
+class ProcCore:
+    """What all slices of one mesh of processes share, in this process."""
+
+    id: str
+    name: str
+    extent: Extent
+    owner: Peer
+    peers: list[Peer]
+    server: str = ""  # address of the fork server of its host
+    owned: Any = None  # the owner's records, None elsewhere
+    stopped: str | None = None  # why it was stopped, if it was
+    groups: dict[Any, Any] = field(default_factory=dict)
+    former: dict[str, int] = field(default_factory=dict)  # ranks of processes that have successors, by token
+
+    def replace(self, rank: int, peer: Peer) -> None:
+        """Another process has this rank now. That the former one is gone may be heard of later."""
+        self.former[self.peers[rank].token] = rank
+        self.peers[rank] = peer
+
+    def who(self, rank: int) -> str:
+        """For people: "gpus 3 of trainers"."""
+        return f"{self.where(rank)} of {self.name}"
+
+    def where(self, rank: int) -> str:
+        """For people: "gpus 3"."""
+        return ranks_in_words(self.extent, [rank])
+
+    def reference(self) -> ProcReference:
+        """For the road."""
+        tokens = tuple(p.token for p in self.peers)
+        return ProcReference(
+            self.id,
+            self.name,
+            tuple(self.extent.labels),
+            tuple(self.extent.sizes),
+            self.owner.token,
+            tokens,
+            self.server,
+        )
+
+
+def _from_reference(data: ProcReference, shape: Shape) -> ProcMesh:
+    return ProcMesh(program().proc_core(data), shape)
+
+
+class ProcMesh(MeshTrait):
+    """Processes, one for each rank. From ``host_mesh.spawn_procs(...)``, at once: messages wait until they are up.
+
+    Slices show some of the processes; a reference may be sent to any actor.
+    """
+
+    def __init__(self, core: ProcCore, shape: Shape | None = None) -> None:
+        self._core = core
+        self._shape = shape or Shape.of(core.extent)
+
+    def _new_with_shape(self, shape: Shape) -> Self:
+        return self.__class__(self._core, shape)
+
+    def __reduce__(self) -> Any:
+        return _from_reference, (self._core.reference(), self._shape)
+
+    @property
+    def name(self) -> str:
+        """As given to ``spawn_procs``."""
+        return self._core.name
+
+    @property
+    def initialized(self) -> Any:
+        """A Future, done when all processes are up; it fails if one does not come up."""
+        return program().ready(self._core)
+
+    def spawn(self, name: str, cls: type, /, *args: Any, restart: Any = None, **kwargs: Any) -> Any:
+        """Build ``cls(*args, **kwargs)`` in each process; returns the ActorMesh at once.
+
+        A constructor that fails is a failure of the mesh, told to its owner. ``restart``: a Restart, what to do about
+        actors that die. Raises TypeError for a class that is no Actor or arguments that it does not take.
+        """
+        return program().spawn_actors(self, name, cls, args, kwargs, restart=restart)
+
+    def process_group(self, backend: str = "monarch", timeout: float = 300.0) -> Any:
+        """Make these processes the ranks of torch's default process group, as ``torchrun`` would: a Future of None.
+
+        Afterwards ordinary torch.distributed code runs in actors on them: collectives, DDP, FSDP. A slice is a world of
+        its own. If a process dies, the groups of the others end with an error that names it; call this again after a
+        restart. ``timeout``, in seconds, is the group's.
+        """
+        return program().process_group(self, backend, timeout)
+
+    def stop(self, reason: str = "stopped by its owner", timeout: float | None = None) -> Any:
+        """Let the actors finish the messages that they have, clean up, and end the processes. A Future of None.
+
+        What is still there after ``timeout`` seconds is killed. Without it a process that works is waited for, with a
+        warning every 10 seconds, and one that does not read its messages is killed after 10. Raises ValueError for a
+        slice, and RuntimeError for a mesh that somebody else has spawned; so do ``abort`` and ``kill``.
+        """
+        return program().stop_procs(self._whole("stop"), "stop", reason, timeout)
+
+    def abort(self, reason: str = "aborted by its owner") -> Any:
+        """End the processes after the messages that run, or after 10 seconds. A Future of None."""
+        return program().stop_procs(self._whole("abort"), "abort", reason)
+
+    def kill(self, reason: str = "killed by its owner") -> Any:
+        """End the processes at once, by SIGKILL. A Future of None."""
+        return program().stop_procs(self._whole("kill"), "kill", reason)
+
+    def _whole(self, what: str) -> Any:
+        """The core of a mesh that is no slice."""
+        if len(self._shape.ranks) != self._core.extent.nelements:
+            raise ValueError(f"{what}() is for whole meshes, and this is a slice of {self._core.name!r}: {self.extent}")
+        return self._core
+
+    async def __aenter__(self) -> Self:
+        await self.initialized
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        await self.stop("left its `async with`", timeout=None if kind is None else AFTER_ERROR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.stop("left its `with`", timeout=None if kind is None else AFTER_ERROR).get()
+
+    def logging_option(
+        self,
+        stream_to_client: bool | None = None,
+        aggregate_window_sec: float | str | None = "",
+        level: int | str | None = None,
+        to_files: str | None = None,
+    ) -> None:
+        """What of the processes' output the controller shows; what is not given stays as it is.
+
+        ``aggregate_window_sec``: how long to wait for the same line from other ranks; None: not at all. ``level``: of
+        ``logging`` records. ``to_files``: a folder for a file of each rank and stream.
+        """
+        logs = self._whole("logging_option").owned.logs if self._core.owned is not None else None
+        if logs is None:
+            raise RuntimeError("the output of these processes goes to the program that has spawned them: set it there")
+        options: Mapping[str, Any] = {
+            name: value
+            for name, value in {"stream_to_client": stream_to_client, "level": level, "to_files": to_files}.items()
+            if value is not None
+        }
+        window = {} if aggregate_window_sec == "" else {"aggregate_window_sec": aggregate_window_sec}
+        logs.configure(**options, **window)
+        if level is not None:
+            program().set_log_level(self._core, level)
+
+    def __repr__(self) -> str:
+        return f"ProcMesh({self._core.name!r}, {self.extent})"

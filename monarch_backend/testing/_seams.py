@@ -1,0 +1,88 @@
+"""What a simulation replaces while it runs, and puts back: chance, numbers of the router, what happens at a fault.
+
+Everything else that it stands on is a seam of the code itself: Links, Clock, the pump, the spawner, `run_cell`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import monarch_backend.actor as public
+from monarch_backend.actor import _context, _owned, _program
+from monarch_backend.mesh import _procs
+from monarch_backend.mesh._extent import Extent, ranks_in_words
+from monarch_backend.transport import _router
+
+
+@functools.lru_cache(maxsize=4096)
+def _one_rank_in_words(extent: Extent, rank: int) -> str:
+    return ranks_in_words(extent, [rank])
+
+
+def _ranks_in_words(extent: Extent, ranks: Collection[int]) -> str:
+    """Each of n processes names all n: in one thread that is n times too much."""
+    return _one_rank_in_words(extent, *ranks) if len(ranks) == 1 else ranks_in_words(extent, ranks)
+
+
+class _Secrets:
+    """The part of `secrets` that names processes and actors, from the seed."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.randbits = rng.getrandbits
+
+    def token_hex(self, count: int) -> str:
+        """So many random bytes."""
+        return self.randbits(8 * count).to_bytes(count, "little").hex()
+
+
+@contextlib.contextmanager
+def simulated_seams(
+    rng: random.Random, tuning: Mapping[str, int | None], on_fault: Callable[[Any], object]
+) -> Iterator[None]:
+    """Until the end, nothing is left to chance but ``rng``; ``tuning`` are constants of the router."""
+    secrets = _Secrets(rng)
+    changes: list[tuple[Any, str, Any]] = [
+        (_program, "secrets", secrets),
+        (_owned, "secrets", secrets),
+        (public, "unhandled_fault_hook", on_fault),
+        (_program, "_program", None),
+        (_procs, "ranks_in_words", _ranks_in_words),
+        *((_router, name, value) for name, value in tuning.items() if value is not None),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    cell, message = _context.cell.set(None), _context.message.set(None)
+    for module, name, value in changes:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+        _context.message.reset(message)
+        _context.cell.reset(cell)
+
+
+class _Collector(logging.Handler):
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(self.format(record))
+
+
+@contextlib.contextmanager
+def logged_errors(texts: list[str]) -> Iterator[None]:
+    """Until the end, what monarch_backend logs as an error is collected here."""
+    log = logging.getLogger("monarch_backend")
+    collector = _Collector(texts)
+    log.addHandler(collector)
+    try:
+        yield
+    finally:
+        log.removeHandler(collector)

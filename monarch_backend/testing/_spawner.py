@@ -1,0 +1,81 @@
+"""Starting simulated processes: what a Spawner and its fork server are to real ones."""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from monarch_backend.mesh._spawner import Exited, ProcessSpec, SpawnFailed, Started
+
+if TYPE_CHECKING:
+    from monarch_backend.testing._process import SimulatedProcess
+
+
+class SimulatedSpawner:
+    """Starts processes of one simulated process and tells it what becomes of them. They end when it does."""
+
+    address = "@simulated"
+
+    def __init__(self, parent: SimulatedProcess, on_event: Callable[[Any], None]) -> None:
+        self._parent, self._on_event = parent, on_event
+        self._children: dict[int, SimulatedProcess] = {}
+        self._asked: set[int] = set()  # that have not started yet
+
+    def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        """Have them started after a while; their numbers. A bootstrap is not run: it is for a process of its own."""
+        return [self._ask(spec) for spec in specs]
+
+    def _ask(self, spec: ProcessSpec) -> int:
+        parent, simulation = self._parent, self._parent.simulation
+        rng, conditions = simulation.random, simulation.conditions
+        number = len(self._children) + 1
+        plan = cloudpickle.loads(spec.main).args[0]
+        child = self._children[number] = simulation.born(
+            plan.token, f"{spec.label} of {plan.name}", plan.name, plan.rank
+        )
+        child.on_exit = lambda returncode: self._tell(Exited(number, child.pid, returncode))
+        child.on_kill = lambda signal: self.kill(number, signal)
+        self._asked.add(number)
+
+        def start() -> None:
+            if number not in self._asked or not parent.alive:
+                return
+            self._asked.discard(number)
+            if rng.random() < conditions.unstartable:
+                self._tell(SpawnFailed(number, "the simulation has it so"))
+                simulation.lost(child, "could not be started")
+                return
+            child.begin()
+            self._tell(Started(number, child.pid, "fork"))
+            if rng.random() < conditions.stillborn:
+                child.die(1, "before it has connected")
+            else:
+                child.run(child.work, plan)
+
+        simulation.agenda.add(conditions.starting * rng.random(), start)
+        return number
+
+    def kill(self, number: int, signal: int = signals.SIGKILL) -> None:
+        """Send a signal, which ends the process; one not started yet is not started."""
+        child, simulation = self._children[number], self._parent.simulation
+        if child.end is not None:
+            return
+        if number in self._asked:
+            self._asked.discard(number)
+            self._tell(SpawnFailed(number, f"signal {signal} was sent to it before it was started"))
+            simulation.lost(child, "was not started")
+        else:
+            simulation.agenda.add(simulation.conditions.travel(simulation.random), lambda: child.die(-signal))
+
+    def close(self) -> None:
+        """Kill all processes of this spawner."""
+        for number in self._children:
+            self.kill(number)
+
+    def _tell(self, event: Any) -> None:
+        simulation = self._parent.simulation
+        delay = simulation.conditions.noticed * simulation.random.random()
+        simulation.agenda.add(delay, lambda: self._parent.run(self._on_event, event))

@@ -1,0 +1,281 @@
+"""What a frame says: its kinds, and the typed control messages, which are small and bounded.
+
+The layout of a frame is csrc/channel/frame.h; what its prefix and body mean is said here and nowhere else. No sending.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Kind(IntEnum):
+    """Kinds of frames. MET and GONE are not sent: the links tell them of a process."""
+
+    CALL = 1  # to an actor; the prefix names the endpoint, the body has the arguments
+    REPLY = 2  # to a caller; the prefix is a Status
+    PORT = 3  # to a port; the prefix is a Status
+    CAST = 4  # a frame for many, on its way down the tree; the prefix is a Route
+    REPLIES = 5  # many replies in one, on their way up; the prefix is Replies
+    CONTROL = 6  # the prefix is one of the structs below, the body what a user gave, if anything
+    CREDIT = 7  # target: messages that the receiver is done with
+    PART = 8  # a piece of a frame that is larger than shared memory has room for
+    MET = -1
+    GONE = -2
+
+
+class Status:
+    """The prefix of a reply. Short, since it is compared for every reply."""
+
+    VALUE = b""
+    ERROR = b"E"  # the endpoint raised; the body is a packed exception
+    DEAD = b"D"  # the actor was dead before the message was looked at; the body is a packed exception
+    LOST = b"L"  # the actor died while it had the message; the body is a packed exception
+    ITEM = b"I"  # a value of a generator; more follow
+    END = b"."  # of a generator
+    NOTHING = b"-"  # among combined replies: this one goes another way
+
+
+class Frame(NamedTuple):
+    """A frame as the links give it; for MET and GONE only a tuple of four (see Links.receive)."""
+
+    link: int
+    kind: int
+    target: int
+    ref: int
+    seq: int
+    rank: int
+    epoch: int
+    prefix: bytes
+    body: Any
+    buffers: list[Any] | None
+
+
+MOST_CONTROL = 1 << 20
+"""Bytes of a control message, what the user gave left out."""
+
+
+class Hop(NamedTuple):
+    """One receiver of a cast: its process, its place in the order of the sender's messages, its rank in the mesh."""
+
+    token: str
+    seq: int
+    rank: int
+
+
+TOKEN = 32
+"""Characters of a token."""
+
+
+class Route(msgspec.Struct, array_like=True, gc=False):
+    """Who gets a cast: the receivers in the order of the tree. Each finds its own place in the frame's rank.
+
+    One string and two lists, because every receiver reads all of it and needs a few of them.
+    """
+
+    cast: int
+    root: str
+    kind: int
+    target: int
+    ref: int
+    combine: bool
+    prefix: bytes
+    tokens: str
+    seqs: list[int]
+    ranks: list[int]
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def hop(self, index: int) -> Hop:
+        """The receiver at this place."""
+        return Hop(self.tokens[TOKEN * index : TOKEN * (index + 1)], self.seqs[index], self.ranks[index])
+
+
+class Part(msgspec.Struct, array_like=True, gc=False):
+    """One reply among many: whose, of which status, and how many bytes of the body and how many buffers are its own."""
+
+    rank: int
+    status: bytes
+    body: int
+    buffers: int
+
+
+class Replies(msgspec.Struct, array_like=True, gc=False):
+    """The prefix of combined replies: numbers of casts are their root's own."""
+
+    root: str
+    parts: list[Part]
+    missing: int = 0  # how many more will not come this way: of processes below a lost one
+
+
+class CastArrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
+    """To the root of a cast: these processes have it."""
+
+    cast: int
+    tokens: list[str]
+
+
+class CastLost(msgspec.Struct, tag="lost", array_like=True, gc=False):
+    """To the root of a cast: what was below this process may not have it."""
+
+    cast: int
+    tokens: list[str]
+
+
+class Where(msgspec.Struct, tag="where", array_like=True, gc=False):
+    """To an owner: can the process with this token be reached by now?"""
+
+    token: str
+
+
+class There(msgspec.Struct, tag="there", array_like=True, gc=False):
+    """The answer to Where: it is up, or how it ended."""
+
+    token: str
+    gone: str | None
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True, gc=False):
+    """To an actor: its caller no longer wants this call."""
+
+    actor: int
+    ref: int
+    reason: str
+
+
+class More(msgspec.Struct, tag="more", array_like=True, gc=False):
+    """To an actor: its caller has taken this many values of the generator."""
+
+    actor: int
+    ref: int
+    count: int
+
+
+class Construct(msgspec.Struct, tag="construct", array_like=True, gc=False):
+    """To a process: build an actor; the body has the class, its arguments and the mesh of processes."""
+
+    actor: int
+    name: str
+    rank: int
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    owner: int  # the actor that spawns it, 0 for a program
+    creator: str  # its name
+    generation: int = 0
+    restarts: bool = False  # after a death another Construct may come
+    is_async: bool = False
+
+
+class Constructed(msgspec.Struct, tag="constructed", array_like=True, gc=False):
+    """To the owner: this rank of an actor mesh is up."""
+
+    actor: int
+    rank: int
+    generation: int = 0
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
+    """To a process: stop an actor, or with actor 0 itself; `how` is stop, abort, restart or kill."""
+
+    actor: int
+    how: str
+    reason: str
+
+
+class Stopped(msgspec.Struct, tag="stopped", array_like=True, gc=False):
+    """To the owner: this rank of an actor mesh has ended and cleaned up, whether it was told to or has failed."""
+
+    actor: int
+    rank: int
+    generation: int = 0
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True, gc=False):
+    """To the owner: this rank of an actor mesh is dead; the body is a packed exception."""
+
+    actor: int
+    rank: int
+    generation: int = 0
+
+
+class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
+    """To everybody: a rank of a mesh of processes has a successor."""
+
+    mesh: str
+    rank: int
+    token: str
+
+
+class Setting(msgspec.Struct, tag="setting", array_like=True, gc=False):
+    """To a process: something about itself, such as its level of logging."""
+
+    name: str
+    value: Any
+
+
+Control = (
+    CastArrived
+    | CastLost
+    | Where
+    | There
+    | Cancel
+    | More
+    | Construct
+    | Constructed
+    | Stop
+    | Stopped
+    | Failed
+    | Replaced
+    | Setting
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_control = msgspec.msgpack.Decoder(Control)
+_route = msgspec.msgpack.Decoder(Route)
+_replies = msgspec.msgpack.Decoder(Replies)
+
+
+class FrameError(ValueError):
+    """Bytes of another process that are not what they should be."""
+
+
+def encode(message: Any) -> bytes:
+    """The bytes of a struct of this module. Raises FrameError for one that is larger than MOST_CONTROL."""
+    data = _encoder.encode(message)
+    if len(data) > MOST_CONTROL:
+        raise FrameError(
+            f"a control message of {len(data)} bytes ({type(message).__name__}): the limit is {MOST_CONTROL}"
+        )
+    return data
+
+
+def _decode(decoder: Any, data: bytes) -> Any:
+    if len(data) > MOST_CONTROL:
+        raise FrameError(f"a control message of {len(data)} bytes: the limit is {MOST_CONTROL}")
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise FrameError(f"not a control message: {error}") from error
+
+
+def decode_control(data: bytes) -> Control:
+    """The control message; FrameError for anything else."""
+    message: Control = _decode(_control, data)
+    return message
+
+
+def decode_route(data: bytes) -> Route:
+    """The route of a cast; FrameError for anything else, and for one without receivers."""
+    route: Route = _decode(_route, data)
+    if not route.seqs or len(route.tokens) != TOKEN * len(route.seqs) or len(route.ranks) != len(route.seqs):
+        raise FrameError("a cast whose receivers do not add up")
+    return route
+
+
+def decode_replies(data: bytes) -> Replies:
+    """The table of combined replies; FrameError for anything else."""
+    replies: Replies = _decode(_replies, data)
+    return replies

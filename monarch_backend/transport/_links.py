@@ -1,0 +1,115 @@
+"""The seams: how frames travel, what time it is. The real ones stand here, the simulator has its own.
+
+`Links` carry frames between processes, each pair in order; they know no meaning. No protocol lives here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from monarch_backend import _native
+
+ARENA_BYTES = 4 << 30
+"""Of address space for what one process has on its way to others; pages that were never used cost nothing."""
+
+MOST_IN_ONE = 256 << 20
+"""Bytes of a payload that travel in one piece; a larger one goes in parts."""
+
+
+class Clock(Protocol):
+    """What time it is, in seconds from some point."""
+
+    def now(self) -> float:
+        """Never goes back."""
+        ...
+
+
+class RealClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.monotonic()
+
+
+Receiver = tuple[int, int, int, int]
+"""Link, sequence number, rank, epoch."""
+
+
+def epoch_of(token: str) -> int:
+    """How often the process with this token has been started anew; its frames carry it. Programs have any number.
+
+    >>> epoch_of("0123456789abcdef0123456789ab" + "0002")
+    2
+    """
+    try:
+        return int(token[-4:], 16)
+    except ValueError:
+        return 0
+
+
+class Links(Protocol):
+    """Frames to and from other processes; each pair of processes keeps their order."""
+
+    token: str
+
+    def connect(self, token: str) -> int:
+        """A link to the process with this token, or -1 if it can't be reached."""
+        ...
+
+    def send(
+        self,
+        link: int,
+        kind: int,
+        target: int,
+        ref: int,
+        seq: int,
+        rank: int,
+        epoch: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:
+        """False if there is no room for the payload now; then nothing was sent. Never waits."""
+        ...
+
+    def cast(
+        self,
+        to: list[Receiver],
+        kind: int,
+        target: int,
+        ref: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:
+        """The same frame to many; the payload is copied once."""
+        ...
+
+    def drop(self, link: int) -> None:
+        """Nothing more will be sent to this one."""
+        ...
+
+    def unread(self, link: int) -> int:
+        """Bytes on this link that its receiver has not read yet."""
+        ...
+
+
+class LocalLinks:
+    """Links between processes of one host, over shared memory."""
+
+    def __init__(self, token: str = "", *, crowded: bool = False) -> None:
+        self.host = _native.Host(ARENA_BYTES, token)
+        spin = os.environ.get("MONARCH_SPIN", "")
+        if spin not in ("", "0", "1"):
+            raise ValueError(f"MONARCH_SPIN={spin!r}: 1 to wait by spinning first, 0 to sleep at once, or unset")
+        self.post = _native.Post(self.host, spin == "0" if spin else crowded)
+        self.token: str = self.host.token
+        self.connect = self.post.connect
+        self.send = self.post.send
+        self.cast = self.post.cast
+        self.drop = self.post.drop
+        self.unread = self.post.unread

@@ -1,0 +1,997 @@
+"""Messages between processes: in order, at most once, bounded, to one or down a tree to many.
+
+Stands on Links (frames between two processes, in order) and adds what the promises of docs/design.md ask for: a place
+in the sender's order for every message, so that what came down the tree and what came straight are put in order again
+and nothing is taken twice; a window for each pair, so that queues are bounded; and what happens to all that when a
+process dies. Knows neither actors nor meshes, reads no clock and starts no thread: the simulator runs this very code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from monarch_backend.transport import _frames
+from monarch_backend.transport._frames import (
+    CastArrived,
+    CastLost,
+    Frame,
+    FrameError,
+    Kind,
+    Part,
+    Replies,
+    Route,
+    Status,
+    There,
+    Where,
+)
+from monarch_backend.transport._links import MOST_IN_ONE, Links, epoch_of
+
+log = logging.getLogger("monarch_backend")
+
+LONG = 10.0
+"""Seconds after which a sender that waits for its receiver says so."""
+
+WINDOW = 1024
+"""Messages from one process to another that may be under way or waiting to be processed; then the sender waits."""
+
+FANOUT = 8
+"""Processes that one process of a tree passes a message on to."""
+
+DIRECT = 64
+"""Receivers up to which a message goes to each of them straight. Waking 64 processes takes one process a third of a
+millisecond, while a tree doubles what all of them together have to do (docs/design.md has the measurement)."""
+
+LARGE = 32 << 10
+"""Bytes from which a message goes straight to all: they read one copy in shared memory, which no tree can better."""
+
+
+class PeerGoneError(ConnectionError):
+    """The process is not there any more; the text says which one, and how it ended."""
+
+    @classmethod
+    def of(cls, peer: Peer) -> PeerGoneError:
+        """For this process."""
+        return cls(f"process {peer.pid or peer.token[:8]} is gone: {peer.gone}")
+
+
+class Room:
+    """What a sender waits for."""
+
+    __slots__ = ("gate", "ready")
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.gate: threading.Lock | None = None
+
+
+class Peer:
+    """Another process, as this one knows it."""
+
+    __slots__ = (
+        "asked_by",
+        "backlog",
+        "credit",
+        "done",
+        "epoch",
+        "expected",
+        "gone",
+        "held",
+        "label",
+        "link",
+        "owner",
+        "peace",
+        "pid",
+        "received",
+        "room",
+        "sent",
+        "token",
+    )
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self.epoch = epoch_of(token)
+        self.link = -1
+        self.pid = 0
+        self.label: str | Callable[[], str] = ""  # for people: "gpus 3 of trainers", made when somebody reads it
+        self.sent = 0  # the last sequence number
+        self.credit = WINDOW
+        self.received = 0  # the last sequence number that was delivered
+        self.done = 0  # processed messages of which the sender does not know yet
+        self.held: dict[int, tuple[Frame, Combiner | None]] = {}
+        self.backlog: deque[Callable[[], None]] = deque()
+        self.asked_by: list[Peer] = []  # who wants to know when it is there
+        self.room: Room | None = None
+        self.expected = False  # it will come to us
+        self.owner: Peer | None = None  # who knows whether it is there yet
+        self.gone: str | None = None
+        self.peace = False  # it went as it was told to
+
+    def __str__(self) -> str:
+        who = (self.label() if callable(self.label) else self.label) or self.token[:8]
+        return f"{who} (pid {self.pid})" if self.pid else who
+
+
+@dataclass
+class _Cast:
+    """A cast that its root has not heard the end of."""
+
+    number: int
+    kind: int
+    target: int
+    ref: int
+    prefix: bytes
+    body: Any
+    peers: list[Peer]
+    hops: list[_frames.Hop]
+    missing: set[int] = field(default_factory=set)
+
+
+class Combiner:
+    """Replies of the processes below this one, on their way up."""
+
+    def __init__(self, router: Router, parent: int, root: Peer, route: Route, children: dict[str, int]) -> None:
+        self._router, self._parent, self._root = router, parent, root
+        self._route = route
+        self._children = children  # token -> how many replies are still to come from below it
+        self._mine = 1
+        self._missing = 0  # replies that were to come from below a lost child
+        self._parts: list[Part] = []
+        self._chunks: list[Any] = []
+        self._buffers: list[Any] = []
+
+    def own(self, rank: int, status: bytes, body: Any, buffers: Sequence[Any] | None) -> None:
+        """This process's reply; may come from any thread."""
+        if any(count > 0 for count in self._children.values()):  # it waits here, and the actor goes on with its memory
+            body, buffers = _own(body), _own_all(buffers)
+        chunks = [body] if isinstance(body, (bytes, memoryview)) else list(body)
+        with self._router.lock:
+            self._mine = 0
+            self._add(Part(rank, status, sum(len(c) for c in chunks), len(buffers or ())), chunks, buffers or ())
+            self._maybe_send(_urgent(status))
+
+    def below(self, token: str, replies: Replies, body: Any, buffers: Sequence[Any]) -> None:
+        """Replies of a child and those below it."""
+        parts = replies.parts
+        with self._router.lock:
+            self._children[token] = self._children.get(token, 0) - len(parts) - replies.missing
+            self._missing += replies.missing
+            self._parts += parts
+            self._chunks.append(body)
+            self._buffers += buffers
+            self._maybe_send(any(_urgent(part.status) for part in parts))
+
+    def lost(self, token: str) -> None:
+        """A child is gone; the root asks those below it itself."""
+        with self._router.lock:
+            left = self._children.pop(token, None)
+            if left is not None:
+                self._missing += max(left, 0)
+                self._maybe_send(False)
+
+    def _add(self, part: Part, chunks: list[Any], buffers: Sequence[Any]) -> None:
+        self._parts.append(part)
+        self._chunks += chunks
+        self._buffers += buffers
+
+    def _maybe_send(self, urgent: bool) -> None:
+        complete = self._mine == 0 and all(count <= 0 for count in self._children.values())
+        if (self._parts or self._missing) and (complete or urgent):
+            prefix = _frames.encode(Replies(self._route.root, self._parts, self._missing))
+            link = self._parent if self._router.open(self._parent) else self._router.link_to(self._root)
+            self._router.send_or_keep(
+                link, Kind.REPLIES, self._route.cast, self._route.ref, prefix, self._chunks, self._buffers
+            )
+            self._parts, self._chunks, self._buffers, self._missing = [], [], [], 0
+        if complete:
+            self._router.combiners.pop((self._route.root, self._route.cast), None)
+
+
+def _urgent(status: bytes) -> bool:
+    """An error ends the call, and does not wait for the others."""
+    return status not in (Status.VALUE, Status.NOTHING)
+
+
+Handler = Callable[[Peer, Frame, "Combiner | None"], None]
+
+
+class Router:
+    """This process among the others. ``handlers`` take frames by kind; ``control`` takes control messages by type.
+
+    Handlers run on whichever thread reads, one at a time for what comes from outside, and on the sender's thread for
+    what a process sends to itself. They must not wait.
+    """
+
+    def __init__(self, links: Links, wait: Callable[[Room, float | None], bool]) -> None:
+        self.links = links
+        self.token = links.token
+        self.epoch = epoch_of(links.token)
+        self.lock = threading.RLock()
+        self.me = Peer(links.token)
+        self.peers: dict[str, Peer] = {links.token: self.me}
+        self.handlers: dict[int, Handler] = {}
+        self.control: dict[type, Callable[[Peer, Any, Frame], None]] = {
+            CastArrived: self._cast_arrived,
+            CastLost: self._cast_lost,
+            Where: self._where,
+            There: self._there,
+        }
+        self.on_gone: Callable[[Peer], None] = lambda _: None
+        self.on_met: Callable[[Peer], None] = lambda _: None
+        self.on_wait: Callable[[Peer, int, int, str], None] = lambda _peer, _kind, _target, _why: None
+        self.combiners: dict[tuple[str, int], Combiner] = {}
+        self._wait = wait
+        self._by_link: dict[int, Peer] = {}
+        self._casts: dict[int, _Cast] = {}
+        self._ids = itertools.count(1)
+        self._stuck: deque[Callable[[], bool]] = deque()  # what found no room in shared memory
+        self._whole: dict[tuple[int, int], _Assembly] = {}  # by link and the sender's number of it
+
+    # ---- who there is
+
+    def peer(self, token: str, owner: Peer | None = None) -> Peer:
+        """The process with this token; ``owner`` is asked where it is if it can't be reached."""
+        peer = self.peers.get(token)
+        if peer is None:
+            with self.lock:
+                peer = self.peers.setdefault(token, Peer(token))
+        if peer.owner is None and owner is not None and owner is not peer:
+            peer.owner = owner
+        return peer
+
+    def expect(self, token: str, label: str | Callable[[], str]) -> Peer:
+        """A process that this one has started: it will connect; until then its messages are kept here."""
+        peer = self.peer(token)
+        peer.expected, peer.label = True, label
+        return peer
+
+    def never_came(self, peer: Peer, how: str) -> None:
+        """An expected process has ended, with or without having connected."""
+        if peer.gone is None:
+            peer.gone = how
+            self._bury(peer)
+
+    def open(self, link: int) -> bool:
+        """True if frames can still be sent on this link."""
+        peer = self._by_link.get(link)
+        return peer is not None and peer.gone is None
+
+    # ---- sending
+
+    def send(
+        self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any = None
+    ) -> None:
+        """A message in its place after the earlier ones to this process. Waits while the window is full.
+
+        Raises PeerGoneError if the process is known to be gone: then nothing was sent.
+        """
+        size = len(body) if buffers is None and type(body) is bytes else _size(body, buffers)
+        with self.lock:
+            if peer.credit > 0 and peer.link >= 0 and not peer.backlog and peer.gone is None and size <= MOST_IN_ONE:
+                seq = peer.sent + 1
+                if self.links.send(peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers):
+                    peer.sent = seq
+                    peer.credit -= 1
+                    return
+        self._send_slowly(peer, kind, target, ref, rank, prefix, body, buffers)
+
+    def _send_slowly(
+        self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any
+    ) -> None:
+        while True:
+            self.wait_for_credit(peer, kind, target)
+            with self.lock:
+                if peer.credit <= 0:
+                    continue
+                if peer is self.me:
+                    peer.sent += 1
+                    peer.credit -= 1
+                    frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, _own(body), _own_all(buffers))
+                    break
+                if self._post(peer, kind, target, ref, rank, prefix, body, buffers):
+                    peer.credit -= 1
+                    return
+            self._wait(Room(), 0.001)  # shared memory is full: receivers let go of it without a word
+        self._deliver_here(kind, frame)
+
+    def _deliver_here(self, kind: int, frame: Frame) -> None:
+        """To this very process: on the sender's thread, so whoever reads may have to look up."""
+        self.handlers[kind](self.me, frame, None)
+        self.wake()
+
+    def _post(
+        self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any
+    ) -> bool:
+        """A sequenced frame, now or when its receiver is there; under the lock. False: no room in shared memory."""
+        if not self._reach(peer):
+            body, buffers = _own(body), _own_all(buffers)  # the caller's memory is its own again when we return
+            peer.sent += 1
+            seq = peer.sent
+            peer.backlog.append(lambda: self._emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
+            return True
+        size = _size(body, buffers)
+        if size > MOST_IN_ONE:
+            peer.sent += 1
+            self._send_parts(peer, kind, target, ref, peer.sent, rank, prefix, body, buffers)
+            return True
+        if self.links.send(peer.link, kind, target, ref, peer.sent + 1, rank, peer.epoch, prefix, body, buffers):
+            peer.sent += 1
+            return True
+        return False
+
+    def wait_for_credit(self, peer: Peer, kind: int, target: int) -> None:
+        """Until it may be sent one more message. Raises PeerGoneError if it is gone."""
+        if peer.gone is not None:
+            raise PeerGoneError.of(peer)
+        if peer.credit > 0:
+            return
+        why = f"{WINDOW} messages to {peer} are not processed yet: waiting"
+        self.on_wait(peer, kind, target, why)
+        report: Any = self.later(
+            LONG, lambda: log.warning("%s since %.0f s; the receiver is busy, or nobody reads", why, LONG)
+        )
+        try:
+            while peer.credit <= 0:
+                room = peer.room = peer.room or Room()
+                if peer.credit > 0:
+                    break
+                self._wait(room, None)
+                if peer.gone is not None:
+                    raise PeerGoneError.of(peer)
+        finally:
+            report.cancel()
+
+    def tell(self, peer: Peer, message: Any, body: Any = b"", buffers: Any = None) -> None:
+        """A control message, in order with the messages to this process. Never waits; nothing if it is gone."""
+        prefix = _frames.encode(message)
+        if peer is self.me:
+            frame = Frame(-1, Kind.CONTROL, 0, 0, 0, 0, self.epoch, prefix, _own(body), _own_all(buffers))
+            self._controlled(peer, frame, None)
+            self.wake()
+            return
+        with self.lock:
+            if peer.gone is not None:
+                return
+            if _size(body, buffers) <= MOST_IN_ONE and self._post(peer, Kind.CONTROL, 0, 0, 0, prefix, body, buffers):
+                return
+            peer.sent += 1
+            self._emit(peer, Kind.CONTROL, 0, 0, peer.sent, 0, prefix, _own(body), _own_all(buffers))
+
+    def reply(self, peer: Peer, ref: int, rank: int, status: bytes, body: Any, buffers: Any = None) -> None:
+        """An answer to a call: not numbered, since the call's number says which. Waits only for shared memory."""
+        if peer is self.me:
+            frame = Frame(-1, Kind.REPLY, 0, ref, 0, rank, self.epoch, status, _own(body), _own_all(buffers))
+            self._deliver_here(Kind.REPLY, frame)
+            return
+        while True:
+            with self.lock:
+                if peer.gone is not None or not self._reach(peer):
+                    return
+                if _size(body, buffers) > MOST_IN_ONE:
+                    self._send_parts(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
+                    return
+                if self.links.send(peer.link, Kind.REPLY, 0, ref, 0, rank, peer.epoch, status, body, buffers):
+                    return
+            self._wait(Room(), 0.001)
+
+    def processed(self, peer: Peer) -> None:
+        """A message of this peer has left the queue that it waited in."""
+        if peer is self.me:
+            self._refill(peer, 1)
+            return
+        peer.done += 1
+        if peer.done >= WINDOW // 16:  # often enough that nearly the whole window can be used
+            with self.lock:
+                count, peer.done = peer.done, 0
+                if count and peer.gone is None and self._reach(peer):
+                    self.links.send(peer.link, Kind.CREDIT, count, 0, 0, 0, peer.epoch, b"", b"", None)
+
+    def send_or_keep(
+        self,
+        link: int,
+        kind: int,
+        target: int,
+        ref: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+        rank: int = 0,
+    ) -> None:
+        """An unnumbered frame that must not wait: it goes when there is room."""
+        peer = self._by_link.get(link)
+        if peer is None or peer.gone is not None:
+            return
+        if not self.links.send(link, kind, target, ref, 0, rank, peer.epoch, prefix, body, buffers):
+            body, buffers = _own(body), _own_all(buffers)
+
+            def send() -> bool:
+                return peer.gone is not None or self.links.send(
+                    link, kind, target, ref, 0, rank, peer.epoch, prefix, body, buffers
+                )
+
+            self._keep(send)
+
+    # ---- sending to many
+
+    def cast(
+        self,
+        to: Sequence[tuple[Peer, int]],
+        kind: int,
+        target: int,
+        ref: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Any = None,
+        combine: bool = False,
+    ) -> None:
+        """A message to each (process, rank). Waits as `send`; processes that are gone are left out.
+
+        With ``combine`` the replies come up the tree together, as REPLIES.
+        """
+        alive = [(peer, rank) for peer, rank in to if peer.gone is None]
+        if not alive:
+            return
+        large = buffers is not None or _size(body, None) > LARGE
+        if len(alive) == 1 or large or len(alive) <= DIRECT or any(peer.link < 0 for peer, _ in alive):
+            self._cast_straight(alive, kind, target, ref, prefix, body, buffers)
+        else:
+            self._cast_down(alive, kind, target, ref, prefix, body, combine)
+
+    def _cast_straight(
+        self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any
+    ) -> None:
+        self._credit_of_all(to, kind, target)
+        size = _size(body, buffers)
+        while True:
+            with self.lock:
+                linked = [
+                    (peer, rank)
+                    for peer, rank in to
+                    if peer is not self.me and size <= MOST_IN_ONE and self._reach(peer)
+                ]
+                receivers = [(peer.link, peer.sent + 1, rank, peer.epoch) for peer, rank in linked]
+                if not receivers or self.links.cast(receivers, kind, target, ref, prefix, body, buffers):
+                    for peer, _ in linked:
+                        peer.sent += 1
+                        peer.credit -= 1
+                    break
+            self._wait(Room(), 0.001)
+        done = {id(peer) for peer, _ in linked}
+        for peer, rank in to:
+            if id(peer) not in done and peer.gone is None:
+                self._send_slowly(peer, kind, target, ref, rank, prefix, body, buffers)
+
+    def _credit_of_all(self, to: Sequence[tuple[Peer, int]], kind: int, target: int) -> None:
+        for peer, _ in to:
+            if peer.credit <= 0:
+                try:
+                    self.wait_for_credit(peer, kind, target)
+                except PeerGoneError:
+                    continue  # whoever asked hears of it in its own way
+
+    def _cast_down(
+        self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
+    ) -> None:
+        self._credit_of_all(to, kind, target)
+        with self.lock:
+            hops = []
+            for peer, rank in to:
+                peer.sent += 1
+                peer.credit -= 1
+                hops.append(_frames.Hop(peer.token, peer.sent, rank))
+            number = next(self._ids)
+            peers = [peer for peer, _ in to]
+            cast = _Cast(number, kind, target, ref, prefix, _own(body), peers, hops, set(range(len(hops))))
+            self._casts[number] = cast
+            tokens = "".join(hop.token for hop in hops)
+            seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
+            route = _frames.encode(Route(number, self.token, kind, target, ref, combine, prefix, tokens, seqs, ranks))
+            first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(FANOUT, len(hops)))]
+            if not self.links.cast(first, Kind.CAST, 0, 0, route, cast.body, None):
+                self._keep(lambda: self.links.cast(first, Kind.CAST, 0, 0, route, cast.body, None))
+            for index, peer in enumerate(peers):
+                if peer.gone is not None:
+                    self._recast(cast, index)
+            self._mark(number, ())  # those of them that have ended while this was waited with
+
+    def _passed_down(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+        route = _frames.decode_route(frame.prefix)
+        if frame.rank >= len(route) or route.hop(frame.rank).token != self.token:
+            raise FrameError("a cast for somebody else")
+        root = self.peer(route.root)
+        below = children(frame.rank, len(route))
+        combiner = None
+        with self.lock:
+            if route.combine and root.gone is None:  # else nobody waits for replies
+                counts = {route.hop(i).token: count_below(i, len(route)) for i in below}
+                combiner = self.combiners[route.root, route.cast] = Combiner(self, frame.link, root, route, counts)
+            self._pass_on(route, root, frame, below)
+            if not route.combine:
+                self.tell(root, CastArrived(route.cast, [self.token]))
+        hop = route.hop(frame.rank)
+        mine = Frame(
+            frame.link,
+            route.kind,
+            route.target,
+            route.ref,
+            hop.seq,
+            hop.rank,
+            self.epoch,
+            route.prefix,
+            frame.body,
+            frame.buffers,
+        )
+        if not self._in_order(root, mine, combiner) and combiner is not None:
+            combiner.own(hop.rank, Status.NOTHING, b"", None)  # it came straight before, and is answered straight
+
+    def _pass_on(self, route: Route, root: Peer, frame: Frame, below: Sequence[int]) -> None:
+        to = []
+        for index in below:
+            token = route.hop(index).token
+            child = self.peer(token, root)
+            if child.gone is None and self._reach(child):
+                to.append((child.link, 0, index, child.epoch))
+            else:
+                combiner = self.combiners.get((route.root, route.cast))
+                if combiner is not None:
+                    combiner.lost(token)
+                self.tell(root, CastLost(route.cast, [token]))
+        if to and not self.links.cast(to, Kind.CAST, 0, 0, frame.prefix, frame.body, frame.buffers):
+            body = _own(frame.body)
+            self._keep(lambda: self.links.cast(to, Kind.CAST, 0, 0, frame.prefix, body, None))
+
+    def _recast(self, cast: _Cast, index: int) -> None:
+        """The process at this place of the tree is lost to it: those below it get the message straight."""
+        for below in descendants(index, len(cast.hops)):
+            if below in cast.missing and cast.peers[below].gone is None:
+                self._emit_hop(cast, below)
+
+    def _emit_hop(self, cast: _Cast, index: int) -> None:
+        hop, peer = cast.hops[index], cast.peers[index]
+        cast.missing.discard(index)  # nothing is lost on the straight way
+        if not cast.missing:
+            self._casts.pop(cast.number, None)
+        self._emit(peer, cast.kind, cast.target, cast.ref, hop.seq, hop.rank, cast.prefix, cast.body, None)
+
+    def _cast_arrived(self, peer: Peer, message: CastArrived, _: Frame) -> None:
+        self._mark(message.cast, message.tokens)
+
+    def _mark(self, number: int, tokens: Sequence[str]) -> None:
+        with self.lock:
+            cast = self._casts.get(number)
+            if cast is None:
+                return
+            gone = set(tokens)
+            cast.missing -= {
+                i for i, hop in enumerate(cast.hops) if hop.token in gone or cast.peers[i].gone is not None
+            }
+            if not cast.missing:
+                del self._casts[number]
+
+    def _cast_lost(self, peer: Peer, message: CastLost, _: Frame) -> None:
+        with self.lock:
+            cast = self._casts.get(message.cast)
+            if cast is None:
+                return
+            for token in message.tokens:
+                index = next((i for i, hop in enumerate(cast.hops) if hop.token == token), None)
+                if index is not None:
+                    if index in cast.missing and cast.peers[index].gone is None:
+                        self._emit_hop(cast, index)
+                    self._recast(cast, index)
+
+    def _combined(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+        """Replies of many: pass them up, or, at the root, hand them out one by one."""
+        replies = _frames.decode_replies(frame.prefix)
+        parts, buffers = replies.parts, frame.buffers or []
+        if sum(part.body for part in parts) != len(frame.body) or sum(part.buffers for part in parts) != len(buffers):
+            raise FrameError("combined replies whose lengths do not add up")
+        if replies.root != self.token:
+            combiner = self.combiners.get((replies.root, frame.target))
+            if combiner is not None:
+                combiner.below(peer.token, replies, frame.body, buffers)
+            else:  # nobody waits for them here any more
+                link = self.link_to(self.peer(replies.root))
+                self.send_or_keep(link, Kind.REPLIES, frame.target, frame.ref, frame.prefix, frame.body, buffers)
+            return
+        cast = self._casts.get(frame.target)
+        at, nth, body = 0, 0, memoryview(frame.body)
+        handler = self.handlers[Kind.REPLY]
+        ranks = {hop.rank: hop.token for hop in cast.hops} if cast is not None else {}
+        for part in parts:
+            own = body[at : at + part.body]
+            one = Frame(
+                frame.link,
+                Kind.REPLY,
+                0,
+                frame.ref,
+                0,
+                part.rank,
+                frame.epoch,
+                part.status,
+                own,
+                buffers[nth : nth + part.buffers],
+            )
+            at, nth = at + part.body, nth + part.buffers
+            if part.status != Status.NOTHING:
+                handler(peer, one, None)
+        if cast is not None:
+            self._mark(frame.target, [ranks[part.rank] for part in parts if part.rank in ranks])
+
+    # ---- receiving
+
+    def handle(self, events: Sequence[Any]) -> None:
+        """What the links have brought, in its order."""
+        interrupt: BaseException | None = None  # a signal handler's of the user's: the rest is not lost for that
+        for event in events:
+            try:
+                self._handle(event)
+            except FrameError as error:
+                log.error(
+                    "process %s: %s; it is not listened to any more",
+                    self._by_link.get(event[0]),
+                    error,
+                )
+                self.links.drop(event[0])
+            except Exception:
+                log.exception("a message could not be handled; the program goes on without it")
+            except BaseException as error:
+                interrupt = error
+        if self._stuck:
+            self._unstick()
+        if interrupt is not None:
+            raise interrupt
+
+    def _handle(self, event: Any) -> None:
+        kind = event[1]
+        if kind < 0:
+            (self._met if kind == Kind.MET else self._ended)(event)
+            return
+        peer = self._by_link[event[0]]
+        if event[6] != self.epoch:
+            log.warning("a message of epoch %d for one of epoch %d is dropped", event[6], self.epoch)
+            return
+        frame = Frame._make(event)
+        if frame.seq == 0:
+            self._take(peer, frame, None)
+        else:
+            self._in_order(peer, frame, None)
+
+    def _in_order(self, peer: Peer, frame: Frame, combiner: Combiner | None) -> bool:
+        """Take it when its turn has come. False if that is over: it came before, or it will never come."""
+        if frame.seq != peer.received + 1:
+            if frame.seq <= peer.received or frame.seq in peer.held or peer.gone is not None:
+                return False  # what is missing of a dead sender's will not come any more
+            peer.held[frame.seq] = (frame, combiner)
+            return True
+        peer.received = frame.seq
+        self._take(peer, frame, combiner)
+        while peer.held and (following := peer.held.pop(peer.received + 1, None)) is not None:
+            peer.received += 1
+            self._take(peer, *following)
+        return True
+
+    def _take(self, peer: Peer, frame: Frame, combiner: Combiner | None) -> None:
+        kind = frame.kind
+        if kind in (Kind.CALL, Kind.REPLY, Kind.PORT):
+            self.handlers[kind](peer, frame, combiner)
+        elif kind == Kind.CONTROL:
+            self._controlled(peer, frame, combiner)
+        elif kind == Kind.CAST:
+            self._passed_down(peer, frame, None)
+        elif kind == Kind.REPLIES:
+            self._combined(peer, frame, None)
+        elif kind == Kind.CREDIT:
+            self._refill(peer, frame.target)
+        elif kind == Kind.PART:
+            self._take_part(peer, frame)
+        else:
+            raise FrameError(f"a frame of kind {kind}, which this version does not know")
+
+    def _controlled(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+        message = _frames.decode_control(frame.prefix)
+        handler = self.control.get(type(message))
+        if handler is None:
+            raise FrameError(f"{type(message).__name__} is for another kind of process")
+        handler(peer, message, frame)
+
+    def _refill(self, peer: Peer, count: int) -> None:
+        peer.credit += count
+        self._free(peer)
+
+    def _free(self, peer: Peer) -> None:
+        room, peer.room = peer.room, None
+        if room is not None:
+            room.ready = True
+            if room.gate is not None and room.gate.locked():
+                room.gate.release()
+            self.wake()
+
+    def wake(self) -> None:
+        """Somebody who waits may go on; the pump's wake, where there is one."""
+
+    def later(self, seconds: float, call: Callable[[], None]) -> object:
+        """Call it on the thread that reads; the pump's later, where there is one."""
+        raise NotImplementedError
+
+    def _keep(self, send: Callable[[], bool]) -> None:
+        """Try it again until it returns True: receivers let go of shared memory without a word."""
+        with self.lock:
+            self._stuck.append(send)
+            if len(self._stuck) == 1:
+                self.later(0.001, self._retry)
+
+    def _retry(self) -> None:
+        with self.lock:
+            self._unstick()
+            if self._stuck:
+                self.later(0.001, self._retry)
+
+    def _unstick(self) -> None:
+        with self.lock:
+            while self._stuck and self._stuck[0]():
+                self._stuck.popleft()
+
+    @property
+    def stuck(self) -> bool:
+        """True while something waits for room in shared memory."""
+        return bool(self._stuck)
+
+    # ---- processes that come and go
+
+    def _reach(self, peer: Peer) -> bool:
+        """True if frames can be sent to it now; under the lock."""
+        if peer.backlog or peer.gone is not None:
+            return False
+        if peer.link >= 0:
+            return True
+        if peer.expected:
+            return False
+        link = self.links.connect(peer.token)
+        if link >= 0:
+            self._bind(peer, link)
+            return True
+        if peer.owner is not None and peer.owner.gone is None:
+            self.tell(peer.owner, Where(peer.token))
+            if peer.owner.gone is None:
+                return False
+        peer.gone = "it can't be reached, and who started it is gone too" if peer.owner else "it can't be reached"
+        self._bury(peer)
+        return False
+
+    def link_to(self, peer: Peer) -> int:
+        """The link to this process, or -1."""
+        with self.lock:
+            return peer.link if self._reach(peer) else -1
+
+    def _bind(self, peer: Peer, link: int) -> None:
+        self._by_link[link] = peer
+        if peer.link < 0:
+            peer.link = link
+
+    def _met(self, event: Any) -> None:
+        link, _, token, pid = event
+        peer = self.peer(token)
+        peer.pid = pid
+        with self.lock:
+            self._bind(peer, link)
+            backlog, peer.backlog = peer.backlog, deque()
+            for emit in backlog:
+                emit()
+            self._answer_where(peer)
+        self.on_met(peer)
+
+    def _ended(self, event: Any) -> None:
+        link, _, how, peace = event
+        for key in [key for key in self._whole if key[0] == link]:
+            del self._whole[key]
+        peer = self._by_link.get(link)
+        if peer is not None and peer.gone is None:
+            peer.gone, peer.peace = how or "it ended", peace
+            self._bury(peer)
+
+    def _bury(self, peer: Peer) -> None:
+        with self.lock:
+            peer.backlog.clear()
+            peer.held.clear()
+            self._answer_where(peer)
+            self._free(peer)
+            for other in list(self.peers.values()):
+                if other.owner is peer and other.link < 0 and other.gone is None and other.backlog:
+                    self.never_came(other, f"who started it is gone: {peer.gone}")
+            for cast in list(self._casts.values()):
+                for index, other in enumerate(cast.peers):
+                    if other is peer:
+                        self._recast(cast, index)
+            for number in list(self._casts):
+                self._mark(number, [peer.token])
+            for (root, number), combiner in list(self.combiners.items()):
+                combiner.lost(peer.token)
+                if root == peer.token:
+                    self.combiners.pop((root, number), None)
+                else:
+                    self.tell(self.peer(root), CastLost(number, [peer.token]))
+        self.on_gone(peer)
+
+    def _where(self, peer: Peer, message: Where, _: Frame) -> None:
+        asked = self.peers.get(message.token)
+        if asked is None:
+            self.tell(peer, There(message.token, "nobody here has started such a process"))
+        elif asked.gone is not None or asked.link >= 0:
+            self.tell(peer, There(message.token, asked.gone))
+        else:
+            asked.asked_by.append(peer)
+
+    def _answer_where(self, asked: Peer) -> None:
+        askers, asked.asked_by = asked.asked_by, []
+        for peer in askers:
+            self.tell(peer, There(asked.token, asked.gone))
+
+    def _there(self, peer: Peer, message: There, _: Frame) -> None:
+        asked = self.peer(message.token)
+        if asked.gone is not None:
+            return
+        if message.gone is not None:
+            self.never_came(asked, message.gone)
+            return
+        with self.lock:
+            if asked.link < 0:
+                link = self.links.connect(asked.token)
+                if link < 0:
+                    self.never_came(asked, "it can't be reached from here")
+                    return
+                self._bind(asked, link)
+            backlog, asked.backlog = asked.backlog, deque()
+            for emit in backlog:
+                emit()
+
+    # ---- frames that come late or in pieces
+
+    def _emit(
+        self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any, buffers: Any
+    ) -> None:
+        """A frame whose number is given already; under the lock, and without waiting."""
+        if peer.gone is not None:
+            return
+        if peer.link < 0 and not self._reach(peer):
+            peer.backlog.append(lambda: self._emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
+            return
+
+        def send() -> bool:
+            return self.links.send(peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers)
+
+        if _size(body, buffers) > MOST_IN_ONE:
+            self._send_parts(peer, kind, target, ref, seq, rank, prefix, body, buffers, keep=True)
+        elif not send():
+            self._keep(lambda: peer.gone is not None or send())
+
+    def _send_parts(
+        self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any,
+        buffers: Any, keep: bool = False,
+    ) -> None:  # fmt: skip
+        """In pieces, each when there is room; waits for it, but not with ``keep``, for which the payload is ours."""
+        chunks = [body] if isinstance(body, (bytes, bytearray, memoryview)) else list(body)
+        sizes = [sum(len(c) for c in chunks), *(memoryview(b).nbytes for b in buffers or ())]
+        pieces = deque(
+            view[start : start + MOST_IN_ONE // 4]
+            for view in (memoryview(part).cast("B") for part in [*chunks, *(buffers or ())])
+            for start in range(0, view.nbytes, MOST_IN_ONE // 4)
+        )
+        count, whole = len(pieces), next(self._ids)
+        head = _frames.encode([kind, target, ref, seq, rank, prefix, sizes, count])
+
+        def send() -> bool:
+            while pieces and peer.gone is None:
+                number = count - len(pieces)
+                first = head if number == 0 else b""
+                if not self.links.send(
+                    peer.link, Kind.PART, number, whole, 0, rank, peer.epoch, first, [pieces[0]], None
+                ):
+                    return False
+                pieces.popleft()
+            return True
+
+        if keep:
+            if not send():
+                self._keep(send)
+        else:
+            while not send():
+                self._wait(Room(), 0.001)
+
+    def _take_part(self, peer: Peer, frame: Frame) -> None:
+        key = frame.link, frame.ref
+        whole = self._whole.get(key)
+        if frame.target == 0:
+            whole = self._whole[key] = _Assembly(frame.prefix)
+        if whole is None or not whole.add(frame.target, frame.body):
+            raise FrameError("a piece of no frame")
+        if whole.complete:
+            del self._whole[key]
+            self._handle(whole.frame(frame.link, frame.epoch))
+
+
+class _Assembly:
+    """A frame that comes in pieces."""
+
+    def __init__(self, head: bytes) -> None:
+        import msgspec
+
+        try:
+            self._head = msgspec.msgpack.decode(head, type=tuple[int, int, int, int, int, bytes, list[int], int])
+        except msgspec.DecodeError as error:
+            raise FrameError(f"not the head of a frame in pieces: {error}") from error
+        self._parts = [bytearray(size) for size in self._head[6]]
+        self._which = self._at = self._next = 0
+
+    def add(self, number: int, piece: Any) -> bool:
+        """Room for this piece, in its place; False if there is none."""
+        if number != self._next:
+            return False
+        self._next += 1
+        while self._which < len(self._parts) and self._at == len(self._parts[self._which]):
+            self._which, self._at = self._which + 1, 0
+        if self._which == len(self._parts) or self._at + len(piece) > len(self._parts[self._which]):
+            return False
+        self._parts[self._which][self._at : self._at + len(piece)] = piece
+        self._at += len(piece)
+        return True
+
+    @property
+    def complete(self) -> bool:
+        return self._next == self._head[7]
+
+    def frame(self, link: int, epoch: int) -> tuple[Any, ...]:
+        kind, target, ref, seq, rank, prefix, _, _ = self._head
+        body, *buffers = self._parts
+        return (link, kind, target, ref, seq, rank, epoch, prefix, body, buffers or None)
+
+
+def children(index: int, count: int) -> range:
+    """Places below this one in a tree of ``count`` places whose first FANOUT places are below the root.
+
+    >>> list(children(0, 20)), list(children(1, 20)), list(children(2, 20))
+    ([8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19], [])
+    """
+    first = FANOUT * (index + 1)
+    return range(min(first, count), min(first + FANOUT, count))
+
+
+def descendants(index: int, count: int) -> list[int]:
+    """Places below this one, and below those."""
+    found: list[int] = []
+    todo = [index]
+    while todo:
+        below = children(todo.pop(), count)
+        found += below
+        todo += below
+    return found
+
+
+def count_below(index: int, count: int) -> int:
+    """This place and those below it."""
+    return 1 + len(descendants(index, count))
+
+
+def _size(body: Any, buffers: Any) -> int:
+    size = len(body) if isinstance(body, (bytes, bytearray, memoryview)) else sum(len(chunk) for chunk in body)
+    return size + sum(memoryview(buffer).nbytes for buffer in buffers) if buffers else size
+
+
+def _own(body: Any) -> Any:
+    """Bytes that nobody else can change."""
+    return (
+        body
+        if isinstance(body, bytes)
+        else bytes(body)
+        if isinstance(body, (bytearray, memoryview))
+        else b"".join(body)
+    )
+
+
+def _own_all(buffers: Any) -> list[bytearray] | None:
+    return [bytearray(buffer) for buffer in buffers] if buffers else None

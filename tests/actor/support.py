@@ -1,0 +1,72 @@
+"""What the tests of actors share: the failures that reach the program, and gates that hold an actor up.
+
+Imported by spawned processes, so it imports no pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from monarch_backend.actor import Channel, MeshFailure
+
+PATIENCE = 30.0
+"""Seconds after which something that was waited for will never come."""
+
+
+class Faults:
+    """In place of ``unhandled_fault_hook``: keeps what reaches the program."""
+
+    def __init__(self) -> None:
+        self._told: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
+
+    def __call__(self, failure: MeshFailure) -> None:
+        self._told.put(failure)
+
+    def next(self) -> MeshFailure:
+        """The next failure; waits for it."""
+        return self._told.get(timeout=PATIENCE)
+
+    def none(self) -> None:
+        """Nothing has reached the program that was not taken."""
+        left = []
+        while not self._told.empty():
+            left.append(self._told.get())
+        assert not left, "failures that were not expected: " + "\n".join(failure.report() for failure in left)
+
+
+@contextmanager
+def gate(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A name and a function: `pass_gate` of the name waits until the function is called, or the block ends."""
+    path = folder / f"gate{len(list(folder.iterdir()))}"
+    os.mkfifo(path)
+    ends: list[int] = []
+
+    def open_gate() -> None:
+        if not ends:
+            ends.append(os.open(path, os.O_RDWR))
+            os.write(ends[0], b"x" * 4096)  # a byte for each who passes
+
+    try:
+        yield str(path), open_gate
+    finally:
+        open_gate()
+        os.close(ends[0])
+
+
+def pass_gate(name: str) -> None:
+    """Wait in one system call, as an actor does that can't be interrupted."""
+    with open(name, "rb", buffering=0) as file:
+        file.read(1)
+
+
+def begun(call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call whose first argument is a port, and wait until its endpoint runs."""
+    port, receiver = Channel.open(once=True)
+    future = call(port, *args)
+    receiver.recv().get(PATIENCE)
+    return future

@@ -1,0 +1,618 @@
+"""What people do wrong: each has an error where it was done, whose message says what to do; and no actor dies of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import (
+    Actor,
+    ActorError,
+    ActorMesh,
+    Channel,
+    DeserializationError,
+    Extent,
+    HostMesh,
+    MeshFailure,
+    ProcMesh,
+    Restart,
+    SerializationError,
+    Shape,
+    UnknownEndpointError,
+    as_endpoint,
+    concurrent_endpoint,
+    context,
+    endpoint,
+    get_or_spawn_controller,
+    send,
+    this_host,
+    this_proc,
+)
+from monarch_backend.actor._program import program
+from monarch_backend.mesh import _limits
+from tests.actor.harm import AsyncVictim, BadBirth, Victim
+from tests.actor.support import PATIENCE, Faults, begun
+
+
+@pytest.fixture(scope="module")
+def procs() -> Iterator[ProcMesh]:
+    with this_host().spawn_procs({"hosts": 2, "gpus": 2}, name="lasting") as procs:
+        procs.initialized.get(PATIENCE)
+        yield procs
+
+
+@pytest.fixture(scope="module")
+def victims(procs: ProcMesh) -> ActorMesh:
+    return procs.spawn("victims", Victim)
+
+
+@pytest.fixture(scope="module")
+def one(victims: ActorMesh) -> ActorMesh:
+    return victims.slice(hosts=1, gpus=1)
+
+
+@pytest.fixture
+def alive(victims: ActorMesh, faults: Faults) -> Iterator[None]:
+    """After the test, everybody is."""
+    yield
+    assert list(victims.echo.call("alive").get(PATIENCE).values()) == ["alive"] * 4
+
+
+class Unloadable:
+    """Pickles, and does not come back."""
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"x": 1}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        raise LookupError("the cat ate it")
+
+
+class HasLock:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class Returns(Actor):
+    """Gives what can't be given."""
+
+    def __init__(self, *ignored: Any) -> None:
+        pass
+
+    @endpoint
+    def a_lock(self) -> Any:
+        return HasLock()
+
+    @endpoint
+    def unloadable(self) -> Any:
+        return Unloadable()
+
+    @endpoint
+    def locks(self) -> Iterator[Any]:
+        yield 1
+        yield HasLock()
+
+    @endpoint(explicit_response_port=True)
+    def a_lock_by_port(self, port: Any) -> None:
+        try:
+            port.send(HasLock())
+        except SerializationError as error:
+            port.exception(error)
+
+    @endpoint
+    def itself(self) -> Any:
+        return self
+
+    @endpoint
+    def instance(self) -> Any:
+        return context().actor_instance
+
+    @endpoint
+    def calls(self, other: Any, value: Any) -> Any:
+        return other.call_one(value).get(PATIENCE)
+
+    @endpoint
+    def waits_for(self, me: Any, verb: str) -> Any:
+        return getattr(me.echo, verb)(1).get(PATIENCE)
+
+    @endpoint
+    def a_lock_to(self, port: Any) -> None:
+        port.send(HasLock())
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+# What can't be sent
+
+
+@pytest.mark.parametrize("verb", ["call_one", "call", "choose", "stream", "broadcast"])
+def test_an_argument_that_does_not_pickle(verb: str, victims: ActorMesh, one: ActorMesh, alive: None) -> None:
+    mesh = one if verb == "call_one" else victims
+    with pytest.raises(SerializationError) as told:
+        getattr(mesh.echo, verb)({"config": [1, HasLock()]})
+    for part in ("args[0]['config'][1].lock", "_thread.lock", "__reduce__"):
+        assert part in str(told.value)
+    assert isinstance(told.value, TypeError)
+
+
+def test_a_constructor_s_argument_that_does_not_pickle(procs: ProcMesh, alive: None) -> None:
+    with pytest.raises(SerializationError, match=r"lock"):
+        procs.spawn("locked", Victim, HasLock())
+
+
+def test_a_value_that_does_not_pickle_by_port(alive: None) -> None:
+    port, receiver = Channel.open()
+    with pytest.raises(SerializationError, match="lock"):
+        port.send(HasLock())
+    port.send("the next")
+    assert receiver.recv().get(PATIENCE) == "the next"
+    receiver.close()
+
+
+@pytest.mark.parametrize("kind", [Victim, AsyncVictim])
+def test_an_argument_that_does_not_unpickle_is_an_error_reply(
+    kind: type, procs: ProcMesh, alive: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    actors = procs.slice(hosts=0).spawn("actors", kind)
+    single = actors.slice(gpus=0)
+    stream = list(actors.echo.stream(Unloadable()))
+    for future in (single.echo.call_one(Unloadable()), actors.echo.call(Unloadable()), *stream):
+        error = future.exception(PATIENCE)
+        assert isinstance(error, ActorError) and isinstance(error.__cause__, DeserializationError)
+        assert "the cat ate it" in str(error) and "LookupError" in str(error)
+        assert isinstance(error.__cause__.__cause__, LookupError)
+    actors.echo.broadcast(Unloadable())
+    assert list(actors.echo.call("still here").get(PATIENCE).values()) == ["still here"] * 2
+    actors.stop().get(PATIENCE)
+
+
+def test_a_dropped_broadcast_is_told(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody waits for it, so it is told where it happened: in the log."""
+    with this_host().spawn_procs({"gpus": 1}) as procs:
+        procs.logging_option(aggregate_window_sec=None)
+        victim = procs.spawn("victim", Victim)
+        victim.echo.broadcast(Unloadable())
+        victim.echo.call_one(1).get(PATIENCE)
+        program().flush_logs()
+    err = capfd.readouterr().err
+    assert "victim dropped a message that it can't read" in err and "the cat ate it" in err
+
+
+def test_a_constructor_s_argument_that_does_not_unpickle(procs: ProcMesh, faults: Faults, alive: None) -> None:
+    actors = procs.slice(hosts=0, gpus=0).spawn("actors", Returns, Unloadable())
+    error = actors.initialized.exception(PATIENCE)
+    assert isinstance(error, MeshFailure) and "the cat ate it" in str(error)
+    assert "the cat ate it" in faults.next().report()
+
+
+def test_a_class_that_the_worker_can_t_import(procs: ProcMesh, victims: ActorMesh, alive: None) -> None:
+    """It has an import path here, which leads nowhere there."""
+    import sys
+    import types
+
+    module = sys.modules["only_here"] = types.ModuleType("only_here")
+    exec("class Card:\n    pass", vars(module))
+    try:
+        error = victims.slice(hosts=0, gpus=0).echo.call_one(module.Card()).exception(PATIENCE)  # type: ignore[attr-defined]
+    finally:
+        del sys.modules["only_here"]
+    assert isinstance(error, ActorError) and "only_here" in str(error)
+
+
+def test_values_that_can_t_be_returned_are_errors_of_the_call(procs: ProcMesh, alive: None) -> None:
+    actors = procs.slice(hosts=0, gpus=0).spawn("returns", Returns)
+    for future in (actors.a_lock.call_one(), actors.a_lock.call(), actors.a_lock_by_port.call_one()):
+        error = future.exception(PATIENCE)
+        assert isinstance(error, ActorError) and isinstance(error.__cause__, SerializationError)
+        assert "lock" in str(error)
+    values = actors.locks.call_one()
+    assert next(values) == 1
+    with pytest.raises(ActorError, match="lock"):
+        next(values)
+    port, receiver = Channel.open()
+    error = actors.a_lock_to.call_one(port).exception(PATIENCE)
+    assert isinstance(error, ActorError) and isinstance(error.__cause__, SerializationError)
+    receiver.close()
+    assert actors.echo.call_one("lives").get(PATIENCE) == "lives"
+    actors.stop().get(PATIENCE)
+
+
+def test_a_value_that_does_not_unpickle_is_told_to_who_wants_it(procs: ProcMesh, alive: None) -> None:
+    actors = procs.slice(hosts=0).spawn("returns", Returns)
+    for future in (
+        actors.slice(gpus=0).unloadable.call_one(),
+        actors.unloadable.call(),
+        *actors.unloadable.stream(),
+    ):
+        for _ in range(2):  # as often as one looks
+            with pytest.raises(DeserializationError, match="the cat ate it"):
+                future.get(PATIENCE)
+    actors.stop().get(PATIENCE)
+
+
+def test_what_stays_where_it_is(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
+    _, receiver = Channel.open()
+    with pytest.raises(SerializationError, match="send its port"):
+        one.echo.call_one(receiver)
+    with pytest.raises(TypeError, match="send its port"):
+        pickle.dumps(receiver)
+    receiver.close()
+    with pytest.raises(SerializationError, match="send what it gives"):
+        one.echo.call_one(one.echo.call_one(1))
+    with pytest.raises(SerializationError, match="send the mesh"):
+        one.echo.call_one(as_endpoint(one.say))
+
+
+def test_what_belongs_to_an_actor_stays_with_it(procs: ProcMesh, alive: None) -> None:
+    one = procs.slice(gpus=0, hosts=0).spawn("itself", Returns)
+    for method, text in ((one.itself, "stays in its process: send its mesh"), (one.instance, "send its name and rank")):
+        error = method.call_one().exception(PATIENCE)
+        assert isinstance(error, ActorError) and text in str(error)
+    one.stop().get(PATIENCE)
+
+
+def test_an_endpoint_may_be_handed_on(procs: ProcMesh, one: ActorMesh, alive: None) -> None:
+    caller = procs.slice(gpus=0, hosts=0).spawn("caller", Returns)
+    assert caller.calls.call_one(one.echo, 3).get(PATIENCE) == 3
+    caller.stop().get(PATIENCE)
+
+
+def test_an_actor_that_waits_for_itself_is_told(procs: ProcMesh, alive: None) -> None:
+    me = procs.slice(gpus=0, hosts=0).spawn("me", Returns)
+    for verb in ("call_one", "call"):
+        error = me.waits_for.call_one(me, verb).exception(PATIENCE)
+        assert isinstance(error, ActorError) and "would wait for ever" in str(error) and "echo" in str(error)
+    assert me.echo.call_one(1).get(PATIENCE) == 1
+    me.stop().get(PATIENCE)
+
+
+def test_a_slice_is_not_stopped_alone(procs: ProcMesh, victims: ActorMesh, alive: None) -> None:
+    for what in ("stop", "abort", "kill"):
+        with pytest.raises(ValueError, match=rf"{what}\(\) is for whole meshes"):
+            getattr(procs.slice(gpus=0), what)()
+    with pytest.raises(ValueError, match="whole meshes"):
+        procs.slice(gpus=0).logging_option(level="ERROR")
+    for what in ("stop", "abort"):
+        with pytest.raises(ValueError, match=rf"{what}\(\) is for whole meshes"):
+            getattr(victims.slice(gpus=0), what)()
+
+
+# What there is not
+
+
+def test_an_unknown_endpoint_says_what_there_is(victims: ActorMesh, alive: None) -> None:
+    with pytest.raises(UnknownEndpointError, match=r"Victim has no endpoint 'ecco'") as told:
+        victims.ecco.call(1)
+    assert "echo" in str(told.value) and isinstance(told.value, AttributeError)
+    assert not hasattr(victims, "ecco")
+
+
+def test_an_undecorated_method_says_how_to_call_it(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
+    for call in (lambda: victims.say.call("x"), lambda: victims.say("x")):
+        with pytest.raises(UnknownEndpointError, match=r"decorate it with @endpoint.*as_endpoint\(mesh\.say\)"):
+            call()
+    assert as_endpoint(one.say).call_one("x").get(PATIENCE) is None
+    with pytest.raises(TypeError, match=r"as_endpoint takes mesh\.method"):
+        as_endpoint(5)
+
+
+def test_calling_an_endpoint_of_a_mesh_says_how_to_send(victims: ActorMesh, alive: None) -> None:
+    with pytest.raises(TypeError, match=r"victims\.echo is an endpoint of a mesh.*\.call\(") as told:
+        victims.echo(1)
+    for verb in ("call_one", "choose", "stream", "broadcast"):
+        assert f".{verb}(" in str(told.value)
+
+
+def test_arguments_are_checked_where_they_are_given(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
+    for call in (
+        one.echo.call_one,
+        victims.echo.call,
+        victims.echo.broadcast,
+        victims.echo.choose,
+        victims.echo.stream,
+    ):
+        with pytest.raises(TypeError, match=r"echo\(\) missing 1 required positional argument: 'value'"):
+            call()
+        with pytest.raises(TypeError, match=r"echo\(\) takes 1 positional argument but 2"):
+            call(1, 2)
+        with pytest.raises(TypeError, match=r"echo\(\) got an unexpected keyword argument 'valeu'"):
+            call(valeu=1)
+    with pytest.raises(TypeError, match=r"count\(\) missing"):
+        victims.count.stream()
+    with pytest.raises(TypeError, match=r"answers_never\(\) takes 0 positional"):
+        one.answers_never.call_one("the port is not the caller's")
+    assert one.all_notes.call_one().get(PATIENCE) == []
+
+
+@pytest.mark.parametrize("select", [{}, {"hosts": 1}, {"gpus": 0}])
+def test_call_one_of_many(select: dict[str, int], victims: ActorMesh, alive: None) -> None:
+    mesh = victims.slice(**select) if select else victims
+    with pytest.raises(ValueError, match=rf"'victims' .* has {len(mesh)}: slice it, or use call, choose or broadcast"):
+        mesh.echo.call_one(1)
+
+
+def test_a_selection_that_there_is_not(victims: ActorMesh, alive: None) -> None:
+    with pytest.raises(ValueError, match=r"selection='some': it can be 'all' or 'choose'"):
+        send(victims.note, (1,), selection="some")
+
+
+COORDINATES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "too large": (lambda m: m.slice(gpus=2), IndexError, "gpus"),
+    "too small": (lambda m: m.slice(gpus=-3), IndexError, "gpus"),
+    "no such dimension": (lambda m: m.slice(gpu=0), KeyError, "hosts.*gpus|gpus.*hosts"),
+    "no number": (lambda m: m.slice(gpus="first"), TypeError, "gpus"),
+    "nothing left": (lambda m: m.slice(gpus=slice(5, 9)), (IndexError, ValueError), "gpus"),  # type: ignore[dict-item]
+    "a factor that does not fit": (lambda m: m.split(gpus=("a", "b"), a=3), ValueError, "gpus|a"),
+    "a name that is taken": (lambda m: m.rename(gpus="hosts"), ValueError, "hosts"),
+    "size of nothing": (lambda m: m.size("gpu"), KeyError, "gpu"),
+}
+
+
+@pytest.mark.parametrize("kind", COORDINATES)
+def test_a_wrong_coordinate(kind: str, victims: ActorMesh, procs: ProcMesh, alive: None) -> None:
+    wrong, error, text = COORDINATES[kind]
+    values = victims.echo.call(1).get(PATIENCE)
+    for mesh in (victims, procs, values):
+        with pytest.raises(error, match=text):
+            wrong(mesh)
+
+
+def test_a_wrong_coordinate_of_a_value(victims: ActorMesh, alive: None) -> None:
+    values = victims.echo.call(1).get(PATIENCE)
+    for wrong in ({"hosts": 0, "gpus": 2}, {"hosts": 0}, {"hosts": 0, "gpu": 1}, {}):
+        with pytest.raises((KeyError, IndexError), match="gpus"):
+            values.item(**wrong)
+
+
+# Classes
+
+
+def test_an_actor_is_not_built_by_calling_its_class() -> None:
+    with pytest.raises(TypeError, match=r"Victim is an actor: spawn it, proc_mesh\.spawn\('name', Victim"):
+        Victim()
+
+
+def test_def_and_async_def_do_not_mix(procs: ProcMesh, alive: None) -> None:
+    class Mixed(Actor):
+        @endpoint
+        def plain(self) -> None: ...
+
+        @endpoint
+        async def asynchronous(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Mixed mixes `def` and `async def` endpoints.*Make these async, too: plain"):
+        procs.spawn("mixed", Mixed)
+
+
+@pytest.mark.parametrize(
+    "name", ["stop", "slice", "size", "extent", "initialized", "name", "failed_ranks", "_core", "_shape"]
+)
+def test_an_endpoint_that_hides_an_attribute_of_meshes(name: str, procs: ProcMesh, alive: None) -> None:
+    def method(self: Any) -> None: ...
+
+    method.__name__ = name
+    hides = type("Hides", (Actor,), {name: endpoint(method)})
+    with pytest.raises(ValueError, match=rf"Hides\.{name}: every mesh has an attribute '{name}'.*another name"):
+        procs.spawn("hides", hides)
+
+
+def test_what_is_no_method_is_no_endpoint() -> None:
+    with pytest.raises(TypeError, match="an endpoint is a method, not 5"):
+        endpoint(5)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"is for `async def`: .*method is a plain function"):
+
+        @concurrent_endpoint
+        def method(self: Any) -> None: ...
+
+
+@pytest.mark.parametrize("what", [int, 5, lambda: None, "Victim", threading.Lock], ids=str)
+def test_only_actors_are_spawned(what: Any, procs: ProcMesh, alive: None) -> None:
+    with pytest.raises(TypeError, match=r"is no Actor: derive the class from monarch_backend\.actor\.Actor"):
+        procs.spawn("wrong", what)
+
+
+def test_a_constructor_s_arguments_are_checked_at_once(procs: ProcMesh, alive: None) -> None:
+    for args, kwargs, text in (
+        ((), {}, "missing a required argument: 'error'"),
+        ((ValueError(), (), 3), {}, "too many positional arguments"),
+        ((ValueError(), ()), {"rank": 1}, "got an unexpected keyword argument 'rank'"),
+    ):
+        with pytest.raises(TypeError, match=re.escape("BadBirth is built by __init__(self, error")) as told:
+            procs.spawn("wrong", BadBirth, *args, **kwargs)  # type: ignore[arg-type]
+        assert text in str(told.value)
+
+
+def test_a_class_without_a_constructor_takes_no_arguments(procs: ProcMesh, alive: None) -> None:
+    class Bare(Actor):
+        @endpoint
+        def nothing(self) -> None: ...
+
+    with pytest.raises(TypeError, match="Bare has no __init__ that takes"):
+        procs.spawn("bare", Bare, 1, lr=3)
+
+
+@pytest.mark.parametrize("name", ["", None, 5])
+def test_a_mesh_has_a_name(name: Any, procs: ProcMesh, alive: None) -> None:
+    with pytest.raises((ValueError, TypeError), match="name"):
+        procs.spawn(name, Victim)
+
+
+def test_one_name_is_one_class(faults: Faults) -> None:
+    first = get_or_spawn_controller("the only one", Victim).get(PATIENCE)
+    assert get_or_spawn_controller("the only one", Victim).get(PATIENCE).echo.call_one(1).get(PATIENCE) == 1
+    with pytest.raises(TypeError, match=r"'the only one' is a Victim, not a Returns.*another name"):
+        get_or_spawn_controller("the only one", Returns).get(PATIENCE)
+    first.stop().get(PATIENCE)
+
+
+# Processes
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_processes(count: int) -> None:
+    with pytest.raises(ValueError, match="gpus"):
+        this_host().spawn_procs({"gpus": count})
+
+
+@pytest.mark.parametrize("wrong", [{"gpus": 1.5}, {"gpus": "2"}, {3: 2}, {"": 2}, {"gp us": 2}, 8, "gpus"], ids=str)
+def test_no_extent(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        this_host().spawn_procs(wrong)
+
+
+def test_ten_thousand_processes_are_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused at once and as a whole, on a machine of any size: here each would take a terabyte."""
+    monkeypatch.setattr(_limits, "MEMORY_EACH", 1 << 40)
+    text = r"can't start 10000 processes: they need \d+ MiB of memory, and .* leaves \d+\. Start at most \d+, or raise"
+    start = time.monotonic()
+    with pytest.raises(_limits.SpawnLimitError, match=text):
+        this_host().spawn_procs({"hosts": 10, "gpus": 1000})
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_dimension_s_name_is_taken() -> None:
+    hosts = HostMesh(Shape.of(Extent(("gpus",), (1,))))
+    with pytest.raises(ValueError, match="the hosts have a dimension 'gpus' already: give per_host another name"):
+        hosts.spawn_procs({"gpus": 1})
+
+
+BINDINGS: dict[str, tuple[Any, str]] = {
+    "no such way": ("sockets", 'give "cores", "numa"'),
+    "too few": ([[0]], "proc_bind has cpus for 1 processes, and 2 are to be spawned"),
+    "not ours": ([[0], [9999]], "proc_bind of process 1: cpus 9999 can't be used"),
+    "no numbers": ([[0], "first"], "proc_bind of process 1 is 'first'"),
+    "none": ([[0], []], "proc_bind of process 1 has no cpu in it"),
+    "a number": (3, "proc_bind=3"),
+}
+
+
+@pytest.mark.parametrize("kind", BINDINGS)
+def test_a_wrong_binding(kind: str) -> None:
+    wrong, text = BINDINGS[kind]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        this_host().spawn_procs({"gpus": 2}, proc_bind=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"strategy": "some"}, "it can be 'one_for_one' or 'all'"),
+        ({"max_restarts": -1}, "can't be negative"),
+        ({"within": 0}, "within is more than 0"),
+        ({"backoff": -0.1}, "can't be negative"),
+        ({"backoff": 2.0, "most_backoff": 1.0}, "most_backoff at least backoff"),
+    ],
+)
+def test_a_wrong_policy(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Restart(**wrong)
+
+
+@pytest.mark.parametrize("wrong", ["always", True, 3], ids=str)
+def test_what_is_no_policy(wrong: Any, procs: ProcMesh, alive: None) -> None:
+    for spawn in (
+        lambda: procs.spawn("wrong", Victim, restart=wrong),
+        lambda: this_host().spawn_procs({"gpus": 1}, restart=wrong),
+    ):
+        with pytest.raises(TypeError, match=r"restart=.*Restart\("):
+            spawn()
+
+
+def test_a_bootstrap_and_an_environment_that_can_t_be() -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="bootstrap"):
+        this_host().spawn_procs({"gpus": 1}, bootstrap=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="bootstrap"):
+        this_host().spawn_procs({"gpus": 1}, bootstrap=lambda: lock.acquire())
+    with pytest.raises(TypeError, match="DEPTH"):
+        this_host().spawn_procs({"gpus": 1}, env={"DEPTH": 3})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="A=B"):
+        this_host().spawn_procs({"gpus": 1}, env={"A=B": "c"})
+
+
+def test_log_options_that_mean_nothing(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
+    with this_host().spawn_procs({"gpus": 1}) as procs:
+        victim = procs.spawn("victim", Victim)
+        with pytest.raises(ValueError, match="LOUD"):
+            procs.logging_option(level="LOUD")
+        with pytest.raises(ValueError, match="aggregate_window_sec"):
+            procs.logging_option(aggregate_window_sec=-1)
+        victim.echo.call_one(1).get(PATIENCE)
+        program().flush_logs()
+    assert capfd.readouterr() == ("", ""), "the workers hear nothing of it"
+
+
+# Waiting in the wrong place
+
+
+def test_get_in_a_running_loop_warns(one: ActorMesh, alive: None) -> None:
+    async def holds_the_loop_up() -> Any:
+        with pytest.warns(RuntimeWarning, match="await the future instead"):
+            return one.echo.call_one(1).get(PATIENCE)
+
+    assert asyncio.run(holds_the_loop_up()) == 1
+
+    async def does_not() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return await one.echo.call_one(2)
+
+    assert asyncio.run(does_not()) == 2
+
+
+def test_a_callback_can_t_wait(one: ActorMesh, alive: None) -> None:
+    caught: list[BaseException | None] = []
+    there = threading.Event()
+
+    def callback(_: Any) -> None:
+        try:
+            one.echo.call_one(2).get(PATIENCE)
+            caught.append(None)
+        except BaseException as error:
+            caught.append(error)
+        there.set()
+
+    port, receiver = Channel.open()
+    future = one.pid.call_one()
+    future.add_done_callback(callback)
+    future.get(PATIENCE)
+    assert there.wait(PATIENCE)
+    receiver.close()
+    assert port is not None
+    assert caught[0] is None or (isinstance(caught[0], RuntimeError) and "use another thread" in str(caught[0]))
+
+
+def test_a_timeout_that_is_none(one: ActorMesh, alive: None) -> None:
+    for wrong in (-1, "soon"):
+        with pytest.raises((ValueError, TypeError), match="timeout"):
+            one.echo.options(timeout=wrong)  # type: ignore[arg-type]
+
+
+def test_a_wait_that_is_too_short_can_be_repeated(one: ActorMesh, tmp_path: Any, alive: None) -> None:
+    from tests.actor.support import gate
+
+    with gate(tmp_path) as (name, open_gate):
+        future = begun(one.wait.call_one, name)
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match=r"no answer within 0.01 s; the call goes on, see Future.cancel"):
+                future.get(0.01)
+        open_gate()
+        assert future.get(PATIENCE) == "waited"
+
+
+def test_this_process_is_a_mesh_that_nobody_ends() -> None:
+    for how in ("stop", "abort", "kill"):
+        with pytest.raises(RuntimeError, match=r"this process|stopped by who"):
+            getattr(this_proc(), how)()
+    assert os.getpid()

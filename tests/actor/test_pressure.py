@@ -1,0 +1,440 @@
+"""Bounded queues: the sender waits, memory does not grow, and those who call each other do not wait for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import (
+    Actor,
+    ActorError,
+    ActorMesh,
+    Channel,
+    Port,
+    ProcMesh,
+    SupervisionError,
+    concurrent_endpoint,
+    endpoint,
+    this_host,
+    this_proc,
+)
+from monarch_backend.transport._router import WINDOW
+from tests.actor.actors import Recorder, Sync, resident_bytes, running, until
+from tests.actor.support import PATIENCE, Faults, gate
+from tests.support.terminal import Terminal
+
+pytestmark = pytest.mark.usefixtures("faults")
+
+MIB = 1 << 20
+FLOOD = 5000
+
+
+@pytest.fixture(scope="module")
+def procs() -> Iterator[ProcMesh]:
+    with running({"gpus": 3}) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def recorders(procs: ProcMesh) -> Iterator[ActorMesh]:
+    mesh = procs.spawn("recorders", Recorder)
+    yield mesh
+    mesh.stop().get(PATIENCE)
+
+
+class Sender:
+    """Does something often, in a thread; says how often so far."""
+
+    def __init__(self, send: Callable[[int], object], times: int = FLOOD) -> None:
+        self.sent = 0
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                for i in range(times):
+                    send(i)
+                    self.sent = i + 1
+            except BaseException as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(2 * PATIENCE)
+        assert not self._thread.is_alive()
+
+
+class Said:
+    """What has been written to stderr so far."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._terminal.err
+
+    def count(self, text: str) -> int:
+        return self._terminal.err.count(text)
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    """The words of MONARCH_DEBUG=1, which tell that somebody waits."""
+    monkeypatch.setenv("MONARCH_DEBUG", "1")
+    return Said(Terminal(capfd))
+
+
+def hold(one: ActorMesh, name: str) -> None:
+    """The actor does nothing else until the gate opens."""
+    port, receiver = Channel.open(once=True)
+    one.hold.broadcast(port, name)
+    receiver.recv().get(PATIENCE)
+
+
+WAITING = f"monarch: {WINDOW} messages to"
+
+
+# ---- the sender waits
+
+
+def test_a_slow_actor_holds_its_sender_up(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+    one = recorders.slice(gpus=1)
+    payload = b"x" * 20_000  # too large for the ring itself
+    with gate(tmp_path) as (name, open_gate):
+        hold(one, name)
+        before = resident_bytes()
+        sender = Sender(lambda i: one.note.broadcast("main", i, payload))
+        until(lambda: WAITING in said, "the sender says that it waits")
+        assert sender.sent < WINDOW
+        assert resident_bytes() - before < 2 * WINDOW * len(payload)
+        assert recorders.slice(gpus=0).echo.call_one("others are not held up").get(PATIENCE) == "others are not held up"
+        assert sender.sent < WINDOW
+        open_gate()
+        sender.join()
+    assert sender.error is None
+    assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(FLOOD))}
+    assert resident_bytes() - before < 2 * WINDOW * len(payload)
+    assert f"{WINDOW} messages to gpus 1 of {recorders.proc_mesh.name} (pid " in said
+
+
+def test_the_slowest_of_many_holds_the_sender_up(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+    with gate(tmp_path) as (name, open_gate):
+        hold(recorders.slice(gpus=2), name)
+        sender = Sender(lambda i: recorders.note.broadcast("main", i), 3 * WINDOW)
+        until(lambda: WAITING in said, "the sender says that it waits")
+        open_gate()
+        sender.join()
+    assert list(recorders.by_sender.call().get(PATIENCE).values()) == [{"main": list(range(3 * WINDOW))}] * 3
+
+
+def test_calls_are_held_up_as_well(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+    one = recorders.slice(gpus=0)
+    futures: list[Any] = []
+    with gate(tmp_path) as (name, open_gate):
+        hold(one, name)
+        sender = Sender(lambda i: futures.append(one.note.call_one("main", i)), 2 * WINDOW)
+        until(lambda: WAITING in said, "the sender says that it waits")
+        open_gate()
+        sender.join()
+    assert [future.get(PATIENCE) for future in futures] == [(0, i) for i in range(2 * WINDOW)]
+
+
+def test_many_senders_share_the_window(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+    one = recorders.slice(gpus=0)
+    with gate(tmp_path) as (name, open_gate):
+        hold(one, name)
+        senders = [Sender(lambda i, t=t: one.note.broadcast(t, i), WINDOW) for t in range(3)]
+        until(lambda: said.count(WAITING) == 3, "all three wait")
+        assert sum(sender.sent for sender in senders) < WINDOW
+        open_gate()
+        for sender in senders:
+            sender.join()
+    assert one.by_sender.call_one().get(PATIENCE) == {t: list(range(WINDOW)) for t in range(3)}
+
+
+def test_an_actor_that_sends_is_held_up(recorders: ActorMesh, procs: ProcMesh, tmp_path: Path) -> None:
+    one, source = recorders.slice(gpus=1), procs.slice(gpus=0).spawn("source", Recorder)
+    with gate(tmp_path) as (name, open_gate):
+        hold(one, name)
+        before = source.resident.call_one().get(PATIENCE)
+        beside = procs.slice(gpus=0).spawn("beside", Recorder)
+        sent = source.flood.call_one(one, "actor", FLOOD // 4)
+        until(lambda: beside.echo.call_one(1).get(PATIENCE) == 1, "its process goes on")
+        assert not sent.done()
+        assert beside.resident.call_one().get(PATIENCE) - before < 100 * MIB
+        open_gate()
+        assert sent.get(PATIENCE) == FLOOD // 4
+    came: list[int] = []
+
+    def all_there() -> bool:  # we are another sender than the actor: our call may overtake its last messages
+        came.extend(one.by_sender.call_one().get(PATIENCE).get("actor", []))
+        return len(came) >= FLOOD // 4
+
+    until(all_there, "all that it has sent")
+    assert came == list(range(FLOOD // 4))
+    for mesh in (source, beside):
+        mesh.stop().get(PATIENCE)
+
+
+def test_a_port_that_is_not_read_holds_its_sender_up(recorders: ActorMesh) -> None:
+    port, receiver = Channel.open()
+    n = 3 * WINDOW
+    filled = recorders.slice(gpus=0).fill.call_one(port, "actor", n)
+    until(lambda: len(receiver._values) >= WINDOW // 2, "the window is at least half full")
+    assert not filled.done()
+    for i in range(n):
+        assert len(receiver._values) <= WINDOW
+        assert receiver.recv().get(PATIENCE)[1] == i
+    filled.get(PATIENCE)
+    receiver.close()
+
+
+def test_without_the_variable_nothing_is_said(
+    recorders: ActorMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MONARCH_DEBUG", raising=False)
+    one = recorders.slice(gpus=0)
+    peer = one._core.peer(0)
+    with gate(tmp_path) as (name, open_gate):
+        hold(one, name)
+        sender = Sender(lambda i: one.note.broadcast("main", i), 2 * WINDOW)
+        until(lambda: peer.credit == 0 and peer.room is not None, "the sender waits")
+        open_gate()
+        sender.join()
+    assert "messages to" not in capfd.readouterr().err
+
+
+# ---- who waits does not wait for ever
+
+
+def test_a_sender_that_waits_hears_of_the_death_of_its_receiver(faults: Faults, tmp_path: Path, said: Said) -> None:
+    with this_host().spawn_procs({"gpus": 1}, name="doomed") as procs:
+        one = procs.spawn("recorders", Recorder)
+        port, receiver = Channel.open(once=True)
+        with gate(tmp_path) as (name, _):
+            one.hold.broadcast(port, name)
+            pid = receiver.recv().get(PATIENCE)
+            sender = Sender(lambda i: one.note.broadcast("main", i))
+            until(lambda: WAITING in said, "the sender says that it waits")
+            os.kill(pid, signal.SIGKILL)
+            sender.join()
+        assert isinstance(sender.error, SupervisionError)
+        assert (sender.error.pid, sender.error.signal) == (pid, signal.SIGKILL)
+        assert faults.next().mesh_name == "doomed"
+
+
+def test_closing_a_port_lets_its_senders_go_on(recorders: ActorMesh) -> None:
+    one = recorders.slice(gpus=0)
+    for _ in range(3):
+        port, receiver = Channel.open()
+        filled = one.fill.call_one(port, "actor", 2 * WINDOW)
+        until(lambda held=receiver._values: len(held) >= WINDOW // 2, "the window is full")  # type: ignore[misc]
+        receiver.close()
+        filled.get(PATIENCE)
+    port, receiver = Channel.open()
+    one.fill.call_one(port, "actor", 10).get(PATIENCE)
+    assert [receiver.recv().get(PATIENCE)[1] for _ in range(10)] == list(range(10))
+    receiver.close()
+
+
+def test_a_receiver_that_nobody_holds_lets_its_senders_go_on(recorders: ActorMesh) -> None:
+    one = recorders.slice(gpus=0)
+    port, receiver = Channel.open()
+    filled = one.fill.call_one(port, "actor", 2 * WINDOW)
+    until(lambda held=receiver._values: len(held) >= WINDOW // 2, "the window is full")  # type: ignore[misc]
+    del receiver
+    gc.collect()
+    filled.get(PATIENCE)
+
+
+def test_polling_with_a_timeout_loses_nothing(recorders: ActorMesh, tmp_path: Path) -> None:
+    one = recorders.slice(gpus=0)
+    port, receiver = Channel.open()
+    with gate(tmp_path) as (name, open_gate):
+        hold(one, name)
+        filled = one.fill.call_one(port, "actor", 3)
+        for _ in range(10):
+            with pytest.raises(TimeoutError):
+                receiver.recv().get(0.001)
+        open_gate()
+        filled.get(PATIENCE)
+    assert [receiver.recv().get(PATIENCE)[1] for _ in range(3)] == [0, 1, 2]
+    receiver.close()
+
+
+def test_a_receiver_that_nobody_holds_has_the_value_that_is_waited_for(recorders: ActorMesh) -> None:
+    port, receiver = Channel.open()
+    came = threading.Event()
+    receiver.recv().add_done_callback(lambda _: came.set())
+    del receiver
+    gc.collect()
+    recorders.slice(gpus=0).fill.call_one(port, "actor", 1).get(PATIENCE)
+    assert came.wait(PATIENCE)
+
+
+# ---- within one process
+
+
+class Neighbour(Actor):
+    """Sends to actors of its own process."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    @endpoint
+    def flood(self, other: ActorMesh, n: int) -> None:
+        for i in range(n):
+            other.note.broadcast(i)
+
+    @endpoint
+    def note(self, i: int) -> None:
+        self.seen.append(i)
+
+    @endpoint
+    def take_seen(self) -> list[int]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+def test_neighbours_of_one_process(procs: ProcMesh) -> None:
+    proc = procs.slice(gpus=0)
+    source, sink = proc.spawn("source", Neighbour), proc.spawn("sink", Neighbour)
+    source.flood.call_one(sink, FLOOD).get(PATIENCE)
+    assert sink.take_seen.call_one().get(PATIENCE) == list(range(FLOOD))
+    for mesh in (source, sink):
+        mesh.stop().get(PATIENCE)
+
+
+def test_the_main_program_and_an_actor_of_its_process() -> None:
+    mesh = this_proc().spawn("local", Sync)
+    for i in range(FLOOD):
+        mesh.note.broadcast(i)
+    assert mesh.take_seen.call_one().get(PATIENCE) == list(range(FLOOD))
+    mesh.stop().get(PATIENCE)
+
+
+def test_an_actor_that_floods_itself_is_told(procs: ProcMesh) -> None:
+    mesh = procs.slice(gpus=0).spawn("me", Neighbour)
+    with pytest.raises(ActorError, match="me has sent so many messages to itself that the queue is full"):
+        mesh.flood.call_one(mesh, WINDOW + 1).get(PATIENCE)
+    assert mesh.take_seen.call_one().get(PATIENCE) == list(range(WINDOW))
+    mesh.flood.call_one(mesh, WINDOW // 2).get(PATIENCE)  # and it can go on
+    assert mesh.take_seen.call_one().get(PATIENCE) == list(range(WINDOW // 2))
+    mesh.stop().get(PATIENCE)
+
+
+# ---- those who call each other
+
+
+class Peer(Actor):
+    """Calls back and forth."""
+
+    @concurrent_endpoint
+    async def down(self, chain: list[ActorMesh], depth: int) -> int:
+        """Around the ring of actors, so many steps."""
+        if depth == 0:
+            return 0
+        return 1 + int(await chain[depth % len(chain)].down.call_one(chain, depth - 1))
+
+    @concurrent_endpoint
+    async def ask_often(self, other: ActorMesh, n: int) -> int:
+        """n calls at once."""
+        return sum(await asyncio.gather(*[other.one.call_one() for _ in range(n)]))
+
+    @concurrent_endpoint
+    async def ask_in_turn(self, other: ActorMesh, n: int) -> int:
+        total = 0
+        for _ in range(n):
+            total += await other.one.call_one()
+        return total
+
+    @concurrent_endpoint
+    async def one(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 0), (0, 1, 2), (2, 1, 2, 0)], ids=str)
+def test_cycles_of_async_actors(procs: ProcMesh, places: tuple[int, ...]) -> None:
+    ring = [procs.slice(gpus=place).spawn(f"peer {i}", Peer) for i, place in enumerate(places)]
+    calls = [peer.down.call_one(ring, 40) for peer in ring for _ in range(5)]
+    assert [call.get(PATIENCE) for call in calls] == [40] * len(calls)
+    for peer in ring:
+        peer.stop().get(PATIENCE)
+
+
+@pytest.mark.parametrize("way", ["ask_often", "ask_in_turn"])
+def test_two_async_actors_that_ask_each_other(procs: ProcMesh, way: str) -> None:
+    first, second = (procs.slice(gpus=place).spawn(f"peer {place}", Peer) for place in (0, 1))
+    n = WINDOW // 4
+    calls = [getattr(one, way).call_one(other, n) for one, other in ((first, second), (second, first))]
+    assert [call.get(PATIENCE) for call in calls] == [n, n]
+    for peer in (first, second):
+        peer.stop().get(PATIENCE)
+
+
+class Asker(Actor):
+    @endpoint
+    def ask(self, other: ActorMesh, n: int) -> int:
+        return sum(other.echo.call_one(1).get(PATIENCE) for _ in range(n))
+
+    @endpoint
+    def ask_at_once(self, other: ActorMesh, n: int) -> int:
+        return sum(future.get(PATIENCE) for future in [other.echo.call_one(1) for _ in range(n)])
+
+
+@pytest.mark.parametrize("way", ["ask", "ask_at_once"])
+def test_two_processes_that_ask_each_other(procs: ProcMesh, recorders: ActorMesh, way: str) -> None:
+    """In each process one actor asks, and another one answers, all at the same time."""
+    askers = procs.spawn("askers", Asker)
+    n = 2 * WINDOW + 100
+    calls = [
+        getattr(askers.slice(gpus=i), way).call_one(recorders.slice(gpus=j), n) for i, j in ((0, 1), (1, 0), (2, 2))
+    ]
+    assert [call.get(2 * PATIENCE) for call in calls] == [n] * 3
+    askers.stop().get(PATIENCE)
+
+
+class Chain(Actor):
+    @endpoint
+    def pass_on(self, rest: list[ActorMesh], value: Any) -> Any:
+        return rest[0].pass_on.call_one(rest[1:], value + 1).get(PATIENCE) if rest else value
+
+
+def test_a_chain_of_plain_actors(procs: ProcMesh) -> None:
+    chain = [procs.slice(gpus=i % 3).spawn(f"link {i}", Chain) for i in range(12)]
+    calls = [chain[0].pass_on.call_one(chain[1:], 100 * i) for i in range(20)]
+    assert [call.get(PATIENCE) for call in calls] == [100 * i + 11 for i in range(20)]
+    for link in chain:
+        link.stop().get(PATIENCE)
+
+
+class Pipeline(Actor):
+    """Each passes on to the next without waiting."""
+
+    @endpoint
+    def through(self, rest: list[ActorMesh], port: Port[Any], value: int) -> None:
+        if rest:
+            rest[0].through.broadcast(rest[1:], port, value)
+        else:
+            port.send(value)
+
+
+def test_a_pipeline_under_pressure(procs: ProcMesh) -> None:
+    stages = [procs.slice(gpus=i).spawn(f"stage {i}", Pipeline) for i in range(3)]
+    port, receiver = Channel.open()
+    n = 3 * WINDOW
+    sender = Sender(lambda i: stages[0].through.broadcast(stages[1:], port, i), n)
+    assert [receiver.recv().get(PATIENCE) for _ in range(n)] == list(range(n))
+    sender.join()
+    receiver.close()
+    for stage in stages:
+        stage.stop().get(PATIENCE)

@@ -1,0 +1,477 @@
+"""`Restart`: what dies comes back, on the same ranks, with a fresh state; not for ever, and not what was stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import (
+    Actor,
+    ActorMesh,
+    MeshFailure,
+    ProcMesh,
+    Restart,
+    SupervisionError,
+    context,
+    current_rank,
+    endpoint,
+    this_host,
+    this_proc,
+)
+from tests.actor.actors import until
+from tests.actor.harm import Owner, Supervisor, Victim, lines
+from tests.actor.support import PATIENCE, Faults, begun, gate
+from tests.mesh.spawning import Watch
+
+SOON = Restart(max_restarts=50, backoff=0.0)
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[ProcMesh]:
+    """Three processes for tests that only hurt actors."""
+    with this_host().spawn_procs({"gpus": 3}, name="lasting") as procs:
+        procs.initialized.get(PATIENCE)
+        yield procs
+
+
+def pids_of(mesh: ActorMesh) -> list[int]:
+    return list(mesh.pid.call().get(PATIENCE).values())
+
+
+def comes_back(mesh: ActorMesh, value: Any = "back") -> None:
+    """Ask until there is an answer: a call that reaches the dying one may be lost, and says so."""
+
+    def answered() -> bool:
+        try:
+            return bool(mesh.echo.call_one(value).get(PATIENCE) == value)
+        except SupervisionError:
+            return False
+
+    until(answered, "somebody answers again")
+
+
+class Counted(Victim):
+    """Writes down each construction."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(log, f"rank {current_rank().rank}")
+        self.say("built")
+
+    @endpoint
+    def rank(self) -> int:
+        return context().actor_instance.rank.rank
+
+
+def built(log: Path) -> int:
+    """How often any of them was."""
+    return sum(line.endswith(": built") for line in lines(log))
+
+
+class FailsToBeBuilt(Actor):
+    """So many times; the file counts."""
+
+    def __init__(self, log: str, times: int) -> None:
+        with open(log, "a") as file:
+            file.write("tried\n")
+        if len(lines(Path(log))) <= times:
+            raise ValueError("not yet")
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+# Actors
+
+
+def test_an_actor_that_died_is_built_anew_and_the_others_are_not_touched(lasting: ProcMesh, faults: Faults) -> None:
+    victims = lasting.spawn("victims", Victim, restart=SOON)
+    victims.note.broadcast("before")
+    before = pids_of(victims)
+    victims.slice(gpus=1).raises.broadcast(ValueError("die"))
+    comes_back(victims.slice(gpus=1))
+    assert list(victims.all_notes.call().get(PATIENCE).values()) == [["before"], [], ["before"]]
+    assert pids_of(victims) == before, "the process goes on"
+    assert victims.failed_ranks == ()
+    assert victims.initialized.exception(PATIENCE) is None
+    victims.stop().get(PATIENCE)
+
+
+def test_messages_wait_for_the_next_one(lasting: ProcMesh, faults: Faults) -> None:
+    """In order, and each at most once: what the dying one had begun is lost and says so, what it had not is kept."""
+    victim = lasting.slice(gpus=0).spawn("victim", Victim, restart=Restart(backoff=0.2, max_restarts=3))
+    victim.note.broadcast("old")
+    lost = victim.raises.call_one(SystemExit(1))
+    for i in range(100):
+        victim.note.broadcast(i)
+    value = victim.echo.call_one("kept")
+    values = list(victim.count.call_one(200))
+    error = lost.exception(PATIENCE)
+    assert isinstance(error, SupervisionError) and error.delivery == "unknown"
+    assert value.get(PATIENCE) == "kept"
+    assert values == list(range(200))
+    assert victim.all_notes.call_one().get(PATIENCE) == list(range(100))
+    victim.stop().get(PATIENCE)
+
+
+def test_the_whole_mesh_is_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    policy = Restart(strategy="all", max_restarts=3, backoff=0.0)
+    victims = lasting.spawn("victims", Counted, str(log), restart=policy)
+    victims.initialized.get(PATIENCE)
+    victims.slice(gpus=2).raises.broadcast(ValueError("die"))
+    until(lambda: built(log) == 6, "all were built twice")
+    for rank in range(3):
+        comes_back(victims.slice(gpus=rank))
+        said = [line for line in lines(log) if line.startswith(f"rank {rank}")]
+        error = "ValueError" if rank == 2 else "RuntimeError"
+        assert said == [f"rank {rank}: built", f"rank {rank}: cleanup {error}", f"rank {rank}: built"]
+    assert list(victims.rank.call().get(PATIENCE).values()) == [0, 1, 2]
+    assert victims.failed_ranks == ()
+    victims.stop().get(PATIENCE)
+
+
+def test_the_whole_mesh_is_restarted_though_one_is_busy(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+    """Its running message ends first: there are never two instances of one rank."""
+    log = tmp_path / "log"
+    policy = Restart(strategy="all", max_restarts=3, backoff=0.0)
+    victims = lasting.spawn("victims", Counted, str(log), restart=policy)
+    victims.initialized.get(PATIENCE)
+    with gate(tmp_path) as (name, open_gate):
+        busy = begun(victims.slice(gpus=0).wait.call_one, name)
+        victims.slice(gpus=1).raises.broadcast(ValueError("die"))
+        until(lambda: lines(log).count("rank 2: built") == 2, "the one that is idle was built again")
+        comes_back(victims.slice(gpus=1))
+        kept = victims.slice(gpus=0).echo.call_one("kept")
+        open_gate()
+        assert busy.get(PATIENCE) == "waited"
+    assert kept.get(PATIENCE) == "kept"
+    said = [line.removeprefix("rank 0: ") for line in lines(log) if line.startswith("rank 0")]
+    assert said == ["built", "waited", "cleanup RuntimeError", "built"]
+    victims.stop().get(PATIENCE)
+
+
+def test_the_restarts_wait_longer_each_time(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    policy = Restart(max_restarts=3, backoff=0.05, most_backoff=0.1)
+    victim = lasting.slice(gpus=0).spawn("victim", Counted, str(log), restart=policy)
+    took = []
+    for _ in range(3):
+        start = time.monotonic()
+        victim.raises.broadcast(ValueError("die"))
+        assert victim.echo.call_one(1).get(PATIENCE) == 1
+        took.append(time.monotonic() - start)
+    for seconds, least in zip(took, (0.05, 0.1, 0.1), strict=True):
+        assert least <= seconds, took
+    assert built(log) == 4
+    victim.stop().get(PATIENCE)
+
+
+def test_too_many_restarts_are_a_failure_of_the_mesh(lasting: ProcMesh, faults: Faults) -> None:
+    victims = lasting.spawn("victims", Victim, restart=Restart(max_restarts=2, within=60, backoff=0.0))
+    doomed = victims.slice(gpus=1)
+    for _ in range(2):
+        doomed.raises.broadcast(ValueError("again"))
+        comes_back(doomed)
+    faults.none()
+    doomed.raises.broadcast(ValueError("once too often"))
+    queued = doomed.echo.call_one(1)
+    failure = faults.next()
+    assert (failure.mesh_name, failure.ranks) == ("victims", (1,))
+    assert "once too often" in failure.report()
+    error = queued.exception(PATIENCE)
+    assert isinstance(error, SupervisionError) and error.delivery == "not sent"
+    assert victims.failed_ranks == (1,)
+    rest = victims.without(victims.failed_ranks)
+    assert len(rest.echo.call(1).get(PATIENCE)) == 2
+    victims.stop().get(PATIENCE)
+
+
+def test_what_waits_for_an_actor_that_never_comes_back_is_answered(lasting: ProcMesh, faults: Faults) -> None:
+    """Everything that was kept for the next one: there is none."""
+    victim = lasting.slice(gpus=0).spawn("victim", Victim, restart=Restart(max_restarts=0, backoff=0.0))
+    lost = victim.raises.call_one(SystemExit(1))
+    waiting = [victim.echo.call_one(i) for i in range(20)]
+    faults.next()
+    for future in (lost, *waiting):
+        assert isinstance(future.exception(PATIENCE), SupervisionError)
+
+
+def test_old_deaths_are_forgotten(lasting: ProcMesh, faults: Faults) -> None:
+    victim = lasting.slice(gpus=0).spawn("victim", Victim, restart=Restart(max_restarts=1, within=0.05, backoff=0.0))
+    for _ in range(3):
+        victim.raises.broadcast(ValueError("again"))
+        comes_back(victim)
+        died = time.monotonic()
+        until(lambda died=died: time.monotonic() > died + 0.06, "the time within which deaths count is over")
+    victim.stop().get(PATIENCE)
+
+
+def test_a_constructor_that_fails_is_tried_again(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    actor = lasting.slice(gpus=0).spawn("slow to start", FailsToBeBuilt, str(log), 2, restart=SOON)
+    assert actor.echo.call_one("up").get(PATIENCE) == "up"
+    assert actor.initialized.get(PATIENCE) is None
+    assert len(lines(log)) == 3
+    actor.stop().get(PATIENCE)
+
+
+def test_a_constructor_that_always_fails_is_given_up(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    policy = Restart(max_restarts=2, backoff=0.0)
+    actor = lasting.slice(gpus=0).spawn("never", FailsToBeBuilt, str(log), 99, restart=policy)
+    queued = actor.echo.call_one(1)
+    assert isinstance(actor.initialized.exception(PATIENCE), MeshFailure)
+    assert "not yet" in faults.next().report()
+    assert isinstance(queued.exception(PATIENCE), SupervisionError)
+    assert len(lines(log)) == 3
+
+
+def test_what_is_stopped_is_not_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    victims = lasting.spawn("victims", Counted, str(log), restart=Restart(max_restarts=9, backoff=0.05))
+    victims.initialized.get(PATIENCE)
+    victims.slice(gpus=0).raises.broadcast(ValueError("die"))  # stopped while it waits for its restart, or before
+    victims.stop("enough").get(PATIENCE)
+    waited = time.monotonic()
+    until(lambda: time.monotonic() > waited + 0.1, "the back-off is over")
+    error = victims.slice(gpus=0).echo.call_one(1).exception(PATIENCE)
+    assert isinstance(error, SupervisionError) and "enough" in str(error)
+    assert built(log) == 3
+
+
+def test_an_actor_that_stops_itself_is_not_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    victim = lasting.slice(gpus=0).spawn("victim", Counted, str(log), restart=SOON)
+    victim.end_itself.call_one("stop", "done here").get(PATIENCE)
+    error = victim.echo.call_one(1).exception(PATIENCE)
+    assert isinstance(error, SupervisionError) and "done here" in str(error)
+    until(lambda: "rank 0: cleanup NoneType" in lines(log), "it has cleaned up")
+    assert built(log) == 1
+
+
+def test_a_cleanup_comes_before_the_next_construction(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    victim = lasting.slice(gpus=0).spawn("victim", Counted, str(log), restart=SOON)
+    for _ in range(3):
+        victim.raises.broadcast(ValueError("die"))
+        comes_back(victim)
+    assert lines(log) == ["rank 0: built", *["rank 0: cleanup ValueError", "rank 0: built"] * 3]
+    victim.stop().get(PATIENCE)
+
+
+def test_actors_of_the_main_program_are_restarted_too(faults: Faults) -> None:
+    victim = this_proc().spawn("victim", Victim, restart=SOON)
+    victim.note.broadcast("before")
+    victim.raises.broadcast(ValueError("die"))
+    comes_back(victim)
+    assert victim.all_notes.call_one().get(PATIENCE) == []
+    victim.stop().get(PATIENCE)
+
+
+def test_an_actor_restarts_what_it_owns(faults: Faults) -> None:
+    """A policy in an actor: it is asked only once the policy gives up."""
+    with this_host().spawn_procs({"gpus": 1}) as procs:
+        owner = procs.spawn("owner", Supervisor, True)
+        nested = owner.spawn.call_one(2, Restart(max_restarts=1, backoff=0.0)).get(PATIENCE)
+        first = pids_of(nested)
+        os.kill(first[1], signal.SIGKILL)
+        comes_back(nested.slice(nested=1))
+        second = pids_of(nested)
+        assert second[0] == first[0] and second[1] != first[1]
+        assert owner.what_it_was_told.call_one().get(PATIENCE) == []
+        assert owner.call_nested.call_one("on").get(PATIENCE) == ["on", "on"]
+        os.kill(second[1], signal.SIGKILL)
+        until(lambda: owner.what_it_was_told.call_one().get(PATIENCE), "the owner is asked")
+        assert owner.what_it_was_told.call_one().get(PATIENCE) == [("nested-procs", (1,), True)]
+
+
+# Processes
+
+
+def test_a_process_that_died_comes_back_and_the_others_are_not_touched(faults: Faults) -> None:
+    with this_host().spawn_procs({"gpus": 3}, restart=SOON) as procs:
+        victims = procs.spawn("victims", Victim)
+        more = procs.spawn("more", Victim)
+        victims.note.broadcast("before")
+        before = pids_of(victims)
+        one = victims.slice(gpus=1)
+        waiting = one.answers_never.call_one()
+        os.kill(before[1], signal.SIGKILL)
+        error = waiting.exception(PATIENCE)
+        assert isinstance(error, SupervisionError)
+        assert (error.rank, error.pid, error.signal, error.delivery) == (1, before[1], signal.SIGKILL, "unknown")
+        comes_back(one)
+        after = pids_of(victims)
+        assert after[0] == before[0] and after[2] == before[2] and after[1] not in before
+        assert pids_of(more) == after, "all its actors are there again"
+        assert list(victims.all_notes.call().get(PATIENCE).values()) == [["before"], [], ["before"]]
+        assert victims.failed_ranks == () and procs.initialized.get(PATIENCE) is None
+
+
+def test_messages_wait_for_the_next_process(faults: Faults) -> None:
+    """Sent once the death is known, before there is another process."""
+    with this_host().spawn_procs({"gpus": 1}, restart=Restart(backoff=0.2)) as procs:
+        victim = procs.spawn("victim", Victim)
+        dying = victim.end_process.call_one("SIGKILL")
+        assert isinstance(dying.exception(PATIENCE), SupervisionError)
+        for i in range(100):
+            victim.note.broadcast(i)
+        value, values = victim.echo.call_one("kept"), victim.count.call_one(100)
+        many = victim.echo.call("all")
+        assert value.get(PATIENCE) == "kept"
+        assert list(values) == list(range(100))
+        assert list(many.get(PATIENCE).values()) == ["all"]
+        assert victim.all_notes.call_one().get(PATIENCE) == list(range(100))
+
+
+def test_all_processes_are_restarted(faults: Faults) -> None:
+    policy = Restart(strategy="all", max_restarts=3, backoff=0.0)
+    with this_host().spawn_procs({"gpus": 3}, restart=policy) as procs:
+        victims = procs.spawn("victims", Victim)
+        before = pids_of(victims)
+        waiting = [victims.slice(gpus=rank).answers_never.call_one() for rank in range(3)]
+        os.kill(before[1], signal.SIGKILL)
+        errors = [future.exception(PATIENCE) for future in waiting]
+        assert all(isinstance(error, SupervisionError) for error in errors)
+        for rank in range(3):
+            comes_back(victims.slice(gpus=rank))
+        after = pids_of(victims)
+        assert not set(before) & set(after) and len(set(after)) == 3
+
+
+def test_a_process_that_dies_too_often_is_a_failure_of_its_mesh(faults: Faults) -> None:
+    with this_host().spawn_procs({"gpus": 2}, name="frail", restart=Restart(max_restarts=1, backoff=0.0)) as procs:
+        victims = procs.spawn("victims", Victim)
+        first = pids_of(victims)
+        os.kill(first[0], signal.SIGKILL)
+        comes_back(victims.slice(gpus=0))
+        faults.none()
+        second = pids_of(victims)
+        os.kill(second[0], signal.SIGKILL)
+        failure = faults.next()
+        assert (failure.mesh_name, failure.ranks) == ("frail", (0,))
+        assert failure.deaths[0].pid == second[0]
+        assert victims.failed_ranks == (0,)
+        assert victims.without(victims.failed_ranks).echo.call_one(1).get(PATIENCE) == 1
+        assert isinstance(victims.slice(gpus=0).echo.call_one(1).exception(PATIENCE), SupervisionError)
+
+
+def test_a_bootstrap_that_always_fails_is_given_up(faults: Faults) -> None:
+    def bootstrap() -> None:
+        raise RuntimeError("no accelerator here")
+
+    policy = Restart(max_restarts=2, backoff=0.0)
+    with this_host().spawn_procs({"gpus": 1}, bootstrap=bootstrap, restart=policy) as procs:
+        victim = procs.spawn("victim", Victim)
+        assert isinstance(procs.initialized.exception(PATIENCE), MeshFailure)
+        assert "no accelerator here" in faults.next().report()
+        assert isinstance(victim.echo.call_one(1).exception(PATIENCE), SupervisionError)
+
+
+def test_a_bootstrap_that_fails_once_is_tried_again(faults: Faults, tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+
+    def bootstrap() -> None:
+        import os
+        import pathlib
+
+        with open(log, "a") as file:
+            file.write("tried\n")
+        if len(pathlib.Path(log).read_text().splitlines()) == 1:
+            os._exit(7)
+
+    with this_host().spawn_procs({"gpus": 1}, bootstrap=bootstrap, restart=SOON) as procs:
+        victim = procs.spawn("victim", Victim)
+        early = victim.echo.call_one("up").exception(PATIENCE)
+        assert early is None or (isinstance(early, SupervisionError) and early.delivery == "not sent")
+        procs.initialized.get(PATIENCE)
+        assert victim.echo.call_one("up").get(PATIENCE) == "up"
+    assert lines(Path(log)) == ["tried", "tried"]
+
+
+def test_processes_that_are_stopped_while_they_restart_stay_away(faults: Faults, tmp_path: Path) -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, restart=Restart(backoff=0.1))
+    victims = procs.spawn("victims", Victim)
+    dying = victims.slice(gpus=0).end_process.call_one("3")
+    assert isinstance(dying.exception(PATIENCE), SupervisionError)
+    procs.stop("enough").get(PATIENCE)  # the leak check finds what comes back
+    error = victims.slice(gpus=0).echo.call_one(1).exception(PATIENCE)
+    assert isinstance(error, SupervisionError) and "enough" in str(error)
+
+
+def test_a_new_process_has_the_mesh_s_environment_and_bootstrap(faults: Faults) -> None:
+    def bootstrap() -> None:
+        import os
+
+        os.environ["FROM_BOOTSTRAP"] = "yes"
+
+    class Reader(Victim):
+        @endpoint
+        def read(self, *names: str) -> list[str | None]:
+            return [os.environ.get(name) for name in names]
+
+    with this_host().spawn_procs({"gpus": 1}, bootstrap=bootstrap, env={"FROM_ENV": "too"}, restart=SOON) as procs:
+        reader = procs.spawn("reader", Reader)
+        for _ in range(2):
+            assert reader.read.call_one("FROM_BOOTSTRAP", "FROM_ENV").get(PATIENCE) == ["yes", "too"]
+            reader.end_process.call_one("SIGKILL").exception(PATIENCE)
+            comes_back(reader)
+
+
+@pytest.mark.parametrize("reference", ["new", "old"])
+def test_third_parties_find_the_new_process(reference: str, faults: Faults) -> None:
+    """An actor that has had a reference since before the death, and one that is sent it afterwards."""
+
+    class Knows(Victim):
+        @endpoint
+        def remember(self, other: ActorMesh) -> None:
+            self.other = other
+
+        @endpoint
+        def ask(self, value: Any) -> Any:
+            return self.other.echo.call_one(value).get(PATIENCE)
+
+    with this_host().spawn_procs({"gpus": 2}, restart=SOON) as procs:
+        friends = procs.spawn("friends", Knows)
+        friend, other = friends.slice(gpus=0), friends.slice(gpus=1)
+        friend.remember.call_one(other).get(PATIENCE)
+        assert friend.ask.call_one("first").get(PATIENCE) == "first"
+        other.end_process.call_one("SIGKILL").exception(PATIENCE)
+        comes_back(other)
+        if reference == "new":
+            friend.remember.call_one(other).get(PATIENCE)
+        assert friend.ask.call_one("second").get(PATIENCE) == "second"
+
+
+def test_many_deaths_one_after_the_other(faults: Faults) -> None:
+    """Nothing runs full, and descriptors don't add up: the leak check looks."""
+    with this_host().spawn_procs({"gpus": 2}, restart=SOON) as procs:
+        victims = procs.spawn("victims", Victim)
+        seen = set()
+        for i in range(10):
+            one = victims.slice(gpus=i % 2)
+            seen.add(one.pid.call_one().get(PATIENCE))
+            one.end_process.call_one(("SIGKILL", "0", "SIGTERM")[i % 3]).exception(PATIENCE)
+            comes_back(one, i)
+        assert len(seen) == 10
+
+
+def test_an_owner_restarts_with_all_that_it_owns(faults: Faults) -> None:
+    """Its meshes end with it; the new one begins anew."""
+    with this_host().spawn_procs({"gpus": 1}) as procs:
+        owner = procs.spawn("owner", Owner, restart=SOON)
+        nested = owner.spawn.call_one(2).get(PATIENCE)
+        with Watch({str(pid): pid for pid in pids_of(nested)}) as watch:
+            nested.slice(nested=0).end_process.call_one("SIGKILL").exception(PATIENCE)
+            assert watch.left_after(PATIENCE) == []
+        until(lambda: not owner.has_meshes.call_one().exception(PATIENCE), "there is an owner")
+        until(lambda: not owner.has_meshes.call_one().get(PATIENCE), "it is the new one")
+        again = owner.spawn.call_one(1).get(PATIENCE)
+        assert again.echo.call_one("anew").get(PATIENCE) == "anew"

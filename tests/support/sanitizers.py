@@ -1,0 +1,137 @@
+"""The C++ of csrc/ compiled for a sanitizer: stress drivers and the extension, in build/sanitizers/.
+
+From the sources as they are; the package's own extension is left alone. Where the compiler has no such runtime, or the
+kernel does not get along with it, the asking test skips and says so. What runs in it is the tests' part.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "sanitizers"
+CSRC = ROOT / "csrc"
+COMPILER = os.environ.get("CXX", "g++")
+
+# As setup.py has them, but for -O1 and what the sanitizers ask for. vptr wants type information that the visibility
+# hides.
+FLAGS = ["-std=c++20", "-O1", "-g", "-fPIC", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fvisibility=hidden"]
+KINDS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"],
+    "thread": [
+        "-fsanitize=thread",
+        "-Wno-tsan",
+    ],  # tsan: "atomic_thread_fence is not supported", see test_sanitizers.py
+}
+RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
+OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+
+# They let ranks that are threads share one mapping of an arena: csrc/*/stress/world.h.
+WRAPS = {"shm": "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv", "channel": "-Wl,--wrap=mmap,--wrap=munmap"}
+
+PROBE = """
+#include <thread>
+int main() { int x = 0; std::thread t([&x] { x = 1; }); t.join(); return x - 1; }
+"""
+
+
+def call(command: Sequence[object], timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run it from the repository's root."""
+    words = [str(word) for word in command]
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | env, check=False
+    )
+
+
+def checked(command: Sequence[object], timeout: float, **env: str) -> str:
+    """What it says; fails with that if it ends with anything but 0."""
+    done = call(command, timeout, **env)
+    text = (done.stdout + done.stderr)[-20_000:]
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\nended with {done.returncode}:\n{text}"
+    return text
+
+
+@functools.cache
+def prefix(kind: str) -> list[str]:
+    """What to put before a command line for it to run under this sanitizer; skips where nothing helps."""
+    if not shutil.which(COMPILER):
+        pytest.skip(f"no compiler {COMPILER}")
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder, "probe.cpp"), Path(folder, "probe")
+        source.write_text(PROBE)
+        built = call([COMPILER, *FLAGS, *KINDS[kind], source, "-o", program], 60)
+        if built.returncode:
+            pytest.skip(f"{COMPILER} has no {kind} sanitizer: {built.stderr.strip().splitlines()[-1]}")
+        # Some kernels scatter memory more widely than older runtimes can follow ("unexpected memory mapping").
+        ran = call([program], 60)
+        if ran.returncode == 0:
+            return []
+        fixed = ["setarch", "-R"]
+        if shutil.which(fixed[0]) and call([*fixed, program], 60).returncode == 0:
+            return fixed
+    pytest.skip(f"the {kind} sanitizer does not start here: {(ran.stderr.strip() or 'no message').splitlines()[0]}")
+
+
+def preload(kind: str) -> str:
+    """LD_PRELOAD for Python. The C++ library beside it: the sanitizer looks for its __cxa_throw before torch does."""
+    names = [RUNTIMES[kind], "libstdc++.so.6"]
+    paths = [call([COMPILER, f"-print-file-name={name}"], 60).stdout.strip() for name in names]
+    if not all(os.path.isabs(path) for path in paths):
+        pytest.skip(f"{COMPILER} has no {' and '.join(names)} to load into Python")
+    return " ".join(paths)
+
+
+def _newest_header() -> float:
+    headers = max(path.stat().st_mtime for suffix in ("h", "inc") for path in CSRC.rglob(f"*.{suffix}"))
+    return max(headers, Path(__file__).stat().st_mtime)
+
+
+def _compile(kind: str, sources: Sequence[Path]) -> list[Path]:
+    """The objects of these sources; only what is older than its source or than any header is made again."""
+    import pybind11
+
+    headers = _newest_header()
+    include = ["-I", CSRC, "-I", pybind11.get_include(), "-I", sysconfig.get_path("include")]
+    objects = [BUILD / kind / "objects" / source.relative_to(CSRC).with_suffix(".o") for source in sources]
+
+    def make(source: Path, target: Path) -> None:
+        if target.exists() and target.stat().st_mtime > max(headers, source.stat().st_mtime):
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        checked([COMPILER, *FLAGS, *KINDS[kind], *include, "-c", source, "-o", target], 300)
+
+    with ThreadPoolExecutor(2) as workers:
+        list(workers.map(make, sources, objects))
+    return objects
+
+
+def _sources(*folders: str) -> list[Path]:
+    return [source for folder in folders for source in sorted((CSRC / folder).glob("*.cpp"))]
+
+
+@functools.cache
+def driver(kind: str, name: str) -> Path:
+    """The stress driver of csrc/``name``/stress, "shm" or "channel"."""
+    folders = {"shm": ["shm", "shm/stress"], "channel": ["shm", "channel", "channel/stress"]}[name]
+    target = BUILD / kind / f"{name}_stress"
+    checked([COMPILER, *KINDS[kind], *_compile(kind, _sources(*folders)), WRAPS[name], "-pthread", "-o", target], 120)
+    return target
+
+
+@functools.cache
+def extension(kind: str) -> Path:
+    """monarch_backend._native."""
+    sources = _sources("shm/python", "channel/python", "", "shm", "channel")  # the slowest first
+    target = BUILD / kind / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    checked([COMPILER, *KINDS[kind], "-shared", *_compile(kind, sources), "-pthread", "-o", target], 120)
+    return target

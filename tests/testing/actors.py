@@ -1,0 +1,127 @@
+"""The actors of the random worlds: they tell what they execute, send to others, and fail when they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monarch_backend.actor import Actor, MeshFailure, context, endpoint, get_or_spawn_controller, this_host
+from tests.testing.faults import Faults
+from tests.testing.watch import Boom, Key, Tag, Watch
+
+Order = tuple[str, Any, str, tuple[Any, ...]]  # a verb, ranks (None: all), an endpoint, arguments after the tag
+
+
+@dataclass
+class Here:
+    """The run that actors belong to: they are in this process, after all."""
+
+    watch: Watch
+    faults: Faults
+
+
+here: Any = None  # the Here of the run
+
+
+def part(mesh: Any, ranks: Any) -> Any:
+    """A rank, a range of ranks, or all."""
+    return mesh if ranks is None else mesh.slice(gpus=slice(*ranks) if isinstance(ranks, (tuple, list)) else ranks)
+
+
+class Probe(Actor):
+    """Tells what it executes."""
+
+    def __init__(self, fragile: int | None = None) -> None:
+        me = context().actor_instance
+        self.key: Key = (me.name, me.rank.rank)
+        here.watch.built[self.key] = here.watch.simulation.running.token
+        self.sender = here.watch.sender(f"{me.name}[{me.rank.rank}]")
+        if fragile == me.rank.rank:
+            raise here.faults.boom(self.key, (0, 0))
+
+    def _take(self, tag: Any) -> tuple[int, Tag]:
+        here.watch.ran(self.key, tuple(tag))
+        return self.key[1], tuple(tag)
+
+    @endpoint
+    def take(self, tag: Tag, payload: bytes = b"") -> Any:
+        return self._take(tag)
+
+    @endpoint
+    def fail(self, tag: Tag) -> Any:
+        """Raise: an error for a caller, the end of the actor without one."""
+        self._take(tag)
+        raise Boom(tuple(tag))
+
+    @endpoint
+    def fall(self, tag: Tag, how: str) -> None:
+        """For broadcasts: end the actor or its process."""
+        self._take(tag)
+        if how == "raise":
+            raise here.faults.boom(self.key, tuple(tag))
+        if how == "exit":
+            here.watch.simulation.running.die(3)
+            raise SystemExit(3)
+        here.faults.ends_itself(self.key, how)
+        getattr(context().actor_instance, how)("told to")
+
+    @endpoint
+    def items(self, tag: Tag, count: int) -> Any:
+        taken = self._take(tag)
+        for _ in range(count):
+            yield taken
+
+    @endpoint
+    def relay(self, tag: Tag, orders: Sequence[Order], mesh: Any) -> Any:
+        """Send to others, without waiting for them."""
+        taken = self._take(tag)
+        for verb, ranks, name, args in orders:
+            here.watch.send(self.sender, verb, part(mesh, ranks), name, *args)
+        return taken
+
+    @endpoint
+    def shout(self, tag: Tag, port: Any, payload: bytes) -> Any:
+        taken = self._take(tag)
+        here.watch.shout(self.sender, port, payload)
+        return taken
+
+    @endpoint
+    def find(self, tag: Tag) -> Any:
+        """Send to the one actor of a name, which whoever asks first has built."""
+        taken = self._take(tag)
+        get_or_spawn_controller("registered", Probe).add_done_callback(self._found)
+        return taken
+
+    def _found(self, future: Any) -> None:
+        here.watch.send(self.sender, "call_one", future.result(), "take")
+
+    @endpoint
+    def ask(self, tag: Tag, rank: int, mesh: Any) -> Any:
+        """Ask another one, and wait."""
+        taken = self._take(tag)
+        here.watch.send(self.sender, "call_one", part(mesh, rank), "take").result.exception()
+        return taken
+
+
+class Boss(Probe):
+    """Has a crew of its own; ``says`` is what it answers to their failures."""
+
+    def __init__(self, crew: str, says: Any, procs: Any, own: int) -> None:
+        super().__init__()
+        self.says = says
+        self.procs = procs if procs is not None else this_host().spawn_procs({"gpus": own}, name=f"{crew}-procs")
+        self.crew = self.procs.spawn(crew, Probe)
+
+    @endpoint
+    def lead(self, tag: Tag, orders: Sequence[Order]) -> Any:
+        taken = self._take(tag)
+        for verb, ranks, name, args in orders:
+            here.watch.send(self.sender, verb, part(self.crew, ranks), name, *args)
+        return taken
+
+    def __supervise__(self, failure: MeshFailure) -> bool:
+        here.faults.asked(self.key, failure, self.says is True)
+        if self.says == "raise":
+            raise here.faults.boom(self.key, (0, 0), supervising=True)
+        return bool(self.says)

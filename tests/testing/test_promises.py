@@ -1,0 +1,142 @@
+"""The promises 1, 2, 3 and 7 of docs/design.md, checked after each step of random runs; and that checks can fail."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import _calls, _cell
+from monarch_backend.actor._cell import Cell
+from monarch_backend.actor._program import Program
+from monarch_backend.actor._supervision import Supervision
+from monarch_backend.testing import SimulationError
+from monarch_backend.transport._router import Combiner, Router
+from tests.testing import world
+
+SEEDS, CHUNK = 200, 20
+MANY_SEEDS, BIG_CHUNK = 5000, 100
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_promises(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        world.run(seed)
+
+
+def _run_sized(seed: int) -> None:
+    """Three of four worlds are small: as many ways through the code, and four times as many seeds an hour."""
+    size = None if seed % 4 == 0 else (12, 24, 48)[seed % 4 - 1]
+    try:
+        world.run(seed, size)
+    except BaseException:
+        print(f"again: tests.testing.world.run({seed}, {size})", flush=True)
+        raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
+def test_promises_of_many_seeds(first: int) -> None:
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        pool.map(_run_sized, range(first, first + BIG_CHUNK), chunksize=5)
+
+
+def test_256_processes() -> None:
+    ran = world.run(0, 256)
+    assert len(ran.simulation.processes) > 256
+    assert ran.watch.executed > 1000
+
+
+def test_a_failure_names_its_seed_and_tells_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Router, "_refill", lambda *_: None)  # credit that was given back is lost: senders wait for ever
+    _, error = _first_failure(range(20), size=20)
+    (told,) = error.__notes__
+    seed, *steps = told.splitlines()
+    assert seed.startswith("seed ")
+    assert len(steps) == 50
+    assert all(" ms  " in step for step in steps)
+
+
+# ---- the checks can fail: each of these breaks the code in one place
+
+
+def _unordered(router: Router, peer: Any, frame: Any, combiner: Any) -> bool:
+    """What comes is taken when it comes, though not twice."""
+    if peer.held.setdefault(frame.seq, frame) is not frame:
+        return False
+    router._take(peer, frame, combiner)
+    return True
+
+
+def _taken_twice(router: Router, peer: Any, frame: Any, combiner: Any) -> Any:
+    """What has a number that was there before is taken again."""
+    if frame.seq > peer.received:
+        return _IN_ORDER(router, peer, frame, combiner)
+    router._take(peer, frame, combiner)
+    return True
+
+
+def _always_not_sent(failure: Any, endpoint: str, delivery: str) -> Any:
+    return _ERROR(failure, endpoint, "not sent")
+
+
+def _told_twice(supervision: Supervision, owner: Any, failure: Any) -> None:
+    _FAILED(supervision, owner, failure)
+    _FAILED(supervision, owner, failure)
+
+
+def _without_cause(failure: Any) -> Any:
+    failure.__cause__ = None
+    return _PACK(failure)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+_IN_ORDER = Router._in_order
+_ERROR = _calls.supervision_error
+_FAILED = Supervision.failed
+_PACK = _cell.pack_failure
+
+WAITS = "promise 3|nothing that is waited for can happen"
+
+BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "order": (Router, "_in_order", _unordered, "promise 1"),
+    "twice": (Router, "_in_order", _taken_twice, "promise 2"),
+    "delivery": (_calls, "supervision_error", _always_not_sent, "promise 2"),
+    "recast": (Router, "_recast", _nothing, WAITS),
+    "replies of a lost child": (Combiner, "lost", _nothing, "that are over"),
+    "no room": (Router, "_unstick", _nothing, f"{WAITS}|steps, and no end"),
+    "where": (Router, "_there", _nothing, WAITS),
+    "met": (Router, "_where", _nothing, WAITS),
+    "gone, one call": (_calls.OneCall, "on_gone", _nothing, WAITS),
+    "gone, many": (_calls.ManyCall, "on_gone", _nothing, WAITS),
+    "gone, a stream": (_calls.Stream, "on_gone", _nothing, WAITS),
+    "the queue of a restarted actor": (Cell, "take_over", _nothing, WAITS),
+    "refusals": (Cell, "_refuse", _nothing, WAITS),
+    "not told": (Supervision, "_reached_program", _nothing, "promise 7"),
+    "told twice": (Supervision, "failed", _told_twice, "promise 7"),
+    "the root cause": (_cell, "pack_failure", _without_cause, "promise 7"),
+    "an owner's death": (Program, "lost_process", _nothing, WAITS),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_break_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, broken, promise = BREAKS[what]
+    monkeypatch.setattr(where, name, broken)
+    _, error = _first_failure(range(60), size=24)
+    assert any(word in str(error) for word in promise.split("|")), error
+
+
+def _first_failure(seeds: range, size: int) -> tuple[int, Any]:
+    for seed in seeds:
+        try:
+            world.run(seed, size)
+        except (AssertionError, SimulationError) as error:
+            return seed, error
+    raise AssertionError(f"none of {len(seeds)} seeds has noticed it")
