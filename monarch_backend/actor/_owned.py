@@ -33,7 +33,7 @@ from monarch_backend.mesh._logs import LogCollector
 from monarch_backend.mesh._mesh_log import MeshLog
 from monarch_backend.mesh._procs import ProcCore, ProcMesh
 from monarch_backend.mesh._spawner import Exited, ProcessSpec, Spawner, SpawnFailed, Started
-from monarch_backend.transport._frames import Replaced, Setting, Stop
+from monarch_backend.transport._frames import KNOCK, Replaced, Setting, Stop
 from monarch_backend.transport._router import Peer
 
 if TYPE_CHECKING:
@@ -528,6 +528,9 @@ class ProcessOwner:
                 self._kill(member)
             else:
                 busy.append(str(peer))
+                # Stopped by a signal just after it had read that it is to stop, it would be "at work" for ever:
+                # whoever works has read this by the next look.
+                program.router.tell(peer, Setting(KNOCK, None))
         if busy:
             some = ", ".join(busy[:8]) + (f" and {len(busy) - 8} more" if len(busy) > 8 else "")
             log.warning(

@@ -209,8 +209,12 @@ class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
     token: str
 
 
+KNOCK = "knock"
+"""The name of a Setting that sets nothing: who has not read it stands still."""
+
+
 class Setting(msgspec.Struct, tag="setting", array_like=True, gc=False):
-    """To a process: something about itself, such as its level of logging."""
+    """To a process: something about itself, such as its level of logging. KNOCK is only to be read."""
 
     name: str
     value: Any
