@@ -35,8 +35,11 @@ class Host:
     def token(self) -> str:
         """The name under which this process listens."""
 
-    def connect(self, token: str, /) -> Peer | None:
-        """Connect to the process with this token and exchange arenas; None if it can't be reached from here."""
+    def connect(self, token: str, seconds: float = 1.0) -> Peer | None:
+        """Connect to the process with this token and exchange arenas.
+
+        None if it can't be reached from here, or is there and does not answer for so many seconds.
+        """
 
     def accepted(self, token: str, seconds: float, /) -> Peer | None:
         """Wait until the process with this token has connected to us; None if it has not within ``seconds``."""
@@ -185,7 +188,7 @@ class Post:
 
     def __init__(self, host: Host, crowded: bool) -> None: ...
     def connect(self, token: str, /) -> int:
-        """The link to the process with this token; -1 if it can't be reached."""
+        """The link to the process with this token; -1 if it can't be reached, -2 if it does not answer yet."""
 
     def send(
         self,

@@ -17,6 +17,7 @@ constexpr std::size_t batch = 256;                   // events of one look
 // With dozens of processes on a few processors every yield is a change of process: sleep at once, or nearly.
 constexpr int crowded_yields = 2;
 constexpr std::int64_t tick = 1'000'000;             // ns
+constexpr double usual_answer = 0.1;                 // seconds within which a process answers a call; it takes a tenth of a millisecond
 constexpr std::uint32_t sole_reader = 1u << 31;      // in FrameHeader::reader
 
 // What a reader does with a block, one byte for each reader, before the payload, the first reader's last.
@@ -114,7 +115,7 @@ Post::Post(std::shared_ptr<Host> host, bool crowded) : host_(std::move(host)), c
   if (tick_ < 0) throw system_failure("timerfd_create");
   // Gifts are given and taken back while this Post may be ending; `arrived` is not called any more then.
   host_->behave({[host = host_.get()] { return new_ring(*host); }, [host = host_.get()](std::uint64_t ring) { host->release(ring); },
-                 [this](std::shared_ptr<Peer> peer) { met(std::move(peer)); }});
+                 [this](std::shared_ptr<Peer> peer) { met(std::move(peer)); }, [this](const std::string& token) { refused(token); }});
   start_tick(tick);
 }
 
@@ -141,9 +142,19 @@ void Post::met(std::shared_ptr<Peer> peer) {
   host_->bell().wake();
 }
 
+void Post::refused(const std::string& token) {
+  const std::lock_guard lock(mutex_);
+  Event event;
+  event.kind = Event::refused;
+  event.text = token;
+  met_.push_back(std::move(event));
+  host_->bell().wake();
+}
+
 int Post::connect(const std::string& token) {
-  const std::shared_ptr<Peer> peer = host_->connect(token);
-  if (!peer) return -1;
+  bool waiting = false;
+  const std::shared_ptr<Peer> peer = host_->connect(token, usual_answer, &waiting);
+  if (!peer) return waiting ? silent : -1;
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < links_.size(); ++i) {
     if (links_[i].peer == peer) return static_cast<int>(i);

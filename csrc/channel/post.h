@@ -66,12 +66,12 @@ class Block {
 };
 
 struct Event {
-  enum Kind { frame, met, gone } kind = frame;
-  std::uint32_t link = 0;
+  enum Kind { frame, met, gone, refused } kind = frame;
+  std::uint32_t link = 0;             // not of one who refused: there is none
   FrameHeader header;                 // frame
   std::unique_ptr<char[]> inlined;    // frame: its payload, if it came through the ring, or its block's table of lengths
   std::shared_ptr<Block> block;       // frame: its payload otherwise
-  std::string text;                   // met: the token; gone: how
+  std::string text;                   // met, refused: the token; gone: how
   int pid = 0;                        // met
   bool peace = false;                 // gone
 
@@ -89,8 +89,10 @@ class Post {
   explicit Post(std::shared_ptr<Host> host, bool crowded);
   ~Post();
 
-  // The link to the process with this token, made if need be; -1 if it cannot be reached.
+  // The link to the process with this token, made if need be; -1 if it cannot be reached. `silent` if it is there and
+  // does not answer yet, as one that is stopped: that it was met or has refused comes as an event.
   int connect(const std::string& token);
+  static constexpr int silent = -2;
   // False if there is no room for the payload now; then nothing was sent to anybody.
   bool send(FrameHeader header, const Payload& payload, const std::vector<Receiver>& to);
   void drop(std::uint32_t link);  // nothing more to this one
@@ -125,6 +127,7 @@ class Post {
   };
 
   void met(std::shared_ptr<Peer> peer);
+  void refused(const std::string& token);
   bool write(Link& link, const char* frame, std::size_t bytes);
   void flush(Link& link);
   void discard(Link& link);  // what waits for room
@@ -140,7 +143,7 @@ class Post {
   std::atomic<bool> crowded_;
   std::mutex mutex_;  // links_, what they hold, met_, parted_ and first_
   std::deque<Link> links_;
-  std::vector<Event> met_;
+  std::vector<Event> met_;  // and who has refused
   std::vector<std::shared_ptr<Peer>> parted_;  // reported as gone, their rings still to be given back
   std::size_t first_ = 0;                      // the link to read first: one that always has something is not the only one
   std::atomic<std::uint32_t> wakes_{0};

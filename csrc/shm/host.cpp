@@ -1,5 +1,6 @@
 #include "shm/host.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
@@ -104,6 +105,18 @@ int hear(int link, Hello& hello) {
                     fstat(memfd, &file) == 0 && static_cast<std::uint64_t>(file.st_size) == hello.arena_bytes;
   if (!good && memfd >= 0) close(memfd);
   return good ? memfd : -1;
+}
+
+// Within so many seconds, whatever signals come meanwhile.
+bool readable(int link, double seconds) {
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  for (;;) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    pollfd come{link, POLLIN, 0};
+    const int n = poll(&come, 1, static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000)));
+    if (n > 0) return true;
+    if (n == 0 ? left <= 0 : errno != EINTR) return false;
+  }
 }
 
 void patience_of_a_second(int link) {
@@ -222,6 +235,7 @@ Host::~Host() {
     (void)!write(stop_, &one, sizeof one);
     watcher_.join();
   }
+  for (const auto& [token, call] : calls_) close(call.link);
   for (const int fd : {listener_, epoll_, stop_}) {
     if (fd >= 0) close(fd);
   }
@@ -266,6 +280,10 @@ void Host::abandon() {
     if (peer->pidfd >= 0) close(peer->pidfd);
     peer->link = peer->pidfd = -1;
   }
+  for (const auto& [token, call] : calls_) {
+    if (call.link >= 0) close(call.link);
+  }
+  calls_.clear();
   close(arena_->fd());
 }
 
@@ -282,7 +300,7 @@ std::shared_ptr<Peer> Host::find(const std::string& token) {
   return found == peers_.end() ? nullptr : found->second;
 }
 
-std::shared_ptr<Peer> Host::adopt(int link, const Hello& ours, const Hello& hello, int memfd, int pid) {
+std::shared_ptr<Peer> Host::adopt(int link, std::uint64_t gift, const Hello& hello, int memfd, int pid) {
   auto peer = std::make_shared<Peer>();
   peer->token.assign(hello.token.begin(), hello.token.end());
   peer->pid = pid;
@@ -292,11 +310,11 @@ std::shared_ptr<Peer> Host::adopt(int link, const Hello& ours, const Hello& hell
     peer->mapping = std::make_unique<Mapping>(memfd, hello.arena_bytes);
   } catch (...) {
     close(memfd);
-    take_back(ours);
+    take_back(gift);
     throw;
   }
   close(memfd);
-  peer->gift_sent = ours.gift;
+  peer->gift_sent = gift;
   peer->gift_received = hello.gift;
   const std::lock_guard lock(mutex_);
   if (manners_.arrived) manners_.arrived(peer);
@@ -314,30 +332,97 @@ std::shared_ptr<Peer> Host::adopt(int link, const Hello& ours, const Hello& hell
   return peer;
 }
 
-std::shared_ptr<Peer> Host::connect(const std::string& token) {
-  if (auto known = find(token)) return known;
-  if (token.size() != Hello{}.token.size()) return nullptr;
-  const Hello ours = hello();
-  const int link = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (link < 0) {
-    const auto error = system_failure("socket");
-    take_back(ours);
-    throw error;
+std::shared_ptr<Peer> Host::connect(const std::string& token, double seconds, bool* waiting) {
+  // One that stood still between being called and answering has hung up on us, or we on it: it is called again.
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    if (auto known = find(token)) return known;
+    if (token.size() != Hello{}.token.size()) return nullptr;
+    if (waiting != nullptr && (*waiting = calls(token))) return nullptr;
+    const Hello ours = hello();
+    const int link = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (link < 0) {
+      const auto error = system_failure("socket");
+      take_back(ours.gift);
+      throw error;
+    }
+    sockaddr_un address;
+    const socklen_t length = address_of(token, address);
+    patience_of_a_second(link);
+    const bool there = ::connect(link, reinterpret_cast<sockaddr*>(&address), length) == 0;
+    const bool said = there && say(link, ours, arena_->fd());
+    const bool answered = said && readable(link, seconds);
+    if (said && !answered && waiting != nullptr) {
+      *waiting = true;
+      wait_for(token, {link, ours.gift});
+      return nullptr;
+    }
+    if (answered) {
+      if (auto peer = answer(token, {link, ours.gift})) return peer;
+      continue;
+    }
+    close(link);
+    take_back(ours.gift);
+    if (!there || said) return nullptr;
   }
-  sockaddr_un address;
-  const socklen_t length = address_of(token, address);
-  patience_of_a_second(link);
+  return nullptr;
+}
+
+// With what it has answered; nullptr if it has hung up or is somebody else. Takes over the link.
+std::shared_ptr<Peer> Host::answer(const std::string& token, Call call) {
   Hello theirs;
   int pid = 0, memfd = -1;
-  const bool met = ::connect(link, reinterpret_cast<sockaddr*>(&address), length) == 0 && same_user(link, pid) &&
-                   say(link, ours, arena_->fd()) && (memfd = hear(link, theirs)) >= 0;
-  if (!met || std::string(theirs.token.begin(), theirs.token.end()) != token) {
-    if (memfd >= 0) close(memfd);
-    close(link);
-    take_back(ours);
-    return nullptr;
+  const bool met = same_user(call.link, pid) && (memfd = hear(call.link, theirs)) >= 0;
+  if (met && std::string(theirs.token.begin(), theirs.token.end()) == token) {
+    return adopt(call.link, call.gift, theirs, memfd, pid);
   }
-  return adopt(link, ours, theirs, memfd, pid);
+  if (memfd >= 0) close(memfd);
+  close(call.link);
+  take_back(call.gift);
+  return nullptr;
+}
+
+void Host::wait_for(const std::string& token, Call call) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (calls_.emplace(token, call).second) {
+      epoll_event event{};
+      event.events = EPOLLIN | EPOLLRDHUP;
+      event.data.u64 = watch_key(0, call.link);
+      epoll_ctl(epoll_, EPOLL_CTL_ADD, call.link, &event);
+      return;
+    }
+  }
+  close(call.link);  // another thread has called it, too
+  take_back(call.gift);
+}
+
+bool Host::calls(const std::string& token) {
+  const std::lock_guard lock(mutex_);
+  return calls_.count(token) != 0;
+}
+
+// On the watcher: one that was silent has answered, or hung up. False if the link is not a call's.
+bool Host::conclude(int link) {
+  std::string token;
+  Call call;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(calls_.begin(), calls_.end(), [link](const auto& entry) { return entry.second.link == link; });
+    if (found == calls_.end()) return false;
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, link, nullptr);
+    token = found->first, call = found->second;
+    found->second.link = -1;
+  }
+  std::shared_ptr<Peer> peer;
+  try {
+    peer = answer(token, call);
+  } catch (const std::system_error&) {
+    // No room to map it.
+  }
+  const std::lock_guard lock(mutex_);
+  calls_.erase(token);  // not before it can be found: whoever looked in between would call it again
+  if (!peer && manners_.refused) manners_.refused(token);
+  return true;
 }
 
 std::shared_ptr<Peer> Host::accepted(const std::string& token, double seconds) {
@@ -364,11 +449,11 @@ void Host::accept_one() {
     return hang_up();  // no room for what we would give
   }
   if (!say(link, ours, arena_->fd())) {
-    take_back(ours);
+    take_back(ours.gift);
     return hang_up();
   }
   try {
-    adopt(link, ours, theirs, memfd, pid);
+    adopt(link, ours.gift, theirs, memfd, pid);
   } catch (const std::system_error&) {
     // No room to map it: the peer sees its link close.
   }
@@ -382,13 +467,13 @@ void Host::forget(Peer& peer, int Peer::*fd) {
   peer.*fd = -1;
 }
 
-void Host::take_back(const Hello& ours) {
+void Host::take_back(std::uint64_t gift) {
   std::function<void(std::uint64_t)> take_back;
   {
     const std::lock_guard lock(mutex_);
     take_back = manners_.take_back;
   }
-  if (ours.gift != 0 && take_back) take_back(ours.gift);
+  if (gift != 0 && take_back) take_back(gift);
 }
 
 void Host::lost(Peer& peer) {
@@ -415,6 +500,7 @@ void Host::watch() {
         accept_one();
         continue;
       }
+      if (key >> 32 == 0 && conclude(static_cast<int>(key))) continue;
       std::shared_ptr<Peer> peer;
       {
         const std::lock_guard lock(mutex_);

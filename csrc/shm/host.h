@@ -42,11 +42,13 @@ struct Peer {
 class Host {
  public:
   // What whoever uses this host wants to say to each peer when they meet, and to hear of it. `arrived` runs on a thread
-  // of this host or on the one that connects, before the peer can be found by others.
+  // of this host or on the one that connects, before the peer can be found by others; `refused` tells that one who was
+  // called has not taken the call, see connect().
   struct Manners {
     std::function<std::uint64_t()> gift;  // throws std::system_error: then they do not meet
     std::function<void(std::uint64_t)> take_back;
     std::function<void(std::shared_ptr<Peer>)> arrived;
+    std::function<void(const std::string& token)> refused;
   };
   // `token`: 32 hexadecimal digits that somebody else has chosen, or empty. Throws std::system_error.
   explicit Host(std::size_t arena_bytes, const std::string& token = {});
@@ -61,7 +63,9 @@ class Host {
 
   // Connects to the process with this token and exchanges arenas with it; nullptr if it cannot be reached from
   // here, which is an answer: it is on another host or in another namespace. Connecting twice gives the same peer.
-  std::shared_ptr<Peer> connect(const std::string& token);
+  // One that is there and does not answer for so many seconds stands still, for now. With `waiting` given the call goes
+  // on without us, and `arrived` or `refused` follow; else it is given up.
+  std::shared_ptr<Peer> connect(const std::string& token, double seconds = 1.0, bool* waiting = nullptr);
   // The peer that connected to us; waits until it has, or for `seconds`.
   std::shared_ptr<Peer> accepted(const std::string& token, double seconds);
 
@@ -87,9 +91,18 @@ class Host {
  private:
   void watch();
   void accept_one();
+  // To a process that has not answered yet. Without a link: the answer is being looked at.
+  struct Call {
+    int link;
+    std::uint64_t gift;
+  };
+  std::shared_ptr<Peer> answer(const std::string& token, Call call);
+  void wait_for(const std::string& token, Call call);
+  bool conclude(int link);
+  bool calls(const std::string& token);
   // Takes over both descriptors, whether it succeeds or throws.
-  std::shared_ptr<Peer> adopt(int link, const struct Hello& ours, const struct Hello& theirs, int memfd, int pid);
-  void take_back(const struct Hello& ours);
+  std::shared_ptr<Peer> adopt(int link, std::uint64_t gift, const struct Hello& theirs, int memfd, int pid);
+  void take_back(std::uint64_t gift);
   void forget(Peer& peer, int Peer::*fd);
   void lost(Peer& peer);
   struct Hello hello();
@@ -103,6 +116,7 @@ class Host {
   std::condition_variable arrived_;
   std::map<std::string, std::shared_ptr<Peer>> peers_;
   std::map<std::uint64_t, std::shared_ptr<Peer>> watched_;  // by what their descriptors' events say
+  std::map<std::string, Call> calls_;                       // by token
   std::uint32_t last_number_ = 0;
   std::vector<std::pair<std::vector<std::uint64_t>, std::function<bool()>>> buried_;
   std::atomic<std::uint32_t> departures_{0};

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
+from os import getpid
 from typing import Any
 
 import msgspec
@@ -54,7 +54,7 @@ def read_prefix(prefix: bytes) -> tuple[Called, Extent]:
 
 def pack_error(error: BaseException) -> Any:
     """The body of a reply with an error in it."""
-    return dumps((pack_exception(error), remote_traceback(error), HOST, os.getpid()))[0]
+    return dumps((pack_exception(error), remote_traceback(error), HOST, getpid()))[0]
 
 
 def pack_failure(failure: MeshFailure) -> bytes:

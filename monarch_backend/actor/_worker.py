@@ -14,7 +14,7 @@ from monarch_backend.mesh import _worker_logging
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.transport import _serialize
 from monarch_backend.transport._pump import release
-from monarch_backend.transport._router import Room
+from monarch_backend.transport._router import Peer, Room
 
 
 class Plan(NamedTuple):
@@ -88,17 +88,13 @@ def main(plan: Plan) -> None:
     _serialize.settle_in(sys.modules["__main__"])
     program = _program.start(plan.token, plan.crowded)
     owner = program.router.peer(plan.owner)
-    link = program.links.connect(plan.owner)
-    if link < 0 or not program.links.host.tether(plan.owner):  # type: ignore[attr-defined]
-        sys.stderr.write(f"monarch_backend: the owner of {plan.name} is gone; process {os.getpid()} ends\n")
-        raise SystemExit(1)
-    program.router._bind(owner, link)
     program.server_address = plan.server
     program.root = program.router.peer(plan.root, owner)
     program.home_rank, program.home_extent = plan.rank, Extent(plan.labels, plan.sizes)
     thread = _MainThread(program)
     program.run_cell = thread.run_cell
     program.on_exit = thread.leave
+    _join(program, owner, plan)  # last: its messages may come at once
     thread.run()
     _wait_for_others()
     program.closing = True
@@ -107,6 +103,14 @@ def main(plan: Plan) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     program.links.host.leave()  # type: ignore[attr-defined]
+
+
+def _join(program: _program.Program, owner: Peer, plan: Plan) -> None:
+    while program.router.link_to(owner) < 0 and owner.gone is None:
+        program.pump.wait(Room(), 0.05)  # it stands still, in a debugger perhaps
+    if owner.gone is not None or not program.links.host.tether(plan.owner):  # type: ignore[attr-defined]
+        sys.stderr.write(f"monarch_backend: the owner of {plan.name} is gone; process {os.getpid()} ends\n")
+        raise SystemExit(1)
 
 
 def _send_what_is_left(program: _program.Program) -> None:

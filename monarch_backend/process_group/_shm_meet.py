@@ -26,7 +26,9 @@ from monarch_backend.process_group._hierarchy import Hierarchy
 from monarch_backend.process_group._shm import SharedMemory
 from monarch_backend.process_group._shm_process import read_from, this_process
 
-_PATIENCE = 30.0  # seconds for a peer that has connected to show up here: it has already
+_PATIENCE = (
+    30.0  # seconds for a peer to answer, or to show up here once it has connected: only one that is stopped is late
+)
 
 
 def wanted() -> bool:
@@ -87,7 +89,7 @@ def _hosts(
     size, me = len(everyone), everyone[rank]
     tokens = [said["token"] for said in everyone]
     alike = [said["kernel"] and (said["kernel"], said["ipc"]) == (me["kernel"], me["ipc"]) for said in everyone]
-    peers = {r: host.connect(tokens[r]) for r in range(size) if alike[r] and tokens[r] > me["token"]}
+    peers = {r: host.connect(tokens[r], _PATIENCE) for r in range(size) if alike[r] and tokens[r] > me["token"]}
     table = _exchange(store, "met", rank, size, [r for r, peer in peers.items() if peer], timeout)
     hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in table[a]}, size)
     for other in next(ranks for ranks in hosts if rank in ranks):

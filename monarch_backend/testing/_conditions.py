@@ -34,6 +34,8 @@ class Conditions:
     """Share of the links of a dying process on which its last frames had not reached shared memory, and are lost."""
     crossing: float = 0.5
     """Share of the connections to a process that is connecting at the same time which make a second link."""
+    silent: float = 0.0
+    """Share of processes called which do not answer at once."""
     no_room: float = 0.0
     """Share of payloads above ``most_inline`` bytes for which there is no room in shared memory at first."""
     most_inline: int = 16 << 10
@@ -52,6 +54,7 @@ class Conditions:
             unstartable=rng.choice((0.0, 0.0, 0.5 / processes)),
             kept_back=rng.choice((0.0, 0.3, 1.0)),
             crossing=rng.choice((0.0, 1.0)),
+            silent=rng.choice((0.0, 0.0, 0.5)),
             no_room=rng.choice((0.0, 0.0, 0.3)),
             most_inline=rng.choice((300, 2000)),
         )

@@ -170,11 +170,10 @@ class SimulatedProcess:
         """What monarch_backend.actor._worker.main does: join its mesh."""
         program = self.program
         owner = program.router.peer(plan.owner)
-        link = self.links.connect(plan.owner)
-        if link < 0:
+        program.router.link_to(owner)
+        if owner.gone is not None:
             self.die(1, "the owner is gone")
             return
-        program.router._bind(owner, link)
         program.server_address = plan.server
         program.root = program.router.peer(plan.root, owner)
         program.home_rank, program.home_extent = plan.rank, Extent(plan.labels, plan.sizes)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import monarch_backend.actor as public
-from monarch_backend.actor import _context, _owned, _program
+from monarch_backend.actor import _context, _owned, _payload, _program
 from monarch_backend.mesh import _procs
 from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.transport import _router
@@ -27,6 +27,11 @@ def _one_rank_in_words(extent: Extent, rank: int) -> str:
 def _ranks_in_words(extent: Extent, ranks: Collection[int]) -> str:
     """Each of n processes names all n: in one thread that is n times too much."""
     return _one_rank_in_words(extent, *ranks) if len(ranks) == 1 else ranks_in_words(extent, ranks)
+
+
+def _pid_here() -> int:
+    running = _program._program
+    return running.pid if running is not None else 0
 
 
 class _Secrets:
@@ -49,6 +54,7 @@ def simulated_seams(
     changes: list[tuple[Any, str, Any]] = [
         (_program, "secrets", secrets),
         (_owned, "secrets", secrets),
+        (_payload, "getpid", _pid_here),
         (public, "unhandled_fault_hook", on_fault),
         (_program, "_program", None),
         (_procs, "ranks_in_words", _ranks_in_words),

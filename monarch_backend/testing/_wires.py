@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend.transport._frames import Kind
-from monarch_backend.transport._links import Receiver
+from monarch_backend.transport._links import SILENT, Receiver
 
 if TYPE_CHECKING:
     from monarch_backend.testing._process import SimulatedProcess
@@ -63,16 +63,35 @@ class SimulatedLinks:
         self.out: list[Wire] = []  # by number of the link
         self._simulation, self._process = simulation, process
         self._by_token: dict[str, int] = {}
+        self._called: set[str] = set()
 
     def connect(self, token: str) -> int:
-        """A link to the process with this token, or -1 if it can't be reached."""
+        """A link to the process with this token; -1 if it can't be reached, SILENT if it does not answer yet."""
         other = self._simulation.by_token.get(token)
         known = self._by_token.get(token)
         if other is None or not self._process.alive:
             return -1
         if known is not None and not other.links.out[self.out[known].number].reported:
             return self._cross(other, known)
-        return self._join(other) if other.alive else -1
+        if not other.alive:
+            return -1
+        if token not in self._called:
+            rng, conditions = self._simulation.random, self._simulation.conditions
+            if rng.random() >= conditions.silent:
+                return self._join(other)
+            self._called.add(token)
+            self._simulation.agenda.add(conditions.latest * rng.random(), lambda: self._answered(other))
+        return SILENT
+
+    def _answered(self, other: SimulatedProcess) -> None:
+        """It has stood still, and goes on or has died."""
+        self._called.discard(other.token)
+        if not self._process.alive:
+            return
+        if other.alive:
+            self._join(other)
+        else:
+            self._process.receive((-1, int(Kind.REFUSED), other.token), other)
 
     def _join(self, other: SimulatedProcess) -> int:
         rng, conditions = self._simulation.random, self._simulation.conditions

@@ -12,7 +12,7 @@ import msgspec
 
 
 class Kind(IntEnum):
-    """Kinds of frames. MET and GONE are not sent: the links tell them of a process."""
+    """Kinds of frames. MET, GONE and REFUSED are not sent: the links tell them of a process."""
 
     CALL = 1  # to an actor; the prefix names the endpoint, the body has the arguments
     REPLY = 2  # to a caller; the prefix is a Status
@@ -24,6 +24,7 @@ class Kind(IntEnum):
     PART = 8  # a piece of a frame that is larger than shared memory has room for
     MET = -1
     GONE = -2
+    REFUSED = -3
 
 
 class Status:

@@ -19,6 +19,10 @@ MOST_IN_ONE = 256 << 20
 """Bytes of a payload that travel in one piece; a larger one goes in parts."""
 
 
+SILENT = -2
+"""What `connect` returns for a process that does not answer yet."""
+
+
 class Clock(Protocol):
     """What time it is, in seconds from some point."""
 
@@ -57,7 +61,10 @@ class Links(Protocol):
     token: str
 
     def connect(self, token: str) -> int:
-        """A link to the process with this token, or -1 if it can't be reached."""
+        """A link to the process with this token; -1 if it can't be reached.
+
+        SILENT if it is there and does not answer, as one that is stopped: MET or REFUSED follows when that has ended.
+        """
         ...
 
     def send(

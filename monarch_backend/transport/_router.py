@@ -30,7 +30,7 @@ from monarch_backend.transport._frames import (
     There,
     Where,
 )
-from monarch_backend.transport._links import MOST_IN_ONE, Links, epoch_of
+from monarch_backend.transport._links import MOST_IN_ONE, SILENT, Links, epoch_of
 
 log = logging.getLogger("monarch_backend")
 
@@ -46,6 +46,9 @@ FANOUT = 8
 DIRECT = 64
 """Receivers up to which a message goes to each of them straight. Waking 64 processes takes one process a third of a
 millisecond, while a tree doubles what all of them together have to do (docs/design.md has the measurement)."""
+
+REFUSALS = 7
+"""Times that a process which refuses is asked for; each time after twice as long, 2.5 s altogether."""
 
 LARGE = 32 << 10
 """Bytes from which a message goes straight to all: they read one copy in shared memory, which no tree can better."""
@@ -88,6 +91,7 @@ class Peer:
         "peace",
         "pid",
         "received",
+        "refusals",
         "room",
         "sent",
         "token",
@@ -108,6 +112,7 @@ class Peer:
         self.asked_by: list[Peer] = []  # who wants to know when it is there
         self.room: Room | None = None
         self.expected = False  # it will come to us
+        self.refusals = 0  # how often it could not be reached though its owner thought so
         self.owner: Peer | None = None  # who knows whether it is there yet
         self.gone: str | None = None
         self.peace = False  # it went as it was told to
@@ -225,6 +230,7 @@ class Router:
         self.on_met: Callable[[Peer], None] = lambda _: None
         self.on_wait: Callable[[Peer, int, int, str], None] = lambda _peer, _kind, _target, _why: None
         self.combiners: dict[tuple[str, int], Combiner] = {}
+        self._told = {Kind.MET: self._met, Kind.GONE: self._ended, Kind.REFUSED: self._refused}
         self._wait = wait
         self._by_link: dict[int, Peer] = {}
         self._casts: dict[int, _Cast] = {}
@@ -283,46 +289,43 @@ class Router:
     def _send_slowly(
         self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
+        here = peer is self.me
+        large = _size(body, buffers) > MOST_IN_ONE
         while True:
             self.wait_for_credit(peer, kind, target)
             with self.lock:
                 if peer.credit <= 0:
                     continue
-                if peer is self.me:
-                    peer.sent += 1
-                    peer.credit -= 1
-                    frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, _own(body), _own_all(buffers))
+                seq = peer.sent + 1
+                reached = here or self._reach(peer)
+                wait = reached and not (here or large)
+                if wait:
+                    wait = not self.links.send(
+                        peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers
+                    )
+                if not wait:
+                    peer.sent, peer.credit = seq, peer.credit - 1
+                    if not reached:
+                        self._put_off(peer, kind, target, ref, seq, rank, prefix, body, buffers)
                     break
-                if self._post(peer, kind, target, ref, rank, prefix, body, buffers):
-                    peer.credit -= 1
-                    return
             self._wait(Room(), 0.001)  # shared memory is full: receivers let go of it without a word
-        self._deliver_here(kind, frame)
+        if here:
+            frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, _own(body), _own_all(buffers))
+            self._deliver_here(kind, frame)
+        elif reached and large:  # it has its place: what others send meanwhile comes after it
+            self._send_parts(peer, kind, target, ref, seq, rank, prefix, body, buffers)
 
     def _deliver_here(self, kind: int, frame: Frame) -> None:
         """To this very process: on the sender's thread, so whoever reads may have to look up."""
         self.handlers[kind](self.me, frame, None)
         self.wake()
 
-    def _post(
-        self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any
-    ) -> bool:
-        """A sequenced frame, now or when its receiver is there; under the lock. False: no room in shared memory."""
-        if not self._reach(peer):
-            body, buffers = _own(body), _own_all(buffers)  # the caller's memory is its own again when we return
-            peer.sent += 1
-            seq = peer.sent
-            peer.backlog.append(lambda: self._emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
-            return True
-        size = _size(body, buffers)
-        if size > MOST_IN_ONE:
-            peer.sent += 1
-            self._send_parts(peer, kind, target, ref, peer.sent, rank, prefix, body, buffers)
-            return True
-        if self.links.send(peer.link, kind, target, ref, peer.sent + 1, rank, peer.epoch, prefix, body, buffers):
-            peer.sent += 1
-            return True
-        return False
+    def _put_off(
+        self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any, buffers: Any
+    ) -> None:
+        """Until its receiver is there; under the lock. The caller's memory is its own again when this returns."""
+        body, buffers = _own(body), _own_all(buffers)
+        peer.backlog.append(lambda: self._emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
 
     def wait_for_credit(self, peer: Peer, kind: int, target: int) -> None:
         """Until it may be sent one more message. Raises PeerGoneError if it is gone."""
@@ -357,10 +360,11 @@ class Router:
         with self.lock:
             if peer.gone is not None:
                 return
-            if _size(body, buffers) <= MOST_IN_ONE and self._post(peer, Kind.CONTROL, 0, 0, 0, prefix, body, buffers):
-                return
             peer.sent += 1
-            self._emit(peer, Kind.CONTROL, 0, 0, peer.sent, 0, prefix, _own(body), _own_all(buffers))
+            if self._reach(peer):
+                self._emit(peer, Kind.CONTROL, 0, 0, peer.sent, 0, prefix, body, buffers)
+            else:
+                self._put_off(peer, Kind.CONTROL, 0, 0, peer.sent, 0, prefix, body, buffers)
 
     def reply(self, peer: Peer, ref: int, rank: int, status: bytes, body: Any, buffers: Any = None) -> None:
         """An answer to a call: not numbered, since the call's number says which. Waits only for shared memory."""
@@ -370,14 +374,17 @@ class Router:
             return
         while True:
             with self.lock:
-                if peer.gone is not None or not self._reach(peer):
+                if peer.gone is not None:
+                    return
+                if not self._reach(peer):
+                    self._put_off(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
                     return
                 if _size(body, buffers) > MOST_IN_ONE:
-                    self._send_parts(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
-                    return
+                    break
                 if self.links.send(peer.link, Kind.REPLY, 0, ref, 0, rank, peer.epoch, status, body, buffers):
                     return
             self._wait(Room(), 0.001)
+        self._send_parts(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
 
     def processed(self, peer: Peer) -> None:
         """A message of this peer has left the queue that it waited in."""
@@ -650,7 +657,7 @@ class Router:
     def _handle(self, event: Any) -> None:
         kind = event[1]
         if kind < 0:
-            (self._met if kind == Kind.MET else self._ended)(event)
+            self._told[kind](event)
             return
         peer = self._by_link[event[0]]
         if event[6] != self.epoch:
@@ -756,13 +763,18 @@ class Router:
         if link >= 0:
             self._bind(peer, link)
             return True
+        if link != SILENT:
+            self._ask_for(peer)
+        return False
+
+    def _ask_for(self, peer: Peer) -> None:
+        """It can't be reached from here: who has started it knows why. Under the lock."""
         if peer.owner is not None and peer.owner.gone is None:
             self.tell(peer.owner, Where(peer.token))
             if peer.owner.gone is None:
-                return False
+                return
         peer.gone = "it can't be reached, and who started it is gone too" if peer.owner else "it can't be reached"
         self._bury(peer)
-        return False
 
     def link_to(self, peer: Peer) -> int:
         """The link to this process, or -1."""
@@ -785,6 +797,13 @@ class Router:
                 emit()
             self._answer_where(peer)
         self.on_met(peer)
+
+    def _refused(self, event: Any) -> None:
+        """It was called, did not answer, and now never will."""
+        peer = self.peer(event[2])
+        with self.lock:
+            if peer.link < 0 and peer.gone is None:
+                self._ask_for(peer)
 
     def _ended(self, event: Any) -> None:
         link, _, how, peace = event
@@ -843,12 +862,30 @@ class Router:
             if asked.link < 0:
                 link = self.links.connect(asked.token)
                 if link < 0:
-                    self.never_came(asked, "it can't be reached from here")
+                    if link != SILENT:
+                        self._ask_again(asked)
                     return
                 self._bind(asked, link)
             backlog, asked.backlog = asked.backlog, deque()
             for emit in backlog:
                 emit()
+
+    def _ask_again(self, peer: Peer) -> None:
+        """Its owner thinks that it is up, yet it refuses: most likely it has just died, and its owner hears of it soon.
+
+        Under the lock.
+        """
+        if peer.refusals >= REFUSALS:
+            self.never_came(peer, "it can't be reached from here")
+            return
+        peer.refusals += 1
+
+        def ask() -> None:
+            with self.lock:
+                if peer.gone is None and peer.link < 0:
+                    self._ask_for(peer)
+
+        self.later(0.01 * 2**peer.refusals, ask)
 
     # ---- frames that come late or in pieces
 
@@ -859,22 +896,26 @@ class Router:
         if peer.gone is not None:
             return
         if peer.link < 0 and not self._reach(peer):
-            peer.backlog.append(lambda: self._emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
+            self._put_off(peer, kind, target, ref, seq, rank, prefix, body, buffers)
             return
 
         def send() -> bool:
             return self.links.send(peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers)
 
-        if _size(body, buffers) > MOST_IN_ONE:
+        large = _size(body, buffers) > MOST_IN_ONE
+        if not large and send():
+            return
+        body, buffers = _own(body), _own_all(buffers)
+        if large:
             self._send_parts(peer, kind, target, ref, seq, rank, prefix, body, buffers, keep=True)
-        elif not send():
+        else:
             self._keep(lambda: peer.gone is not None or send())
 
     def _send_parts(
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any,
         buffers: Any, keep: bool = False,
     ) -> None:  # fmt: skip
-        """In pieces, each when there is room; waits for it, but not with ``keep``, for which the payload is ours."""
+        """In pieces, each when there is room: waits for it, without the lock, or with ``keep`` owns the payload."""
         chunks = [body] if isinstance(body, (bytes, bytearray, memoryview)) else list(body)
         sizes = [sum(len(c) for c in chunks), *(memoryview(b).nbytes for b in buffers or ())]
         pieces = deque(

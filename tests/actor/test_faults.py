@@ -41,7 +41,7 @@ from monarch_backend.actor import _owned as owned
 from monarch_backend.actor._program import program
 from monarch_backend.mesh._spawner import Exited
 from monarch_backend.transport import _router as router
-from tests.actor.actors import until
+from tests.actor.actors import held_up, until
 from tests.actor.harm import (
     AsyncSupervisor,
     AsyncVictim,
@@ -420,6 +420,28 @@ def test_third_parties_in_other_processes_hear_of_a_death(pair: ProcMesh, faults
     again = witness.wait_for_other.call_one(victim, Channel.open()[0], "unused").exception(PATIENCE)
     assert isinstance(again, ActorError) and isinstance(again.__cause__, SupervisionError)
     assert again.__cause__.delivery == "not sent"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_third_party_waits_for_one_who_stands_still(
+    dies: bool, pair: ProcMesh, faults: Faults, tmp_path: Path
+) -> None:
+    """Its first contact: whoever does not answer that is not gone for it."""
+    victims = pair.spawn("victims", Victim)
+    witness, victim = victims.slice(gpus=0), victims.slice(gpus=1)
+    pid = victim.pid.call_one().get(PATIENCE)
+    with gate(tmp_path) as (name, open_gate):
+        with held_up(pid):
+            future = begun(lambda port: witness.wait_for_other.call_one(victim, port, name))
+            if dies:
+                os.kill(pid, signal.SIGKILL)
+                error = future.exception(PATIENCE)
+                assert isinstance(error, ActorError) and isinstance(error.__cause__, SupervisionError)
+                assert (error.__cause__.rank, error.__cause__.signal) == (1, signal.SIGKILL)
+                faults.next()
+                return
+        open_gate()
+        assert future.get(PATIENCE) == "waited"
 
 
 # An endpoint raises

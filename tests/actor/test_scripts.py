@@ -215,6 +215,22 @@ def test_plain_spawning(finish: Start) -> None:
     assert ended.out.splitlines() == ["spawned", "[gpus 0] cleaned up None"]
 
 
+def test_a_program_that_stands_still_while_its_workers_start(finish: Start) -> None:
+    """In a debugger, or on a machine that is too busy: they wait for it."""
+    ended = finish(
+        """
+        def hold_up():
+            os.kill(int(os.environ["CONTROLLER"]), signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.environ['CONTROLLER']}"])
+
+        procs = this_host().spawn_procs({"gpus": 1}, bootstrap=hold_up, env={"CONTROLLER": str(os.getpid())})
+        print(procs.spawn("victim", Victim).echo.call_one("waited").get())
+        """
+    )
+    assert (ended.returncode, ended.err) == (0, "")
+    assert ended.out.splitlines() == ["waited", "[gpus 0] cleaned up None"]
+
+
 def test_a_wrong_start_method_says_what_there_is(finish: Start) -> None:
     ended = finish('this_host().spawn_procs({"gpus": 1})', env={"MONARCH_START_METHOD": "magic"})
     assert ended.returncode == 1 and "it can be fork or spawn" in ended.err

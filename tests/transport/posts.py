@@ -19,7 +19,8 @@ from monarch_backend.transport._frames import Frame
 from tests.support.ranks import _answer, _collect, _kill, _spawn
 
 PATIENCE = 30.0
-MET, GONE = -1, -2
+MET, GONE, REFUSED = -1, -2, -3
+SILENT = -2  # in place of a link
 UP = mmap.PAGESIZE - 8  # flags of the ranks that are there
 
 

@@ -11,11 +11,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.transport.posts import GONE, MET, PATIENCE, Office, play, until
+from tests.transport.posts import GONE, MET, PATIENCE, REFUSED, SILENT, UP, Office, play, until
 
 INLINE = 16 << 10  # csrc/channel/frame.h: a larger payload goes in a block
 KEPT = 64 << 10  # csrc/channel/python/bind.cpp: a smaller one is copied
@@ -74,6 +75,47 @@ def test_who_is_met_and_who_is_not() -> None:
     pid, event = play(first, second)
     assert event[:2] == (0, MET)
     assert event[3] == pid
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
+def test_one_who_stands_still_is_not_taken_for_gone(ending: signal.Signals) -> None:
+    told, tell = os.pipe()
+
+    def still(office: Office) -> None:
+        os.write(tell, b"%d" % os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        office.meet()
+        assert office.read()[0].body == b"awake?"
+
+    def caller(office: Office) -> None:
+        post, token = office.post, office.tokens[0]
+        office.flags.wait(UP)
+        pid = int(os.read(told, 10))
+        until(lambda: _is_stopped(pid), "the other one to be stopped")
+        fds, used = len(os.listdir("/proc/self/fd")), office.used()
+        assert [post.connect(token) for _ in range(3)] == [SILENT] * 3
+        assert len(os.listdir("/proc/self/fd")) == fds + 1, "it is called once"
+        assert office.events() == []
+        os.kill(pid, ending)
+        (event,) = office.events(PATIENCE)
+        if ending == signal.SIGCONT:
+            assert event == (0, MET, token, pid)
+            assert post.connect(token) == 0
+            assert office.send(0, body=b"awake?")
+        else:
+            assert event[1:] == (REFUSED, token)
+            assert post.connect(token) == -1
+            assert (len(os.listdir("/proc/self/fd")), office.used()) == (fds, used)
+
+    try:
+        play(still, caller, dying=[0] if ending == signal.SIGKILL else [])
+    finally:
+        os.close(told)
+        os.close(tell)
 
 
 # As the sender gives it, and as it arrives.

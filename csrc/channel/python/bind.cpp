@@ -151,6 +151,9 @@ py::list receive(Post& post, std::optional<double> seconds, bool standby) {
       case Event::gone:
         result.append(py::make_tuple(event.link, -2, event.text, event.peace));
         break;
+      case Event::refused:
+        result.append(py::make_tuple(event.link, -3, event.text));
+        break;
     }
   }
   return result;

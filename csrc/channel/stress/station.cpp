@@ -421,6 +421,7 @@ void Station::handle(Event& event) {
     case Event::met: return handle_met(event);
     case Event::gone: return handle_gone(event);
     case Event::frame: return handle_frame(event);
+    case Event::refused: return;  // it is called again, or has departed
   }
 }
 

@@ -109,7 +109,8 @@ void bind_shared_memory(py::module_& m) {
            }),
            py::arg("arena_bytes"), py::arg("token") = "")
       .def_property_readonly("token", &Host::token)
-      .def("connect", &Host::connect, Release())
+      .def("connect", [](Host& host, const std::string& token, double seconds) { return host.connect(token, seconds); },
+           py::arg("token"), py::arg("seconds") = 1.0, Release())
       .def("accepted", &Host::accepted, Release())
       .def("make_board", &Group::make_board, Release())
       .def("drop_board", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
