@@ -107,6 +107,13 @@ int hear(int link, Hello& hello) {
   return good ? memfd : -1;
 }
 
+constexpr int pause_between_sweeps = 200;  // ms
+
+void nudge(int eventfd) {
+  const std::uint64_t one = 1;
+  (void)!write(eventfd, &one, sizeof one);
+}
+
 // Within so many seconds, whatever signals come meanwhile.
 bool readable(int link, double seconds) {
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
@@ -188,8 +195,8 @@ Host::Host(std::size_t arena_bytes, const std::string& token)
     throw system_failure("listening on a Unix socket");
   }
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  stop_ = eventfd(0, EFD_CLOEXEC);
-  for (const int fd : {listener_, stop_}) {
+  nudge_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  for (const int fd : {listener_, nudge_}) {
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = watch_key(0, fd);
@@ -231,12 +238,12 @@ Hello Host::hello() {
 Host::~Host() {
   leave();
   if (watcher_.joinable()) {
-    const std::uint64_t one = 1;
-    (void)!write(stop_, &one, sizeof one);
+    ending_ = true;
+    nudge(nudge_);
     watcher_.join();
   }
   for (const auto& [token, call] : calls_) close(call.link);
-  for (const int fd : {listener_, epoll_, stop_}) {
+  for (const int fd : {listener_, epoll_, nudge_}) {
     if (fd >= 0) close(fd);
   }
 }
@@ -244,18 +251,28 @@ Host::~Host() {
 void Host::bury(std::vector<std::uint64_t> offsets, std::function<bool()> unused) {
   const std::lock_guard lock(mutex_);
   buried_.emplace_back(std::move(offsets), std::move(unused));
+  if (!swept_) {
+    swept_ = true;
+    nudge(nudge_);
+  }
+}
+
+// Gives back what nobody looks at any more. True if something is left; under the lock.
+bool Host::sweep() {
+  std::erase_if(buried_, [this](const auto& entry) {
+    const bool free = entry.second();
+    for (const std::uint64_t offset : entry.first) {
+      if (free) arena_->release(offset);
+    }
+    return free;
+  });
+  return !buried_.empty();
 }
 
 std::uint64_t Host::allocate(std::size_t bytes) {
   {
     const std::lock_guard lock(mutex_);
-    std::erase_if(buried_, [this](const auto& entry) {
-      const bool free = entry.second();
-      for (const std::uint64_t offset : entry.first) {
-        if (free) arena_->release(offset);
-      }
-      return free;
-    });
+    sweep();
   }
   return arena_->allocate(bytes);
 }
@@ -271,7 +288,7 @@ void Host::abandon() {
   // The watcher does not exist in the child, and its locks may be held for ever: touch neither. Only descriptors
   // matter: a child that kept them would keep a dead parent's links open.
   watcher_.detach();
-  for (int* fd : {&listener_, &epoll_, &stop_}) {
+  for (int* fd : {&listener_, &epoll_, &nudge_}) {
     if (*fd >= 0) close(*fd);
     *fd = -1;
   }
@@ -491,11 +508,24 @@ void Host::lost(Peer& peer) {
 
 void Host::watch() {
   std::array<epoll_event, 64> events;
-  for (;;) {
-    const int n = epoll_wait(epoll_, events.data(), events.size(), -1);
+  bool sweeping = false;
+  for (Clock::time_point swept{};;) {
+    const int n = epoll_wait(epoll_, events.data(), events.size(), sweeping ? pause_between_sweeps : -1);
+    if (sweeping && Clock::now() - swept >= std::chrono::milliseconds(pause_between_sweeps)) {
+      const std::lock_guard lock(mutex_);
+      sweeping = swept_ = sweep();
+      swept = Clock::now();
+    }
     for (int i = 0; i < n; ++i) {
       const std::uint64_t key = events[i].data.u64;
-      if (key == watch_key(0, stop_)) return;
+      if (key == watch_key(0, nudge_)) {
+        if (ending_) return;
+        std::uint64_t nudges = 0;
+        (void)!read(nudge_, &nudges, sizeof nudges);
+        sweeping = true;
+        swept = Clock::now();
+        continue;
+      }
       if (key == watch_key(0, listener_)) {
         accept_one();
         continue;

@@ -69,7 +69,8 @@ class Host {
   // The peer that connected to us; waits until it has, or for `seconds`.
   std::shared_ptr<Peer> accepted(const std::string& token, double seconds);
 
-  // Room in the arena that peers may still look at: `unused` says when they no longer do.
+  // Room in the arena that peers may still look at: `unused` says when they no longer do. It is given back with the
+  // next allocation, or, since there may be none, by the watcher a little later.
   void bury(std::vector<std::uint64_t> offsets, std::function<bool()> unused);
   // As Arena::allocate, after giving back what is no longer looked at.
   std::uint64_t allocate(std::size_t bytes);
@@ -104,6 +105,7 @@ class Host {
   std::shared_ptr<Peer> adopt(int link, std::uint64_t gift, const struct Hello& theirs, int memfd, int pid);
   void take_back(std::uint64_t gift);
   void forget(Peer& peer, int Peer::*fd);
+  bool sweep();
   void lost(Peer& peer);
   struct Hello hello();
   std::shared_ptr<Peer> find(const std::string& token);
@@ -111,7 +113,8 @@ class Host {
   std::string token_, tether_;
   Manners manners_;
   std::unique_ptr<Arena> arena_;
-  int listener_ = -1, epoll_ = -1, stop_ = -1;
+  int listener_ = -1, epoll_ = -1;
+  int nudge_ = -1;  // an eventfd: the watcher is to end, or to look after what is buried
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::map<std::string, std::shared_ptr<Peer>> peers_;
@@ -119,6 +122,8 @@ class Host {
   std::map<std::string, Call> calls_;                       // by token
   std::uint32_t last_number_ = 0;
   std::vector<std::pair<std::vector<std::uint64_t>, std::function<bool()>>> buried_;
+  bool swept_ = false;  // the watcher looks after buried_ until nothing is left there
+  std::atomic<bool> ending_{false};
   std::atomic<std::uint32_t> departures_{0};
   Bell inside_{};
   std::atomic<bool> abandoned_{false};

@@ -532,7 +532,7 @@ class Cell:
     def _finish(self, error: BaseException | None) -> None:
         """What it owns goes first, then it cleans up; on its own thread, if it is not there already."""
         children, self.children = self.children, []
-        for child in reversed(children):
+        for child in reversed(list(children)):  # what has ended is taken out of it
             self.program.end_child(child, self.failure, "stop" if error is None else "abort")
         if self.instance is None:
             self._ended()

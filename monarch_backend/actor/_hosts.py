@@ -12,13 +12,13 @@ from monarch_backend.mesh._procs import ProcCore, ProcMesh
 def this_proc() -> ProcMesh:
     """This process, as a mesh of one process without dimensions: actors can be spawned in it."""
     here = program()
-    core = here.procs.get("self")
-    if core is None:
-        core = ProcCore(
-            "self-" + here.router.token[:8], "this process", Extent((), ()), here.router.me, [here.router.me]
-        )
-        core = here.procs.setdefault("self", core)
-        here.procs[core.id] = core
+    with here.naming:
+        core = here.this_proc
+        if core is None:
+            core = here.this_proc = ProcCore(
+                "self-" + here.router.token[:8], "this process", Extent((), ()), here.router.me, [here.router.me]
+            )
+            here.procs[core.id] = core
     return ProcMesh(core, Shape.of(core.extent))
 
 

@@ -31,7 +31,7 @@ from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.mesh._limits import check_spawn
 from monarch_backend.mesh._logs import LogCollector
 from monarch_backend.mesh._mesh_log import MeshLog
-from monarch_backend.mesh._procs import ProcCore, ProcMesh
+from monarch_backend.mesh._procs import ProcCore, ProcMesh, label_of
 from monarch_backend.mesh._spawner import Exited, ProcessSpec, Spawner, SpawnFailed, Started
 from monarch_backend.transport._frames import KNOCK, Replaced, Setting, Stop
 from monarch_backend.transport._router import Peer
@@ -65,19 +65,15 @@ class OwnedActors:
         self,
         core: ActorCore,
         owner_cell: Any,
+        siblings: list[Any],
         body: bytes,
         buffers: Any,
         intensity: Intensity | None,
         built: Future[None],
     ) -> None:
-        self.core, self.owner_cell, self.body, self.buffers, self.intensity, self.built = (
-            core,
-            owner_cell,
-            body,
-            buffers,
-            intensity,
-            built,
-        )
+        self.core, self.owner_cell, self._siblings = core, owner_cell, siblings
+        self.body, self.buffers = body, buffers  # the constructor's arguments
+        self.intensity, self.built = intensity, built
         self.generations = [0] * len(core.bases)
         self.left = set(range(len(core.bases)))  # that have not ended
         self._unbuilt = set(range(len(core.bases)))
@@ -88,6 +84,9 @@ class OwnedActors:
         self._unbuilt.discard(rank)
         if not self._unbuilt:
             self.built._set(None)
+            below = self.core.procs.owned
+            if self.intensity is None and (below is None or below.intensity is None):
+                self.body, self.buffers = b"", None  # it is never built again
 
     def is_gone(self, rank: int) -> None:
         """It has stopped or failed."""
@@ -98,6 +97,15 @@ class OwnedActors:
         """Whoever waits for the end of a mesh that was stopped."""
         if not self.left and self.core.stopped is not None:
             self.ended._set(None)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """It has ended: from now on only those remember it who hold it."""
+        self.body, self.buffers = b"", None
+        below = self.core.procs.owned
+        for holder in (self._siblings, below.actors if below is not None else []):
+            with contextlib.suppress(ValueError):
+                holder.remove(self.core)
 
 
 @dataclass
@@ -120,6 +128,7 @@ class OwnedProcs:
 
     core: ProcCore
     owner_cell: Any
+    siblings: list[Any]
     make: Callable[[int, Peer], ProcessSpec]
     logs: MeshLog
     intensity: Intensity | None
@@ -127,7 +136,8 @@ class OwnedProcs:
     actors: list[ActorCore] = field(default_factory=list)
     ready: list[Future[None]] = field(default_factory=list)
     ended: list[Future[None]] = field(default_factory=list)
-    restarting: bool = False
+    looks: list[Any] = field(default_factory=list)  # timers: whether those who were told to stop have done so
+    over: bool = False  # stopped, and all of its processes have ended
 
 
 class ProcessOwner:
@@ -177,10 +187,13 @@ class ProcessOwner:
         label = functools.partial(ranks_in_words, extent)
         logs = MeshLog(name, label)
         make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count), env)
-        owned = OwnedProcs(core, owner_cell, make, logs, Intensity(restart, program.clock) if restart else None)
+        siblings = owner_cell.children if owner_cell is not None else program.main_children
+        owned = OwnedProcs(
+            core, owner_cell, siblings, make, logs, Intensity(restart, program.clock) if restart else None
+        )
         core.owned = owned
         for rank in range(count):
-            core.peers.append(program.router.expect(_token(0), functools.partial(core.who, rank)))
+            core.peers.append(program.router.expect(_token(0), label_of(core, rank)))
         try:
             self._start(owned, range(count))
         except BaseException:
@@ -192,7 +205,7 @@ class ProcessOwner:
             self._watching = True
             program.pump.later(LOOK, self._look_for_the_stuck)
         program.procs[core.id] = core
-        (owner_cell.children if owner_cell is not None else program.main_children).append(core)
+        siblings.append(core)
         return ProcMesh(core)
 
     def _recipe(
@@ -281,6 +294,9 @@ class ProcessOwner:
             member.failed = event.reason
         elif isinstance(event, Exited):
             member.exited = event
+            if member.core.owned.over:  # the last word of it
+                self._by_number.pop(event.id, None)
+                return
         how, _ = self.how_it_ended(member.peer)
         if member.peer.gone is None and member.peer.link < 0:
             self._program.router.never_came(member.peer, how)
@@ -345,7 +361,7 @@ class ProcessOwner:
             for future in owned.ready:
                 future._fail(failure)
             owned.ready.clear()
-            for actors in owned.actors:
+            for actors in list(owned.actors):
                 actors.owned.built._fail(failure)
                 for other, base in enumerate(actors.bases):
                     if base == rank:
@@ -372,7 +388,7 @@ class ProcessOwner:
             return
         if program.supervision.is_final(owned.owner_cell):
             program.supervision.failed(owned.owner_cell, failure)
-        for actors in owned.actors:
+        for actors in list(owned.actors):
             for other, base in enumerate(actors.bases):
                 if base == rank:
                     actors.dead[other] = failure
@@ -409,7 +425,7 @@ class ProcessOwner:
             for peer in list(program.router.peers.values()):
                 if peer.link >= 0 and peer.gone is None:
                     program.router.tell(peer, Replaced(core.id, rank, core.peers[rank].token))
-        for actors in owned.actors:
+        for actors in list(owned.actors):
             for other, base in enumerate(actors.bases):
                 if base in ranks and actors.stopped is None:
                     actors.dead.pop(other, None)
@@ -492,6 +508,9 @@ class ProcessOwner:
             for peer in owned.core.peers:
                 if peer.token not in self._by_token and peer.gone is None:  # a successor that waits to be started
                     program.router.never_came(peer, f"it was stopped: {reason}")
+        for owned in meshes:
+            if owned not in waiting:
+                self._settle(owned)
         for owned in waiting:
             done: Future[None] = Future(program.wait)
             owned.ended.append(done)
@@ -511,7 +530,7 @@ class ProcessOwner:
 
     def _look_again(self, owned: OwnedProcs, how: str, end: float | None) -> None:
         left = GRACE if end is None else min(GRACE, max(end - self._program.clock.now(), 0.0))
-        self._program.pump.later(left, functools.partial(self._hurry, owned, how, end))
+        owned.looks.append(self._program.pump.later(left, functools.partial(self._hurry, owned, how, end)))
 
     def _hurry(self, owned: OwnedProcs, how: str, end: float | None) -> None:
         """What has been told to stop is still there: whoever may be at work is waited for, others are killed."""
@@ -557,8 +576,20 @@ class ProcessOwner:
 
     def _forget(self, owned: OwnedProcs) -> None:
         self._meshes.remove(owned)
+        owned.over = True
+        for look in owned.looks:
+            look.cancel()
+        for actors in list(owned.actors):
+            actors.owned.let_go()
+        with contextlib.suppress(ValueError):
+            owned.siblings.remove(owned.core)
         for member in owned.members.values():
-            self._by_number.pop(member.number, None)
+            if member.exited is not None or member.failed is not None:  # else its spawner still has a word to say
+                self._by_number.pop(member.number, None)
+        for token in (*owned.core.former, *(peer.token for peer in owned.core.peers)):
+            self._by_token.pop(token, None)
+            self._unread.pop(token, None)
+            self._program.router.forget(token)
         if self._logs is not None:
             logs, collector = owned.logs, self._logs
             self._program.aside(lambda: collector.remove(logs))

@@ -8,7 +8,6 @@ _supervision.py.
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import os
 import secrets
@@ -35,7 +34,7 @@ from monarch_backend.actor._port import PortReceiver
 from monarch_backend.actor._supervision import Intensity, Restart, Supervision, check_policy
 from monarch_backend.mesh import _program as seam
 from monarch_backend.mesh._extent import Extent
-from monarch_backend.mesh._procs import ProcCore, ProcMesh, ProcReference
+from monarch_backend.mesh._procs import ProcCore, ProcMesh, ProcReference, label_of
 from monarch_backend.mesh._worker_logging import install_worker_logging
 from monarch_backend.transport._exceptions import unpack_exception
 from monarch_backend.transport._frames import (
@@ -77,8 +76,11 @@ class Program:
         self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
         self.cells: dict[int, Cell] = {}  # also those that have ended
         self._unborn: dict[int, list[Message]] = {}  # messages for actors of which nothing is known here yet
-        self.procs: dict[str, ProcCore] = {}
-        self.actors: dict[int, ActorCore] = {}
+        # Of meshes that somebody uses: who has spawned one holds it until it has ended.
+        self.procs: weakref.WeakValueDictionary[str, ProcCore] = weakref.WeakValueDictionary()
+        self.actors: weakref.WeakValueDictionary[int, ActorCore] = weakref.WeakValueDictionary()
+        self.naming = threading.RLock()  # for whoever looks one up and puts it there
+        self.this_proc: ProcCore | None = None
         self.main_children: list[Any] = []  # what the program itself has spawned
         self.closing = False
         self.leaving = False  # this process has been told to end
@@ -184,32 +186,33 @@ class Program:
 
     def proc_core(self, data: ProcReference) -> ProcCore:
         """The one ProcCore of a mesh in this process."""
-        core = self.procs.get(data.id)
-        if core is None:
-            owner = self.router.peer(data.owner)
-            peers = [self.router.peer(token, owner) for token in data.tokens]
-            core = ProcCore(data.id, data.name, Extent(data.labels, data.sizes), owner, peers, data.server)
-            for rank, peer in enumerate(peers):
-                peer.label = peer.label or functools.partial(core.who, rank)
-            core = self.procs.setdefault(data.id, core)
-        elif core.owned is None:
-            for rank, token in enumerate(data.tokens):
-                if epoch_of(token) > core.peers[rank].epoch:  # the reference is newer than what we know
-                    core.replace(rank, self.router.peer(token, core.owner))
-        return core
+        with self.naming:
+            core = self.procs.get(data.id)
+            if core is None:
+                owner = self.router.peer(data.owner)
+                peers = [self.router.peer(token, owner) for token in data.tokens]
+                core = ProcCore(data.id, data.name, Extent(data.labels, data.sizes), owner, peers, data.server)
+                for rank, peer in enumerate(peers):
+                    peer.label = label_of(core, rank)
+                self.procs[data.id] = core
+            elif core.owned is None:
+                for rank, token in enumerate(data.tokens):
+                    if epoch_of(token) > core.peers[rank].epoch:  # the reference is newer than what we know
+                        core.replace(rank, self.router.peer(token, core.owner))
+            return core
 
     def actor_core(
         self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
     ) -> ActorCore:
         """The one ActorCore of a mesh in this process."""
         proc_core = self.proc_core(procs)
-        core = self.actors.get(actor)
-        if core is None:
-            core = ActorCore(
-                actor, name, blueprint(cls), proc_core, Extent(labels, sizes), tuple(bases), self.router.peer(owner)
-            )
-            core = self.actors.setdefault(actor, core)
-        return core
+        with self.naming:
+            core = self.actors.get(actor)
+            if core is None:
+                core = self.actors[actor] = ActorCore(
+                    actor, name, blueprint(cls), proc_core, Extent(labels, sizes), tuple(bases), self.router.peer(owner)
+                )
+            return core
 
     def failure_of(self, core: ActorCore, rank: int) -> MeshFailure:
         """Why this rank can't be called."""
@@ -259,9 +262,11 @@ class Program:
             secrets.randbits(63) | 1, name, plan, procs._core, procs.extent, tuple(procs._shape.ranks), self.router.me
         )
         intensity = Intensity(restart, self.clock) if restart is not None else None
-        core.owned = OwnedActors(core, owner_cell, _joined(body), _copied(buffers), intensity, Future(self.wait))
+        built: Future[None] = Future(self.wait)
+        siblings = owner_cell.children if owner_cell is not None else self.main_children
+        core.owned = OwnedActors(core, owner_cell, siblings, _joined(body), _copied(buffers), intensity, built)
         self.actors[core.actor] = core
-        (owner_cell.children if owner_cell is not None else self.main_children).append(core)
+        siblings.append(core)
         if procs._core.owned is not None:
             procs._core.owned.actors.append(core)
         for rank in range(len(core.bases)):
@@ -540,7 +545,7 @@ class Program:
                         self._lost_rank(core, rank, failure)
 
     def _seen_from_here(self, peer: Peer) -> MeshFailure:
-        for core in self.procs.values():
+        for core in list(self.procs.values()):
             former = core.former.get(peer.token)
             for rank, other in enumerate(core.peers):
                 if other is peer or rank == former:

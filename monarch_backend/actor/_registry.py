@@ -70,13 +70,13 @@ def ask(program: Program, name: str, cls: type, args: Any, kwargs: Any) -> Futur
     """Ask the main program, from another process."""
     from monarch_backend.actor._actor_mesh import ActorMesh
 
-    core = program.actors.get(NUMBER)
-    if core is None:
-        root = program.root
-        assert root is not None
-        here = ProcCore("root", "the main program", Extent((), ()), root, [root])
-        core = program.actors.setdefault(
-            NUMBER, ActorCore(NUMBER, "registrar", blueprint(Registrar), here, Extent((), ()), (0,), root)
-        )
+    root = program.root
+    assert root is not None
+    with program.naming:
+        core = program.actors.get(NUMBER)
+        if core is None:
+            here = ProcCore("root", "the main program", Extent((), ()), root, [root])
+            core = ActorCore(NUMBER, "registrar", blueprint(Registrar), here, Extent((), ()), (0,), root)
+            program.actors[NUMBER] = core
     found: Future[ActorMesh] = ActorMesh(core).find.call_one(name, cls, args, kwargs)
     return found

@@ -5,7 +5,8 @@ What they run is the room above's; how they come to be is in _spawner.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,6 +74,17 @@ class ProcCore:
             tokens,
             self.server,
         )
+
+
+def label_of(core: ProcCore, rank: int) -> Callable[[], str]:
+    """What `core.who` says, for a Peer: that may be remembered for longer than the mesh."""
+    known = weakref.ref(core)
+
+    def who() -> str:
+        core = known()
+        return "" if core is None else core.who(rank)
+
+    return who
 
 
 def _from_reference(data: ProcReference, shape: Shape) -> ProcMesh:

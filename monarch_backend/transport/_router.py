@@ -262,6 +262,12 @@ class Router:
             peer.gone = how
             self._bury(peer)
 
+    def forget(self, token: str) -> None:
+        """Nobody will ask for this process any more, which is gone."""
+        peer = self.peers.get(token)
+        if peer is not None and peer.gone is not None:
+            self.peers.pop(token, None)
+
     def open(self, link: int) -> bool:
         """True if frames can still be sent on this link."""
         peer = self._by_link.get(link)
@@ -809,7 +815,7 @@ class Router:
         link, _, how, peace = event
         for key in [key for key in self._whole if key[0] == link]:
             del self._whole[key]
-        peer = self._by_link.get(link)
+        peer = self._by_link.pop(link, None)
         if peer is not None and peer.gone is None:
             peer.gone, peer.peace = how or "it ended", peace
             self._bury(peer)
@@ -839,10 +845,10 @@ class Router:
 
     def _where(self, peer: Peer, message: Where, _: Frame) -> None:
         asked = self.peers.get(message.token)
-        if asked is None:
-            self.tell(peer, There(message.token, "nobody here has started such a process"))
-        elif asked.gone is not None or asked.link >= 0:
+        if asked is not None and (asked.gone is not None or asked.link >= 0):
             self.tell(peer, There(message.token, asked.gone))
+        elif asked is None or not asked.expected:
+            self.tell(peer, There(message.token, "its mesh has ended"))
         else:
             asked.asked_by.append(peer)
 

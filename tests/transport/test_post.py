@@ -567,6 +567,21 @@ def test_what_waits_for_one_who_dies_is_given_up() -> None:
     play(dying, survivor, dying=[0])
 
 
+def test_what_has_been_read_is_given_back_though_nothing_more_is_sent() -> None:
+    def sender(office: Office) -> None:
+        link = office.connect(1)
+        used = office.used()
+        assert office.send(link, buffers=[bytes(8 << 20)])
+        assert office.host.used() >= used + (8 << 20)
+        until(lambda: office.host.used() == used, "the memory of what has been read")
+
+    def receiver(office: Office) -> None:
+        office.meet()
+        office.read()
+
+    play(sender, receiver)
+
+
 ATTEMPTS = 200
 STARTED, CONNECTED, TWO, SENT = 10, 500, 1000, 1  # flags
 

@@ -1,0 +1,117 @@
+"""What a program remembers of meshes that have ended: nothing that grows."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import ActorMesh, MeshFailure, ProcMesh, SupervisionError, this_host, this_proc
+from monarch_backend.actor._program import program
+from tests.actor.actors import until
+from tests.actor.harm import Victim
+from tests.actor.support import PATIENCE, Faults
+
+MIB = 1 << 20
+
+
+def records() -> dict[str, int]:
+    """How many there are, by kind."""
+    gc.collect()
+    here = program()
+    owner = here.owner
+    kinds: dict[str, Any] = {
+        "meshes of processes": here.procs,
+        "meshes of actors": here.actors,
+        "children": here.main_children,
+        "peers": here.router.peers,
+        "links": here.router._by_link,
+        "pending": here.pending,
+        "meshes that run": owner._meshes,
+        "members by number": owner._by_number,
+        "members by token": owner._by_token,
+        "early": owner._early,
+        "unread": owner._unread,
+    }
+    return {name: len(kind) for name, kind in kinds.items()}
+
+
+def play(ending: str) -> None:
+    procs = this_host().spawn_procs({"gpus": 2})
+    victims = procs.spawn("victims", Victim, "", "v" * MIB)
+    others = procs.slice(gpus=1).spawn("others", Victim)
+    victims.note.call(others).get(PATIENCE)
+    if ending == "kill":
+        procs.kill().get(PATIENCE)
+    else:
+        if ending == "actors first":
+            victims.stop().get(PATIENCE)
+        procs.stop().get(PATIENCE)
+
+
+@pytest.mark.parametrize("ending", ["stop", "actors first", "kill"])
+def test_a_mesh_that_has_ended_leaves_nothing(ending: str) -> None:
+    play(ending)
+    before = records()
+    for _ in range(3):
+        play(ending)
+    until(lambda: records() == before, f"{records()} to be as {before}")
+
+
+def test_a_mesh_that_has_failed_leaves_nothing_once_it_is_stopped(faults: Faults) -> None:
+    def fail() -> None:
+        procs = this_host().spawn_procs({"gpus": 1})
+        victim = procs.spawn("victim", Victim)
+        assert isinstance(victim.end_process.call_one("3").exception(PATIENCE), SupervisionError)
+        assert isinstance(faults.next(), MeshFailure)
+        procs.stop().get(PATIENCE)
+
+    fail()
+    before = records()
+    for _ in range(3):
+        fail()
+    until(lambda: records() == before, f"{records()} to be as {before}")
+
+
+def test_actors_of_a_mesh_that_lives_leave_nothing() -> None:
+    with this_host().spawn_procs({"gpus": 1}) as procs:
+        for home in (procs, this_proc()):
+
+            def play(home: ProcMesh = home) -> None:
+                victim = home.spawn("victim", Victim)
+                victim.pid.call_one().get(PATIENCE)
+                victim.stop().get(PATIENCE)
+
+            play()
+            before = records()
+            for _ in range(3):
+                play()
+            until(lambda before=before: records() == before, f"{records()} to be as {before}")
+
+
+def test_arguments_of_a_constructor_are_let_go_when_all_are_built() -> None:
+    with this_host().spawn_procs({"gpus": 1}) as procs:
+        victim = procs.spawn("victim", Victim, "", "v" * MIB)
+        victim.initialized.get(PATIENCE)
+        owned = victim._core.owned
+        assert (owned.body, owned.buffers) == (b"", None)
+
+
+def test_a_reference_to_a_mesh_that_has_ended_and_is_forgotten_says_so() -> None:
+    with this_host().spawn_procs({"gpus": 1}) as home:
+        keeper = home.spawn("keeper", Victim)
+
+        def play() -> weakref.ref[Any]:
+            with this_host().spawn_procs({"gpus": 1}) as procs:
+                victim = procs.spawn("victim", Victim)
+                keeper.note.call_one(victim).get(PATIENCE)
+                return weakref.ref(procs._core)
+
+        forgotten = play()
+        until(lambda: gc.collect() >= 0 and forgotten() is None, "the mesh to be forgotten")
+        (victim,) = keeper.all_notes.call_one().get(PATIENCE)
+        assert isinstance(victim, ActorMesh)
+        error = victim.pid.call_one().exception(PATIENCE)
+        assert isinstance(error, SupervisionError) and "its mesh has ended" in str(error)
