@@ -451,7 +451,11 @@ std::shared_ptr<Peer> Host::accepted(const std::string& token, double seconds) {
 
 void Host::accept_one() {
   const int link = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-  if (link < 0) return;
+  if (link < 0) {
+    // Out of descriptors: whoever called waits until there are some, and we do not ask again at once.
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) usleep(10'000);
+    return;
+  }
   patience_of_a_second(link);
   Hello ours, theirs;
   int pid = 0, memfd = -1;

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -71,14 +72,29 @@ class ReplyPort(Port[T]):
         return "<Port to the caller>"
 
 
-class _Next(Future[T]):
-    """The next value of a receiver. One that nobody holds any more, after a timeout perhaps, takes none."""
+class _Arrival:
+    """A value that has come, and its place in the order."""
 
-    __slots__ = ("_receiver",)
+    __slots__ = ("frame", "peer", "place", "processed")
+
+    def __init__(self, place: int, peer: Peer, frame: Frame) -> None:
+        self.place, self.peer, self.frame = place, peer, frame
+        self.processed = False  # its sender has been told
+
+
+class _Next(Future[T]):
+    """The next value of a receiver. One that nobody holds any more, after a timeout perhaps, takes none.
+
+    If its value came in that very moment, the value goes back.
+    """
+
+    __slots__ = ("_given", "_home", "_receiver")
 
     def __init__(self, receiver: PortReceiver[T]) -> None:
         super().__init__(receiver._program.wait)
         self._receiver: PortReceiver[T] | None = receiver
+        self._home = receiver
+        self._given: _Arrival | None = None  # and not seen by anybody
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
         receiver = self._receiver
@@ -86,11 +102,20 @@ class _Next(Future[T]):
             receiver._keep(self)
         super().add_done_callback(call)
 
+    def result(self, timeout: float | None = None) -> T:
+        if self._raw is not None:
+            self._given = None
+        return super().result(timeout)
+
     def _finish(self) -> None:
         receiver, self._receiver = self._receiver, None
         super()._finish()
         if receiver is not None:
             receiver._let_go(self)
+
+    def __del__(self) -> None:
+        if self._given is not None:
+            self._home._take_back(self._given)
 
 
 class PortReceiver(Generic[T]):
@@ -98,29 +123,63 @@ class PortReceiver(Generic[T]):
 
     def __init__(self, program: Program, number: int, once: bool, ranked: bool) -> None:
         self._program, self.number, self._once, self._ranked = program, number, once, ranked
-        self._values: deque[tuple[Peer, Frame]] = deque()
+        self._lock = threading.RLock()  # values and those who wait; a signal's handler may send in between
+        self._values: deque[_Arrival] = deque()
+        self._returned: deque[_Arrival] = deque()  # by whoever was given them and did not look
         self._waiting: deque[weakref.ref[_Next[Any]]] = deque()
+        self._places = itertools.count()
         self._kept: set[_Next[Any]] = set()  # those that somebody hears of by a callback
         self._closed = False
 
     def _take(self, peer: Peer, frame: Frame) -> None:
-        if self._closed:
+        with self._lock:
+            closed = self._closed
+            if self._once:
+                self._closed = True
+            if not closed:
+                self._values.append(_Arrival(next(self._places), peer, frame))
+        if closed:
             self._program.router.processed(peer)
             return
         if self._once:
-            self._closed = True
             self._program.ports.pop(self.number, None)
-        while (future := self._next()) is not None:
-            self._answer(future, peer, frame)
-            return
-        self._values.append((peer, frame))
-        if self._closed and not self._once:  # in between
-            _give_back(self._program, self._values)
+        self._match()
 
-    def _answer(self, future: Future[Any], peer: Peer, frame: Frame) -> None:
-        self._program.router.processed(peer)
+    def _take_back(self, arrival: _Arrival) -> None:
+        """Wherever the garbage collection has struck: no lock here."""
+        self._returned.append(arrival)
+        if self._waiting:
+            self._program.soon(self._match)
+
+    def _match(self) -> None:
+        """Give the values to those who wait, the first to the first."""
+        while True:
+            with self._lock:
+                while self._returned:
+                    self._put_back(self._returned.popleft())
+                future = self._next() if self._values else None
+                if future is None:
+                    return
+                if not self._values:  # a signal's handler has taken it
+                    self._waiting.appendleft(weakref.ref(future))
+                    continue
+                arrival = self._values.popleft()
+            self._answer(future, arrival)
+
+    def _put_back(self, arrival: _Arrival) -> None:
+        index = next((i for i, other in enumerate(self._values) if other.place > arrival.place), len(self._values))
+        self._values.insert(index, arrival)
+
+    def _answer(self, future: _Next[Any], arrival: _Arrival) -> None:
+        peer, frame = arrival.peer, arrival.frame
+        if not arrival.processed:
+            arrival.processed = True
+            self._program.router.processed(peer)
+        future._given = arrival
         if frame.prefix != Status.VALUE:
-            future._fail(read_error(frame.prefix, frame.body, "port", "exception", f"process {peer}", frame.rank))
+            future._fail_raw(
+                lambda: read_error(frame.prefix, frame.body, "port", "exception", f"process {peer}", frame.rank)
+            )
         elif self._ranked:
             future._set_raw(lambda: (frame.rank, loads(frame.body, frame.buffers)))
         else:
@@ -132,16 +191,13 @@ class PortReceiver(Generic[T]):
         Raises PortClosedError when nothing can come any more.
         """
         future: _Next[Any] = _Next(self)
-        if self._values:
-            self._answer(future, *self._values.popleft())
-            return future
-        if self._closed:
-            raise PortClosedError("this receiver was closed, or had its one value already")
-        while self._waiting and self._waiting[0]() is None:  # given up: who polls with a timeout leaves many
-            self._waiting.popleft()
-        self._waiting.append(weakref.ref(future))
-        if self._values and (first := self._next()) is not None:  # it came in between
-            self._answer(first, *self._values.popleft())
+        with self._lock:
+            if self._closed and not self._values and not self._returned:
+                raise PortClosedError("this receiver was closed, or had its one value already")
+            while self._waiting and self._waiting[0]() is None:  # given up: who polls with a timeout leaves many
+                self._waiting.popleft()
+            self._waiting.append(weakref.ref(future))
+        self._match()
         return future
 
     def _next(self) -> _Next[Any] | None:
@@ -164,14 +220,21 @@ class PortReceiver(Generic[T]):
 
     def close(self) -> None:
         """Nothing more is taken, what has come is dropped; whoever waits hears of it."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            dropped = [*self._values, *self._returned]
+            self._values.clear()
+            self._returned.clear()
+            waiting = []
+            while (future := self._next()) is not None:
+                waiting.append(future)
         self._program.ports.pop(self.number, None)
-        _give_back(self._program, self._values)
-        while (future := self._next()) is not None:
+        _give_back(self._program, dropped)
+        for future in waiting:
             future._fail(PortClosedError("the receiver was closed"))
 
     def __del__(self) -> None:
-        program, values = self._program, self._values
+        program, values = self._program, list(self._values)
         if values:  # places in the window; not here, wherever the garbage collection has struck
             program.soon(lambda: _give_back(program, values))
 
@@ -179,11 +242,12 @@ class PortReceiver(Generic[T]):
         raise TypeError("a receiver stays where it was opened: send its port")
 
 
-def _give_back(program: Program, values: deque[tuple[Peer, Frame]]) -> None:
+def _give_back(program: Program, values: list[_Arrival]) -> None:
     """Values that nobody will take leave their places in the window to others."""
-    with contextlib.suppress(IndexError):  # two of us may be at it
-        while values:
-            program.router.processed(values.popleft()[0])
+    for arrival in values:
+        if not arrival.processed:
+            arrival.processed = True
+            program.router.processed(arrival.peer)
 
 
 class Channel:

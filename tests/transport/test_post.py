@@ -6,6 +6,7 @@ import array
 import ctypes
 import gc
 import os
+import resource
 import signal
 import statistics
 import threading
@@ -116,6 +117,31 @@ def test_one_who_stands_still_is_not_taken_for_gone(ending: signal.Signals) -> N
     finally:
         os.close(told)
         os.close(tell)
+
+
+def test_one_without_descriptors_is_met_when_it_has_some() -> None:
+    def poor(office: Office) -> float:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        office.flags.raise_(0)
+        office.flags.wait(1)
+        before = time.process_time()
+        office.flags.wait(2)
+        used = time.process_time() - before
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        office.meet()
+        return used
+
+    def caller(office: Office) -> None:
+        office.flags.wait(0)
+        assert office.post.connect(office.tokens[0]) == SILENT
+        office.flags.raise_(1)
+        assert office.events(0.5) == []
+        office.flags.raise_(2)
+        assert office.meet() == 0
+
+    used, _ = play(poor, caller)
+    assert used < 0.3, f"it took {used:.2f} s of a processor to wait for half a second"
 
 
 # As the sender gives it, and as it arrives.

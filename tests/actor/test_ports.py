@@ -1,0 +1,138 @@
+"""Ports: who gets which value, also when whoever was given one did not look. Between processes: test_order.py."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import ActorError, Channel, PortClosedError
+from tests.actor.actors import until
+from tests.actor.support import PATIENCE
+
+
+def test_a_value_that_nobody_has_looked_at_goes_to_the_next() -> None:
+    """As in the moment of a timeout: the future is let go, and has its value already."""
+    port, receiver = Channel.open()
+    late = receiver.recv()
+    with pytest.raises(TimeoutError):
+        late.get(0.001)
+    port.send("just then")
+    assert late.done()
+    del late
+    assert receiver.recv().get(PATIENCE) == "just then"
+
+
+@pytest.mark.parametrize("order", ["abc", "cba", "bca"])
+def test_values_that_come_back_keep_their_places(order: str) -> None:
+    port, receiver = Channel.open()
+    futures = {name: receiver.recv() for name in "abc"}
+    for name in "abcd":
+        port.send(name)
+    for name in order:
+        del futures[name]
+    assert [receiver.recv().get(PATIENCE) for _ in range(4)] == list("abcd")
+
+
+def test_a_value_that_was_looked_at_does_not_come_back() -> None:
+    port, receiver = Channel.open()
+    for value in range(3):
+        future = receiver.recv()
+        port.send(value)
+        assert future.result() == value
+        del future
+    failing = receiver.recv()
+    port.exception(ValueError("the sender's"))
+    assert isinstance(failing.exception(PATIENCE), ActorError)
+    del failing
+    gc.collect()
+    waiting = receiver.recv()
+    assert not waiting.done()
+    port.send("the next")
+    assert waiting.get(PATIENCE) == "the next"
+
+
+def test_an_error_that_nobody_has_looked_at_goes_to_the_next() -> None:
+    port, receiver = Channel.open()
+    future = receiver.recv()
+    port.exception(ValueError("the sender's"))
+    assert future.done()
+    del future
+    with pytest.raises(ActorError, match="the sender's"):
+        receiver.recv().get(PATIENCE)
+
+
+def test_who_waits_already_gets_what_comes_back() -> None:
+    port, receiver = Channel.open()
+    first, second = receiver.recv(), receiver.recv()
+    port.send("a value")
+    assert first.done() and not second.done()
+    del first
+    assert second.get(PATIENCE) == "a value"
+
+
+def test_a_cancelled_future_takes_nothing() -> None:
+    port, receiver = Channel.open()
+    future = receiver.recv()
+    assert future.cancel()
+    port.send("a value")
+    assert receiver.recv().get(PATIENCE) == "a value"
+
+
+def test_a_task_that_is_cancelled_just_when_its_value_comes_loses_nothing() -> None:
+    async def main() -> Any:
+        port, receiver = Channel.open()
+
+        async def take() -> Any:
+            return await receiver.recv()
+
+        task = asyncio.create_task(take())
+        await asyncio.sleep(0)  # it waits
+        port.send("just then")  # it will be told when the loop turns
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        return await asyncio.wait_for(receiver.recv(), PATIENCE)
+
+    assert asyncio.run(main()) == "just then"
+
+
+def test_a_port_for_one_value_gives_it_to_who_looks() -> None:
+    port, receiver = Channel.open(once=True)
+    future = receiver.recv()
+    port.send("the one")
+    assert future.done()
+    del future
+    assert receiver.recv().get(PATIENCE) == "the one"
+    with pytest.raises(PortClosedError):
+        receiver.recv()
+
+
+def test_no_value_is_lost_or_given_twice_by_receivers_that_hurry() -> None:
+    """Each gives up now and then, in the very moment perhaps in which its value comes."""
+    count, takers = 3000, 3
+    port, receiver = Channel.open()
+    taken: list[list[int]] = [[] for _ in range(takers)]
+    over = threading.Event()
+
+    def take(mine: list[int]) -> None:
+        while not over.is_set():
+            try:
+                mine.append(receiver.recv().get(0.0005))
+            except TimeoutError:
+                continue
+
+    threads = [threading.Thread(target=take, args=(mine,)) for mine in taken]
+    for thread in threads:
+        thread.start()
+    for value in range(count):
+        port.send(value)
+    until(lambda: sum(map(len, taken)) >= count, "all values to be taken")
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(value for mine in taken for value in mine) == list(range(count))
