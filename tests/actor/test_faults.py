@@ -1051,6 +1051,35 @@ def test_stop_lets_processes_that_come_up_finish_what_they_have(faults: Faults, 
     assert lines(log) == ["victim: nobody has waited for it", "victim: cleanup NoneType"]
 
 
+def test_a_word_that_comes_while_a_process_connects_is_heard(faults: Faults) -> None:
+    """Its other thread reads already, and may be faster than the one that connects: the first word may be the last."""
+
+    def read_first() -> None:
+        import time
+
+        from monarch_backend.actor import _program
+
+        start = _program.start
+
+        def started(*args: Any) -> Any:
+            program = start(*args)
+            connect = program.links.connect
+
+            def connect_slowly(token: str) -> int:
+                link = int(connect(token))
+                while not program.router.peer(token).received:
+                    time.sleep(0.001)
+                return link
+
+            program.links.connect = connect_slowly
+            return program
+
+        _program.start = started
+
+    procs = this_host().spawn_procs({"gpus": 1}, bootstrap=read_first)
+    procs.stop().get(PATIENCE)
+
+
 def test_abort_lets_only_the_running_message_finish(faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     procs = this_host().spawn_procs({"gpus": 1})
