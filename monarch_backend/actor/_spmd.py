@@ -29,6 +29,10 @@ class World(Actor):
         self._store: Any = None
 
     @endpoint
+    def comes(self) -> None:
+        """In every rank: what was called before has ended."""
+
+    @endpoint
     def listen(self, seconds: float) -> int:
         """In rank 0: the port of a new store."""
         import torch._C._distributed_c10d as c10d
@@ -89,6 +93,9 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
 
     def join() -> None:
         try:
+            # A call fails with its first rank, and another one may still be on its way to the store that `listen` would
+            # replace: it would look for it until its timeout.
+            world.comes.call().get()
             port = first.listen.call_one(timeout).get()
             world.join.call(backend, port, timeout).add_done_callback(joined)
         except BaseException as error:

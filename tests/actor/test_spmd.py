@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from monarch_backend.process_group import GroupClosedError, RankFailedError
 from tests.actor import spmd
 from tests.actor.actors import until
 from tests.actor.spmd import Trainer
-from tests.actor.support import PATIENCE, Faults
+from tests.actor.support import PATIENCE, Faults, gate
 
 HOST = socket.gethostname()
 WORLD = 3
@@ -122,6 +123,34 @@ def test_a_backend_that_there_is_not(faults: Faults) -> None:
         error = procs.process_group(backend="carrier_pigeon").exception(PATIENCE)
         assert isinstance(error, ActorError) and "carrier_pigeon" in str(error).lower()
         procs.process_group().get(PATIENCE)  # nothing is spoilt
+
+
+def test_a_rank_that_comes_late_to_what_has_failed_comes_to_the_next(faults: Faults, tmp_path: Path) -> None:
+    """The first one's error ends the call; the store of that call has to be there for the others all the same."""
+    with gate(tmp_path) as (name, open_gate):
+
+        def held() -> None:
+            import torch._C._distributed_c10d as c10d
+
+            from tests.actor.support import pass_gate
+
+            store: Any = c10d.TCPStore
+
+            def after_the_gate(*args: Any, is_master: bool = False, **options: Any) -> Any:
+                if not is_master:
+                    pass_gate(name)
+                return store(*args, is_master=is_master, **options)
+
+            c10d.TCPStore = after_the_gate  # type: ignore[assignment,misc]
+
+        with this_host().spawn_procs({"gpus": 2}, bootstrap=held) as procs:
+            error = procs.process_group(backend="carrier_pigeon").exception(PATIENCE)
+            assert isinstance(error, ActorError) and "carrier_pigeon" in str(error).lower()
+            again = procs.process_group()
+            with pytest.raises(TimeoutError):
+                again.get(0.2)
+            open_gate()
+            again.get(PATIENCE)
 
 
 def fails_with(future: Any) -> BaseException:
