@@ -57,6 +57,9 @@ STUCK = 5.0
 WORD = 0.04
 """Seconds that the fork server gets to say how a process ended whose link has closed."""
 
+UNSURE = 2.0
+"""The same where it alone knows: that memory was short or the server has died (SIGKILL), or how it ended at all."""
+
 
 class OwnedActors:
     """The owner's record of a mesh of actors."""
@@ -348,7 +351,8 @@ class ProcessOwner:
         if member.exited is not None or member.failed is not None:
             self._tell(member)
         else:
-            self._program.pump.later(WORD, lambda: self._tell(member))
+            unsure = self.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
+            self._program.pump.later(UNSURE if unsure else WORD, lambda: self._tell(member))
 
     def _tell(self, member: _Member) -> None:
         if member.gone:
