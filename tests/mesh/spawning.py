@@ -139,12 +139,15 @@ class Watch:
             os.close(pidfd)
 
     def left_after(self, seconds: float) -> list[str]:
-        """Names of those that are still there after at most ``seconds``."""
-        left, deadline = dict(self._pidfds), time.monotonic() + seconds
-        while left:
-            ended, _, _ = select.select(list(left.values()), [], [], max(0, deadline - time.monotonic()))
-            if not ended:
+        """Names of those that are still there after about ``seconds``.
+
+        In which this process has run: not while the machine stands still, and longer where it is busy.
+        """
+        left, turn = dict(self._pidfds), 0.01
+        for i in range(1 + round(seconds / turn)):
+            if not left:
                 break
+            ended, _, _ = select.select(list(left.values()), [], [], turn if i else 0)
             left = {name: pidfd for name, pidfd in left.items() if pidfd not in ended}
         return list(left)
 

@@ -66,7 +66,7 @@ def take() -> Picture:
     return Picture(frozenset(processes), frozenset(descriptors), frozenset(shm))
 
 
-def left_behind(before: Picture, patience: float = 5.0) -> list[str]:
+def left_behind(before: Picture, patience: float = 10.0) -> list[str]:
     """What is there now and was not there before; a process that is just exiting gets ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while True:
