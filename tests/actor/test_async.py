@@ -182,8 +182,11 @@ class Loop(Actor):
 
     @endpoint
     async def call_with_timeout(self, gate: ActorMesh) -> str:
+        waiting = gate.wait.call_one()
+        while (await gate.counts.call_one())[1] == 0:
+            await asyncio.sleep(0)
         try:
-            await asyncio.wait_for(gate.wait.call_one(), 0.02)
+            await asyncio.wait_for(waiting, 0.02)
         except asyncio.TimeoutError:
             return "late"
         return "in time"
