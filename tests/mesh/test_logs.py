@@ -49,7 +49,7 @@ class Screen(io.StringIO):
 
     def wait_for(self, text: str) -> None:
         with self.moved:
-            assert self.moved.wait_for(lambda: text in self.getvalue(), 10), f"no {text!r} in {self.getvalue()!r}"
+            assert self.moved.wait_for(lambda: text in self.getvalue(), 60), f"no {text!r} in {self.getvalue()!r}"
 
 
 class Worker:
@@ -130,12 +130,15 @@ def test_what_all_ranks_say_is_one_line_at_once(screen: Screen, workers: Workers
 def test_what_some_ranks_say_is_one_line_after_the_window(screen: Screen, workers: Workers) -> None:
     mesh = _mesh(aggregate_window_sec=0.2)
     team = workers(mesh, 4)
-    began = time.monotonic()
-    for worker in team[1:3]:
-        worker.say("almost\n")
-    screen.wait_for("\n")
-    assert time.monotonic() - began >= 0.2
-    assert screen.getvalue() == "[gpus 1,2] almost\n"
+    for turn in range(10):
+        said, began = f"almost {turn}\n", time.monotonic()
+        for worker in team[1:3]:
+            worker.say(said)
+        screen.wait_for(said)
+        assert time.monotonic() - began >= 0.2
+        if f"[gpus 1] {said}" not in screen.getvalue():  # else the machine stood still between the two
+            break
+    assert screen.getvalue().endswith(f"[gpus 1,2] {said}")
 
 
 def test_stdout_and_stderr_go_where_they_belong(
@@ -344,7 +347,7 @@ def test_the_drop_note_comes_by_itself(screen: Screen, workers: Workers, monkeyp
     monkeypatch.setattr(_mesh_log.RateLimit, "PERIOD", 0.05)
     (worker,) = workers(_mesh(lines_per_sec=0.001, burst=1), 1)
     worker.say("x\n" * 100)
-    screen.wait_for("[gpus 0] 99 lines dropped within 0.1 s")
+    screen.wait_for("[gpus 0] 99 lines dropped within ")
 
 
 def test_options_take_effect_while_running(screen: Screen, collector: LogCollector, workers: Workers) -> None:
