@@ -127,12 +127,8 @@ class LogCollector:
             Whether all of it was written in time. What was not stays queued.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._lock.acquire(timeout=_left(deadline)):
-            return False
-        try:
+        with self._lock:  # nobody writes to the controller's stdout with it
             self._drain(mesh)
-        finally:
-            self._lock.release()
         return self._write(_left(deadline))
 
     def remove(self, mesh: MeshLog, timeout: float | None = 5.0) -> bool:
