@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -61,13 +62,11 @@ class AsyncCell(Cell):
 
     def _look(self) -> None:
         self._scheduled = False
-        assert self._there is not None
-        self._there.set()
+        if self._there is not None:  # else the first look is still to come
+            self._there.set()
 
     def _interrupt(self, peer: Peer, ref: int, reason: str) -> None:
-        loop = self._loop
-        if loop is not None:
-            loop.call_soon_threadsafe(self._cancel_task, peer, ref, reason)
+        _soon(self._loop, self._cancel_task, peer, ref, reason)
 
     def _cancel_task(self, peer: Peer, ref: int, reason: str) -> None:
         task = self._tasks.get((peer, ref))
@@ -82,7 +81,7 @@ class AsyncCell(Cell):
             super().supervise(failure)
         else:
             # Beside the running message, which may be waiting for the very mesh that has failed.
-            self._loop.call_soon_threadsafe(lambda: self._start(self._ask_async(failure)))
+            _soon(self._loop, lambda: self._start(self._ask_async(failure)))
 
     # ---- its life
 
@@ -225,8 +224,8 @@ class AsyncCell(Cell):
 
     def _end(self, failure: MeshFailure, final: bool = False, tell: Callable[[], None] = lambda: None) -> bool:
         ended = super()._end(failure, final, tell)
-        if ended and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cancel_all)  # it may have failed because of something else
+        if ended:
+            _soon(self._loop, self._cancel_all)  # it may have failed because of something else
         return ended
 
     def _cancel_all(self) -> None:
@@ -264,6 +263,13 @@ class AsyncCell(Cell):
             log.exception("__cleanup__ of %s failed", self.name)
 
 
+def _soon(loop: asyncio.AbstractEventLoop | None, call: Callable[..., object], *args: Any) -> None:
+    """On the loop, from any thread; nothing if it has ended, or ends meanwhile."""
+    if loop is not None:
+        with contextlib.suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(call, *args)
+
+
 class AsyncFlow(Flow):
     """Told on the reading thread, waited for on the loop."""
 
@@ -275,7 +281,7 @@ class AsyncFlow(Flow):
         self._event = asyncio.Event()
 
     def more(self, count: int) -> None:
-        self._loop.call_soon_threadsafe(self._add, count)
+        _soon(self._loop, self._add, count)
 
     def _add(self, count: int) -> None:
         self.room += count

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarch_backend.actor import _context
@@ -163,13 +163,12 @@ class Cell:
 
     def put(self, item: Message | Job) -> None:
         """A message, or something to do, after what is here already."""
-        if self.failure is not None and isinstance(item, tuple):
-            if self.restarts:
-                self._inbox.append(item)  # for the next one
-            else:
-                self._refuse(item)
-            return
         self._inbox.append(item)
+        if self.failure is not None and isinstance(item, tuple):
+            # Looked at last: where it ends at this moment, one of the two finds the message. Or it is for the next one.
+            if not self.restarts:
+                self._refuse_all()
+            return
         self.ready = True
         if self.gate is not None:
             release(self)
@@ -186,10 +185,10 @@ class Cell:
             self._inherit(former)
 
     def _inherit(self, former: Cell) -> None:
-        left = [item for item in former._inbox if isinstance(item, tuple)]
-        former._inbox.clear()
-        former.restarts = False
-        self._inbox.extendleft(reversed(left))
+        left = list(former._taken())
+        former.restarts = False  # from now on `put` refuses there
+        left += former._taken()
+        self._inbox.extendleft(item for item in reversed(left) if isinstance(item, tuple))
         self.ready = True
         self.program.soon(lambda: self.program.run_cell(self))
 
@@ -217,10 +216,15 @@ class Cell:
         self._refuse_all()
 
     def _refuse_all(self) -> None:
-        while self._inbox:
-            item = self._inbox.popleft()
+        for item in self._taken():
             if isinstance(item, tuple):
                 self._refuse(item)
+
+    def _taken(self) -> Iterator[Message | Job]:
+        """What waits, one after the other; another thread may be taking, too."""
+        with contextlib.suppress(IndexError):
+            while True:
+                yield self._inbox.popleft()
 
     def is_cancelled(self) -> bool:
         """Of the running message."""

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -607,6 +608,24 @@ def test_raising_instead_of_answering_through_a_port_kills_the_actor(lasting: Pr
     error = failed(doomed.answers_by_raising.call_one())
     assert isinstance(error.__cause__, ValueError)
     assert "instead of an answer" in faults.next().report()
+
+
+def test_a_message_that_comes_while_an_actor_dies_is_answered(faults: Faults) -> None:
+    """Also if it comes to the queue after the dying one has looked there for the last time."""
+    victim = this_proc().spawn("victim", Victim)
+    assert victim.echo.call_one(1).get(PATIENCE) == 1
+    cell = program().cells[victim._core.actor]
+
+    class Queue(deque[Any]):
+        def append(self, item: Any) -> None:
+            if cell.failure is None:
+                cell.die(ValueError("meanwhile"))
+            super().append(item)
+
+    cell._inbox = Queue()
+    assert failed(victim.echo.call_one(2)).delivery == "not sent"
+    cell._wake()
+    assert "meanwhile" in faults.next().report()
 
 
 def test_a_cancelled_error_of_its_own_is_an_answer(lasting: ProcMesh, faults: Faults) -> None:
