@@ -67,7 +67,7 @@ class OneCall(Future[T]):
         self.load: list[int] | None = None
 
     def on_reply(self, frame: Frame) -> None:
-        del self.program.pending[self.ref]
+        self.program.pending.pop(self.ref, None)  # or it has just been cancelled
         status = frame.prefix
         if status == Status.VALUE:
             self._set_raw(partial(loads, frame.body, frame.buffers))
@@ -125,10 +125,10 @@ class ManyCall(Future[ValueMesh[T]]):
             self._bodies[rank] = (frame.body, frame.buffers)
             self._left -= 1
             if self._left == 0:
-                del self.program.pending[self.ref]
+                self.program.pending.pop(self.ref, None)
                 self._set_raw(self._values)
         else:
-            del self.program.pending[self.ref]
+            self.program.pending.pop(self.ref, None)
             self._fail_raw(lambda: self.core.error_of(frame, self.endpoint, self.bases[rank]))
 
     def _values(self) -> ValueMesh[T]:
@@ -207,23 +207,24 @@ class Stream(Generic[T]):
         if status == Status.ITEM:
             self._put(rank, partial(loads, frame.body, frame.buffers), None)
             return
-        self._open.discard(rank)
+        # First what it says: a reader that finds nothing, and nothing open, has come to the end.
         if status == Status.VALUE:
             self._put(-1, partial(loads, frame.body, frame.buffers), None)
         elif status != Status.END:
             self._put(-1, partial(_raise, self.core.error_of, frame, self.endpoint, self.bases[rank]), None)
+        self._open.discard(rank)
         self._settle()
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         for rank in [r for r in self._open if self.peers[r] is peer]:
-            self._open.discard(rank)
             self._put(-1, None, supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer)))
+            self._open.discard(rank)
         self._settle()
 
     def refuse(self, rank: int, error: BaseException) -> None:
         """This rank was not sent anything."""
-        self._open.discard(rank)
         self._put(-1, None, error)
+        self._open.discard(rank)
         self._settle()
 
     def _put(self, rank: int, cook: Any, error: BaseException | None) -> None:
@@ -266,6 +267,8 @@ class Stream(Generic[T]):
         return self
 
     def __next__(self) -> Any:
+        if self._closed:  # what has come since is dropped, too
+            raise StopIteration
         while not self._queue:
             if not self._open:
                 raise StopIteration
@@ -280,6 +283,8 @@ class Stream(Generic[T]):
         return self
 
     async def __anext__(self) -> Any:
+        if self._closed:
+            raise StopAsyncIteration
         while not self._queue:
             if not self._open:
                 raise StopAsyncIteration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -192,6 +193,25 @@ def test_whoever_asks_first_is_answered_first() -> None:
         port.send(i)
     waiting += [receiver.recv() for _ in range(10)]
     assert [future.get(PATIENCE) for future in waiting] == list(range(30))
+    receiver.close()
+
+
+def test_a_value_that_comes_while_somebody_begins_to_wait_is_taken() -> None:
+    """It finds nobody; whoever asks before it is in the queue finds nothing there, and must have it all the same."""
+    port, receiver = Channel.open()
+    found: list[Any] = []
+    asking = threading.Thread(target=lambda: found.append(receiver.recv().get(PATIENCE)))
+
+    class Values(deque[Any]):
+        def append(self, item: Any) -> None:
+            asking.start()
+            asking.join(0.1)
+            super().append(item)
+
+    receiver._values = Values()
+    port.send("there")
+    asking.join(2 * PATIENCE)
+    assert found == ["there"]
     receiver.close()
 
 

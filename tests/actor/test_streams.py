@@ -29,7 +29,7 @@ from monarch_backend.actor import (
     endpoint,
 )
 from monarch_backend.actor._calls import STREAM_WINDOW
-from tests.actor.actors import Sync, running, until
+from tests.actor.actors import Gate, Sync, running, until
 from tests.actor.support import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -273,6 +273,26 @@ def test_a_generator_that_yields_nothing(one: ActorMesh) -> None:
 def test_a_plain_endpoint_in_a_stream(procs: ProcMesh) -> None:
     mesh = procs.spawn("plain", Sync)
     assert sorted(future.get(PATIENCE) for future in mesh.square.stream(2)) == [(0, 4), (1, 4), (2, 4)]
+    mesh.stop().get(PATIENCE)
+
+
+def test_the_last_reply_is_there_before_the_stream_has_ended(procs: ProcMesh) -> None:
+    """A reader that looks in between would take it for the end."""
+    mesh = procs.spawn("gate", Gate)
+    stream: Any = mesh.wait.stream()
+    steps: list[str] = []
+    put = stream._put
+
+    class Open(set[int]):
+        def discard(self, rank: int) -> None:
+            steps.append("closed")
+            super().discard(rank)
+
+    stream._put = lambda *args: (steps.append("put"), put(*args))
+    stream._open = Open(stream._open)
+    mesh.let_pass.call().get(PATIENCE)
+    assert sorted(future.get(PATIENCE) for future in stream) == [0, 1, 2]
+    assert steps == ["put", "closed"] * 3
     mesh.stop().get(PATIENCE)
 
 
