@@ -646,8 +646,8 @@ def test_a_dead_fork_server_is_the_root_cause(start: Start, interpreter: WarmInt
     run = start(
         """
         v = this_host().spawn_procs({"gpus": 1}).spawn("v", Victim)
-        server = ma._program.program().owner._spawner._process
-        print(f"server={server.pid} worker={v.pid.call_one().get()}", flush=True)
+        worker = v.pid.call_one().get()  # so that there is a server
+        print(f"server={ma._program.program().owner._spawner._process.pid} worker={worker}", flush=True)
         threading.Event().wait()
         """,
         own_server=True,

@@ -27,7 +27,9 @@ def test_pages_that_fail_again_and_again(tmp_path: Path) -> None:
 
 def test_a_page_that_can_not_be_fetched_ends_the_program(tmp_path: Path) -> None:
     output = run(SCRIPT, "--pages 50 --workers 2 --one-fails-in 1 --attempts 3", tmp_path, code=1)
-    assert output.endswith("RuntimeError: 3 attempts were not enough for 1 of the pages, such as 0\n"), output
+    # Where the machine is busy, a word that the end takes more than a second comes after it.
+    last = [line for line in output.splitlines() if not line.startswith("monarch_backend: waiting for ")][-1]
+    assert last == "RuntimeError: 3 attempts were not enough for 1 of the pages, such as 0", output
 
 
 def test_from_standard_input(tmp_path: Path) -> None:
