@@ -133,20 +133,23 @@ def test_run_writes_a_png_and_learns(lab: Lab, reference: dict) -> None:
 
 def test_resume_after_kill(lab: Lab, reference: dict) -> None:
     """kill -9 one rank of an fsdp run, resume it as fsdp, then resume that as tp: one uninterrupted loss curve."""
-    run = lab.launch("killed", 2, "fsdp", "--steps 1000000 --checkpoint-every 4")
-    deadline = time.monotonic() + TIMEOUT
-    while not lab.steps_saved("killed") and time.monotonic() < deadline and run.process.poll() is None:
-        time.sleep(0.02)
-    os.kill(run.ranks()[-1], signal.SIGKILL)
-    code, output = run.wait()
-    assert code != 0, output
-
-    newest = lab.steps_saved("killed")[-1]
+    for turn in range(5):
+        name = f"killed-{turn}"
+        run = lab.launch(name, 2, "fsdp", "--steps 1000000 --checkpoint-every 4")
+        deadline = time.monotonic() + TIMEOUT
+        while not lab.steps_saved(name) and time.monotonic() < deadline and run.process.poll() is None:
+            time.sleep(0.02)
+        os.kill(run.ranks()[-1], signal.SIGKILL)
+        code, output = run.wait()
+        assert code != 0, output
+        newest = lab.steps_saved(name)[-1]
+        if newest + 6 <= len(reference["train"]):  # else the machine held us up between the look and the kill
+            break
     assert newest + 6 <= len(reference["train"]), "the kill came later than the reference run is long"
     for parallel, steps in (("fsdp", newest + 3), ("tp", newest + 6)):
-        losses = lab.train("killed", 2, parallel, f"--steps {steps} --resume")
+        losses = lab.train(name, 2, parallel, f"--steps {steps} --resume")
         assert_agrees(losses, reference, steps)
-        assert lab.steps_saved("killed")[-1] == steps
+        assert lab.steps_saved(name)[-1] == steps
 
 
 def load_script(monkeypatch: pytest.MonkeyPatch, **environment: str):
