@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -294,7 +295,7 @@ def test_a_late_rank_is_named_within_the_timeout(three: Hosts) -> None:
     run_on_hosts(three, TWO_BY_TWO, _late, env=ON)
 
 
-def _unplugged(rank: int) -> float:
+def _unplugged(rank: int, folder: Path) -> float:
     group = dist.new_group([0, 1, 2, 3], timeout=datetime.timedelta(seconds=1))
     dist.barrier(group)
     dist.barrier(group)
@@ -307,13 +308,15 @@ def _unplugged(rank: int) -> float:
     try:
         return _raises(CollectiveTimeoutError, words, lambda: dist.all_reduce(torch.ones(2), group=group))
     finally:
-        if rank == 0:
-            time.sleep(max(0.0, started + 6 - time.monotonic()))  # the others must have ended without the store
+        (folder / str(rank)).touch()
+        if rank == 0:  # the others must have ended without the store
+            while len(list(folder.iterdir())) < 4 and time.monotonic() < started + 6:
+                time.sleep(0.01)
             subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
 
 
-def test_a_host_that_falls_silent(three: Hosts) -> None:
-    assert max(run_on_hosts(three, TWO_BY_TWO, _unplugged, env=ON)) < 5
+def test_a_host_that_falls_silent(three: Hosts, tmp_path: Path) -> None:
+    assert max(run_on_hosts(three, TWO_BY_TWO, _unplugged, tmp_path, env=ON)) < 5
 
 
 def _links(rank: int) -> None:
