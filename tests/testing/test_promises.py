@@ -17,14 +17,22 @@ from monarch_backend.testing import SimulationError
 from monarch_backend.transport._router import Combiner, Router
 from tests.testing import world
 
-SEEDS, CHUNK = 200, 20
-MANY_SEEDS, BIG_CHUNK = 5000, 100
+SEEDS, CHUNK = 100, 50
+MANY_SEEDS, BIG_CHUNK = 5100, 100
+
+
+def _run(seed: int) -> None:
+    world.run(seed)
+
+
+def _in_processes(run: Callable[[int], None], seeds: range, chunk: int) -> None:
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        pool.map(run, seeds, chunksize=chunk)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_promises(first: int) -> None:
-    for seed in range(first, first + CHUNK):
-        world.run(seed)
+    _in_processes(_run, range(first, first + CHUNK), 1)
 
 
 def _run_sized(seed: int) -> None:
@@ -40,8 +48,7 @@ def _run_sized(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
 def test_promises_of_many_seeds(first: int) -> None:
-    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        pool.map(_run_sized, range(first, first + BIG_CHUNK), chunksize=5)
+    _in_processes(_run_sized, range(first, first + BIG_CHUNK), 5)
 
 
 def test_256_processes() -> None:
