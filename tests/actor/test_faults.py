@@ -965,6 +965,11 @@ def test_a_cleanup_that_never_ends_is_not_waited_for(faults: Faults, monkeypatch
     monkeypatch.setattr(owned, "GRACE", 0.3)
 
     class Endless(Victim):
+        def __init__(self) -> None:
+            from monarch_backend.actor import _cell
+
+            _cell.CLEANUP_SECONDS = 0.5
+
         def __cleanup__(self, exc: BaseException | None) -> None:
             threading.Event().wait()
 
