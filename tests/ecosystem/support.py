@@ -113,7 +113,10 @@ def on_both(fn: Callable[..., Any], world_size: int, *args: Any, env: dict[str, 
     different = differences(ours, gloo, bits=world_size <= 2 or not shared)
     assert not different, "\n".join(different)
     if world_size > 2 and shared:
-        on_both(fn, world_size, *args, env={**(env or {}), "MONARCH_SHM": "0"})
+        alone = {**(env or {}), "MONARCH_SHM": "0"}
+        routed = run_ranks(_as_rank, world_size, fn, args, "monarch", backend="monarch", env=alone)
+        different = differences(routed, gloo)
+        assert not different, "\n".join(different)
     return ours
 
 
