@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -162,6 +164,19 @@ def run_ranks(
             for connection in connections:
                 connection.close()
             _kill(pids)
+
+
+def _script(rank: int, address: str, path: str, arguments: tuple[str, ...]) -> str:
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv[:] = [path, *arguments]
+    with open(path) as source, contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(source.read(), path, "exec"), vars(main))
+    return out.getvalue()
+
+
+def run_script(path: str, *arguments: str) -> str:
+    """What ``python path arguments`` would print, from a fork, which need not import torch first."""
+    return str(run_ranks(_script, 1, path, arguments, backend=None)[0])
 
 
 class RankPool:

@@ -20,6 +20,7 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -42,6 +43,7 @@ from monarch_backend.transport._serialize import (
     loads,
     try_dumps_in_band,
 )
+from tests.support.ranks import run_script
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -1008,46 +1010,51 @@ def python(*arguments: str, stdin: str | None = None, cwd: Path | None = None) -
     return result.stdout
 
 
-@pytest.fixture
-def scripts(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
     for name, text in {"sender": SENDER, "receiver": RECEIVER, "returned": SENDER + RETURNED}.items():
-        (tmp_path / f"{name}.py").write_text(COMMON + text)
-    return tmp_path
+        (folder / f"{name}.py").write_text(COMMON + text)
+    return folder
 
 
-@pytest.mark.parametrize("how", ["script", "stdin", "command", "module"])
-def test_what_lives_in_main_goes_by_value(scripts: Path, how: str) -> None:
-    message = str(scripts / "message")
-    sender = scripts / "sender.py"
-    if how == "script":
-        python(str(sender), message)
-    elif how == "stdin":
-        python("-", message, stdin=sender.read_text())
-    elif how == "command":
-        python("-c", sender.read_text(), message)
-    else:
-        python("-m", "sender", message, cwd=scripts)
-    assert python(str(scripts / "receiver.py"), message) == "ok\n"
+UNDER_ANOTHER_NAME = """
+import runpy, sys, types
+name, message, path = sys.argv[1:]
+main = types.ModuleType(name)
+sys.modules[name] = sys.modules["__main__"] = main
+sys.argv[1:] = [message]
+text = open(path).read().replace('if __name__ == "__main__"', 'if True')
+exec(compile(text, path, "exec"), main.__dict__)
+"""
+
+
+@pytest.fixture(scope="module")
+def senders(scripts: Path) -> dict[str, Future[str]]:
+    """The sender, run in every way, two at a time: each imports torch, which takes longer than all else."""
+    path, text = str(scripts / "sender.py"), (scripts / "sender.py").read_text()
+    with ThreadPoolExecutor(2) as pool:
+        return {
+            "script": pool.submit(python, path, str(scripts / "script")),
+            "stdin": pool.submit(python, "-", str(scripts / "stdin"), stdin=text),
+            "command": pool.submit(python, "-c", text, str(scripts / "command")),
+            "module": pool.submit(python, "-m", "sender", str(scripts / "module"), cwd=scripts),
+        } | {
+            name: pool.submit(python, "-c", UNDER_ANOTHER_NAME, name, str(scripts / name), path)
+            for name in ("__mp_main__", "alias")
+        }
+
+
+# The last two: as in a child that multiprocessing spawned, and in a program that registers its main module again.
+@pytest.mark.parametrize("how", ["script", "stdin", "command", "module", "__mp_main__", "alias"])
+def test_what_lives_in_main_goes_by_value(scripts: Path, senders: dict[str, Future[str]], how: str) -> None:
+    senders[how].result()
+    assert run_script(str(scripts / "receiver.py"), str(scripts / how)) == "ok\n"
 
 
 def test_instances_go_to_another_process_and_back(scripts: Path) -> None:
     paths = [str(scripts / name) for name in ("message", "receiver.py", "reply")]
     assert python(str(scripts / "returned.py"), *paths) == "back\n"
-
-
-@pytest.mark.parametrize("name", ["__mp_main__", "alias"])
-def test_main_under_another_name_goes_by_value(scripts: Path, name: str) -> None:
-    """As in a child that multiprocessing spawned, and in a program that registers its main module again."""
-    child = f"""
-import runpy, sys, types
-main = types.ModuleType({name!r})
-sys.modules[{name!r}] = sys.modules["__main__"] = main
-text = open(sys.argv[2]).read().replace('if __name__ == "__main__"', 'if True')
-exec(compile(text, sys.argv[2], "exec"), main.__dict__)
-"""
-    message = str(scripts / "message")
-    python("-c", child, message, str(scripts / "sender.py"))
-    assert python(str(scripts / "receiver.py"), message) == "ok\n"
 
 
 def test_neither_torch_nor_numpy_is_imported_for_plain_objects(tmp_path: Path) -> None:
