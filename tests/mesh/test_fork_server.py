@@ -5,6 +5,7 @@ What the server writes to itself, and limits, are looked at directly; everything
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,7 +20,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import msgspec
@@ -219,25 +222,17 @@ def test_siblings_share_no_random_numbers(host: Host) -> None:
     assert [a == b for a, b in zip(one, other, strict=True)] == [False] * 7
 
 
+THREADS: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({}, {"threads": 2}, "2 2"),
+    ({}, {"threads": 1}, "1 1"),
+    ({"OMP_NUM_THREADS": "3"}, {"threads": 1}, "3 3"),
+    ({"OMP_NUM_THREADS": "3,1", "OPENBLAS_NUM_THREADS": "2"}, {}, "3 2"),
+    ({}, {"cpus": frozenset({min(os.sched_getaffinity(0))})}, "1 1"),
+]
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize(
-    ("environment", "options", "expected"),
-    [
-        ({}, {"threads": 2}, "2 2"),
-        ({}, {"threads": 1}, "1 1"),
-        ({"OMP_NUM_THREADS": "3"}, {"threads": 1}, "3 3"),
-        ({"OMP_NUM_THREADS": "3,1", "OPENBLAS_NUM_THREADS": "2"}, {}, "3 2"),
-        ({}, {"cpus": frozenset({min(os.sched_getaffinity(0))})}, "1 1"),
-    ],
-)
-def test_threads(
-    host: Host,
-    method: str,
-    environment: dict[str, str],
-    options: dict[str, object],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads(host: Host, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_START_METHOD", method)
 
     def main() -> None:
@@ -256,10 +251,12 @@ def test_threads(
         print(sorted(os.sched_getaffinity(0)))
 
     plain = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-    outcome = host.run(main, environment={**plain, **environment}, **options)
-    counts, cpus = outcome.out.splitlines()
-    assert counts == expected, outcome.err
-    assert cpus == str(sorted(options.get("cpus", os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(len(THREADS)) as pool:  # at once: a spawned one imports torch
+        outcomes = pool.map(lambda case: host.run(main, environment={**plain, **case[0]}, **case[1]), THREADS)
+    for (environment, options, expected), outcome in zip(THREADS, outcomes, strict=True):
+        counts, cpus = outcome.out.splitlines()
+        assert counts == expected, (environment, options, outcome.err)
+        assert cpus == str(sorted(options.get("cpus", os.sched_getaffinity(0))))
 
 
 def test_a_large_main_and_many_files(host: Host) -> None:
@@ -275,20 +272,6 @@ def test_a_large_main_and_many_files(host: Host) -> None:
         assert sorted(int(pipe.line()) for _ in ids) == list(range(40))
     for number in ids:
         assert host.wait(number, Exited).returncode == 0
-
-
-def test_output_is_the_caller_s_where_none_is_given() -> None:
-    program = """
-        import os, sys, cloudpickle, threading
-        from monarch_backend.mesh._spawner import *
-        done = threading.Event()
-        spawner = Spawner(lambda event: isinstance(event, Exited) and done.set())
-        main = lambda: (print("to stdout"), print("to stderr", file=sys.stderr))
-        spawner.spawn([ProcessSpec("gpus 0", cloudpickle.dumps(main), os.environ, sys.path, sys.argv, os.getcwd())])
-        done.wait(60)
-    """
-    out = run_program(["-c", textwrap.dedent(program)])
-    assert (out.stdout, out.stderr) == ("to stdout\n", "to stderr\n")
 
 
 # How it ends
@@ -459,14 +442,29 @@ def controller(more: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_nothing_outlives_the_controller(number: signal.Signals) -> None:
-    with controller() as process:
-        pids = json.loads(process.stdout.readline())
-        assert len(pids) == 13
-        with Watch(pids) as watch:
-            process.send_signal(number)
-            assert watch.left_after(QUICKLY) == []
+DEADLY = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV)
+
+
+@pytest.fixture(scope="module")
+def controllers() -> Iterator[dict[int, tuple[subprocess.Popen[str], dict[str, int]]]]:
+    """One for each signal, with all their pids. Started at once: each imports torch twice, which takes so long."""
+    with contextlib.ExitStack() as stack:
+        started = {number: stack.enter_context(controller()) for number in DEADLY}
+        for process in started.values():
+            stack.callback(process.kill)
+        yield {number: (process, json.loads(process.stdout.readline())) for number, process in started.items()}
+
+
+@pytest.mark.parametrize("number", DEADLY)
+def test_nothing_outlives_the_controller(
+    number: signal.Signals, controllers: dict[int, tuple[subprocess.Popen[str], dict[str, int]]]
+) -> None:
+    process, pids = controllers[number]
+    assert len(pids) == 13
+    with Watch(pids) as watch:
+        process.send_signal(number)
+        assert watch.left_after(QUICKLY) == []
+    process.wait(PATIENCE)
 
 
 def test_nothing_outlives_the_controller_but_its_own_copy() -> None:
@@ -704,7 +702,8 @@ def test_unsafe_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog:
     host = Host(preload=("starts_a_thread",))
     try:
         with caplog.at_level(logging.WARNING, "monarch_backend"):
-            outcomes = [host.run(lambda: print("fine")) for _ in range(2)]
+            with ThreadPoolExecutor(2) as pool:
+                outcomes = list(pool.map(lambda _: host.run(lambda: print("fine")), range(2)))
         for outcome in outcomes:
             assert (outcome.out, outcome.started.method) == ("fine\n", "spawn")
             assert "has other threads than its main one" in outcome.started.reason
@@ -767,51 +766,86 @@ for rank, main in enumerate([Greeting(), function, lambda: function()]):
 """
 
 
-@pytest.mark.parametrize("way", ["script", "-", "-c", "-i"])
-def test_programs_without_a_guard(way: str, tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
+OUTPUT = """
+import os, sys, cloudpickle, threading
+from monarch_backend.mesh._spawner import *
+done = threading.Event()
+spawner = Spawner(lambda event: isinstance(event, Exited) and done.set())
+main = lambda: (print("to stdout"), print("to stderr", file=sys.stderr))
+spawner.spawn([ProcessSpec("gpus 0", cloudpickle.dumps(main), os.environ, sys.path, sys.argv, os.getcwd())])
+done.wait(60)
+"""
+
+ENDS = """
+import os, sys, cloudpickle, queue, signal
+from monarch_backend.mesh._spawner import *
+events = queue.SimpleQueue()
+spawner = Spawner(events.put)
+main = cloudpickle.dumps(signal.pause)
+spawner.spawn([ProcessSpec("gpus 0", main, os.environ, sys.path, sys.argv, os.getcwd())])
+print(events.get().pid)
+"""
+
+BLOCKS = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+from tests.mesh.spawning import Host
+host = Host()
+outcome = host.run(lambda: print(len(signal.pthread_sigmask(signal.SIG_BLOCK, []))))
+print(outcome.exited.returncode, outcome.out)
+host.spawner.close()
+"""
+
+Programs = dict[str, "Future[Any]"]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    """Several at a time, to their ends: each imports torch twice, once for itself and once in its fork server."""
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "types.py").write_text("raise RuntimeError('a file of the user was taken for the standard library')")
+    (folder / "torch.py").write_text("raise RuntimeError('not this one either')")
+    script, typed = folder / "elsewhere" / "program.py", PROGRAM.replace("\n\ndef", "\n\n\ndef")
+    script.parent.mkdir()
     script.write_text(PROGRAM)
-    (tmp_path / "types.py").write_text("raise RuntimeError('a file of the user was taken for the standard library')")
-    (tmp_path / "torch.py").write_text("raise RuntimeError('not this one either')")
-    if way == "script":
-        script = tmp_path / "elsewhere" / "program.py"
-        script.parent.mkdir()
-        script.write_text(PROGRAM)
-    arguments = {"script": [str(script)], "-": ["-"], "-c": ["-c", PROGRAM], "-i": ["-i", "-q"]}[way]
-    cwd = tmp_path if way == "script" else tmp_path.parent
-    feed = PROGRAM.replace("\n\ndef", "\n\n\ndef") if way == "-i" else PROGRAM
-    out = run_program(arguments, input=feed, cwd=cwd)
+
+    def ends() -> tuple[subprocess.CompletedProcess[str], bool]:
+        out = run_program(["-W", "error", "-c", ENDS])
+        return out, Path(f"/proc/{int(out.stdout or 0)}").exists()
+
+    with ThreadPoolExecutor(3) as pool:
+        return {
+            "script": pool.submit(run_program, [str(script)], input=PROGRAM, cwd=folder),
+            "-": pool.submit(run_program, ["-"], input=PROGRAM, cwd=folder.parent),
+            "-c": pool.submit(run_program, ["-c", PROGRAM], input=PROGRAM, cwd=folder.parent),
+            "-i": pool.submit(run_program, ["-i", "-q"], input=typed, cwd=folder.parent),
+            "output": pool.submit(run_program, ["-c", OUTPUT]),
+            "ends": pool.submit(ends),
+            "blocks": pool.submit(run_program, ["-c", BLOCKS], cwd=Path(__file__).parents[2]),
+        }
+
+
+@pytest.mark.parametrize("way", ["script", "-", "-c", "-i"])
+def test_programs_without_a_guard(way: str, programs: Programs) -> None:
+    out = programs[way].result()
     assert out.returncode == 0, out.stderr
     lines = [line for line in out.stdout.splitlines() if "hello" in line or "runs" in line]
     assert lines == ["the program runs", "hello from 0", "hello from 1", "hello from 2"], out
 
 
-def test_the_end_of_a_program_is_the_end_of_its_processes() -> None:
-    program = """
-        import os, sys, cloudpickle, queue, signal
-        from monarch_backend.mesh._spawner import *
-        events = queue.SimpleQueue()
-        spawner = Spawner(events.put)
-        main = cloudpickle.dumps(signal.pause)
-        spawner.spawn([ProcessSpec("gpus 0", main, os.environ, sys.path, sys.argv, os.getcwd())])
-        print(events.get().pid)
-    """
-    out = run_program(["-W", "error", "-c", textwrap.dedent(program)])
+def test_output_is_the_caller_s_where_none_is_given(programs: Programs) -> None:
+    out = programs["output"].result()
+    assert (out.stdout, out.stderr) == ("to stdout\n", "to stderr\n")
+
+
+def test_the_end_of_a_program_is_the_end_of_its_processes(programs: Programs) -> None:
+    out, still_there = programs["ends"].result()
     assert (out.returncode, out.stderr) == (0, "")
-    assert not Path(f"/proc/{int(out.stdout)}").exists()
+    assert out.stdout and not still_there
 
 
-def test_a_program_that_blocks_signals() -> None:
-    program = """
-        import signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        from tests.mesh.spawning import Host
-        host = Host()
-        outcome = host.run(lambda: print(len(signal.pthread_sigmask(signal.SIG_BLOCK, []))))
-        print(outcome.exited.returncode, outcome.out)
-        host.spawner.close()
-    """
-    out = run_program(["-c", textwrap.dedent(program)], cwd=Path(__file__).parents[2])
+def test_a_program_that_blocks_signals(programs: Programs) -> None:
+    out = programs["blocks"].result()
     assert out.stdout.split() == ["0", "0"], out.stderr
 
 
