@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,15 @@ def run(script: Path | str, arguments: str, scratch: Path, stdin: str | None = N
     left = _left_behind(mark)
     assert not left, f"{script} {arguments} has left processes behind: {left}\n{output}"
     return output
+
+
+Outputs = dict[str, "Future[str]"]
+
+
+def run_several(runs: Mapping[str, Callable[[], str]]) -> Outputs:
+    """The ends of several calls of `run`, made two at a time: while a program starts it has one thread."""
+    with ThreadPoolExecutor(2) as pool:
+        return {name: pool.submit(run) for name, run in runs.items()}
 
 
 def _left_behind(mark: str) -> list[str]:
