@@ -30,6 +30,7 @@ class Launch:
         inherited = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         inherited += ("PYTHONWARNINGS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
         environment = {name: value for name, value in os.environ.items() if name not in inherited}
+        environment["OMP_NUM_THREADS"] = "1"  # what torchrun gives its ranks; more only wait for each other here
         command = [
             sys.executable,
             *(torchrun if nproc else []),
