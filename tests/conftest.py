@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +15,10 @@ from tests.support.ranks import RankPool
 # Tests fork ranks from this process, and a process that has OpenMP's threads can't be forked: in its children torch's
 # large operations would wait for threads that they do not have.
 torch.set_num_threads(1)
+
+# torch's TCPStore asks the name server about every client, on its only thread: each answer that is lost would hold up a
+# test for five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 _POOLS: dict[int, RankPool] = {}
 

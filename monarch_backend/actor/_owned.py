@@ -326,6 +326,13 @@ class ProcessOwner:
         code = -int(found[2]) if found[1] == "killed by signal" else int(found[2])
         return in_words(code), code
 
+    def tell_successor(self, peer: Peer, token: str) -> None:
+        """To a process that asks for one of ours, as it may not know that it was started anew."""
+        member = self._by_token.get(token)
+        if member is not None and member.replaced:
+            core, rank = member.core, member.rank
+            self._program.router.tell(peer, Replaced(core.id, rank, core.peers[rank].token))
+
     def met(self, peer: Peer) -> None:
         """A process has connected."""
         member = self._by_token.get(peer.token)

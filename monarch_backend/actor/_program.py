@@ -116,6 +116,7 @@ class Program:
             }
         )
         self.owner = ProcessOwner(self)
+        self.router.on_asked = self.owner.tell_successor
 
     # ---- waiting and threads
 
@@ -526,6 +527,8 @@ class Program:
             self.owner.ended(peer)  # it tells us when it knows how it ended
         else:
             self.lost_process(peer, None)
+            if not peer.peace:
+                self.router.ask_owner(peer)
 
     def lost_process(self, peer: Peer, failure: MeshFailure | None) -> None:
         """Whoever waits for this process hears of it."""

@@ -228,6 +228,7 @@ class Router:
         }
         self.on_gone: Callable[[Peer], None] = lambda _: None
         self.on_met: Callable[[Peer], None] = lambda _: None
+        self.on_asked: Callable[[Peer, str], None] = lambda _peer, _token: None
         self.on_wait: Callable[[Peer, int, int, str], None] = lambda _peer, _kind, _target, _why: None
         self.combiners: dict[tuple[str, int], Combiner] = {}
         self._told = {Kind.MET: self._met, Kind.GONE: self._ended, Kind.REFUSED: self._refused}
@@ -782,6 +783,12 @@ class Router:
         peer.gone = "it can't be reached, and who started it is gone too" if peer.owner else "it can't be reached"
         self._bury(peer)
 
+    def ask_owner(self, peer: Peer) -> None:
+        """It has died: has it a successor? Once there is a link to its owner, it tells of the next ones by itself."""
+        owner = peer.owner
+        if owner is not None and owner is not self.me and owner.gone is None and owner.link < 0:
+            self.tell(owner, Where(peer.token))
+
     def link_to(self, peer: Peer) -> int:
         """The link to this process, or -1."""
         with self.lock:
@@ -845,6 +852,7 @@ class Router:
 
     def _where(self, peer: Peer, message: Where, _: Frame) -> None:
         asked = self.peers.get(message.token)
+        self.on_asked(peer, message.token)
         if asked is not None and (asked.gone is not None or asked.link >= 0):
             self.tell(peer, There(message.token, asked.gone))
         elif asked is None or not asked.expected:

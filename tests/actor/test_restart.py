@@ -428,19 +428,37 @@ def test_a_new_process_has_the_mesh_s_environment_and_bootstrap(faults: Faults) 
             comes_back(reader)
 
 
+class Knows(Victim):
+    @endpoint
+    def remember(self, other: ActorMesh) -> None:
+        self.other = other
+
+    @endpoint
+    def ask(self, value: Any) -> Any:
+        return self.other.echo.call_one(value).get(PATIENCE)
+
+    @endpoint
+    def comes_back(self) -> None:
+        comes_back(self.other)
+
+
+def test_third_parties_who_have_never_met_the_owner_find_the_new_process(faults: Faults) -> None:
+    """The processes belong to an actor; somebody else has the reference from the main program."""
+    with this_host().spawn_procs({"gpus": 2}) as procs:
+        owner = procs.slice(gpus=0).spawn("owner", Owner)
+        friend = procs.slice(gpus=1).spawn("friend", Knows)
+        nested = owner.spawn.call_one(1, SOON).get(PATIENCE)
+        friend.remember.call_one(nested).get(PATIENCE)
+        for value in ("first", "second"):
+            assert friend.ask.call_one(value).get(PATIENCE) == value
+            nested.end_process.call_one("SIGKILL").exception(PATIENCE)
+            friend.comes_back.call_one().get(2 * PATIENCE)
+        assert friend.ask.call_one("third").get(PATIENCE) == "third"
+
+
 @pytest.mark.parametrize("reference", ["new", "old"])
 def test_third_parties_find_the_new_process(reference: str, faults: Faults) -> None:
     """An actor that has had a reference since before the death, and one that is sent it afterwards."""
-
-    class Knows(Victim):
-        @endpoint
-        def remember(self, other: ActorMesh) -> None:
-            self.other = other
-
-        @endpoint
-        def ask(self, value: Any) -> Any:
-            return self.other.echo.call_one(value).get(PATIENCE)
-
     with this_host().spawn_procs({"gpus": 2}, restart=SOON) as procs:
         friends = procs.spawn("friends", Knows)
         friend, other = friends.slice(gpus=0), friends.slice(gpus=1)
