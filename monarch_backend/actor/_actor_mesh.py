@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_backend.actor._cores import ActorCore
 from monarch_backend.mesh._extent import MeshTrait, Shape
-from monarch_backend.mesh._procs import ProcMesh, ProcReference
+from monarch_backend.mesh._procs import ProcMesh, ProcReference, whole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,19 +97,13 @@ class ActorMesh(MeshTrait):
         """
         from monarch_backend.actor._program import program
 
-        return program().stop_actors(self._whole("stop"), "stop", reason)
+        return program().stop_actors(whole(self, "stop"), "stop", reason)
 
     def abort(self, reason: str = "aborted by its owner") -> Future[None]:
         """End the actors after the message that runs."""
         from monarch_backend.actor._program import program
 
-        return program().stop_actors(self._whole("abort"), "abort", reason)
-
-    def _whole(self, what: str) -> ActorCore:
-        """The core of a mesh that is no slice."""
-        if len(self._shape.ranks) != self._core.extent.nelements:
-            raise ValueError(f"{what}() is for whole meshes, and this is a slice of {self._core.name!r}: {self.extent}")
-        return self._core
+        return program().stop_actors(whole(self, "abort"), "abort", reason)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._core.blueprint.endpoints})

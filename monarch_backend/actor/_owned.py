@@ -562,16 +562,17 @@ class ProcessOwner:
                 # whoever works has read this by the next look.
                 program.router.tell(peer, Setting(KNOCK, None))
         if busy:
-            some = ", ".join(busy[:8]) + (f" and {len(busy) - 8} more" if len(busy) > 8 else "")
             log.warning(
-                "%s is to stop and still has messages to finish; kill() ends it at once: %s", owned.core.name, some
+                "%s is to stop and still has messages to finish; kill() ends it at once: %s",
+                owned.core.name,
+                _some(busy),
             )
         if any(not member.gone for member in owned.members.values()):
             self._look_again(owned, how, end)
 
-    def at_work(self) -> list[str]:
+    def at_work(self) -> str:
         """Processes that there still are, for people."""
-        return [str(m.peer) for owned in self._meshes for m in owned.members.values() if not m.gone]
+        return _some([str(m.peer) for owned in self._meshes for m in owned.members.values() if not m.gone])
 
     def _kill(self, member: _Member) -> None:
         if self._spawner is not None and member.exited is None and member.failed is None:
@@ -625,6 +626,10 @@ class ProcessOwner:
 def _token(epoch: int) -> str:
     """A new process's: 112 random bits, and how often it has been started anew."""
     return secrets.token_hex(14) + f"{epoch & 0xFFFF:04x}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _check_start(bootstrap: Any, env: Mapping[str, str] | None) -> None:

@@ -603,12 +603,12 @@ class Program:
                 return
             stopping = self.stop_procs(None, "stop", "the program ends")
             if not self.wait(stopping, HINT):
-                some = _some(self.owner.at_work())
+                some = self.owner.at_work()
                 sys.stderr.write(
                     f"monarch_backend: waiting for {some} to finish, at most {FAREWELL:g} s; Ctrl-C kills them\n"
                 )
             if not self.wait(stopping, FAREWELL - HINT):
-                some = _some(self.owner.at_work())
+                some = self.owner.at_work()
                 sys.stderr.write(
                     f"monarch_backend: the program has ended, and {FAREWELL:g} s later {some} had not finished and was "
                     "killed. To let actors finish, wait for their futures, or call stop().get() of their processes, "
@@ -620,10 +620,6 @@ class Program:
             self.kill_all()
             self.links.host.leave()  # type: ignore[attr-defined]
             self.pump.close()
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _living_cell(what: str) -> Any:

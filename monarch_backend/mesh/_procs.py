@@ -91,6 +91,14 @@ def _from_reference(data: ProcReference, shape: Shape) -> ProcMesh:
     return ProcMesh(program().proc_core(data), shape)
 
 
+def whole(mesh: Any, what: str) -> Any:
+    """The core of a mesh of processes or actors that is no slice. Raises ValueError for one that is."""
+    core = mesh._core
+    if len(mesh._shape.ranks) != core.extent.nelements:
+        raise ValueError(f"{what}() is for whole meshes, and this is a slice of {core.name!r}: {mesh.extent}")
+    return core
+
+
 class ProcMesh(MeshTrait):
     """Processes, one for each rank. From ``host_mesh.spawn_procs(...)``, at once: messages wait until they are up.
 
@@ -141,21 +149,15 @@ class ProcMesh(MeshTrait):
         warning every 10 seconds, and one that does not read its messages is killed after 10. Raises ValueError for a
         slice, and RuntimeError for a mesh that somebody else has spawned; so do ``abort`` and ``kill``.
         """
-        return program().stop_procs(self._whole("stop"), "stop", reason, timeout)
+        return program().stop_procs(whole(self, "stop"), "stop", reason, timeout)
 
     def abort(self, reason: str = "aborted by its owner") -> Any:
         """End the processes after the messages that run, or after 10 seconds. A Future of None."""
-        return program().stop_procs(self._whole("abort"), "abort", reason)
+        return program().stop_procs(whole(self, "abort"), "abort", reason)
 
     def kill(self, reason: str = "killed by its owner") -> Any:
         """End the processes at once, by SIGKILL. A Future of None."""
-        return program().stop_procs(self._whole("kill"), "kill", reason)
-
-    def _whole(self, what: str) -> Any:
-        """The core of a mesh that is no slice."""
-        if len(self._shape.ranks) != self._core.extent.nelements:
-            raise ValueError(f"{what}() is for whole meshes, and this is a slice of {self._core.name!r}: {self.extent}")
-        return self._core
+        return program().stop_procs(whole(self, "kill"), "kill", reason)
 
     async def __aenter__(self) -> Self:
         await self.initialized
@@ -182,7 +184,7 @@ class ProcMesh(MeshTrait):
         ``aggregate_window_sec``: how long to wait for the same line from other ranks; None: not at all. ``level``: of
         ``logging`` records. ``to_files``: a folder for a file of each rank and stream.
         """
-        logs = self._whole("logging_option").owned.logs if self._core.owned is not None else None
+        logs = whole(self, "logging_option").owned.logs if self._core.owned is not None else None
         if logs is None:
             raise RuntimeError("the output of these processes goes to the program that has spawned them: set it there")
         options: Mapping[str, Any] = {
