@@ -1083,15 +1083,15 @@ def test_a_word_that_comes_while_a_process_connects_is_heard(faults: Faults) -> 
 
         def started(*args: Any) -> Any:
             program = start(*args)
-            connect = program.links.connect
+            link_to = program.router.link_to
 
-            def connect_slowly(token: str) -> int:
-                link = int(connect(token))
-                while not program.router.peer(token).received:
+            def link_slowly(peer: Any) -> int:
+                link = int(link_to(peer))
+                while link >= 0 and not peer.received:
                     time.sleep(0.001)
                 return link
 
-            program.links.connect = connect_slowly
+            program.router.link_to = link_slowly
             return program
 
         _program.start = started
