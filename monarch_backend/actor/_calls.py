@@ -190,6 +190,7 @@ class Stream(Generic[T]):
         self._first = first  # the rank in the mesh or slice of bases[0]
         self._queue: deque[tuple[int, Any]] = deque()
         self._open = set(range(len(peers)))
+        self._unended = set(self._open)  # of which nobody has said yet that they have ended
         self._taken = [0] * len(peers)
         self._waiting: deque[Future[Any]] = deque()
         self._closed = False
@@ -207,6 +208,8 @@ class Stream(Generic[T]):
         if status == Status.ITEM:
             self._put(rank, partial(loads, frame.body, frame.buffers), None)
             return
+        if not self._ends(rank):
+            return
         # First what it says: a reader that finds nothing, and nothing open, has come to the end.
         if status == Status.VALUE:
             self._put(-1, partial(loads, frame.body, frame.buffers), None)
@@ -216,16 +219,25 @@ class Stream(Generic[T]):
         self._settle()
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
-        for rank in [r for r in self._open if self.peers[r] is peer]:
+        for rank in [r for r in list(self._open) if self.peers[r] is peer and self._ends(r)]:
             self._put(-1, None, supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer)))
             self._open.discard(rank)
         self._settle()
 
     def refuse(self, rank: int, error: BaseException) -> None:
         """This rank was not sent anything."""
-        self._put(-1, None, error)
-        self._open.discard(rank)
-        self._settle()
+        if self._ends(rank):
+            self._put(-1, None, error)
+            self._open.discard(rank)
+            self._settle()
+
+    def _ends(self, rank: int) -> bool:
+        """True for the first who says so: a death may be heard of by who reads and by who has just sent, at once."""
+        try:
+            self._unended.remove(rank)
+        except KeyError:
+            return False
+        return True
 
     def _put(self, rank: int, cook: Any, error: BaseException | None) -> None:
         item: Future[T] = Future(self.program.wait)

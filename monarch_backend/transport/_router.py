@@ -715,7 +715,8 @@ class Router:
         handler(peer, message, frame)
 
     def _refill(self, peer: Peer, count: int) -> None:
-        peer.credit += count
+        with self.lock:  # others take of it meanwhile
+            peer.credit += count
         self._free(peer)
 
     def _free(self, peer: Peer) -> None:

@@ -66,6 +66,7 @@ class World:
         self.faults = Faults(self.watch)
         self.main = self.watch.sender("main")
         self.tight = plan.window is not None  # who may wait for whom has to be thought of
+        self.waiting = ""  # what actors of this world wait for while they work, once one does
         self.procs: dict[str, Any] = {}
         self.actors: dict[str, Any] = {}
         self.port = self.watch.port()
@@ -192,7 +193,8 @@ class World:
         if verb != "broadcast" and chance < 0.1:
             self.watch.send(self.main, verb, mesh, "fail")
         elif verb == "call" and chance < 0.2:
-            count = 150 if len(mesh) <= 3 and not self.tight else self.rng.randrange(1, 5)
+            long = len(mesh) <= 3 and not self.tight and self._may_wait("for room in a stream")
+            count = 150 if long else self.rng.randrange(1, 5)
             self.watch.send(self.main, verb, mesh, "items", count)
         else:
             self.watch.send(self.main, verb, mesh, "take", self._payload())
@@ -222,7 +224,13 @@ class World:
     def ask(self) -> None:
         leaves, relays = self.actors["leaves"], self.actors["relays"]
         verb = self.rng.choice(("call", "broadcast"))
-        self.watch.send(self.main, verb, self._some(relays), "ask", self.rng.randrange(len(leaves)), leaves)
+        if self._may_wait("for an answer"):
+            self.watch.send(self.main, verb, self._some(relays), "ask", self.rng.randrange(len(leaves)), leaves)
+
+    def _may_wait(self, what: str) -> bool:
+        """Whoever waits for an answer of one who waits for room waits for ever: the simulation has one stack."""
+        self.waiting = self.waiting or what
+        return self.waiting == what
 
     def lead(self) -> None:
         if "boss" in self.actors:
