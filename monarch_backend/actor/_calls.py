@@ -46,6 +46,10 @@ def _raised(item: Future[Any]) -> Any:
     return item.result()
 
 
+loading = threading.RLock()
+"""For counts of calls under way."""
+
+
 class OneCall(Future[T]):
     """A call of one rank."""
 
@@ -92,7 +96,10 @@ class OneCall(Future[T]):
 
     def _finish(self) -> None:
         if self.load is not None:
-            self.load[self.base_rank] -= 1
+            with loading:
+                load, self.load = self.load, None  # an answer and a cancellation may both be here at once
+                if load is not None:
+                    load[self.base_rank] -= 1
         super()._finish()
 
 

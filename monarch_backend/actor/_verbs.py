@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend.actor._actor import EndpointSpec, specify
-from monarch_backend.actor._calls import Collection, ManyCall, OneCall, Stream
+from monarch_backend.actor._calls import Collection, ManyCall, OneCall, Stream, loading
 from monarch_backend.actor._errors import SupervisionError, UnknownEndpointError
 from monarch_backend.actor._future import Future
 from monarch_backend.actor._payload import prefix_of, supervision_error
@@ -157,7 +157,8 @@ class Endpoint(Generic[R]):
         peer = core.procs.peers[core.bases[rank]]
         call: OneCall[R] = OneCall(program, core, rank, peer, self._spec.name, ref)
         if counted:
-            core.load[rank] += 1
+            with loading:
+                core.load[rank] += 1
             call.load = core.load
         if core.dead or core.stopped:
             failure = core.failure_of(rank)
