@@ -17,8 +17,8 @@ from monarch_backend.testing import SimulationError
 from monarch_backend.transport._router import Combiner, Router
 from tests.testing import world
 
-SEEDS, CHUNK = 100, 50
-MANY_SEEDS, BIG_CHUNK = 5100, 100
+SEEDS, CHUNK = 200, 50
+MANY_SEEDS, BIG_CHUNK = 5000, 100
 
 
 def _run(seed: int) -> None:
