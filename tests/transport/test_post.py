@@ -89,7 +89,6 @@ def test_one_who_stands_still_is_not_taken_for_gone(ending: signal.Signals) -> N
     def still(office: Office) -> None:
         os.write(tell, b"%d" % os.getpid())
         os.kill(os.getpid(), signal.SIGSTOP)
-        office.meet()
         assert office.read()[0].body == b"awake?"
 
     def caller(office: Office) -> None:
