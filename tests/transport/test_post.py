@@ -601,7 +601,6 @@ def test_what_has_been_read_is_given_back_though_nothing_more_is_sent() -> None:
         until(lambda: office.host.used() == used, "the memory of what has been read")
 
     def receiver(office: Office) -> None:
-        office.meet()
         office.read()
 
     play(sender, receiver)
