@@ -17,7 +17,7 @@ constexpr std::size_t batch = 256;                   // events of one look
 // With dozens of processes on a few processors every yield is a change of process: sleep at once, or nearly.
 constexpr int crowded_yields = 2;
 constexpr std::int64_t tick = 1'000'000;             // ns
-constexpr double usual_answer = 0.1;                 // seconds within which a process answers a call; it takes a tenth of a millisecond
+constexpr double usual_answer = 0.02;                // seconds within which a process answers a call; it takes a tenth of a millisecond
 constexpr std::uint32_t sole_reader = 1u << 31;      // in FrameHeader::reader
 
 // What a reader does with a block, one byte for each reader, before the payload, the first reader's last.

@@ -319,7 +319,7 @@ class Stream(Generic[T]):
         if self._open and not self._closed:
             self._closed = True
             self.program.pending.pop(self.ref, None)
-            waiting = [self.peers[rank] for rank in self._open]
+            waiting = [self.peers[rank] for rank in list(self._open)]
             self._open.clear()
             self._queue.clear()
             self.program.withdraw(self.core, self.ref, waiting, reason)

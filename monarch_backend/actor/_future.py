@@ -117,6 +117,9 @@ class Future(Generic[T]):
 
     def as_asyncio(self) -> asyncio.Future[T]:
         """An asyncio future of the running loop that ends as this one does; cancelling it cancels the call."""
+        return self._as_asyncio(self.result)
+
+    def _as_asyncio(self, result: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -124,7 +127,7 @@ class Future(Generic[T]):
             if future.done():
                 return
             try:
-                future.set_result(self.result())
+                future.set_result(result())
             except CancelledError:
                 future.cancel()
             except BaseException as error:

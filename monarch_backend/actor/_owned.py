@@ -26,7 +26,7 @@ from monarch_backend.actor._errors import Death, MeshFailure, in_words
 from monarch_backend.actor._future import Future
 from monarch_backend.actor._payload import HOST
 from monarch_backend.actor._supervision import Intensity, Restart, check_policy
-from monarch_backend.mesh import _binding
+from monarch_backend.mesh import _binding, _linux
 from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.mesh._limits import check_spawn
 from monarch_backend.mesh._logs import LogCollector
@@ -123,6 +123,7 @@ class _Member:
     failed: str | None = None  # why it was never started
     gone: bool = False  # its end has been told
     replaced: bool = False  # it has a successor, or will have
+    knocked: bool = False  # it has read that it is to stop
 
 
 @dataclass
@@ -152,6 +153,7 @@ class ProcessOwner:
         self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = functools.partial(
             Spawner, preload=PRELOAD
         )
+        self.stands_still = _linux.stands_still
         self.collect_output = True
         self._making = threading.RLock()  # the two that follow
         self._spawner: Any = None
@@ -375,7 +377,7 @@ class ProcessOwner:
             for actors in list(owned.actors):
                 actors.owned.built._fail(failure)
                 for other, base in enumerate(actors.bases):
-                    if base == rank:
+                    if base == rank and not member.replaced:
                         actors.owned.is_gone(other)
             self._settle(owned)
             return
@@ -432,7 +434,7 @@ class ProcessOwner:
             old.replaced = True
             if old is not member and not old.gone:
                 self._kill(old)
-            core.peers[rank] = program.router.expect(_token(old.peer.epoch + 1), old.peer.label)
+            core.replace(rank, program.router.expect(_token(old.peer.epoch + 1), old.peer.label))
             for peer in list(program.router.peers.values()):
                 if peer.link >= 0 and peer.gone is None:
                     program.router.tell(peer, Replaced(core.id, rank, core.peers[rank].token))
@@ -499,7 +501,7 @@ class ProcessOwner:
     def stop(self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None) -> Future[None]:
         """Told to stop, and killed if they don't listen or time is up; for all meshes if none is given."""
         program = self._program
-        meshes = self._meshes if core is None else [m for m in self._meshes if m.core is core]
+        meshes = list(self._meshes) if core is None else [m for m in self._meshes if m.core is core]
         if core is not None and core.owned is None:
             raise RuntimeError(f"mesh {core.name!r} is stopped by who has spawned it, not by who has a reference to it")
         future: Future[None] = Future(program.wait)
@@ -551,7 +553,9 @@ class ProcessOwner:
             if member.gone:
                 continue
             peer = member.peer
-            deaf = peer.link < 0 or program.links.unread(peer.link) > 0
+            unread = peer.link >= 0 and program.links.unread(peer.link) > 0
+            # Who has read that it is to stop, and since then holds the interpreter's lock, is at work.
+            deaf = peer.link < 0 or (unread and (not member.knocked or self.stands_still(peer.pid)))
             if late or deaf:
                 why = "it does not read its messages" if deaf else "it still works"
                 log.warning("%s is killed, %s: %s", peer, "for its time is up" if late else "since it was to stop", why)
@@ -560,7 +564,9 @@ class ProcessOwner:
                 busy.append(str(peer))
                 # Stopped by a signal just after it had read that it is to stop, it would be "at work" for ever:
                 # whoever works has read this by the next look.
-                program.router.tell(peer, Setting(KNOCK, None))
+                member.knocked = True
+                if not unread:
+                    program.router.tell(peer, Setting(KNOCK, None))
         if busy:
             log.warning(
                 "%s is to stop and still has messages to finish; kill() ends it at once: %s",
@@ -587,17 +593,24 @@ class ProcessOwner:
                 self._forget(owned)
 
     def _forget(self, owned: OwnedProcs) -> None:
-        self._meshes.remove(owned)
+        try:
+            self._meshes.remove(owned)
+        except ValueError:
+            return  # another thread has just done it
         owned.over = True
         for look in owned.looks:
             look.cancel()
         for actors in list(owned.actors):
+            actors.owned.built._fail(self._program.death_of(owned.core, 0, owned.core.peers[0], actors.name))
+            actors.owned.left.clear()
+            actors.owned.ended._set(None)
             actors.owned.let_go()
         with contextlib.suppress(ValueError):
             owned.siblings.remove(owned.core)
-        for member in owned.members.values():
-            if member.exited is not None or member.failed is not None:  # else its spawner still has a word to say
-                self._by_number.pop(member.number, None)
+        for number, member in list(self._by_number.items()):
+            ended = member.exited is not None or member.failed is not None  # else its spawner still has a word to say
+            if member.core is owned.core and ended:
+                self._by_number.pop(number, None)
         for token in (*owned.core.former, *(peer.token for peer in owned.core.peers)):
             self._by_token.pop(token, None)
             self._unread.pop(token, None)

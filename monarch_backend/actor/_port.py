@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend.actor._future import Future
@@ -88,24 +88,44 @@ class _Next(Future[T]):
     If its value came in that very moment, the value goes back.
     """
 
-    __slots__ = ("_given", "_home", "_receiver")
+    __slots__ = ("_awaiting", "_given", "_home", "_receiver")
 
     def __init__(self, receiver: PortReceiver[T]) -> None:
         super().__init__(receiver._program.wait)
         self._receiver: PortReceiver[T] | None = receiver
         self._home = receiver
+        self._awaiting = 0  # tasks
         self._given: _Arrival | None = None  # and not seen by anybody
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
         receiver = self._receiver
         if receiver is not None and not self.ready:
             receiver._keep(self)
+            if self.done():  # since then
+                receiver._let_go(self)
         super().add_done_callback(call)
 
     def result(self, timeout: float | None = None) -> T:
         if self._raw is not None:
             self._given = None
         return super().result(timeout)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Until the task that waits runs again, it may be cancelled: only then has it seen the value."""
+        self._awaiting += 1
+        try:
+            value = yield from self._as_asyncio(super().result).__await__()
+        except BaseException as error:
+            self._awaiting -= 1
+            given = self._given
+            if error is self._error or self._awaiting == 0:
+                self._given = None
+                if given is not None and error is not self._error:
+                    self._home._take_back(given)
+            raise
+        self._awaiting -= 1
+        self._given = None
+        return value
 
     def _finish(self) -> None:
         receiver, self._receiver = self._receiver, None

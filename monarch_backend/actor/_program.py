@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch_backend import _native
 from monarch_backend.actor import _context, _registry
@@ -61,6 +61,8 @@ HINT, FAREWELL = 1.0, 5.0
 
 UNBORN = 30.0
 """Seconds that messages wait for an actor that is not built yet."""
+
+T = TypeVar("T")
 
 
 class Program:
@@ -187,31 +189,38 @@ class Program:
 
     def proc_core(self, data: ProcReference) -> ProcCore:
         """The one ProcCore of a mesh in this process."""
-        with self.naming:
+        core = self.procs.get(data.id)
+        if core is not None and not _is_newer(data, core):
+            return core
+        owner = self.router.peer(data.owner)
+        peers = [self.router.peer(token, owner) for token in data.tokens]
+        with self.naming:  # which takes no other lock
             core = self.procs.get(data.id)
+            fresh = core is None
             if core is None:
-                owner = self.router.peer(data.owner)
-                peers = [self.router.peer(token, owner) for token in data.tokens]
                 core = ProcCore(data.id, data.name, Extent(data.labels, data.sizes), owner, peers, data.server)
                 for rank, peer in enumerate(peers):
                     peer.label = label_of(core, rank)
                 self.procs[data.id] = core
-            elif core.owned is None:
-                for rank, token in enumerate(data.tokens):
-                    if epoch_of(token) > core.peers[rank].epoch:  # the reference is newer than what we know
-                        core.replace(rank, self.router.peer(token, core.owner))
-            return core
+            elif _is_newer(data, core):
+                for rank, peer in enumerate(peers):
+                    if peer.epoch > core.peers[rank].epoch:
+                        core.replace(rank, peer)
+        for peer in peers if fresh else ():
+            if peer.gone is not None and not peer.peace:  # an old reference: what has become of it we may have missed
+                self.router.ask_owner(peer)
+        return core
 
     def actor_core(
         self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
     ) -> ActorCore:
         """The one ActorCore of a mesh in this process."""
-        proc_core = self.proc_core(procs)
+        proc_core, owner_peer = self.proc_core(procs), self.router.peer(owner)
         with self.naming:
             core = self.actors.get(actor)
             if core is None:
                 core = self.actors[actor] = ActorCore(
-                    actor, name, blueprint(cls), proc_core, Extent(labels, sizes), tuple(bases), self.router.peer(owner)
+                    actor, name, blueprint(cls), proc_core, Extent(labels, sizes), tuple(bases), owner_peer
                 )
             return core
 
@@ -509,6 +518,10 @@ class Program:
         self.supervision.failed(owned.owner_cell, mesh_failure)
 
     def _construct_again(self, core: ActorCore, homes: Sequence[tuple[int, int, Peer]]) -> None:
+        if core.stopped is not None:
+            for rank, generation, _ in homes:
+                if core.owned.generations[rank] == generation:
+                    core.owned.is_gone(rank)  # its predecessor has ended, and there will be no other
         if core.stopped is not None or core.procs.stopped is not None:
             return
         for rank, generation, peer in homes:
@@ -527,7 +540,7 @@ class Program:
             self.owner.ended(peer)  # it tells us when it knows how it ended
         else:
             self.lost_process(peer, None)
-            if not peer.peace:
+            if not peer.peace and peer.owner is not None and peer.owner.link < 0:
                 self.router.ask_owner(peer)
 
     def lost_process(self, peer: Peer, failure: MeshFailure | None) -> None:
@@ -540,7 +553,7 @@ class Program:
             cell.reader_gone(peer)
             if cell.owner is peer and cell.failure is None:
                 cell.end("abort", f"its owner, {peer}, is gone")
-        for core in list(self.actors.values()):
+        for core in _alive(self.actors):
             if core.owned is not None and core.procs.owned is None:
                 former = core.procs.former.get(peer.token)
                 for rank, base in enumerate(core.bases):
@@ -548,7 +561,7 @@ class Program:
                         self._lost_rank(core, rank, failure)
 
     def _seen_from_here(self, peer: Peer) -> MeshFailure:
-        for core in list(self.procs.values()):
+        for core in _alive(self.procs):
             former = core.former.get(peer.token)
             for rank, other in enumerate(core.peers):
                 if other is peer or rank == former:
@@ -620,6 +633,18 @@ class Program:
             self.kill_all()
             self.links.host.leave()  # type: ignore[attr-defined]
             self.pump.close()
+
+
+def _alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:
+    """Its values, while other threads add some: iterating it would fail then."""
+    return [value for reference in table.valuerefs() if (value := reference()) is not None]
+
+
+def _is_newer(data: ProcReference, core: ProcCore) -> bool:
+    """It knows successors of processes that we have not heard of."""
+    if core.owned is not None:
+        return False
+    return any(epoch_of(token) > peer.epoch for token, peer in zip(data.tokens, core.peers, strict=True))
 
 
 def _living_cell(what: str) -> Any:

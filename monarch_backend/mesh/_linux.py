@@ -50,6 +50,15 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def stands_still(pid: int) -> bool:
+    """True if it is stopped, by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
 def set_title(title: str) -> None:
     """What ``ps`` and ``top`` show for this process: the first 15 bytes as its name, all of it as its command line."""
     if not LINUX:

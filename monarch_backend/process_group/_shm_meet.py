@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,7 +90,8 @@ def _hosts(
     size, me = len(everyone), everyone[rank]
     tokens = [said["token"] for said in everyone]
     alike = [said["kernel"] and (said["kernel"], said["ipc"]) == (me["kernel"], me["ipc"]) for said in everyone]
-    peers = {r: host.connect(tokens[r], _PATIENCE) for r in range(size) if alike[r] and tokens[r] > me["token"]}
+    patience = min(_PATIENCE, timeout.total_seconds())
+    peers = {r: _connect(host, tokens[r], patience) for r in range(size) if alike[r] and tokens[r] > me["token"]}
     table = _exchange(store, "met", rank, size, [r for r, peer in peers.items() if peer], timeout)
     hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in table[a]}, size)
     for other in next(ranks for ranks in hosts if rank in ranks):
@@ -98,6 +100,17 @@ def _hosts(
             if peers[other] is None:
                 raise TimeoutError(f"a peer on this host connected and was not seen within {_PATIENCE:g} s")
     return hosts, peers, remark
+
+
+def _connect(host: Any, token: str, seconds: float) -> Any:
+    """The peer; None if it refuses, or does not answer for so long. In slices, so that Ctrl-C is heard in between."""
+    end = time.monotonic() + seconds
+    while True:
+        began = time.monotonic()
+        peer = host.connect(token, max(0.0, min(1.0, end - began)))
+        now = time.monotonic()
+        if peer is not None or now >= end or now - began < min(0.5, end - began):
+            return peer
 
 
 def _cliques(pairs: set[frozenset[int]], size: int) -> tuple[list[list[int]], str]:

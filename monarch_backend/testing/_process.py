@@ -70,6 +70,7 @@ class SimulatedProgram(Program):
         self.run_cell = process.run_cell
         self.owner.collect_output = False
         self.owner.make_spawner = process.make_spawner
+        self.owner.stands_still = lambda pid: False  # noqa: ARG005 (mypy wants the name)
 
     def aside(self, call: Callable[[], object]) -> None:
         """In a turn of its own, in which it may wait."""

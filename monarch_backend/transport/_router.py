@@ -8,6 +8,7 @@ process dies. Knows neither actors nor meshes, reads no clock and starts no thre
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -54,6 +55,9 @@ LARGE = 32 << 10
 """Bytes from which a message goes straight to all: they read one copy in shared memory, which no tree can better."""
 
 
+_NOTHING = _frames.encode(_frames.Setting(_frames.KNOCK, None))
+
+
 class PeerGoneError(ConnectionError):
     """The process is not there any more; the text says which one, and how it ended."""
 
@@ -78,6 +82,7 @@ class Peer:
 
     __slots__ = (
         "asked_by",
+        "asking",
         "backlog",
         "credit",
         "done",
@@ -110,6 +115,7 @@ class Peer:
         self.held: dict[int, tuple[Frame, Combiner | None]] = {}
         self.backlog: deque[Callable[[], None]] = deque()
         self.asked_by: list[Peer] = []  # who wants to know when it is there
+        self.asking = False  # its owner has been asked for it, and has not answered
         self.room: Room | None = None
         self.expected = False  # it will come to us
         self.refusals = 0  # how often it could not be reached though its owner thought so
@@ -286,11 +292,16 @@ class Router:
         size = len(body) if buffers is None and type(body) is bytes else _size(body, buffers)
         with self.lock:
             if peer.credit > 0 and peer.link >= 0 and not peer.backlog and peer.gone is None and size <= MOST_IN_ONE:
-                seq = peer.sent + 1
-                if self.links.send(peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers):
-                    peer.sent = seq
+                peer.sent = seq = peer.sent + 1  # first: a signal's handler may send to it, too
+                try:
+                    sent = self.links.send(peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers)
+                except BaseException:
+                    self._fill(peer, seq)
+                    raise
+                if sent:
                     peer.credit -= 1
                     return
+                self._unclaim(peer, seq)
         self._send_slowly(peer, kind, target, ref, rank, prefix, body, buffers)
 
     def _send_slowly(
@@ -303,24 +314,40 @@ class Router:
             with self.lock:
                 if peer.credit <= 0:
                     continue
-                seq = peer.sent + 1
                 reached = here or self._reach(peer)
-                wait = reached and not (here or large)
-                if wait:
-                    wait = not self.links.send(
-                        peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers
-                    )
-                if not wait:
-                    peer.sent, peer.credit = seq, peer.credit - 1
+                peer.sent = seq = peer.sent + 1
+                sent = True
+                if reached and not here and not large:
+                    try:
+                        sent = self.links.send(
+                            peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers
+                        )
+                    except BaseException:
+                        self._fill(peer, seq)
+                        raise
+                if sent:
+                    peer.credit -= 1
                     if not reached:
                         self._put_off(peer, kind, target, ref, seq, rank, prefix, body, buffers)
                     break
+                self._unclaim(peer, seq)
             self._wait(Room(), 0.001)  # shared memory is full: receivers let go of it without a word
         if here:
             frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, _own(body), _own_all(buffers))
             self._deliver_here(kind, frame)
         elif reached and large:  # it has its place: what others send meanwhile comes after it
             self._send_parts(peer, kind, target, ref, seq, rank, prefix, body, buffers)
+
+    def _unclaim(self, peer: Peer, seq: int) -> None:
+        """Nothing was sent with this number; under the lock."""
+        if peer.sent == seq:
+            peer.sent = seq - 1
+        else:  # whoever has interrupted this has the next one
+            self._fill(peer, seq)
+
+    def _fill(self, peer: Peer, seq: int) -> None:
+        """Perhaps nothing was sent with this number, and what follows would wait for it for ever. Under the lock."""
+        self._emit(peer, Kind.CONTROL, 0, 0, seq, 0, _NOTHING, b"", None)
 
     def _deliver_here(self, kind: int, frame: Frame) -> None:
         """To this very process: on the sender's thread, so whoever reads may have to look up."""
@@ -331,6 +358,8 @@ class Router:
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
         """Until its receiver is there; under the lock. The caller's memory is its own again when this returns."""
+        if peer.gone is not None:
+            return
         body, buffers = _own(body), _own_all(buffers)
         peer.backlog.append(lambda: self._emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
 
@@ -367,11 +396,10 @@ class Router:
         with self.lock:
             if peer.gone is not None:
                 return
-            peer.sent += 1
-            if self._reach(peer):
-                self._emit(peer, Kind.CONTROL, 0, 0, peer.sent, 0, prefix, body, buffers)
-            else:
-                self._put_off(peer, Kind.CONTROL, 0, 0, peer.sent, 0, prefix, body, buffers)
+            reached = self._reach(peer)  # which may raise: no number is lost with that
+            peer.sent = seq = peer.sent + 1
+            put = self._emit if reached else self._put_off
+            put(peer, Kind.CONTROL, 0, 0, seq, 0, prefix, body, buffers)
 
     def reply(self, peer: Peer, ref: int, rank: int, status: bytes, body: Any, buffers: Any = None) -> None:
         """An answer to a call: not numbered, since the call's number says which. Waits only for shared memory."""
@@ -468,11 +496,22 @@ class Router:
                     for peer, rank in to
                     if peer is not self.me and size <= MOST_IN_ONE and self._reach(peer)
                 ]
-                receivers = [(peer.link, peer.sent + 1, rank, peer.epoch) for peer, rank in linked]
-                if not receivers or self.links.cast(receivers, kind, target, ref, prefix, body, buffers):
-                    for peer, _ in linked:
-                        peer.sent += 1
+                receivers = []
+                for peer, rank in linked:
+                    peer.sent = seq = peer.sent + 1
+                    receivers.append((peer.link, seq, rank, peer.epoch))
+                try:
+                    sent = not receivers or self.links.cast(receivers, kind, target, ref, prefix, body, buffers)
+                except BaseException:
+                    for (peer, _), receiver in zip(linked, receivers, strict=True):
+                        self._fill(peer, receiver[1])
+                    raise
+                for (peer, _), receiver in zip(linked, receivers, strict=True):
+                    if sent:
                         peer.credit -= 1
+                    else:
+                        self._unclaim(peer, receiver[1])
+                if sent:
                     break
             self._wait(Room(), 0.001)
         done = {id(peer) for peer, _ in linked}
@@ -495,9 +534,9 @@ class Router:
         with self.lock:
             hops = []
             for peer, rank in to:
-                peer.sent += 1
+                peer.sent = seq = peer.sent + 1
                 peer.credit -= 1
-                hops.append(_frames.Hop(peer.token, peer.sent, rank))
+                hops.append(_frames.Hop(peer.token, seq, rank))
             number = next(self._ids)
             peers = [peer for peer, _ in to]
             cast = _Cast(number, kind, target, ref, prefix, _own(body), peers, hops, set(range(len(hops))))
@@ -778,7 +817,14 @@ class Router:
     def _ask_for(self, peer: Peer) -> None:
         """It can't be reached from here: who has started it knows why. Under the lock."""
         if peer.owner is not None and peer.owner.gone is None:
-            self.tell(peer.owner, Where(peer.token))
+            if not peer.asking:
+                peer.asking = True
+                try:
+                    self.tell(peer.owner, Where(peer.token))
+                except (RuntimeError, OSError):  # no descriptors, no shared memory: later perhaps
+                    peer.asking = False
+                    self._ask_again(peer)
+                    return
             if peer.owner.gone is None:
                 return
         peer.gone = "it can't be reached, and who started it is gone too" if peer.owner else "it can't be reached"
@@ -787,8 +833,9 @@ class Router:
     def ask_owner(self, peer: Peer) -> None:
         """It has died: has it a successor? Once there is a link to its owner, it tells of the next ones by itself."""
         owner = peer.owner
-        if owner is not None and owner is not self.me and owner.gone is None and owner.link < 0:
-            self.tell(owner, Where(peer.token))
+        if owner is not None and owner is not self.me and owner.gone is None:
+            with contextlib.suppress(RuntimeError, OSError):  # no room for a link: it is as if we had never asked
+                self.tell(owner, Where(peer.token))
 
     def link_to(self, peer: Peer) -> int:
         """The link to this process, or -1."""
@@ -868,6 +915,7 @@ class Router:
 
     def _there(self, peer: Peer, message: There, _: Frame) -> None:
         asked = self.peer(message.token)
+        asked.asking = False
         if asked.gone is not None:
             return
         if message.gone is not None:
@@ -875,7 +923,10 @@ class Router:
             return
         with self.lock:
             if asked.link < 0:
-                link = self.links.connect(asked.token)
+                try:
+                    link = self.links.connect(asked.token)
+                except (RuntimeError, OSError):
+                    link = -1
                 if link < 0:
                     if link != SILENT:
                         self._ask_again(asked)

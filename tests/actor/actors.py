@@ -17,6 +17,7 @@ from monarch_backend.actor import (
     Actor,
     ActorMesh,
     ProcMesh,
+    SupervisionError,
     concurrent_endpoint,
     current_rank,
     current_size,
@@ -44,6 +45,18 @@ def running(sizes: dict[str, int], bootstrap: Callable[[], object] | None = None
     with this_host().spawn_procs(sizes, bootstrap=bootstrap) as procs:
         procs.initialized.get(PATIENCE)
         yield procs
+
+
+def comes_back(mesh: ActorMesh, value: Any = "back") -> None:
+    """Ask until there is an answer: a call that reaches the dying one may be lost, and says so."""
+
+    def answered() -> bool:
+        try:
+            return bool(mesh.echo.call_one(value).get(PATIENCE) == value)
+        except SupervisionError:
+            return False
+
+    until(answered, "somebody answers again")
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -20,6 +20,7 @@ from monarch_backend.actor import (
     ProcMesh,
     this_proc,
 )
+from monarch_backend.actor._program import program
 from monarch_backend.transport import _router
 from tests.actor.actors import AsyncRecorder, Recorder, running, send_in_every_way
 from tests.actor.support import PATIENCE
@@ -213,6 +214,48 @@ def test_a_value_that_comes_while_somebody_begins_to_wait_is_taken() -> None:
     asking.join(2 * PATIENCE)
     assert found == ["there"]
     receiver.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after", "no room", "an error"])
+@pytest.mark.parametrize("to", ["one", "all"])
+def test_a_signal_handler_may_send_while_its_thread_sends(
+    to: str, moment: str, recorders: ActorMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in the sending it comes: its message has a number of its own, and no number is left out."""
+    one, links = recorders.slice(gpus=0), program().router.links
+    handled: list[int] = []
+    due = False
+
+    def interrupted(send: Callable[..., bool]) -> Callable[..., bool]:
+        def sends(*args: Any) -> bool:
+            nonlocal due
+            done = send(*args) if moment == "after" else False
+            if due:
+                due = False
+                one.note.broadcast("handler", len(handled))
+                handled.append(1)
+                if moment == "an error":
+                    raise ValueError("as of a buffer that is none")
+                if moment == "no room":
+                    return False
+            return done if moment == "after" else send(*args)
+
+        return sends
+
+    one.note.call_one("met", 0).get(PATIENCE)
+    monkeypatch.setattr(links, "send", interrupted(links.send))
+    monkeypatch.setattr(links, "cast", interrupted(links.cast))
+    for i in range(10):
+        due = True
+        try:
+            (one if to == "one" else recorders).note.broadcast("main", i)
+        except ValueError:
+            assert moment == "an error"
+    monkeypatch.undo()
+    found = one.by_sender.call_one().get(PATIENCE)
+    assert found == {"met": [0], "handler": list(range(10))} | (
+        {} if moment == "an error" else {"main": list(range(10))}
+    )
 
 
 def test_calls_of_one_asyncio_task(recorders: ActorMesh) -> None:

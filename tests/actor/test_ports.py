@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -99,6 +100,43 @@ def test_a_task_that_is_cancelled_just_when_its_value_comes_loses_nothing() -> N
         return await asyncio.wait_for(receiver.recv(), PATIENCE)
 
     assert asyncio.run(main()) == "just then"
+
+
+def test_a_value_that_comes_as_the_time_of_wait_for_is_up_is_not_lost() -> None:
+    async def main() -> list[Any]:
+        port, receiver = Channel.open()
+        loop = asyncio.get_running_loop()
+
+        def both() -> None:
+            """In one turn of the loop: the value is there, and then the time is up."""
+            port.send(1)
+            port.send(2)
+            time.sleep(0.1)
+
+        loop.call_later(0.01, both)
+        got = []
+        while len(got) < 2:
+            try:
+                got.append(await asyncio.wait_for(receiver.recv(), 0.05 if not got else PATIENCE))
+            except asyncio.TimeoutError:
+                continue
+        return got
+
+    assert asyncio.run(main()) == [1, 2]
+
+
+def test_who_awaits_an_error_has_seen_it() -> None:
+    async def main() -> Any:
+        port, receiver = Channel.open()
+        future = receiver.recv()
+        port.exception(ValueError("the sender's"))
+        with pytest.raises(ActorError):
+            await future
+        del future
+        port.send("the next")
+        return await receiver.recv()
+
+    assert asyncio.run(main()) == "the next"
 
 
 def test_a_port_for_one_value_gives_it_to_who_looks() -> None:

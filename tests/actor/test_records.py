@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.actor import ActorMesh, MeshFailure, ProcMesh, SupervisionError, this_host, this_proc
+from monarch_backend.actor import ActorMesh, MeshFailure, ProcMesh, Restart, SupervisionError, this_host, this_proc
 from monarch_backend.actor._program import program
-from tests.actor.actors import until
+from tests.actor.actors import comes_back, until
 from tests.actor.harm import Victim
 from tests.actor.support import PATIENCE, Faults
 
@@ -78,6 +78,20 @@ def test_a_mesh_that_has_failed_leaves_nothing_once_it_is_stopped(faults: Faults
     for _ in range(3):
         fail()
     until(lambda: no_more_than(before), f"{records()} to be as {before}")
+
+
+def test_a_mesh_that_was_restarted_leaves_nothing(faults: Faults) -> None:
+    def restarted() -> None:
+        with this_host().spawn_procs({"gpus": 1}, restart=Restart(backoff=0.0)) as procs:
+            victim = procs.spawn("victim", Victim)
+            victim.end_process.call_one("SIGKILL").exception(PATIENCE)
+            comes_back(victim)
+
+    restarted()
+    before = records()
+    for _ in range(3):
+        restarted()
+    until(lambda: all(records()[kind] <= before[kind] for kind in before), f"{records()} to be as {before}")
 
 
 def test_actors_of_a_mesh_that_lives_leave_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -24,7 +25,7 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from tests.actor.actors import until
+from tests.actor.actors import comes_back, until
 from tests.actor.harm import Owner, Supervisor, Victim, lines
 from tests.actor.support import PATIENCE, Faults, begun, gate
 from tests.mesh.spawning import Watch
@@ -42,18 +43,6 @@ def lasting() -> Iterator[ProcMesh]:
 
 def pids_of(mesh: ActorMesh) -> list[int]:
     return list(mesh.pid.call().get(PATIENCE).values())
-
-
-def comes_back(mesh: ActorMesh, value: Any = "back") -> None:
-    """Ask until there is an answer: a call that reaches the dying one may be lost, and says so."""
-
-    def answered() -> bool:
-        try:
-            return bool(mesh.echo.call_one(value).get(PATIENCE) == value)
-        except SupervisionError:
-            return False
-
-    until(answered, "somebody answers again")
 
 
 class Counted(Victim):
@@ -399,6 +388,28 @@ def test_a_bootstrap_that_fails_once_is_tried_again(faults: Faults, tmp_path: Pa
     assert lines(Path(log)) == ["tried", "tried"]
 
 
+def test_actors_that_are_stopped_while_they_restart_have_ended(faults: Faults) -> None:
+    with this_host().spawn_procs({"gpus": 1}) as procs:
+        victim = procs.spawn("victim", Dies, restart=Restart(backoff=0.3))
+        victim.initialized.get(PATIENCE)
+        victim.die.broadcast()
+        until(lambda: victim._core.owned.generations == [1], "its owner has heard of it")
+        victim.stop().get(PATIENCE)
+        assert procs.spawn("another", Victim).echo.call_one("there").get(PATIENCE) == "there"
+
+
+def test_actors_of_processes_that_are_stopped_while_they_restart_have_ended(faults: Faults) -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, restart=Restart(backoff=30.0, most_backoff=30.0))
+    victims = procs.spawn("victims", Victim)
+    victims.slice(gpus=0).end_process.call_one("SIGKILL").exception(PATIENCE)
+    others = procs.spawn("others", Victim)  # while the successor waits to be started
+    actors = victims.stop()
+    procs.stop().get(PATIENCE)
+    actors.get(PATIENCE)
+    assert isinstance(others.initialized.exception(PATIENCE), MeshFailure)
+    others.stop().get(PATIENCE)
+
+
 def test_processes_that_are_stopped_while_they_restart_stay_away(faults: Faults, tmp_path: Path) -> None:
     procs = this_host().spawn_procs({"gpus": 2}, restart=Restart(backoff=0.1))
     victims = procs.spawn("victims", Victim)
@@ -428,6 +439,12 @@ def test_a_new_process_has_the_mesh_s_environment_and_bootstrap(faults: Faults) 
             comes_back(reader)
 
 
+class Dies(Victim):
+    @endpoint
+    def die(self) -> None:
+        raise SystemExit(3)
+
+
 class Knows(Victim):
     @endpoint
     def remember(self, other: ActorMesh) -> None:
@@ -440,6 +457,14 @@ class Knows(Victim):
     @endpoint
     def comes_back(self) -> None:
         comes_back(self.other)
+
+    @endpoint
+    def take_one(self, other: ActorMesh) -> str:
+        """Of a mesh that it does not keep."""
+        comes_back(other)
+        del other
+        gc.collect()
+        return "back"
 
 
 def test_third_parties_who_have_never_met_the_owner_find_the_new_process(faults: Faults) -> None:
@@ -454,6 +479,21 @@ def test_third_parties_who_have_never_met_the_owner_find_the_new_process(faults:
             nested.end_process.call_one("SIGKILL").exception(PATIENCE)
             friend.comes_back.call_one().get(2 * PATIENCE)
         assert friend.ask.call_one("third").get(PATIENCE) == "third"
+
+
+def test_an_old_reference_that_waited_leads_to_the_new_process(faults: Faults, tmp_path: Path) -> None:
+    """Nobody there held the mesh when its owner told of the successor."""
+    with this_host().spawn_procs({"gpus": 1}) as home, this_host().spawn_procs({"gpus": 1}, restart=SOON) as procs:
+        friend = home.spawn("friend", Knows)
+        victim = procs.spawn("victim", Victim)
+        friend.take_one.call_one(victim).get(PATIENCE)  # they have met
+        with gate(tmp_path) as (name, open_gate):
+            begun(friend.wait.call_one, name)
+            asked = friend.take_one.call_one(victim)  # waits, with what leads to the old one
+            victim.end_process.call_one("SIGKILL").exception(PATIENCE)
+            comes_back(victim)
+            open_gate()
+            assert asked.get(2 * PATIENCE) == "back"
 
 
 @pytest.mark.parametrize("reference", ["new", "old"])
