@@ -39,6 +39,8 @@ def _told(event: tuple[Any, ...]) -> str:
     kind = Kind(event[1])
     if kind is Kind.MET:
         return "MET"
+    if kind is Kind.REFUSED:
+        return "REFUSED"
     if kind is Kind.GONE:
         return f"GONE {event[2] or 'in peace'}"
     _, _, target, ref, seq, rank, epoch, prefix, body, _ = event

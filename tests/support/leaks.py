@@ -14,7 +14,7 @@ from tests.support.ranks import KEPT_FDS, KEPT_PIDS
 class Picture:
     """Descendant processes, this process's descriptors (Unix sockets among them) and /dev/shm names."""
 
-    processes: frozenset[str]
+    processes: frozenset[int]  # not their commands, which change when they become another program
     descriptors: frozenset[str]
     shared_memory: frozenset[str]
 
@@ -54,7 +54,7 @@ def take() -> Picture:
     """A picture of now."""
     children = _children()  # one walk over /proc, which is what a picture costs
     kept = KEPT_PIDS | _descendants(KEPT_PIDS, children)
-    processes = {f"{pid} {_command(pid)}" for pid in _descendants({os.getpid()}, children) - kept}
+    processes = _descendants({os.getpid()}, children) - kept
     descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in KEPT_FDS:
@@ -71,7 +71,7 @@ def left_behind(before: Picture, patience: float = 10.0) -> list[str]:
     deadline = time.monotonic() + patience
     while True:
         after = take()
-        left = [f"process {p}" for p in sorted(after.processes - before.processes)]
+        left = [f"process {pid} {_command(pid)}" for pid in sorted(after.processes - before.processes)]
         left += [f"descriptor {d}" for d in sorted(after.descriptors - before.descriptors)]
         left += [f"/dev/shm/{s}" for s in sorted(after.shared_memory - before.shared_memory)]
         if not left or time.monotonic() > deadline:

@@ -116,7 +116,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "twice": (Router, "_in_order", _taken_twice, "promise 2"),
     "delivery": (_calls, "supervision_error", _always_not_sent, "promise 2"),
     "recast": (Router, "_recast", _nothing, WAITS),
-    "replies of a lost child": (Combiner, "lost", _nothing, "that are over"),
+    "replies of a lost child": (Combiner, "lost", _nothing, f"that are over|{WAITS}"),
     "no room": (Router, "_unstick", _nothing, f"{WAITS}|steps, and no end"),
     "where": (Router, "_there", _nothing, WAITS),
     "met": (Router, "_where", _nothing, WAITS),
