@@ -192,7 +192,7 @@ class ProcessOwner:
         label = functools.partial(ranks_in_words, extent)
         logs = MeshLog(name, label)
         make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count), env)
-        siblings = owner_cell.children if owner_cell is not None else program.main_children
+        siblings = program.children_of(owner_cell)
         owned = OwnedProcs(
             core, owner_cell, siblings, make, logs, Intensity(restart, program.clock) if restart else None
         )

@@ -248,6 +248,10 @@ class Program:
 
     # ---- spawning
 
+    def children_of(self, owner_cell: Any) -> list[Any]:
+        """What an actor, or for None the program itself, has spawned."""
+        return self.main_children if owner_cell is None else owner_cell.children
+
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
         """Start a process for each rank of the extent."""
         return self.owner.spawn(extent, _living_cell("processes"), **options)
@@ -273,7 +277,7 @@ class Program:
         )
         intensity = Intensity(restart, self.clock) if restart is not None else None
         built: Future[None] = Future(self.wait)
-        siblings = owner_cell.children if owner_cell is not None else self.main_children
+        siblings = self.children_of(owner_cell)
         core.owned = OwnedActors(core, owner_cell, siblings, _joined(body), _copied(buffers), intensity, built)
         self.actors[core.actor] = core
         siblings.append(core)

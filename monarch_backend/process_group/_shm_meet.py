@@ -27,9 +27,7 @@ from monarch_backend.process_group._hierarchy import Hierarchy
 from monarch_backend.process_group._shm import SharedMemory
 from monarch_backend.process_group._shm_process import read_from, this_process
 
-_PATIENCE = (
-    30.0  # seconds for a peer to answer, or to show up here once it has connected: only one that is stopped is late
-)
+_PATIENCE = 30.0  # seconds for a peer to answer, or to show up here once it has connected: only a stopped one is late
 
 
 def wanted() -> bool:

@@ -12,11 +12,11 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monarch_backend.mesh._linux import stands_still
 from tests.transport.posts import GONE, MET, PATIENCE, REFUSED, SILENT, UP, Office, play, until
 
 INLINE = 16 << 10  # csrc/channel/frame.h: a larger payload goes in a block
@@ -78,10 +78,6 @@ def test_who_is_met_and_who_is_not() -> None:
     assert event[3] == pid
 
 
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 @pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
 def test_one_who_stands_still_is_not_taken_for_gone(ending: signal.Signals) -> None:
     told, tell = os.pipe()
@@ -95,7 +91,7 @@ def test_one_who_stands_still_is_not_taken_for_gone(ending: signal.Signals) -> N
         post, token = office.post, office.tokens[0]
         office.flags.wait(UP)
         pid = int(os.read(told, 10))
-        until(lambda: _is_stopped(pid), "the other one to be stopped")
+        until(lambda: stands_still(pid), "the other one to be stopped")
         fds, used = len(os.listdir("/proc/self/fd")), office.used()
         assert [post.connect(token) for _ in range(3)] == [SILENT] * 3
         assert len(os.listdir("/proc/self/fd")) == fds + 1, "it is called once"
