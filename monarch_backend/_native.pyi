@@ -186,7 +186,7 @@ class Block:
 class Post:
     """Frames to and from the other processes of this host, and the turn to read them."""
 
-    def __init__(self, host: Host, crowded: bool) -> None: ...
+    def __init__(self, host: Host, crowded: bool, share: int = ...) -> None: ...
     def connect(self, token: str, /) -> int:
         """The link to the process with this token; -1 if it can't be reached, -2 if it does not answer yet."""
 

@@ -110,7 +110,7 @@ bool Block::keep() {
   return kept_ = true;
 }
 
-Post::Post(std::shared_ptr<Host> host, bool crowded) : host_(std::move(host)), crowded_(crowded) {
+Post::Post(std::shared_ptr<Host> host, bool crowded, std::uint64_t share) : host_(std::move(host)), crowded_(crowded), share_(share) {
   tick_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
   if (tick_ < 0) throw system_failure("timerfd_create");
   // Gifts are given and taken back while this Post may be ending; `arrived` is not called any more then.
@@ -128,6 +128,7 @@ void Post::met(std::shared_ptr<Peer> peer) {
   const std::lock_guard lock(mutex_);
   Link& link = links_.emplace_back();
   link.peer = peer;
+  link.unread = std::make_shared<std::atomic<std::uint64_t>>(0);
   link.out = reinterpret_cast<Ring*>(host_->arena().mapping().at(peer->gift_sent));
   const std::uint64_t theirs = peer->gift_received, size = peer->mapping->size();
   if (theirs >= page && theirs % line == 0 && theirs <= size && sizeof(Ring) <= size - theirs) {
@@ -206,24 +207,46 @@ void Post::discard(Link& link) {
   link.waiting.clear();
 }
 
-std::uint64_t Post::fill_block(const FrameHeader& header, const Payload& payload, const std::vector<std::shared_ptr<Peer>>& readers) {
+std::uint64_t Post::fill_block(const FrameHeader& header, const Payload& payload, std::vector<Reader> readers) {
   const std::size_t holds = (readers.size() + page - 1) / page * page;
   const std::uint64_t start = host_->allocate(holds + header.bytes);
   if (start == 0) return 0;
   char* data = host_->arena().mapping().at(start + holds);
   std::memset(data - readers.size(), sent, readers.size());
   lay_out(payload, sum(payload.body), header.bytes, data);
+  for (const Reader& reader : readers) reader.unread->fetch_add(header.bytes, std::memory_order_relaxed);
   auto& kept = host_->arena().mapping().header().kept;
-  host_->bury({start}, [data, readers, bytes = header.bytes, &kept] {
+  host_->bury({start}, [data, readers = std::move(readers), bytes = header.bytes, &kept]() mutable {
+    bool unused = true;
     for (std::size_t i = 0; i < readers.size(); ++i) {
       const std::uint8_t hold = hold_of(data, static_cast<std::uint32_t>(i)).load(std::memory_order_acquire);
+      if (hold != sent && readers[i].unread) {
+        readers[i].unread->fetch_sub(bytes, std::memory_order_relaxed);
+        readers[i].unread.reset();
+      }
       if (hold == let_go) continue;
-      if (readers[i] == nullptr || !readers[i]->ended.load(std::memory_order_acquire)) return false;
-      if (hold == keeps) kept.fetch_sub(bytes, std::memory_order_relaxed);  // its keeper no longer can
+      if (readers[i].peer == nullptr || !readers[i].peer->ended.load(std::memory_order_acquire)) {
+        unused = false;
+      } else if (hold == keeps) {
+        kept.fetch_sub(bytes, std::memory_order_relaxed);  // its keeper, the only reader, no longer can
+      }
     }
-    return true;
+    return unused;
   });
   return start + holds;
+}
+
+// False if one of them has not read its share.
+bool Post::readers_of(const std::vector<Receiver>& to, std::uint64_t bytes, std::vector<Reader>& readers) {
+  const std::lock_guard lock(mutex_);
+  readers.clear();
+  for (const Receiver& receiver : to) {
+    const Link& link = links_.at(receiver.link);
+    const std::uint64_t unread = link.unread->load(std::memory_order_relaxed);
+    if (unread > 0 && unread + bytes > share_ && sendable(link)) return false;
+    readers.push_back({link.peer, link.unread});
+  }
+  return true;
 }
 
 bool Post::send(FrameHeader header, const Payload& payload, const std::vector<Receiver>& to) {
@@ -232,12 +255,12 @@ bool Post::send(FrameHeader header, const Payload& payload, const std::vector<Re
   header.prefix = static_cast<std::uint32_t>(payload.prefix.bytes);
   header.bytes = payload_bytes(payload, body);
   if (header.bytes > most_inline) {
-    std::vector<std::shared_ptr<Peer>> readers;
-    {
-      const std::lock_guard lock(mutex_);
-      for (const Receiver& receiver : to) readers.push_back(links_.at(receiver.link).peer);
+    std::vector<Reader> readers;
+    if (!readers_of(to, header.bytes, readers)) {
+      host_->tidy();
+      if (!readers_of(to, header.bytes, readers)) return false;
     }
-    header.block = fill_block(header, payload, readers);
+    header.block = fill_block(header, payload, std::move(readers));
     if (header.block == 0) return false;
   }
   thread_local std::vector<char> frame;

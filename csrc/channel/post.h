@@ -2,7 +2,8 @@
 //
 // Sending never waits: what a full ring does not take is kept here and goes out as the receiver reads. How much that may
 // be is for the senders' protocol to bound. A payload too large for a ring lies in a block of the sender's arena until
-// all its receivers have let go of it.
+// all its receivers have let go of it; what one of them has not even read may fill a share of the arena, no more, so that
+// there is room for the others.
 //
 // One thread at a time has the turn to read. A thread that waits for something reads for everybody meanwhile, so that an
 // answer costs no change of threads; while none does, the standby reads. It takes over a tick after the last reader has
@@ -12,6 +13,7 @@
 #include <unistd.h>
 
 #include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -86,14 +88,16 @@ struct Event {
 
 class Post {
  public:
-  explicit Post(std::shared_ptr<Host> host, bool crowded);
+  // `share`: bytes of the arena that hold what one receiver has not read.
+  Post(std::shared_ptr<Host> host, bool crowded, std::uint64_t share = UINT64_MAX);
   ~Post();
 
   // The link to the process with this token, made if need be; -1 if it cannot be reached. `silent` if it is there and
   // does not answer yet, as one that is stopped: that it was met or has refused comes as an event.
   int connect(const std::string& token);
   static constexpr int silent = -2;
-  // False if there is no room for the payload now; then nothing was sent to anybody.
+  // False if there is no room for the payload now, or a receiver has not read its share of the arena; then nothing was
+  // sent to anybody. A receiver who has read everything gets a payload of any size.
   bool send(FrameHeader header, const Payload& payload, const std::vector<Receiver>& to);
   void drop(std::uint32_t link);  // nothing more to this one
 
@@ -122,6 +126,7 @@ class Post {
     Ring* in = nullptr;
     std::uint64_t written = 0, read = 0;
     std::deque<std::vector<char>> waiting;  // whole frames that the ring had no room for
+    std::shared_ptr<std::atomic<std::uint64_t>> unread;  // bytes of blocks that it has not looked at
     bool closed = false;                    // for sending
     bool reported = false;                  // that it is gone
   };
@@ -135,12 +140,18 @@ class Post {
   void read(std::uint32_t number, Link& link, std::vector<Event>& events);
   bool drained(const std::string& token) const;
   void gone(std::uint32_t number, Link& link, std::vector<Event>& events, std::string text, bool peace);
-  std::uint64_t fill_block(const FrameHeader& header, const Payload& payload, const std::vector<std::shared_ptr<Peer>>& readers);
+  struct Reader {
+    std::shared_ptr<Peer> peer;
+    std::shared_ptr<std::atomic<std::uint64_t>> unread;  // its link's, until this block is taken from it
+  };
+  std::uint64_t fill_block(const FrameHeader& header, const Payload& payload, std::vector<Reader> readers);
+  bool readers_of(const std::vector<Receiver>& to, std::uint64_t bytes, std::vector<Reader>& readers);
   void start_tick(std::int64_t nanoseconds);
   bool sendable(const Link& link) const { return !link.closed && link.peer->state.load(std::memory_order_acquire) == Peer::alive; }
 
   std::shared_ptr<Host> host_;
   std::atomic<bool> crowded_;
+  const std::uint64_t share_;
   std::mutex mutex_;  // links_, what they hold, met_, parted_ and first_
   std::deque<Link> links_;
   std::vector<Event> met_;  // and who has refused

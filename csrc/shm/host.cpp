@@ -269,11 +269,13 @@ bool Host::sweep() {
   return !buried_.empty();
 }
 
+void Host::tidy() {
+  const std::lock_guard lock(mutex_);
+  sweep();
+}
+
 std::uint64_t Host::allocate(std::size_t bytes) {
-  {
-    const std::lock_guard lock(mutex_);
-    sweep();
-  }
+  tidy();
   return arena_->allocate(bytes);
 }
 

@@ -72,7 +72,8 @@ class Host {
   // Room in the arena that peers may still look at: `unused` says when they no longer do. It is given back with the
   // next allocation, or, since there may be none, by the watcher a little later.
   void bury(std::vector<std::uint64_t> offsets, std::function<bool()> unused);
-  // As Arena::allocate, after giving back what is no longer looked at.
+  void tidy();  // gives back what is no longer looked at, now
+  // As Arena::allocate, after that.
   std::uint64_t allocate(std::size_t bytes);
 
   // Changes whenever a peer has died or left.

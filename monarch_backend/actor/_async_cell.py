@@ -133,7 +133,7 @@ class AsyncCell(Cell):
     async def _execute_async(self, message: Message) -> None:
         peer, frame, _ = message
         called, _ = read_prefix(frame.prefix)
-        self.program.router.processed(peer)
+        self.program.router.processed(peer, frame)
         assert self._loop is not None
         assert self.blueprint is not None
         key = (peer, frame.ref or id(message))

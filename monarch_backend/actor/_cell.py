@@ -238,7 +238,7 @@ class Cell:
                     self._inbox.remove(item)
                 except ValueError:
                     break  # it has just begun
-                self.program.router.processed(peer)
+                self.program.router.processed(peer, item[1])
                 Answer(self.program, item, None).settle()
                 return
         self._interrupt(peer, message.ref, message.reason)
@@ -326,7 +326,7 @@ class Cell:
 
     def _refuse(self, message: Message) -> None:
         peer, frame, _ = message
-        self.program.router.processed(peer)
+        self.program.router.processed(peer, frame)
         called, _ = read_prefix(frame.prefix)
         answer = Answer(self.program, message, called.port)
         if answer.wanted and self.failure is not None:
@@ -395,7 +395,7 @@ class Cell:
         peer, frame, _ = message
         called, extent = read_prefix(frame.prefix)
         answer = Answer(self.program, message, called.port)
-        self.program.router.processed(peer)
+        self.program.router.processed(peer, frame)
         _context.message.set((frame.rank, extent))
         with self._lock:
             self._running, self._hit = (peer, frame.ref), False

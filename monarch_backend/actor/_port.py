@@ -159,7 +159,7 @@ class PortReceiver(Generic[T]):
             if not closed:
                 self._values.append(_Arrival(next(self._places), peer, frame))
         if closed:
-            self._program.router.processed(peer)
+            self._program.router.processed(peer, frame)
             return
         if self._once:
             self._program.ports.pop(self.number, None)
@@ -194,7 +194,7 @@ class PortReceiver(Generic[T]):
         peer, frame = arrival.peer, arrival.frame
         if not arrival.processed:
             arrival.processed = True
-            self._program.router.processed(peer)
+            self._program.router.processed(peer, frame)
         future._given = arrival
         if frame.prefix != Status.VALUE:
             future._fail_raw(
@@ -267,7 +267,7 @@ def _give_back(program: Program, values: list[_Arrival]) -> None:
     for arrival in values:
         if not arrival.processed:
             arrival.processed = True
-            program.router.processed(arrival.peer)
+            program.router.processed(arrival.peer, arrival.frame)
 
 
 class Channel:

@@ -380,7 +380,7 @@ class Program:
     def _refuse_unborn(self, actor: int) -> None:
         where = str(self.home_extent.point(self.home_rank)) if self.home_extent is not None else "the main program"
         for peer, frame, via in self._unborn.pop(actor, ()):
-            self.router.processed(peer)
+            self.router.processed(peer, frame)
             what = f"its actor was not built here within {UNBORN:.0f} s"
             failure = pack_failure(MeshFailure("?", [Death(frame.rank, where, HOST, self.pid, what)]))
             if frame.ref and via is not None:
@@ -406,7 +406,7 @@ class Program:
         if receiver is not None:
             receiver._take(peer, frame)
         else:
-            self.router.processed(peer)
+            self.router.processed(peer, frame)
 
     def withdraw(self, core: ActorCore, ref: int, peers: Sequence[Peer], reason: str) -> None:
         """A call is no longer wanted."""

@@ -39,9 +39,9 @@ class Simulation:
     and all of monarch_backend.actor works on them. Time goes on while the caller waits for a future, in `run` and in
     `step`.
 
-    ``conditions`` say how hard the world is. ``window``, ``fanout``, ``direct`` and ``most_in_one`` replace numbers of
-    the router, so that few processes and small messages meet what takes many otherwise: full windows, deep trees,
-    messages in pieces. ``steps`` is how many of the last steps `trace` tells of.
+    ``conditions`` say how hard the world is. ``window``, ``fanout``, ``direct``, ``most_in_one``, ``place``, ``large``
+    replace numbers of the router, so that few processes and small messages meet what takes many otherwise: full
+    windows, deep trees, messages in pieces. ``steps`` is how many of the last steps `trace` tells of.
 
     Failures that nobody handled are in ``faults`` (they end a real program); what monarch_backend logged as an error is
     in ``errors``. ``on_step`` and ``on_death`` are lists of functions that are called after every step, and with every
@@ -57,6 +57,8 @@ class Simulation:
         fanout: int | None = None,
         direct: int | None = None,
         most_in_one: int | None = None,
+        place: int | None = None,
+        large: int | None = None,
         steps: int = 50,
     ) -> None:
         self.seed = seed
@@ -71,7 +73,14 @@ class Simulation:
         self.on_death: list[Callable[[SimulatedProcess], object]] = []
         self._trace = Trace(steps)
         self._pids = itertools.count(100_001)
-        self._tuning = {"WINDOW": window, "FANOUT": fanout, "DIRECT": direct, "MOST_IN_ONE": most_in_one}
+        self._tuning = {
+            "WINDOW": window,
+            "FANOUT": fanout,
+            "DIRECT": direct,
+            "MOST_IN_ONE": most_in_one,
+            "PLACE": place,
+            "LARGE": large,
+        }
         self._waits: list[tuple[SimulatedProcess, Any]] = []
         self._looping = 0
         self._broken: BaseException | None = None

@@ -18,6 +18,8 @@ ARENA_BYTES = 4 << 30
 MOST_IN_ONE = 256 << 20
 """Bytes of a payload that travel in one piece; a larger one goes in parts."""
 
+UNREAD_BYTES = 256 << 20
+"""Of those, how much one receiver may leave unread: the rest is for the others. One message goes in any case."""
 
 SILENT = -2
 """What `connect` returns for a process that does not answer yet."""
@@ -113,7 +115,7 @@ class LocalLinks:
         spin = os.environ.get("MONARCH_SPIN", "")
         if spin not in ("", "0", "1"):
             raise ValueError(f"MONARCH_SPIN={spin!r}: 1 to wait by spinning first, 0 to sleep at once, or unset")
-        self.post = _native.Post(self.host, spin == "0" if spin else crowded)
+        self.post = _native.Post(self.host, spin == "0" if spin else crowded, UNREAD_BYTES)
         self.token: str = self.host.token
         self.connect = self.post.connect
         self.send = self.post.send

@@ -39,7 +39,10 @@ LONG = 10.0
 """Seconds after which a sender that waits for its receiver says so."""
 
 WINDOW = 1024
-"""Messages from one process to another that may be under way or waiting to be processed; then the sender waits."""
+"""Places for messages from one process to another, under way or waiting to be processed; then the sender waits."""
+
+PLACE = 1 << 20
+"""Bytes after which a message takes one more place: what waits is bounded to a GiB. The last one may go beyond it."""
 
 FANOUT = 8
 """Processes that one process of a tree passes a message on to."""
@@ -157,7 +160,14 @@ class Combiner:
         self._buffers: list[Any] = []
 
     def own(self, rank: int, status: bytes, body: Any, buffers: Sequence[Any] | None) -> None:
-        """This process's reply; may come from any thread."""
+        """This process's reply; may come from any thread. A large one goes straight to the root."""
+        if _size(body, buffers) > LARGE:
+            self._router.tell(self._root, CastArrived(self._route.cast, [self._router.token]))
+            self._router.reply(self._root, self._route.ref, rank, status, body, buffers)
+            with self._router.lock:
+                self._mine, self._missing = 0, self._missing + 1
+                self._maybe_send(False)
+            return
         if any(count > 0 for count in self._children.values()):  # it waits here, and the actor goes on with its memory
             body, buffers = _own(body), _own_all(buffers)
         chunks = [body] if isinstance(body, (bytes, memoryview)) else list(body)
@@ -208,6 +218,28 @@ def _urgent(status: bytes) -> bool:
     return status not in (Status.VALUE, Status.NOTHING)
 
 
+class _FullMemory:
+    """A sender that waits until receivers let go of shared memory, which they do without a word."""
+
+    def __init__(self, router: Router, to: Sequence[Peer], kind: int, target: int) -> None:
+        self._router, self._to, self._kind, self._target = router, to, kind, target
+        self._report: Any = None
+
+    def wait(self) -> None:
+        """A moment; the first one is said, and so is a long time."""
+        if self._report is None:
+            who = str(self._to[0]) if len(self._to) == 1 else f"one of {len(self._to)} processes"
+            why = f"what {who} has not read fills its share of shared memory: waiting"
+            self._router.on_wait(self._to[0], self._kind, self._target, why)
+            self._report = self._router.report(why, "the receiver does not read")
+        self._router._wait(Room(), 0.001)
+
+    def close(self) -> None:
+        """It waits no more."""
+        if self._report is not None:
+            self._report.cancel()
+
+
 Handler = Callable[[Peer, Frame, "Combiner | None"], None]
 
 
@@ -242,7 +274,7 @@ class Router:
         self._by_link: dict[int, Peer] = {}
         self._casts: dict[int, _Cast] = {}
         self._ids = itertools.count(1)
-        self._stuck: deque[Callable[[], bool]] = deque()  # what found no room in shared memory
+        self._stuck: deque[tuple[int, Callable[[], bool]]] = deque()  # what found no room in shared memory
         self._whole: dict[tuple[int, int], _Assembly] = {}  # by link and the sender's number of it
 
     # ---- who there is
@@ -290,6 +322,7 @@ class Router:
         Raises PeerGoneError if the process is known to be gone: then nothing was sent.
         """
         size = len(body) if buffers is None and type(body) is bytes else _size(body, buffers)
+        places = 1 + size // PLACE
         with self.lock:
             if peer.credit > 0 and peer.link >= 0 and not peer.backlog and peer.gone is None and size <= MOST_IN_ONE:
                 peer.sent = seq = peer.sent + 1  # first: a signal's handler may send to it, too
@@ -299,7 +332,7 @@ class Router:
                     self._fill(peer, seq)
                     raise
                 if sent:
-                    peer.credit -= 1
+                    peer.credit -= places
                     return
                 self._unclaim(peer, seq)
         self._send_slowly(peer, kind, target, ref, rank, prefix, body, buffers)
@@ -307,31 +340,32 @@ class Router:
     def _send_slowly(
         self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
-        here = peer is self.me
-        large = _size(body, buffers) > MOST_IN_ONE
-        while True:
-            self.wait_for_credit(peer, kind, target)
-            with self.lock:
-                if peer.credit <= 0:
-                    continue
-                reached = here or self._reach(peer)
-                peer.sent = seq = peer.sent + 1
-                sent = True
-                if reached and not here and not large:
-                    try:
-                        sent = self.links.send(
-                            peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers
-                        )
-                    except BaseException:
-                        self._fill(peer, seq)
-                        raise
-                if sent:
-                    peer.credit -= 1
-                    if not reached:
-                        self._put_off(peer, kind, target, ref, seq, rank, prefix, body, buffers)
-                    break
-                self._unclaim(peer, seq)
-            self._wait(Room(), 0.001)  # shared memory is full: receivers let go of it without a word
+        here, size = peer is self.me, _size(body, buffers)
+        large = size > MOST_IN_ONE
+        with contextlib.closing(_FullMemory(self, [peer], kind, target)) as full:
+            while True:
+                self.wait_for_credit(peer, kind, target)
+                with self.lock:
+                    if peer.credit <= 0:
+                        continue
+                    reached = here or self._reach(peer)
+                    peer.sent = seq = peer.sent + 1
+                    sent = True
+                    if reached and not here and not large:
+                        try:
+                            sent = self.links.send(
+                                peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers
+                            )
+                        except BaseException:
+                            self._fill(peer, seq)
+                            raise
+                    if sent:
+                        peer.credit -= 1 + size // PLACE
+                        if not reached:
+                            self._put_off(peer, kind, target, ref, seq, rank, prefix, body, buffers)
+                        break
+                    self._unclaim(peer, seq)
+                full.wait()
         if here:
             frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, _own(body), _own_all(buffers))
             self._deliver_here(kind, frame)
@@ -369,11 +403,9 @@ class Router:
             raise PeerGoneError.of(peer)
         if peer.credit > 0:
             return
-        why = f"{WINDOW} messages to {peer} are not processed yet: waiting"
+        why = f"{WINDOW} messages to {peer}, or {WINDOW * PLACE >> 20} MiB, are not processed yet: waiting"
         self.on_wait(peer, kind, target, why)
-        report: Any = self.later(
-            LONG, lambda: log.warning("%s since %.0f s; the receiver is busy, or nobody reads", why, LONG)
-        )
+        report: Any = self.report(why, "the receiver is busy, or nobody reads")
         try:
             while peer.credit <= 0:
                 room = peer.room = peer.room or Room()
@@ -384,6 +416,10 @@ class Router:
                     raise PeerGoneError.of(peer)
         finally:
             report.cancel()
+
+    def report(self, why: str, guess: str) -> Any:
+        """Somebody begins to wait, and says so if it takes long; cancel it when that is over."""
+        return self.later(LONG, lambda: log.warning("%s since %.0f s; %s", why, LONG, guess))
 
     def tell(self, peer: Peer, message: Any, body: Any = b"", buffers: Any = None) -> None:
         """A control message, in order with the messages to this process. Never waits; nothing if it is gone."""
@@ -407,26 +443,35 @@ class Router:
             frame = Frame(-1, Kind.REPLY, 0, ref, 0, rank, self.epoch, status, _own(body), _own_all(buffers))
             self._deliver_here(Kind.REPLY, frame)
             return
-        while True:
-            with self.lock:
-                if peer.gone is not None:
-                    return
-                if not self._reach(peer):
-                    self._put_off(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
-                    return
-                if _size(body, buffers) > MOST_IN_ONE:
-                    break
-                if self.links.send(peer.link, Kind.REPLY, 0, ref, 0, rank, peer.epoch, status, body, buffers):
-                    return
-            self._wait(Room(), 0.001)
+        large = _size(body, buffers) > MOST_IN_ONE
+        full: _FullMemory | None = None
+        try:
+            while True:
+                with self.lock:
+                    if peer.gone is not None:
+                        return
+                    if not self._reach(peer):
+                        self._put_off(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
+                        return
+                    if large:
+                        break
+                    if self.links.send(peer.link, Kind.REPLY, 0, ref, 0, rank, peer.epoch, status, body, buffers):
+                        return
+                full = full or _FullMemory(self, [peer], Kind.REPLY, 0)
+                full.wait()
+        finally:
+            if full is not None:
+                full.close()
         self._send_parts(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
 
-    def processed(self, peer: Peer) -> None:
-        """A message of this peer has left the queue that it waited in."""
+    def processed(self, peer: Peer, frame: Frame) -> None:
+        """This message of this peer has left the queue that it waited in."""
+        body, buffers = frame.body, frame.buffers
+        places = 1 + (len(body) if not buffers else _size(body, buffers)) // PLACE
         if peer is self.me:
-            self._refill(peer, 1)
+            self._refill(peer, places)
             return
-        peer.done += 1
+        peer.done += places
         if peer.done >= WINDOW // 16:  # often enough that nearly the whole window can be used
             with self.lock:
                 count, peer.done = peer.done, 0
@@ -456,7 +501,7 @@ class Router:
                     link, kind, target, ref, 0, rank, peer.epoch, prefix, body, buffers
                 )
 
-            self._keep(send)
+            self._keep(send, link)
 
     # ---- sending to many
 
@@ -487,37 +532,47 @@ class Router:
     def _cast_straight(
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
-        self._credit_of_all(to, kind, target)
         size = _size(body, buffers)
-        while True:
-            with self.lock:
-                linked = [
-                    (peer, rank)
-                    for peer, rank in to
-                    if peer is not self.me and size <= MOST_IN_ONE and self._reach(peer)
-                ]
-                receivers = []
-                for peer, rank in linked:
-                    peer.sent = seq = peer.sent + 1
-                    receivers.append((peer.link, seq, rank, peer.epoch))
-                try:
-                    sent = not receivers or self.links.cast(receivers, kind, target, ref, prefix, body, buffers)
-                except BaseException:
-                    for (peer, _), receiver in zip(linked, receivers, strict=True):
-                        self._fill(peer, receiver[1])
-                    raise
-                for (peer, _), receiver in zip(linked, receivers, strict=True):
-                    if sent:
-                        peer.credit -= 1
-                    else:
-                        self._unclaim(peer, receiver[1])
-                if sent:
-                    break
-            self._wait(Room(), 0.001)
+        with contextlib.closing(_FullMemory(self, [peer for peer, _ in to], kind, target)) as full:
+            while True:
+                self._credit_of_all(to, kind, target)
+                with self.lock:
+                    if self._lacks_credit(to):
+                        continue
+                    linked = [
+                        (peer, rank)
+                        for peer, rank in to
+                        if peer is not self.me and size <= MOST_IN_ONE and self._reach(peer)
+                    ]
+                    if not linked or self._cast_linked(linked, size, kind, target, ref, prefix, body, buffers):
+                        break
+                full.wait()
         done = {id(peer) for peer, _ in linked}
         for peer, rank in to:
             if id(peer) not in done and peer.gone is None:
                 self._send_slowly(peer, kind, target, ref, rank, prefix, body, buffers)
+
+    def _cast_linked(
+        self, to: Sequence[tuple[Peer, int]], size: int, kind: int, target: int, ref: int, prefix: bytes, body: Any,
+        buffers: Any,
+    ) -> bool:  # fmt: skip
+        """To those that can be reached now; False if there is no room. Under the lock."""
+        receivers = []
+        for peer, rank in to:
+            peer.sent = seq = peer.sent + 1
+            receivers.append((peer.link, seq, rank, peer.epoch))
+        try:
+            sent = self.links.cast(receivers, kind, target, ref, prefix, body, buffers)
+        except BaseException:
+            for (peer, _), receiver in zip(to, receivers, strict=True):
+                self._fill(peer, receiver[1])
+            raise
+        for (peer, _), receiver in zip(to, receivers, strict=True):
+            if sent:
+                peer.credit -= 1 + size // PLACE
+            else:
+                self._unclaim(peer, receiver[1])
+        return sent
 
     def _credit_of_all(self, to: Sequence[tuple[Peer, int]], kind: int, target: int) -> None:
         for peer, _ in to:
@@ -527,30 +582,42 @@ class Router:
                 except PeerGoneError:
                     continue  # whoever asked hears of it in its own way
 
+    def _lacks_credit(self, to: Sequence[tuple[Peer, int]]) -> bool:
+        """Another thread has taken what there was; under the lock."""
+        return any(peer.credit <= 0 and peer.gone is None for peer, _ in to)
+
     def _cast_down(
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
     ) -> None:
-        self._credit_of_all(to, kind, target)
-        with self.lock:
-            hops = []
-            for peer, rank in to:
-                peer.sent = seq = peer.sent + 1
-                peer.credit -= 1
-                hops.append(_frames.Hop(peer.token, seq, rank))
-            number = next(self._ids)
-            peers = [peer for peer, _ in to]
-            cast = _Cast(number, kind, target, ref, prefix, _own(body), peers, hops, set(range(len(hops))))
-            self._casts[number] = cast
-            tokens = "".join(hop.token for hop in hops)
-            seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
-            route = _frames.encode(Route(number, self.token, kind, target, ref, combine, prefix, tokens, seqs, ranks))
-            first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(FANOUT, len(hops)))]
-            if not self.links.cast(first, Kind.CAST, 0, 0, route, cast.body, None):
-                self._keep(lambda: self.links.cast(first, Kind.CAST, 0, 0, route, cast.body, None))
-            for index, peer in enumerate(peers):
-                if peer.gone is not None:
-                    self._recast(cast, index)
-            self._mark(number, ())  # those of them that have ended while this was waited with
+        while True:
+            self._credit_of_all(to, kind, target)
+            with self.lock:
+                if not self._lacks_credit(to):
+                    return self._begin_cast(to, kind, target, ref, prefix, body, combine)
+
+    def _begin_cast(
+        self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
+    ) -> None:
+        """To the first ones of the tree; under the lock."""
+        hops, places = [], 1 + _size(body, None) // PLACE
+        for peer, rank in to:
+            peer.sent = seq = peer.sent + 1
+            peer.credit -= places
+            hops.append(_frames.Hop(peer.token, seq, rank))
+        number = next(self._ids)
+        peers = [peer for peer, _ in to]
+        cast = _Cast(number, kind, target, ref, prefix, _own(body), peers, hops, set(range(len(hops))))
+        self._casts[number] = cast
+        tokens = "".join(hop.token for hop in hops)
+        seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
+        route = _frames.encode(Route(number, self.token, kind, target, ref, combine, prefix, tokens, seqs, ranks))
+        first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(FANOUT, len(hops)))]
+        if not self.links.cast(first, Kind.CAST, 0, 0, route, cast.body, None):
+            self._keep(lambda: self.links.cast(first, Kind.CAST, 0, 0, route, cast.body, None))
+        for index, peer in enumerate(peers):
+            if peer.gone is not None:
+                self._recast(cast, index)
+        self._mark(number, ())  # those of them that have ended while this was waited with
 
     def _passed_down(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
         route = _frames.decode_route(frame.prefix)
@@ -773,10 +840,13 @@ class Router:
         """Call it on the thread that reads; the pump's later, where there is one."""
         raise NotImplementedError
 
-    def _keep(self, send: Callable[[], bool]) -> None:
-        """Try it again until it returns True: receivers let go of shared memory without a word."""
+    def _keep(self, send: Callable[[], bool], link: int = -1) -> None:
+        """Try it again until it returns True: receivers let go of shared memory without a word.
+
+        What is for the same link keeps its order; who does not read holds up nobody else.
+        """
         with self.lock:
-            self._stuck.append(send)
+            self._stuck.append((link, send))
             if len(self._stuck) == 1:
                 self.later(0.001, self._retry)
 
@@ -788,8 +858,13 @@ class Router:
 
     def _unstick(self) -> None:
         with self.lock:
-            while self._stuck and self._stuck[0]():
-                self._stuck.popleft()
+            full: set[int] = set()
+            for _ in range(len(self._stuck)):
+                link, send = self._stuck.popleft()
+                if link in full or not send():
+                    self._stuck.append((link, send))
+                    if link >= 0:
+                        full.add(link)
 
     @property
     def stuck(self) -> bool:
@@ -975,7 +1050,7 @@ class Router:
         if large:
             self._send_parts(peer, kind, target, ref, seq, rank, prefix, body, buffers, keep=True)
         else:
-            self._keep(lambda: peer.gone is not None or send())
+            self._keep(lambda: peer.gone is not None or send(), peer.link)
 
     def _send_parts(
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any,
@@ -1005,10 +1080,11 @@ class Router:
 
         if keep:
             if not send():
-                self._keep(send)
+                self._keep(send, peer.link)
         else:
-            while not send():
-                self._wait(Room(), 0.001)
+            with contextlib.closing(_FullMemory(self, [peer], kind, target)) as full:
+                while not send():
+                    full.wait()
 
     def _take_part(self, peer: Peer, frame: Frame) -> None:
         key = frame.link, frame.ref

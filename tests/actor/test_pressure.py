@@ -26,8 +26,11 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
+from monarch_backend.mesh._linux import stands_still
+from monarch_backend.transport import _router
+from monarch_backend.transport._links import UNREAD_BYTES
 from monarch_backend.transport._router import WINDOW
-from tests.actor.actors import Recorder, Sync, resident_bytes, running, until
+from tests.actor.actors import Recorder, Sync, pid_of, resident_bytes, running, until
 from tests.actor.support import PATIENCE, Faults, gate
 from tests.support.terminal import Terminal
 
@@ -124,6 +127,46 @@ def test_a_slow_actor_holds_its_sender_up(recorders: ActorMesh, tmp_path: Path, 
     assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(FLOOD))}
     assert resident_bytes() - before < 2 * WINDOW * len(payload)
     assert f"{WINDOW} messages to gpus 1 of {recorders.proc_mesh.name} (pid " in said
+
+
+def small_places() -> None:
+    _router.PLACE = 4096
+
+
+def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_router, "PLACE", 4096)
+    payload, n = b"x" * (64 << 10), 200
+    with running({"gpus": 2}, bootstrap=small_places) as procs, gate(tmp_path) as (name, open_gate):
+        mesh = procs.spawn("recorders", Recorder)
+        one = mesh.slice(gpus=1)
+        hold(one, name)
+        sender = Sender(lambda i: (mesh.note if i % 2 else one.note).broadcast("main", i, payload), n)
+        until(lambda: WAITING in said, "the sender says that it waits")
+        assert sender.sent == -(-WINDOW // 17)  # 17 places each; what the mesh is sent goes there, too
+        open_gate()
+        sender.join()
+        assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(n))}
+
+
+def test_a_stopped_process_leaves_shared_memory_to_the_others(recorders: ActorMesh, said: Said) -> None:
+    one, other = recorders.slice(gpus=1), recorders.slice(gpus=0)
+    payload = bytes(UNREAD_BYTES // 4 - 4096)
+    pid = pid_of(one)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: stands_still(pid), "it stands still")
+        sender = Sender(lambda i: one.note.broadcast("main", i, payload), 6)
+        until(lambda: "has not read fills its share of shared memory: waiting" in said, "the sender says that it waits")
+        assert sender.sent == 4
+        for _ in range(5):
+            assert other.echo.call_one(payload).get(PATIENCE) == payload
+        assert sender.sent == 4
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    sender.join()
+    assert sender.error is None
+    assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(6))}
+    assert said.count("has not read fills its share") == 1
 
 
 def test_the_slowest_of_many_holds_the_sender_up(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:

@@ -163,11 +163,12 @@ def test_one_thread_no_process_no_time() -> None:
 
 def test_everything_is_put_back() -> None:
     def state() -> list[Any]:
-        constants = [_router.WINDOW, _router.FANOUT, _router.DIRECT, _router.MOST_IN_ONE, _program.secrets]
+        sizes = [_router.WINDOW, _router.PLACE, _router.MOST_IN_ONE, _router.LARGE]
+        constants = [*sizes, _router.FANOUT, _router.DIRECT, _program.secrets]
         return [*constants, _program._program, public.unhandled_fault_hook, actor_context.cell.get()]
 
     before = state()
-    one = Simulation(9, window=2, fanout=3, direct=4, most_in_one=5)
+    one = Simulation(9, window=2, fanout=3, direct=4, most_in_one=5, place=6, large=7)
     with pytest.raises(ZeroDivisionError) as caught:
         _fail_in(one, state)
     assert state() == before

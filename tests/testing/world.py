@@ -39,6 +39,8 @@ class Plan:
     most_in_one: int | None
     actions: int
     violence: float  # share of actions that hurt
+    place: int | None
+    large: int | None
 
     @classmethod
     def draw(cls, rng: random.Random, size: int | None = None) -> Plan:
@@ -53,6 +55,8 @@ class Plan:
             most_in_one=rng.choice((None, None, None, 12_000)),
             actions=rng.randrange(10, 40),
             violence=rng.choice((0.05, 0.2, 0.4)),
+            place=rng.choice((None, 1000)),
+            large=rng.choice((None, None, 3000)),
         )
 
 
@@ -338,7 +342,14 @@ def run(seed: int, size: int | None = None) -> World:
     """One run; an AssertionError, with the seed and the last steps in its notes, if a promise is broken."""
     plan = Plan.draw(random.Random(seed), size)
     simulation = Simulation(
-        seed, plan.conditions, window=plan.window, fanout=plan.fanout, direct=plan.direct, most_in_one=plan.most_in_one
+        seed,
+        plan.conditions,
+        window=plan.window,
+        fanout=plan.fanout,
+        direct=plan.direct,
+        most_in_one=plan.most_in_one,
+        place=plan.place if plan.window is not None else None,  # it makes windows small as well
+        large=plan.large,
     )
     with simulation:
         world = World(simulation, plan)

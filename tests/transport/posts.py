@@ -62,10 +62,10 @@ def until(ready: Callable[[], object], what: str) -> None:
 class Office:
     """A process's host and post, and what has come."""
 
-    def __init__(self, rank: int, tokens: Sequence[str], flags: Flags, arena: int) -> None:
+    def __init__(self, rank: int, tokens: Sequence[str], flags: Flags, arena: int, share: int = 1 << 62) -> None:
         self.rank, self.tokens, self.flags = rank, tokens, flags
         self.host = _native.Host(arena, tokens[rank])
-        self.post = _native.Post(self.host, False)
+        self.post = _native.Post(self.host, False, share)
         self.ranks: dict[int, int] = {}  # by link
         self._read: list[Frame] = []
         flags.raise_(UP + rank)
@@ -141,7 +141,7 @@ class Office:
 Role = Callable[[Office], Any]
 
 
-def play(*roles: Role, dying: Sequence[int] = (), arena: int = 64 << 20) -> list[Any]:
+def play(*roles: Role, dying: Sequence[int] = (), arena: int = 64 << 20, share: int = 1 << 62) -> list[Any]:
     """Run each role in a process of its own; what those return that do not die, by rank.
 
     Processes that have ended stay zombies until all have answered, so that everybody can see how they ended.
@@ -151,7 +151,7 @@ def play(*roles: Role, dying: Sequence[int] = (), arena: int = 64 << 20) -> list
 
     def body(rank: int) -> Callable[[Connection], None]:
         def run(pipe: Connection) -> None:
-            office = Office(rank, tokens, flags, arena)
+            office = Office(rank, tokens, flags, arena, share)
             if rank in dying:
                 roles[rank](office)
                 os._exit(0)

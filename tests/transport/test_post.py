@@ -357,6 +357,37 @@ def test_no_room_is_said_and_there_is_room_again_after_release() -> None:
     play(sender, receiver, arena=arena)
 
 
+def test_who_does_not_read_leaves_room_for_the_others() -> None:
+    """A share of the arena for what one receiver has not read; what is larger goes when it has read everything."""
+    size, share = 300_000, 1 << 20
+
+    def sender(office: Office) -> None:
+        asleep, awake = office.connect(1), office.connect(2)
+        sent = 0
+        while office.send(asleep, seq=sent, buffers=[_text(size, sent)]):
+            sent += 1
+        assert sent == 3
+        assert not office.post.cast([(awake, 0, 0, 0), (asleep, 0, 0, 0)], 1, 0, 0, b"", b"", [_text(size)])
+        assert office.send(asleep, seq=sent, body=b"small")  # lies in the ring
+        for i in range(20):
+            until(lambda i=i: office.send(awake, seq=i, buffers=[_text(size, i)]), "room")  # type: ignore[misc]
+        until(lambda: office.send(awake, seq=20, buffers=[_text(3 * share, 20)]), "room for more than a share")
+        office.flags.raise_(0)
+        until(lambda: office.send(asleep, seq=4, buffers=[_text(size, 4)]), "room again")
+
+    def asleep(office: Office) -> None:
+        office.flags.wait(0)
+        frames = office.read(5)
+        assert [frame.seq for frame in frames] == [0, 1, 2, 3, 4]
+        assert [frame.buffers[0] == _text(size, i) for i, frame in enumerate(frames) if frame.buffers] == [True] * 4
+
+    def awake(office: Office) -> None:
+        held = [frame.buffers[0] for frame in office.read(21)]  # type: ignore[index] # what is kept was read
+        assert held == [*(_text(size, i) for i in range(20)), _text(3 * share, 20)]
+
+    play(sender, asleep, awake, share=share)
+
+
 def test_receivers_keep_at_most_half_of_an_arena() -> None:
     """The rest of it is for what is on its way; more than that is copied."""
     size, arena = 400_000, 2 << 20

@@ -168,7 +168,7 @@ void bind_channels(py::module_& m) {
       });
 
   py::class_<Post, std::shared_ptr<Post>>(m, "Post", "Frames to and from the other processes of this host.")
-      .def(py::init<std::shared_ptr<Host>, bool>(), py::arg("host"), py::arg("crowded"))
+      .def(py::init<std::shared_ptr<Host>, bool, std::uint64_t>(), py::arg("host"), py::arg("crowded"), py::arg("share") = UINT64_MAX)
       .def("connect", &Post::connect, Release())
       .def("send", &send)
       .def("cast", &cast)
