@@ -37,7 +37,7 @@ from monarch_backend.mesh._extent import Extent, Point, Shape
 from monarch_backend.mesh._hosts import HostMesh, this_host
 from monarch_backend.mesh._procs import ProcMesh
 from monarch_backend.mesh._value_mesh import ValueMesh
-from monarch_backend.transport._router import PeerGoneError
+from monarch_backend.transport._peer import PeerGoneError
 from monarch_backend.transport._serialize import DeserializationError, SerializationError
 
 __all__ = [

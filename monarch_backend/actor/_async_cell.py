@@ -15,7 +15,7 @@ from monarch_backend.actor._errors import MeshFailure
 from monarch_backend.actor._payload import read_prefix
 from monarch_backend.actor._port import ReplyPort
 from monarch_backend.transport._frames import Frame, Status
-from monarch_backend.transport._router import Peer
+from monarch_backend.transport._peer import Peer
 from monarch_backend.transport._serialize import dumps, loads
 
 log = logging.getLogger("monarch_backend")

@@ -17,8 +17,8 @@ from monarch_backend.actor._payload import supervision_error
 from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.mesh._value_mesh import ValueMesh
 from monarch_backend.transport._frames import Frame, More, Status
+from monarch_backend.transport._peer import Peer
 from monarch_backend.transport._pump import release
-from monarch_backend.transport._router import Peer
 from monarch_backend.transport._serialize import loads
 
 if TYPE_CHECKING:

@@ -30,9 +30,10 @@ from monarch_backend.actor._port import Port, ReplyPort
 from monarch_backend.mesh._extent import Extent, Point
 from monarch_backend.transport._exceptions import remote_traceback
 from monarch_backend.transport._frames import Cancel, Construct, Constructed, Failed, Frame, More, Status, Stopped
+from monarch_backend.transport._peer import Peer, PeerGoneError
 from monarch_backend.transport._pump import release
-from monarch_backend.transport._router import Combiner, Peer, PeerGoneError
 from monarch_backend.transport._serialize import DeserializationError, SerializationError, dumps, loads
+from monarch_backend.transport._tree import Combiner
 
 if TYPE_CHECKING:
     from monarch_backend.actor._program import Program

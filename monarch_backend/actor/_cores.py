@@ -11,7 +11,7 @@ from monarch_backend.actor._payload import read_error
 from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.mesh._procs import ProcCore
 from monarch_backend.transport._frames import Frame
-from monarch_backend.transport._router import Peer
+from monarch_backend.transport._peer import Peer
 
 
 @dataclass(eq=False)

@@ -34,7 +34,7 @@ from monarch_backend.mesh._mesh_log import MeshLog
 from monarch_backend.mesh._procs import ProcCore, ProcMesh, label_of
 from monarch_backend.mesh._spawner import Exited, ProcessSpec, Spawner, SpawnFailed, Started
 from monarch_backend.transport._frames import KNOCK, Replaced, Setting, Stop
-from monarch_backend.transport._router import Peer
+from monarch_backend.transport._peer import Peer
 
 if TYPE_CHECKING:
     from monarch_backend.actor._program import Program

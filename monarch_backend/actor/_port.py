@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from monarch_backend.actor._future import Future
 from monarch_backend.actor._payload import pack_error, read_error
 from monarch_backend.transport._frames import Frame, Kind, Status
-from monarch_backend.transport._router import Peer
+from monarch_backend.transport._peer import Peer
 from monarch_backend.transport._serialize import dumps, loads
 
 if TYPE_CHECKING:

@@ -52,9 +52,11 @@ from monarch_backend.transport._frames import (
     Stopped,
 )
 from monarch_backend.transport._links import Clock, Links, LocalLinks, RealClock, epoch_of
+from monarch_backend.transport._peer import Peer
 from monarch_backend.transport._pump import Pump
-from monarch_backend.transport._router import Combiner, Peer, Router
+from monarch_backend.transport._router import Router
 from monarch_backend.transport._serialize import dumps
+from monarch_backend.transport._tree import Combiner
 
 HINT, FAREWELL = 1.0, 5.0
 """Seconds that processes get to stop when the program ends."""

@@ -12,7 +12,7 @@ from monarch_backend.actor._future import Future
 from monarch_backend.actor._payload import prefix_of, supervision_error
 from monarch_backend.mesh._value_mesh import ValueMesh
 from monarch_backend.transport._frames import Kind
-from monarch_backend.transport._router import PeerGoneError
+from monarch_backend.transport._peer import PeerGoneError
 from monarch_backend.transport._serialize import dumps
 
 if TYPE_CHECKING:

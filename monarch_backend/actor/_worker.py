@@ -13,8 +13,8 @@ from monarch_backend.actor._cell import CLEANUP_SECONDS, Cell
 from monarch_backend.mesh import _worker_logging
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.transport import _serialize
+from monarch_backend.transport._peer import Peer, Room
 from monarch_backend.transport._pump import release
-from monarch_backend.transport._router import Peer, Room
 
 
 class Plan(NamedTuple):

@@ -19,7 +19,7 @@ AFTER_ERROR = 10.0
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from monarch_backend.transport._router import Peer
+    from monarch_backend.transport._peer import Peer
 
 
 class ProcReference(NamedTuple):

@@ -16,7 +16,7 @@ from monarch_backend.testing._conditions import Conditions
 from monarch_backend.testing._process import ProcessDied, SimulatedProcess
 from monarch_backend.testing._seams import logged_errors, simulated_seams
 from monarch_backend.testing._trace import Trace
-from monarch_backend.transport._router import Room
+from monarch_backend.transport._peer import Room
 
 if TYPE_CHECKING:
     from typing_extensions import Self

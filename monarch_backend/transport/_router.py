@@ -14,24 +14,24 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from monarch_backend.transport import _frames
+from monarch_backend.transport._bodies import Assembly, cut, own, own_all, size_of
 from monarch_backend.transport._frames import (
     CastArrived,
     CastLost,
     Frame,
     FrameError,
     Kind,
-    Part,
-    Replies,
     Route,
     Status,
     There,
     Where,
 )
 from monarch_backend.transport._links import MOST_IN_ONE, SILENT, Links, epoch_of
+from monarch_backend.transport._peer import Peer, PeerGoneError, Room
+from monarch_backend.transport._tree import Cast, Combiner, children, count_below, descendants
 
 log = logging.getLogger("monarch_backend")
 
@@ -61,163 +61,6 @@ LARGE = 32 << 10
 _NOTHING = _frames.encode(_frames.Setting(_frames.KNOCK, None))
 
 
-class PeerGoneError(ConnectionError):
-    """The process is not there any more; the text says which one, and how it ended."""
-
-    @classmethod
-    def of(cls, peer: Peer) -> PeerGoneError:
-        """For this process."""
-        return cls(f"process {peer.pid or peer.token[:8]} is gone: {peer.gone}")
-
-
-class Room:
-    """What a sender waits for."""
-
-    __slots__ = ("gate", "ready")
-
-    def __init__(self) -> None:
-        self.ready = False
-        self.gate: threading.Lock | None = None
-
-
-class Peer:
-    """Another process, as this one knows it."""
-
-    __slots__ = (
-        "asked_by",
-        "asking",
-        "backlog",
-        "credit",
-        "done",
-        "epoch",
-        "expected",
-        "gone",
-        "held",
-        "label",
-        "link",
-        "owner",
-        "peace",
-        "pid",
-        "received",
-        "refusals",
-        "room",
-        "sent",
-        "token",
-    )
-
-    def __init__(self, token: str) -> None:
-        self.token = token
-        self.epoch = epoch_of(token)
-        self.link = -1
-        self.pid = 0
-        self.label: str | Callable[[], str] = ""  # for people: "gpus 3 of trainers", made when somebody reads it
-        self.sent = 0  # the last sequence number
-        self.credit = WINDOW
-        self.received = 0  # the last sequence number that was delivered
-        self.done = 0  # processed messages of which the sender does not know yet
-        self.held: dict[int, tuple[Frame, Combiner | None]] = {}
-        self.backlog: deque[Callable[[], None]] = deque()
-        self.asked_by: list[Peer] = []  # who wants to know when it is there
-        self.asking = False  # its owner has been asked for it, and has not answered
-        self.room: Room | None = None
-        self.expected = False  # it will come to us
-        self.refusals = 0  # how often it could not be reached though its owner thought so
-        self.owner: Peer | None = None  # who knows whether it is there yet
-        self.gone: str | None = None
-        self.peace = False  # it went as it was told to
-
-    def __str__(self) -> str:
-        who = (self.label() if callable(self.label) else self.label) or self.token[:8]
-        return f"{who} (pid {self.pid})" if self.pid else who
-
-
-@dataclass
-class _Cast:
-    """A cast that its root has not heard the end of."""
-
-    number: int
-    kind: int
-    target: int
-    ref: int
-    prefix: bytes
-    body: Any
-    peers: list[Peer]
-    hops: list[_frames.Hop]
-    missing: set[int] = field(default_factory=set)
-
-
-class Combiner:
-    """Replies of the processes below this one, on their way up."""
-
-    def __init__(self, router: Router, parent: int, root: Peer, route: Route, children: dict[str, int]) -> None:
-        self._router, self._parent, self._root = router, parent, root
-        self._route = route
-        self._children = children  # token -> how many replies are still to come from below it
-        self._mine = 1
-        self._missing = 0  # replies that were to come from below a lost child
-        self._parts: list[Part] = []
-        self._chunks: list[Any] = []
-        self._buffers: list[Any] = []
-
-    def own(self, rank: int, status: bytes, body: Any, buffers: Sequence[Any] | None) -> None:
-        """This process's reply; may come from any thread. A large one goes straight to the root."""
-        if _size(body, buffers) > LARGE:
-            self._router.tell(self._root, CastArrived(self._route.cast, [self._router.token]))
-            self._router.reply(self._root, self._route.ref, rank, status, body, buffers)
-            with self._router.lock:
-                self._mine, self._missing = 0, self._missing + 1
-                self._maybe_send(False)
-            return
-        if any(count > 0 for count in self._children.values()):  # it waits here, and the actor goes on with its memory
-            body, buffers = _own(body), _own_all(buffers)
-        chunks = [body] if isinstance(body, (bytes, memoryview)) else list(body)
-        with self._router.lock:
-            self._mine = 0
-            self._add(Part(rank, status, sum(len(c) for c in chunks), len(buffers or ())), chunks, buffers or ())
-            self._maybe_send(_urgent(status))
-
-    def below(self, token: str, replies: Replies, body: Any, buffers: Sequence[Any]) -> None:
-        """Replies of a child and those below it."""
-        parts = replies.parts
-        with self._router.lock:
-            self._children[token] = self._children.get(token, 0) - len(parts) - replies.missing
-            self._missing += replies.missing
-            self._parts += parts
-            self._chunks.append(body)
-            self._buffers += buffers
-            self._maybe_send(any(_urgent(part.status) for part in parts))
-
-    def lost(self, token: str) -> None:
-        """A child is gone; the root asks those below it itself."""
-        with self._router.lock:
-            left = self._children.pop(token, None)
-            if left is not None:
-                self._missing += max(left, 0)
-                self._maybe_send(False)
-
-    def _add(self, part: Part, chunks: list[Any], buffers: Sequence[Any]) -> None:
-        self._parts.append(part)
-        self._chunks += chunks
-        self._buffers += buffers
-
-    def _maybe_send(self, urgent: bool) -> None:
-        complete = self._mine == 0 and all(count <= 0 for count in self._children.values())
-        if (self._parts or self._missing) and (complete or urgent):
-            prefix = _frames.encode(Replies(self._route.root, self._parts, self._missing))
-            link = self._parent if self._router.open(self._parent) else self._router.link_to(self._root)
-            self._router.send_or_keep(
-                link, Kind.REPLIES, self._route.cast, self._route.ref, prefix, self._chunks, self._buffers
-            )
-            self._parts, self._chunks, self._buffers, self._missing = [], [], [], 0
-        if complete:
-            self._router.combiners.pop((self._route.root, self._route.cast), None)
-
-
-def _urgent(status: bytes) -> bool:
-    """An error ends the call, and does not wait for the others."""
-    return status not in (Status.VALUE, Status.NOTHING)
-
-
 class _FullMemory:
     """A sender that waits until receivers let go of shared memory, which they do without a word."""
 
@@ -240,7 +83,7 @@ class _FullMemory:
             self._report.cancel()
 
 
-Handler = Callable[[Peer, Frame, "Combiner | None"], None]
+Handler = Callable[[Peer, Frame, Combiner | None], None]
 
 
 class Router:
@@ -255,7 +98,7 @@ class Router:
         self.token = links.token
         self.epoch = epoch_of(links.token)
         self.lock = threading.RLock()
-        self.me = Peer(links.token)
+        self.me = Peer(links.token, WINDOW)
         self.peers: dict[str, Peer] = {links.token: self.me}
         self.handlers: dict[int, Handler] = {}
         self.control: dict[type, Callable[[Peer, Any, Frame], None]] = {
@@ -272,10 +115,10 @@ class Router:
         self._told = {Kind.MET: self._met, Kind.GONE: self._ended, Kind.REFUSED: self._refused}
         self._wait = wait
         self._by_link: dict[int, Peer] = {}
-        self._casts: dict[int, _Cast] = {}
+        self._casts: dict[int, Cast] = {}
         self._ids = itertools.count(1)
         self._stuck: deque[tuple[int, Callable[[], bool]]] = deque()  # what found no room in shared memory
-        self._whole: dict[tuple[int, int], _Assembly] = {}  # by link and the sender's number of it
+        self._whole: dict[tuple[int, int], Assembly] = {}  # by link and the sender's number of it
 
     # ---- who there is
 
@@ -284,7 +127,7 @@ class Router:
         peer = self.peers.get(token)
         if peer is None:
             with self.lock:
-                peer = self.peers.setdefault(token, Peer(token))
+                peer = self.peers.setdefault(token, Peer(token, WINDOW))
         if peer.owner is None and owner is not None and owner is not peer:
             peer.owner = owner
         return peer
@@ -321,7 +164,7 @@ class Router:
 
         Raises PeerGoneError if the process is known to be gone: then nothing was sent.
         """
-        size = len(body) if buffers is None and type(body) is bytes else _size(body, buffers)
+        size = len(body) if buffers is None and type(body) is bytes else size_of(body, buffers)
         places = 1 + size // PLACE
         with self.lock:
             if peer.credit > 0 and peer.link >= 0 and not peer.backlog and peer.gone is None and size <= MOST_IN_ONE:
@@ -340,7 +183,7 @@ class Router:
     def _send_slowly(
         self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
-        here, size = peer is self.me, _size(body, buffers)
+        here, size = peer is self.me, size_of(body, buffers)
         large = size > MOST_IN_ONE
         with contextlib.closing(_FullMemory(self, [peer], kind, target)) as full:
             while True:
@@ -367,7 +210,7 @@ class Router:
                     self._unclaim(peer, seq)
                 full.wait()
         if here:
-            frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, _own(body), _own_all(buffers))
+            frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, own(body), own_all(buffers))
             self._deliver_here(kind, frame)
         elif reached and large:  # it has its place: what others send meanwhile comes after it
             self._send_parts(peer, kind, target, ref, seq, rank, prefix, body, buffers)
@@ -394,7 +237,7 @@ class Router:
         """Until its receiver is there; under the lock. The caller's memory is its own again when this returns."""
         if peer.gone is not None:
             return
-        body, buffers = _own(body), _own_all(buffers)
+        body, buffers = own(body), own_all(buffers)
         peer.backlog.append(lambda: self._emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
 
     def wait_for_credit(self, peer: Peer, kind: int, target: int) -> None:
@@ -425,7 +268,7 @@ class Router:
         """A control message, in order with the messages to this process. Never waits; nothing if it is gone."""
         prefix = _frames.encode(message)
         if peer is self.me:
-            frame = Frame(-1, Kind.CONTROL, 0, 0, 0, 0, self.epoch, prefix, _own(body), _own_all(buffers))
+            frame = Frame(-1, Kind.CONTROL, 0, 0, 0, 0, self.epoch, prefix, own(body), own_all(buffers))
             self._controlled(peer, frame, None)
             self.wake()
             return
@@ -440,10 +283,10 @@ class Router:
     def reply(self, peer: Peer, ref: int, rank: int, status: bytes, body: Any, buffers: Any = None) -> None:
         """An answer to a call: not numbered, since the call's number says which. Waits only for shared memory."""
         if peer is self.me:
-            frame = Frame(-1, Kind.REPLY, 0, ref, 0, rank, self.epoch, status, _own(body), _own_all(buffers))
+            frame = Frame(-1, Kind.REPLY, 0, ref, 0, rank, self.epoch, status, own(body), own_all(buffers))
             self._deliver_here(Kind.REPLY, frame)
             return
-        large = _size(body, buffers) > MOST_IN_ONE
+        large = size_of(body, buffers) > MOST_IN_ONE
         full: _FullMemory | None = None
         try:
             while True:
@@ -467,7 +310,7 @@ class Router:
     def processed(self, peer: Peer, frame: Frame) -> None:
         """This message of this peer has left the queue that it waited in."""
         body, buffers = frame.body, frame.buffers
-        places = 1 + (len(body) if not buffers else _size(body, buffers)) // PLACE
+        places = 1 + (len(body) if not buffers else size_of(body, buffers)) // PLACE
         if peer is self.me:
             self._refill(peer, places)
             return
@@ -494,7 +337,7 @@ class Router:
         if peer is None or peer.gone is not None:
             return
         if not self.links.send(link, kind, target, ref, 0, rank, peer.epoch, prefix, body, buffers):
-            body, buffers = _own(body), _own_all(buffers)
+            body, buffers = own(body), own_all(buffers)
 
             def send() -> bool:
                 return peer.gone is not None or self.links.send(
@@ -523,16 +366,26 @@ class Router:
         alive = [(peer, rank) for peer, rank in to if peer.gone is None]
         if not alive:
             return
-        large = buffers is not None or _size(body, None) > LARGE
-        if len(alive) == 1 or large or len(alive) <= DIRECT or any(peer.link < 0 for peer, _ in alive):
+        if (
+            len(alive) == 1
+            or buffers is not None
+            or self.goes_straight(body, None)
+            or len(alive) <= DIRECT
+            or any(peer.link < 0 for peer, _ in alive)
+        ):
             self._cast_straight(alive, kind, target, ref, prefix, body, buffers)
         else:
             self._cast_down(alive, kind, target, ref, prefix, body, combine)
 
+    @staticmethod
+    def goes_straight(body: Any, buffers: Any) -> bool:
+        """It is too large for the tree."""
+        return size_of(body, buffers) > LARGE
+
     def _cast_straight(
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
-        size = _size(body, buffers)
+        size = size_of(body, buffers)
         with contextlib.closing(_FullMemory(self, [peer for peer, _ in to], kind, target)) as full:
             while True:
                 self._credit_of_all(to, kind, target)
@@ -599,14 +452,14 @@ class Router:
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
     ) -> None:
         """To the first ones of the tree; under the lock."""
-        hops, places = [], 1 + _size(body, None) // PLACE
+        hops, places = [], 1 + size_of(body, None) // PLACE
         for peer, rank in to:
             peer.sent = seq = peer.sent + 1
             peer.credit -= places
             hops.append(_frames.Hop(peer.token, seq, rank))
         number = next(self._ids)
         peers = [peer for peer, _ in to]
-        cast = _Cast(number, kind, target, ref, prefix, _own(body), peers, hops, set(range(len(hops))))
+        cast = Cast(number, kind, target, ref, prefix, own(body), peers, hops, set(range(len(hops))))
         self._casts[number] = cast
         tokens = "".join(hop.token for hop in hops)
         seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
@@ -624,11 +477,11 @@ class Router:
         if frame.rank >= len(route) or route.hop(frame.rank).token != self.token:
             raise FrameError("a cast for somebody else")
         root = self.peer(route.root)
-        below = children(frame.rank, len(route))
+        below = children(frame.rank, len(route), FANOUT)
         combiner = None
         with self.lock:
             if route.combine and root.gone is None:  # else nobody waits for replies
-                counts = {route.hop(i).token: count_below(i, len(route)) for i in below}
+                counts = {route.hop(i).token: count_below(i, len(route), FANOUT) for i in below}
                 combiner = self.combiners[route.root, route.cast] = Combiner(self, frame.link, root, route, counts)
             self._pass_on(route, root, frame, below)
             if not route.combine:
@@ -662,16 +515,16 @@ class Router:
                     combiner.lost(token)
                 self.tell(root, CastLost(route.cast, [token]))
         if to and not self.links.cast(to, Kind.CAST, 0, 0, frame.prefix, frame.body, frame.buffers):
-            body = _own(frame.body)
+            body = own(frame.body)
             self._keep(lambda: self.links.cast(to, Kind.CAST, 0, 0, frame.prefix, body, None))
 
-    def _recast(self, cast: _Cast, index: int) -> None:
+    def _recast(self, cast: Cast, index: int) -> None:
         """The process at this place of the tree is lost to it: those below it get the message straight."""
-        for below in descendants(index, len(cast.hops)):
+        for below in descendants(index, len(cast.hops), FANOUT):
             if below in cast.missing and cast.peers[below].gone is None:
                 self._emit_hop(cast, below)
 
-    def _emit_hop(self, cast: _Cast, index: int) -> None:
+    def _emit_hop(self, cast: Cast, index: int) -> None:
         hop, peer = cast.hops[index], cast.peers[index]
         cast.missing.discard(index)  # nothing is lost on the straight way
         if not cast.missing:
@@ -1043,10 +896,10 @@ class Router:
         def send() -> bool:
             return self.links.send(peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers)
 
-        large = _size(body, buffers) > MOST_IN_ONE
+        large = size_of(body, buffers) > MOST_IN_ONE
         if not large and send():
             return
-        body, buffers = _own(body), _own_all(buffers)
+        body, buffers = own(body), own_all(buffers)
         if large:
             self._send_parts(peer, kind, target, ref, seq, rank, prefix, body, buffers, keep=True)
         else:
@@ -1057,13 +910,7 @@ class Router:
         buffers: Any, keep: bool = False,
     ) -> None:  # fmt: skip
         """In pieces, each when there is room: waits for it, without the lock, or with ``keep`` owns the payload."""
-        chunks = [body] if isinstance(body, (bytes, bytearray, memoryview)) else list(body)
-        sizes = [sum(len(c) for c in chunks), *(memoryview(b).nbytes for b in buffers or ())]
-        pieces = deque(
-            view[start : start + MOST_IN_ONE // 4]
-            for view in (memoryview(part).cast("B") for part in [*chunks, *(buffers or ())])
-            for start in range(0, view.nbytes, MOST_IN_ONE // 4)
-        )
+        sizes, pieces = cut(body, buffers, MOST_IN_ONE // 4)
         count, whole = len(pieces), next(self._ids)
         head = _frames.encode([kind, target, ref, seq, rank, prefix, sizes, count])
 
@@ -1090,91 +937,9 @@ class Router:
         key = frame.link, frame.ref
         whole = self._whole.get(key)
         if frame.target == 0:
-            whole = self._whole[key] = _Assembly(frame.prefix)
+            whole = self._whole[key] = Assembly(frame.prefix)
         if whole is None or not whole.add(frame.target, frame.body):
             raise FrameError("a piece of no frame")
         if whole.complete:
             del self._whole[key]
             self._handle(whole.frame(frame.link, frame.epoch))
-
-
-class _Assembly:
-    """A frame that comes in pieces."""
-
-    def __init__(self, head: bytes) -> None:
-        import msgspec
-
-        try:
-            self._head = msgspec.msgpack.decode(head, type=tuple[int, int, int, int, int, bytes, list[int], int])
-        except msgspec.DecodeError as error:
-            raise FrameError(f"not the head of a frame in pieces: {error}") from error
-        self._parts = [bytearray(size) for size in self._head[6]]
-        self._which = self._at = self._next = 0
-
-    def add(self, number: int, piece: Any) -> bool:
-        """Room for this piece, in its place; False if there is none."""
-        if number != self._next:
-            return False
-        self._next += 1
-        while self._which < len(self._parts) and self._at == len(self._parts[self._which]):
-            self._which, self._at = self._which + 1, 0
-        if self._which == len(self._parts) or self._at + len(piece) > len(self._parts[self._which]):
-            return False
-        self._parts[self._which][self._at : self._at + len(piece)] = piece
-        self._at += len(piece)
-        return True
-
-    @property
-    def complete(self) -> bool:
-        return self._next == self._head[7]
-
-    def frame(self, link: int, epoch: int) -> tuple[Any, ...]:
-        kind, target, ref, seq, rank, prefix, _, _ = self._head
-        body, *buffers = self._parts
-        return (link, kind, target, ref, seq, rank, epoch, prefix, body, buffers or None)
-
-
-def children(index: int, count: int) -> range:
-    """Places below this one in a tree of ``count`` places whose first FANOUT places are below the root.
-
-    >>> list(children(0, 20)), list(children(1, 20)), list(children(2, 20))
-    ([8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19], [])
-    """
-    first = FANOUT * (index + 1)
-    return range(min(first, count), min(first + FANOUT, count))
-
-
-def descendants(index: int, count: int) -> list[int]:
-    """Places below this one, and below those."""
-    found: list[int] = []
-    todo = [index]
-    while todo:
-        below = children(todo.pop(), count)
-        found += below
-        todo += below
-    return found
-
-
-def count_below(index: int, count: int) -> int:
-    """This place and those below it."""
-    return 1 + len(descendants(index, count))
-
-
-def _size(body: Any, buffers: Any) -> int:
-    size = len(body) if isinstance(body, (bytes, bytearray, memoryview)) else sum(len(chunk) for chunk in body)
-    return size + sum(memoryview(buffer).nbytes for buffer in buffers) if buffers else size
-
-
-def _own(body: Any) -> Any:
-    """Bytes that nobody else can change."""
-    return (
-        body
-        if isinstance(body, bytes)
-        else bytes(body)
-        if isinstance(body, (bytearray, memoryview))
-        else b"".join(body)
-    )
-
-
-def _own_all(buffers: Any) -> list[bytearray] | None:
-    return [bytearray(buffer) for buffer in buffers] if buffers else None

@@ -22,7 +22,7 @@ from monarch_backend.actor import (
 )
 from monarch_backend.actor._program import program
 from monarch_backend.transport import _router
-from tests.actor.actors import AsyncRecorder, Recorder, running, send_in_every_way
+from tests.actor.actors import AsyncRecorder, Recorder, running, send_in_every_way, until
 from tests.actor.support import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -320,6 +320,8 @@ def test_tree_combines_replies_of_every_size(tree: ActorMesh, size: int) -> None
         replies = tree.block.call(size, fill).get(PATIENCE)
         assert len(replies) == MANY
         assert set(replies.values()) == {bytes([fill]) * size}
+    router = program().router
+    until(lambda: not router._casts and not router.combiners, "nothing of the casts is remembered")
 
 
 def test_tree_with_errors(tree: ActorMesh) -> None:

@@ -17,14 +17,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHM = ROOT / "csrc" / "shm"
+CSRC = ROOT / "csrc"
+SHM = CSRC / "shm"
 CORE = sorted(SHM.glob("*.cpp"))
-STRESS = sorted((SHM / "stress").glob("*.cpp"))
+STRESS = sorted([*(SHM / "stress").glob("*.cpp"), *(CSRC / "stress").glob("*.cpp")])
 SUMS = SHM / "kernels" / "sums.cpp"
 
 # As setup.py has them; a warning is an error.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-WRAPS = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv"  # csrc/shm/stress/world.h
+WRAPS = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv"  # csrc/stress/ranks.h, csrc/shm/stress/world.h
 COMPILERS = {"aarch64": "aarch64-linux-gnu-g++", "x86_64": "g++"}
 QEMU = "qemu-aarch64-static"
 
@@ -52,11 +53,11 @@ def _build(machine: str) -> Path:
     """The folder with both programs for this machine, made of the sources as they are."""
     folder = ROOT / "build" / "programs" / machine
     compiler = "g++" if machine == here else COMPILERS[machine]
-    newest = max(path.stat().st_mtime for suffix in ("h", "inc") for path in SHM.rglob(f"*.{suffix}"))
+    newest = max(path.stat().st_mtime for suffix in ("h", "inc") for path in CSRC.rglob(f"*.{suffix}"))
     newest = max(newest, Path(__file__).stat().st_mtime)
 
     def make(source: Path) -> Path:
-        target = folder / source.relative_to(SHM).with_suffix(".o")
+        target = folder / source.relative_to(CSRC).with_suffix(".o")
         if not target.exists() or target.stat().st_mtime <= max(newest, source.stat().st_mtime):
             target.parent.mkdir(parents=True, exist_ok=True)
             _call([compiler, *FLAGS, "-I", ROOT / "csrc", "-c", source, "-o", target], 300)

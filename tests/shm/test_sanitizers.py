@@ -13,7 +13,6 @@ cost, a bell that nobody hears, is a hang here, and the model checker's part.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,9 +40,7 @@ RUNS = [("address", "processes", 15, 200), ("address", "threads", 8, 200), ("thr
 
 @pytest.mark.parametrize(("kind", "ranks", "rounds", "turns"), RUNS)
 def test_random_operations(kind: str, ranks: str, rounds: int, turns: int) -> None:
-    seed = os.environ.get("MONARCH_STRESS_SEED", "1")
-    command = [*sanitizers.prefix(kind), sanitizers.driver(kind, "shm"), ranks, seed, rounds, turns]
-    print(sanitizers.checked(command, 400, **sanitizers.OPTIONS))
+    print(sanitizers.stress("shm", kind, ranks, rounds, turns))
 
 
 # From Python ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ KINDS = {
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
 
-# They let ranks that are threads share one mapping of an arena: csrc/*/stress/world.h.
+# They let ranks that are threads share one mapping of an arena: csrc/stress/ranks.h.
 WRAPS = {"shm": "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv", "channel": "-Wl,--wrap=mmap,--wrap=munmap"}
 
 PROBE = """
@@ -122,10 +122,16 @@ def _sources(*folders: str) -> list[Path]:
 @functools.cache
 def driver(kind: str, name: str) -> Path:
     """The stress driver of csrc/``name``/stress, "shm" or "channel"."""
-    folders = {"shm": ["shm", "shm/stress"], "channel": ["shm", "channel", "channel/stress"]}[name]
+    folders = ["stress", "shm", *({"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name])]
     target = BUILD / kind / f"{name}_stress"
     checked([COMPILER, *KINDS[kind], *_compile(kind, _sources(*folders)), WRAPS[name], "-pthread", "-o", target], 120)
     return target
+
+
+def stress(name: str, kind: str, ranks: str, rounds: int, size: int) -> str:
+    """What the driver says of so many rounds of this size; with MONARCH_STRESS_SEED another seed than 1."""
+    seed = os.environ.get("MONARCH_STRESS_SEED", "1")
+    return checked([*prefix(kind), driver(kind, name), ranks, seed, rounds, size], 400, **OPTIONS)
 
 
 @functools.cache

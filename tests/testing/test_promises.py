@@ -14,7 +14,8 @@ from monarch_backend.actor._cell import Cell
 from monarch_backend.actor._program import Program
 from monarch_backend.actor._supervision import Supervision
 from monarch_backend.testing import SimulationError
-from monarch_backend.transport._router import Combiner, Router
+from monarch_backend.transport._router import Router
+from monarch_backend.transport._tree import Combiner
 from tests.testing import world
 
 SEEDS, CHUNK = 200, 50

@@ -179,7 +179,7 @@ def test_everything_is_put_back() -> None:
 
 def _fail_in(simulation: Simulation, state: Callable[[], list[Any]]) -> None:
     with simulation:
-        assert state()[:4] == [2, 3, 4, 5]
+        assert state()[:6] == [2, 6, 5, 7, 3, 4]
         assert _program.program() is simulation.controller.program
         raise ZeroDivisionError
 

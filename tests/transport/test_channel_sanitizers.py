@@ -7,7 +7,6 @@ prints its seed; `build/sanitizers/thread/channel_stress threads SEED 1 LETTERS`
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -25,6 +24,4 @@ RUNS = [("address", "processes", 15, 200), ("address", "threads", 15, 150), ("th
 
 @pytest.mark.parametrize(("kind", "ranks", "rounds", "letters"), RUNS)
 def test_random_frames(kind: str, ranks: str, rounds: int, letters: int) -> None:
-    seed = os.environ.get("MONARCH_STRESS_SEED", "1")
-    command = [*sanitizers.prefix(kind), sanitizers.driver(kind, "channel"), ranks, seed, rounds, letters]
-    print(sanitizers.checked(command, 400, **sanitizers.OPTIONS))
+    print(sanitizers.stress("channel", kind, ranks, rounds, letters))

@@ -58,7 +58,8 @@ int main(int argc, char** argv) {
                 static_cast<unsigned long long>(round.seed), round.ranks, round.lanes, round.letters,
                 weight_names[static_cast<int>(round.weight)], meeting_names[static_cast<int>(round.meeting)], round.arena_bytes >> 20, end_names[static_cast<int>(round.end)]);
     std::fflush(stdout);
-    World& world = World::make(coverage);
+    World& world = make_world<World>();
+    world.coverage = &coverage;
     choose_tokens(world);
     const int may_die = round.end == End::killed ? round.culprit : -1;
     run_ranks(world, threads, round.ranks + (round.lives != 0), may_die, seconds_for_a_round, [&](int rank) { play_round(world, round, rank); });

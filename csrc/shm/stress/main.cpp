@@ -277,7 +277,7 @@ int main(int argc, char** argv) {
   const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 10, turns = argc > 4 ? std::atoi(argv[4]) : 200;
   Coverage& coverage = Coverage::make();
-  // Threads copy themselves: world.h.
+  // Threads copy themselves: shm/stress/world.h.
   const bool reads = threads || can_read_others();
   if (!reads) std::printf("no process may read another's memory here\n");
   for (int i = 0; i < rounds; ++i) {
@@ -290,7 +290,8 @@ int main(int argc, char** argv) {
                 static_cast<unsigned long long>(round.seed), round.ranks, round.lanes, operations,
                 end_names[static_cast<int>(round.end)]);
     std::fflush(stdout);
-    World& world = World::make(coverage);
+    World& world = make_world<World>();
+    world.coverage = &coverage;
     coverage.begin_round();
     const int may_die = round.end == End::killed ? round.culprit : -1;
     run_ranks(world, threads, round.ranks, may_die, seconds_for_a_round, [&](int rank) { play_round(world, round, rank); });

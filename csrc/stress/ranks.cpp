@@ -1,4 +1,4 @@
-#include "channel/stress/world.h"
+#include "stress/ranks.h"
 
 #include <cerrno>
 #include <cstdio>
@@ -6,7 +6,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <new>
 #include <thread>
 #include <vector>
 
@@ -73,13 +72,13 @@ namespace monarch::stress {
 
 namespace {
 
-World* the_world = nullptr;
+Assembly* the_assembly = nullptr;
 std::vector<pid_t> pids;  // of forked ranks; 0: no more
 
 void say(const char* text) { (void)!write(STDERR_FILENO, text, std::strlen(text)); }
 
 void print_notes() {
-  for (const auto& lanes : the_world->notes) {
+  for (const auto& lanes : the_assembly->notes) {
     for (const auto& note : lanes) {
       if (note[0] == 0) continue;
       say("  was at: ");
@@ -139,25 +138,23 @@ void die(const std::string& text) {
   _exit(1);
 }
 
-World& World::make(Coverage& coverage) {
-  void* memory = __real_mmap(nullptr, sizeof(World), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+void* shared_memory(std::size_t bytes) {
+  void* memory = __real_mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) die("no memory");
-  World& world = *new (memory) World{};
-  world.coverage = &coverage;
-  return world;
+  return memory;
 }
 
-void World::await(int meeting, int ranks) const {
+void Assembly::await(int meeting, int ranks) const {
   while (meetings.at(static_cast<std::size_t>(meeting)).load(std::memory_order_acquire) < ranks) usleep(100);
 }
 
-void World::note(int rank, int lane, const std::string& text) {
+void Assembly::note(int rank, int lane, const std::string& text) {
   auto& note = notes.at(static_cast<std::size_t>(rank)).at(static_cast<std::size_t>(lane));
   std::snprintf(note.data(), note.size(), "rank %d, lane %d, %s", rank, lane, text.c_str());
 }
 
-void run_ranks(World& world, bool threads, int ranks, int may_die, int seconds, const std::function<void(int)>& body) {
-  the_world = &world;
+void run_ranks(Assembly& assembly, bool threads, int ranks, int may_die, int seconds, const std::function<void(int)>& body) {
+  the_assembly = &assembly;
   signal(SIGALRM, on_alarm);
   alarm(static_cast<unsigned>(seconds));
   if (threads) {
