@@ -35,7 +35,7 @@ class ActorCore:
 
     def peer(self, rank: int) -> Peer:
         """The process in which this rank lives now."""
-        return self.procs.peers[self.bases[rank]]
+        return self.procs.peer(self.bases[rank])
 
     def where(self, rank: int) -> str:
         """For people: "gpus 3"."""

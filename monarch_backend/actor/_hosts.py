@@ -16,7 +16,12 @@ def this_proc() -> ProcMesh:
         core = here.this_proc
         if core is None:
             core = here.this_proc = ProcCore(
-                "self-" + here.router.token[:8], "this process", Extent((), ()), here.router.me, [here.router.me]
+                "self-" + here.router.token[:8],
+                "this process",
+                Extent((), ()),
+                here.router.me,
+                [here.router.token],
+                lambda *_: here.router.me,
             )
             here.procs[core.id] = core
     return ProcMesh(core, Shape.of(core.extent))

@@ -188,7 +188,15 @@ class ProcessOwner:
         spawner = self._spawner_of_this_process()
         _allow_descriptors()
         name = name or f"procs-{len(self._meshes)}"
-        core = ProcCore(secrets.token_hex(8), name, extent, program.router.me, [], spawner.address)
+        core = ProcCore(
+            secrets.token_hex(8),
+            name,
+            extent,
+            program.router.me,
+            [_token(0) for _ in range(count)],
+            lambda core, rank: program.router.peer(core.tokens[rank]),
+            spawner.address,
+        )
         label = functools.partial(ranks_in_words, extent)
         logs = MeshLog(name, label)
         make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count), env)
@@ -198,7 +206,7 @@ class ProcessOwner:
         )
         core.owned = owned
         for rank in range(count):
-            core.peers.append(program.router.expect(_token(0), label_of(core, rank)))
+            program.router.expect(core.tokens[rank], label_of(core, rank))
         try:
             self._start(owned, range(count))
         except BaseException:
@@ -244,7 +252,7 @@ class ProcessOwner:
             check_spawn(len(ranks), plain=False, descriptors_each=DESCRIPTORS)
         specs, pipes = [], []
         for rank in ranks:
-            spec = owned.make(rank, owned.core.peers[rank])
+            spec = owned.make(rank, owned.core.peer(rank))
             ends = _pipes() if self.collect_output else ()
             pipes.append(ends)
             specs.append(replace(spec, stdout=ends[1], stderr=ends[3]) if ends else spec)
@@ -260,7 +268,7 @@ class ProcessOwner:
                 os.close(ends[1])
                 os.close(ends[3])
                 self._collector().add(owned.logs, rank, ends[0], ends[2])
-            member = _Member(owned.core, rank, owned.core.peers[rank], number)
+            member = _Member(owned.core, rank, owned.core.peer(rank), number)
             owned.members[rank] = member
             self._by_token[member.peer.token] = member
             self._by_number[number] = member
@@ -333,7 +341,7 @@ class ProcessOwner:
         member = self._by_token.get(token)
         if member is not None and member.replaced:
             core, rank = member.core, member.rank
-            self._program.router.tell(peer, Replaced(core.id, rank, core.peers[rank].token))
+            self._program.router.tell(peer, Replaced(core.id, rank, core.tokens[rank]))
 
     def met(self, peer: Peer) -> None:
         """A process has connected."""
@@ -434,10 +442,11 @@ class ProcessOwner:
             old.replaced = True
             if old is not member and not old.gone:
                 self._kill(old)
-            core.replace(rank, program.router.expect(_token(old.peer.epoch + 1), old.peer.label))
+            core.replace(rank, _token(old.peer.epoch + 1))
+            program.router.expect(core.tokens[rank], old.peer.label)
             for peer in list(program.router.peers.values()):
                 if peer.link >= 0 and peer.gone is None:
-                    program.router.tell(peer, Replaced(core.id, rank, core.peers[rank].token))
+                    program.router.tell(peer, Replaced(core.id, rank, core.tokens[rank]))
         for actors in list(owned.actors):
             for other, base in enumerate(actors.bases):
                 if base in ranks and actors.stopped is None:
@@ -452,7 +461,7 @@ class ProcessOwner:
             except Exception as error:  # no room for them any more
                 log.exception("ranks of %s can't be started anew", core.name)
                 for rank in ranks:
-                    program.router.never_came(core.peers[rank], f"it could not be started anew: {error}")
+                    program.router.never_came(core.peer(rank), f"it could not be started anew: {error}")
 
         program.pump.later(delay, again)
 
@@ -601,7 +610,7 @@ class ProcessOwner:
         for look in owned.looks:
             look.cancel()
         for actors in list(owned.actors):
-            actors.owned.built._fail(self._program.death_of(owned.core, 0, owned.core.peers[0], actors.name))
+            actors.owned.built._fail(self._program.death_of(owned.core, 0, owned.core.peer(0), actors.name))
             actors.owned.left.clear()
             actors.owned.ended._set(None)
             actors.owned.let_go()
@@ -611,7 +620,7 @@ class ProcessOwner:
             ended = member.exited is not None or member.failed is not None  # else its spawner still has a word to say
             if member.core is owned.core and ended:
                 self._by_number.pop(number, None)
-        for token in (*owned.core.former, *(peer.token for peer in owned.core.peers)):
+        for token in (*owned.core.former, *owned.core.tokens):
             self._by_token.pop(token, None)
             self._unread.pop(token, None)
             self._program.router.forget(token)

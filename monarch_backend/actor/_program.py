@@ -195,23 +195,29 @@ class Program:
         if core is not None and not _is_newer(data, core):
             return core
         owner = self.router.peer(data.owner)
-        peers = [self.router.peer(token, owner) for token in data.tokens]
         with self.naming:  # which takes no other lock
             core = self.procs.get(data.id)
             fresh = core is None
             if core is None:
-                core = ProcCore(data.id, data.name, Extent(data.labels, data.sizes), owner, peers, data.server)
-                for rank, peer in enumerate(peers):
-                    peer.label = label_of(core, rank)
+                extent = Extent(data.labels, data.sizes)
+                core = ProcCore(data.id, data.name, extent, owner, list(data.tokens), self._find_peer, data.server)
                 self.procs[data.id] = core
             elif _is_newer(data, core):
-                for rank, peer in enumerate(peers):
-                    if peer.epoch > core.peers[rank].epoch:
-                        core.replace(rank, peer)
-        for peer in peers if fresh else ():
-            if peer.gone is not None and not peer.peace:  # an old reference: what has become of it we may have missed
-                self.router.ask_owner(peer)
+                for rank, token in enumerate(data.tokens):
+                    if epoch_of(token) > epoch_of(core.tokens[rank]):
+                        core.replace(rank, token)
+        for rank, token in enumerate(data.tokens) if fresh else ():
+            if token in self.router.peers:
+                core.peer(rank)
         return core
+
+    def _find_peer(self, core: ProcCore, rank: int) -> Peer:
+        """Looked up when it is needed: meshes are large, and most of their processes never talk to each other."""
+        peer = self.router.peer(core.tokens[rank], core.owner)
+        peer.label = label_of(core, rank)
+        if peer.gone is not None and not peer.peace:  # what has become of it we may have missed
+            self.router.ask_owner(peer)
+        return peer
 
     def actor_core(
         self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
@@ -450,8 +456,8 @@ class Program:
 
     def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
         core = self.procs.get(message.mesh)
-        if core is not None and core.owned is None and core.owner is peer and message.rank < len(core.peers):
-            core.replace(message.rank, self.router.peer(message.token, core.owner))
+        if core is not None and core.owned is None and core.owner is peer and message.rank < len(core.tokens):
+            core.replace(message.rank, message.token)
 
     def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
         if message.name == "crowded":
@@ -561,17 +567,16 @@ class Program:
                 cell.end("abort", f"its owner, {peer}, is gone")
         for core in _alive(self.actors):
             if core.owned is not None and core.procs.owned is None:
-                former = core.procs.former.get(peer.token)
+                lost = core.procs.rank_of(peer.token)
                 for rank, base in enumerate(core.bases):
-                    if core.peer(rank) is peer or base == former:
+                    if base == lost:
                         self._lost_rank(core, rank, failure)
 
     def _seen_from_here(self, peer: Peer) -> MeshFailure:
         for core in _alive(self.procs):
-            former = core.former.get(peer.token)
-            for rank, other in enumerate(core.peers):
-                if other is peer or rank == former:
-                    return self.death_of(core, rank, peer)
+            rank = core.rank_of(peer.token)
+            if rank is not None:
+                return self.death_of(core, rank, peer)
         return MeshFailure("?", [Death(0, str(peer), HOST, peer.pid, peer.gone or "it is gone")])
 
     def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
@@ -650,7 +655,7 @@ def _is_newer(data: ProcReference, core: ProcCore) -> bool:
     """It knows successors of processes that we have not heard of."""
     if core.owned is not None:
         return False
-    return any(epoch_of(token) > peer.epoch for token, peer in zip(data.tokens, core.peers, strict=True))
+    return any(epoch_of(token) > epoch_of(known) for token, known in zip(data.tokens, core.tokens, strict=True))
 
 
 def _living_cell(what: str) -> Any:

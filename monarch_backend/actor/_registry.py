@@ -75,7 +75,7 @@ def ask(program: Program, name: str, cls: type, args: Any, kwargs: Any) -> Futur
     with program.naming:
         core = program.actors.get(NUMBER)
         if core is None:
-            here = ProcCore("root", "the main program", Extent((), ()), root, [root])
+            here = ProcCore("root", "the main program", Extent((), ()), root, [root.token], lambda *_: root)
             core = ActorCore(NUMBER, "registrar", blueprint(Registrar), here, Extent((), ()), (0,), root)
             program.actors[NUMBER] = core
     found: Future[ActorMesh] = ActorMesh(core).find.call_one(name, cls, args, kwargs)

@@ -73,9 +73,9 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
     core = procs._core
     key = tuple(procs._shape.ranks)
     for rank in key:
-        if core.peers[rank].gone is not None:
+        if core.peer(rank).gone is not None:
             failed: Future[None] = Future(program.wait)
-            failure = program.death_of(core, rank, core.peers[rank])
+            failure = program.death_of(core, rank, core.peer(rank))
             failed._fail(supervision_error(failure, "process_group", "not sent"))
             return failed
     world = core.groups.get(key)

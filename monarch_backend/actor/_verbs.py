@@ -154,7 +154,8 @@ class Endpoint(Generic[R]):
         body, buffers = dumps((args, kwargs))
         program, core = self._program, self._core
         ref = next(program.ids)
-        peer = core.procs.peers[core.bases[rank]]
+        base = core.bases[rank]
+        peer = core.procs.known[base] or core.procs.peer(base)
         call: OneCall[R] = OneCall(program, core, rank, peer, self._spec.name, ref)
         if counted:
             with loading:

@@ -42,17 +42,39 @@ class ProcCore:
     name: str
     extent: Extent
     owner: Peer
-    peers: list[Peer]
+    tokens: list[str]  # of the process that has each rank now
+    find: Callable[[ProcCore, int], Peer]  # whom nobody here has talked to yet
     server: str = ""  # address of the fork server of its host
     owned: Any = None  # the owner's records, None elsewhere
     stopped: str | None = None  # why it was stopped, if it was
     groups: dict[Any, Any] = field(default_factory=dict)
     former: dict[str, int] = field(default_factory=dict)  # ranks of processes that have successors, by token
+    known: list[Peer | None] = field(default_factory=list)
 
-    def replace(self, rank: int, peer: Peer) -> None:
+    def __post_init__(self) -> None:
+        self.known = [None] * len(self.tokens)
+
+    def peer(self, rank: int) -> Peer:
+        """The process that has this rank now."""
+        peer = self.known[rank]
+        if peer is None:
+            peer = self.known[rank] = self.find(self, rank)
+        return peer
+
+    @property
+    def peers(self) -> list[Peer]:
+        """All of them: for the owner, who knows them anyhow."""
+        return [self.peer(rank) for rank in range(len(self.tokens))]
+
+    def replace(self, rank: int, token: str) -> None:
         """Another process has this rank now. That the former one is gone may be heard of later."""
-        self.former[self.peers[rank].token] = rank
-        self.peers[rank] = peer
+        self.former[self.tokens[rank]] = rank
+        self.tokens[rank] = token
+        self.known[rank] = None
+
+    def rank_of(self, token: str) -> int | None:
+        """The rank that this process has, or had before it was started anew."""
+        return self.tokens.index(token) if token in self.tokens else self.former.get(token)
 
     def who(self, rank: int) -> str:
         """For people: "gpus 3 of trainers"."""
@@ -64,14 +86,13 @@ class ProcCore:
 
     def reference(self) -> ProcReference:
         """For the road."""
-        tokens = tuple(p.token for p in self.peers)
         return ProcReference(
             self.id,
             self.name,
             tuple(self.extent.labels),
             tuple(self.extent.sizes),
             self.owner.token,
-            tokens,
+            tuple(self.tokens),
             self.server,
         )
 

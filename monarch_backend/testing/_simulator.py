@@ -167,7 +167,7 @@ class Simulation:
     def processes_of(self, mesh: ProcMesh | ActorMesh) -> list[SimulatedProcess]:
         """The processes of a mesh or slice, in order of rank, without those that are yet to be started anew."""
         procs: Any = getattr(mesh, "proc_mesh", mesh)
-        tokens = [procs._core.peers[rank].token for rank in procs._shape.ranks]
+        tokens = [procs._core.tokens[rank] for rank in procs._shape.ranks]
         return [self.by_token[token] for token in tokens if token in self.by_token]
 
     def kill(self, what: SimulatedProcess | ProcMesh | ActorMesh, signal: int = 9) -> None:

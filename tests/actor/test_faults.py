@@ -1150,7 +1150,7 @@ def test_who_works_is_waited_for_and_named(faults: Faults, tmp_path: Path, caplo
     with gate(tmp_path) as (name, open_gate):
         running = begun(victim.wait.call_one, name)
         stopping = procs.stop()
-        links, link = program().links, procs._core.peers[0].link
+        links, link = program().links, procs._core.peer(0).link
         until(lambda: links.unread(link) == 0, "it has read that it is to stop")  # else it would be killed
         program().soon(lambda: program().owner._hurry(procs._core.owned, "stop", None))  # as after GRACE
         until(lambda: "patient is to stop and still has messages to finish" in caplog.text, "the report")

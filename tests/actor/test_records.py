@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from typing import Any
 
 import pytest
 
-from monarch_backend.actor import ActorMesh, MeshFailure, ProcMesh, Restart, SupervisionError, this_host, this_proc
+from monarch_backend.actor import (
+    Actor,
+    ActorMesh,
+    MeshFailure,
+    ProcMesh,
+    Restart,
+    SupervisionError,
+    endpoint,
+    this_host,
+    this_proc,
+)
 from monarch_backend.actor._program import program
 from tests.actor.actors import comes_back, until
 from tests.actor.harm import Victim
@@ -134,3 +145,26 @@ def test_a_reference_to_a_mesh_that_has_ended_and_is_forgotten_says_so() -> None
         assert isinstance(victim, ActorMesh)
         error = victim.pid.call_one().exception(PATIENCE)
         assert isinstance(error, SupervisionError) and "its mesh has ended" in str(error)
+
+
+class Acquainted(Actor):
+    @endpoint
+    def peers(self, _mesh: ActorMesh) -> int:
+        return len(program().router.peers)
+
+    @endpoint
+    def pid_of(self, mesh: ActorMesh) -> int:
+        return mesh.pid.call_one().get(PATIENCE)
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_a_process_knows_those_it_talks_to_and_not_the_whole_mesh() -> None:
+    with this_host().spawn_procs({"gpus": 8}) as procs:
+        mesh = procs.spawn("acquainted", Acquainted)
+        assert set(mesh.peers.call(mesh).get(PATIENCE).values()) == {2}  # itself and its owner
+        one, other = mesh.slice(gpus=3), mesh.slice(gpus=5)
+        assert one.pid_of.call_one(other).get(PATIENCE) == other.pid.call_one().get(PATIENCE)
+        assert [future.get(PATIENCE) for future in (one.peers.call_one(mesh), other.peers.call_one(mesh))] == [3, 3]
