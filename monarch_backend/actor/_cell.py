@@ -26,7 +26,7 @@ from monarch_backend.actor._actor import Blueprint, blueprint, build, specify
 from monarch_backend.actor._calls import STREAM_WINDOW
 from monarch_backend.actor._errors import CancelledError, Death, MeshFailure
 from monarch_backend.actor._payload import HOST, pack_error, pack_failure, read_prefix, text_of
-from monarch_backend.actor._port import Port, ReplyPort
+from monarch_backend.actor._port import HandedPort, Port, ReplyPort
 from monarch_backend.mesh._extent import Extent, Point
 from monarch_backend.transport._exceptions import remote_traceback
 from monarch_backend.transport._frames import Cancel, Construct, Constructed, Failed, Frame, More, Status, Stopped
@@ -110,6 +110,15 @@ class Answer:
             self._via.own(frame.rank, status, body, buffers)
         elif frame.ref:
             self._program.router.reply(self._peer, frame.ref, frame.rank, status, body, buffers)
+
+    def hand_on(self) -> Port[Any]:
+        """The way back for others to use."""
+        if self.port is not None:
+            return Port(*self.port, self._frame.rank)
+        if self._via is not None and not self._sent:
+            self._sent = True
+            self._via.straight()
+        return HandedPort(self._peer.token, self._frame.ref, self._frame.rank)
 
     def settle(self) -> None:
         """Nobody wants an answer any more; but where answers are collected on their way, this one is waited for."""

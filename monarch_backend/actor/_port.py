@@ -55,7 +55,7 @@ class Port(Generic[T]):
 
 
 class ReplyPort(Port[T]):
-    """The way back to a caller, for endpoints with an explicit response port."""
+    """The way back to a caller, for endpoints with an explicit response port. Elsewhere it is a `HandedPort`."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
@@ -64,12 +64,34 @@ class ReplyPort(Port[T]):
         self._answer(status, body, buffers)
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "the port of a reply stays with the actor that was called: send a port of Channel.open() instead"
-        )
+        return self._answer.hand_on().__reduce__()
 
     def __repr__(self) -> str:
         return "<Port to the caller>"
+
+
+class HandedPort(Port[T]):
+    """The way back to a caller, with whomever the actor that was called has given it to.
+
+    If that actor dies, the call has failed, whoever has the port.
+    """
+
+    def __init__(self, token: str, ref: int, rank: int) -> None:
+        super().__init__(token, ref, rank)
+
+    def _send(self, status: bytes, body: Any, buffers: Any) -> None:
+        from monarch_backend.actor._program import program
+
+        router = program().router
+        token, ref = self._address
+        if ref:  # else nobody waits for it
+            router.reply(router.peer(token), ref, self._rank, status, body, buffers)
+
+    def __reduce__(self) -> Any:
+        return HandedPort, (*self._address, self._rank)
+
+    def __repr__(self) -> str:
+        return f"<Port to a caller in process {self._address[0][:8]}>"
 
 
 class _Arrival:

@@ -50,11 +50,8 @@ class Combiner:
     def own(self, rank: int, status: bytes, body: Any, buffers: Sequence[Any] | None) -> None:
         """This process's reply; may come from any thread. A large one goes straight to the root."""
         if self._router.goes_straight(body, buffers):
-            self._router.tell(self._root, CastArrived(self._route.cast, [self._router.token]))
             self._router.reply(self._root, self._route.ref, rank, status, body, buffers)
-            with self._router.lock:
-                self._mine, self._missing = 0, self._missing + 1
-                self._maybe_send(False)
+            self.straight()
             return
         if any(count > 0 for count in self._children.values()):  # it waits here, and the actor goes on with its memory
             body, buffers = own_body(body), own_all(buffers)
@@ -63,6 +60,13 @@ class Combiner:
             self._mine = 0
             self._add(Part(rank, status, sum(len(c) for c in chunks), len(buffers or ())), chunks, buffers or ())
             self._maybe_send(_urgent(status))
+
+    def straight(self) -> None:
+        """This process's reply does not come this way."""
+        self._router.tell(self._root, CastArrived(self._route.cast, [self._router.token]))
+        with self._router.lock:
+            self._mine, self._missing = 0, self._missing + 1
+            self._maybe_send(False)
 
     def below(self, token: str, replies: Replies, body: Any, buffers: Sequence[Any]) -> None:
         """Replies of a child and those below it."""

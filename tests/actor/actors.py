@@ -313,6 +313,15 @@ class Recorder(Actor):
         self.came.append((sender, i))
         port.send((current_rank().rank, i))
 
+    @endpoint(explicit_response_port=True)
+    def through(self, port: Any, other: ActorMesh) -> None:
+        """Another one answers."""
+        other.use.broadcast(port, current_rank().rank)
+
+    @endpoint
+    def use(self, port: Any, value: Any) -> None:
+        port.send(value)
+
     @endpoint
     def by_sender(self) -> dict[Any, list[int]]:
         """The numbers of each sender, in the order in which they came; then it forgets."""

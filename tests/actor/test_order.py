@@ -320,8 +320,18 @@ def test_tree_combines_replies_of_every_size(tree: ActorMesh, size: int) -> None
         replies = tree.block.call(size, fill).get(PATIENCE)
         assert len(replies) == MANY
         assert set(replies.values()) == {bytes([fill]) * size}
+    nothing_is_kept()
+
+
+def nothing_is_kept() -> None:
     router = program().router
     until(lambda: not router._casts and not router.combiners, "nothing of the casts is remembered")
+
+
+def test_tree_with_answers_of_others(tree: ActorMesh) -> None:
+    replies = tree.through.call(tree.slice(x=3, y=1)).get(PATIENCE)
+    assert list(replies.values()) == list(range(MANY))
+    nothing_is_kept()
 
 
 def test_tree_with_errors(tree: ActorMesh) -> None:

@@ -41,7 +41,7 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from tests.actor.actors import Async, Concurrent, Gate, Sync, running, until
+from tests.actor.actors import Async, Concurrent, Gate, Sync, pid_of, running, until
 from tests.actor.support import PATIENCE, Faults
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -427,11 +427,23 @@ class Later(Actor):
         port.exception(error)
 
     @endpoint(explicit_response_port=True)
-    def give_away(self, port: Port[Any]) -> None:
-        try:
-            pickle.dumps(port)
-        except TypeError as error:
-            port.send(str(error))
+    def give_away(self, port: Port[Any], to: ActorMesh, how: str, twice: bool = False) -> None:
+        """The next one of the mesh answers, or one still further."""
+        if twice:
+            to.pass_on.broadcast([port], to.slice(x=1), how)
+        else:
+            to.use.broadcast(port, how)
+
+    @endpoint
+    def pass_on(self, ports: list[Port[Any]], to: ActorMesh, how: str) -> None:
+        to.use.broadcast(*ports, how)
+
+    @endpoint
+    def use(self, port: Port[Any], how: str) -> None:
+        if how == "value":
+            port.send((os.getpid(), b"x" * 100_000))
+        else:
+            port.exception(KeyError("no such thing"))
 
     @endpoint
     def answer(self, value: Any) -> None:
@@ -523,9 +535,21 @@ def test_explicit_port_answers_with_an_exception(later: ActorMesh) -> None:
         later.refuse.call(KeyError("not today")).get(PATIENCE)
 
 
-def test_explicit_port_stays_where_it_is(later: ActorMesh) -> None:
-    refused = later.slice(x=0, y=0).give_away.call_one().get(PATIENCE)
-    assert "send a port of Channel.open() instead" in refused
+def test_others_may_answer_through_an_explicit_port(later: ActorMesh) -> None:
+    one, other = later.slice(x=0, y=0), later.slice(x=1, y=1)
+    answer = (pid_of(other), b"x" * 100_000)
+    assert one.give_away.call_one(other, "value").get(PATIENCE) == answer
+    assert one.give_away.call_one(later.slice(y=1), "value", twice=True).get(PATIENCE) == answer  # and once more
+    assert list(later.give_away.call(other, "value").get(PATIENCE).values()) == [answer] * 4
+    assert [future.get(PATIENCE) for future in later.give_away.stream(other, "value")] == [answer] * 4
+    port, receiver = Channel.open()
+    send(later.give_away, (other, "value"), {}, port=port)
+    assert [receiver.recv().get(PATIENCE) for _ in range(4)] == [answer] * 4
+    later.give_away.broadcast(other, "value")  # nobody wants to know
+    for call in (one.give_away.call_one(other, "error"), later.give_away.call(other, "error")):
+        with pytest.raises(ActorError, match="no such thing") as caught:
+            call.get(PATIENCE)
+        assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_arguments_are_checked_without_the_port(later: ActorMesh) -> None:
