@@ -133,6 +133,7 @@ def test_run_writes_a_png_and_learns(lab: Lab, reference: dict) -> None:
     assert reference["heldout"][-1][1] < 4.0
 
 
+@pytest.mark.slow
 def test_resume_after_kill(lab: Lab, reference: dict) -> None:
     """kill -9 one rank of an fsdp run, resume it as fsdp, then resume that as tp: one uninterrupted loss curve."""
     for turn in range(5):
