@@ -89,7 +89,9 @@ Station::Station(World& world, const Round& round, int rank)
     : world_(world), round_(round), rank_(rank), host_(std::make_shared<Host>(round.arena_bytes)),
       shelf_(round.seed * 37 + static_cast<std::uint64_t>(rank), world.counting[static_cast<std::size_t>(rank)]), unexposed_(round.lives),
       random_(round.seed * 31 + static_cast<std::uint64_t>(rank)) {
-  post_ = std::make_unique<Post>(host_, below(random_, 2) == 0);
+  // Where letters are heavy, a receiver that has read little is refused more: whoever is quick meets that for sure.
+  const std::uint64_t share = round.weight == Weight::heavy ? round.arena_bytes / 16 : UINT64_MAX;
+  post_ = std::make_unique<Post>(host_, below(random_, 2) == 0, share);
   links_.fill(-1);
   for (int from = 0; from < round.ranks; ++from) {
     // Whoever drops its links sends as much as it does; what there is must be right.
