@@ -128,7 +128,7 @@ void Post::met(std::shared_ptr<Peer> peer) {
   const std::lock_guard lock(mutex_);
   Link& link = links_.emplace_back();
   link.peer = peer;
-  link.unread = std::make_shared<std::atomic<std::uint64_t>>(0);
+  link.unread_blocks = std::make_shared<std::atomic<std::uint64_t>>(0);
   link.out = reinterpret_cast<Ring*>(host_->arena().mapping().at(peer->gift_sent));
   const std::uint64_t theirs = peer->gift_received, size = peer->mapping->size();
   if (theirs >= page && theirs % line == 0 && theirs <= size && sizeof(Ring) <= size - theirs) {
@@ -215,15 +215,15 @@ std::uint64_t Post::fill_block(const FrameHeader& header, const Payload& payload
   char* data = host_->arena().mapping().at(start + holds);
   std::memset(data - readers.size(), sent, readers.size());
   lay_out(payload, sum(payload.body), header.bytes, data);
-  for (const Reader& reader : readers) reader.unread->fetch_add(header.bytes, std::memory_order_relaxed);
+  for (const Reader& reader : readers) reader.unread_blocks->fetch_add(header.bytes, std::memory_order_relaxed);
   auto& kept = host_->arena().mapping().header().kept;
   host_->bury({start}, [data, readers = std::move(readers), bytes = header.bytes, &kept]() mutable {
     bool unused = true;
     for (std::size_t i = 0; i < readers.size(); ++i) {
       const std::uint8_t hold = hold_of(data, static_cast<std::uint32_t>(i)).load(std::memory_order_acquire);
-      if (hold != sent && readers[i].unread) {
-        readers[i].unread->fetch_sub(bytes, std::memory_order_relaxed);
-        readers[i].unread.reset();
+      if (hold != sent && readers[i].unread_blocks) {
+        readers[i].unread_blocks->fetch_sub(bytes, std::memory_order_relaxed);
+        readers[i].unread_blocks.reset();
       }
       if (hold == let_go) continue;
       if (readers[i].peer == nullptr || !readers[i].peer->ended.load(std::memory_order_acquire)) {
@@ -243,9 +243,9 @@ bool Post::readers_of(const std::vector<Receiver>& to, std::uint64_t bytes, std:
   readers.clear();
   for (const Receiver& receiver : to) {
     const Link& link = links_.at(receiver.link);
-    const std::uint64_t unread = link.unread->load(std::memory_order_relaxed);
+    const std::uint64_t unread = link.unread_blocks->load(std::memory_order_relaxed);
     if (unread > 0 && unread + bytes > share_ && sendable(link)) return false;
-    readers.push_back({link.peer, link.unread});
+    readers.push_back({link.peer, link.unread_blocks});
   }
   return true;
 }

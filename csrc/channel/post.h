@@ -126,7 +126,7 @@ class Post {
     Ring* in = nullptr;
     std::uint64_t written = 0, read = 0;
     std::deque<std::vector<char>> waiting;  // whole frames that the ring had no room for
-    std::shared_ptr<std::atomic<std::uint64_t>> unread;  // bytes of blocks that it has not looked at
+    std::shared_ptr<std::atomic<std::uint64_t>> unread_blocks;  // bytes that it has not looked at
     bool closed = false;                    // for sending
     bool reported = false;                  // that it is gone
   };
@@ -142,7 +142,7 @@ class Post {
   void gone(std::uint32_t number, Link& link, std::vector<Event>& events, std::string text, bool peace);
   struct Reader {
     std::shared_ptr<Peer> peer;
-    std::shared_ptr<std::atomic<std::uint64_t>> unread;  // its link's, until this block is taken from it
+    std::shared_ptr<std::atomic<std::uint64_t>> unread_blocks;  // its link's, until this block is taken from it
   };
   std::uint64_t fill_block(const FrameHeader& header, const Payload& payload, std::vector<Reader> readers);
   bool readers_of(const std::vector<Receiver>& to, std::uint64_t bytes, std::vector<Reader>& readers);

@@ -84,7 +84,7 @@ class Flow:
 class Answer:
     """The way back for one message."""
 
-    __slots__ = ("__weakref__", "_frame", "_given", "_handed", "_peer", "_program", "_sent", "_via", "explicit", "port")
+    __slots__ = ("__weakref__", "_due", "_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
 
     def __init__(self, program: Program, message: Message, port: Address | None) -> None:
         self._program = program
@@ -92,8 +92,7 @@ class Answer:
         self.port = port
         self._sent = False
         self.explicit = False  # the endpoint answers through a port
-        self._given = False  # at least once
-        self._handed = False  # others may give it
+        self._due = True  # it has neither been given nor handed on
 
     @property
     def wanted(self) -> bool:
@@ -101,7 +100,7 @@ class Answer:
         return self._frame.ref != 0 or self.port is not None
 
     def __call__(self, status: bytes, body: Any, buffers: Any = None) -> None:
-        frame, self._given = self._frame, True
+        frame, self._due = self._frame, False
         if self.port is not None:
             target = port_at(self.port, frame.rank)
             try:
@@ -116,7 +115,7 @@ class Answer:
 
     def hand_on(self) -> Port[Any]:
         """The way back for others to use."""
-        self._handed = True
+        self._due = False
         if self.port is not None:
             return port_at(self.port, self._frame.rank)
         if self._via is not None and not self._sent:
@@ -126,13 +125,13 @@ class Answer:
 
     def dropped(self) -> None:
         """Nobody has the port any more. Wherever the garbage collection has struck: no lock here."""
-        if self.wanted and not self._given and not self._handed:
+        if self.wanted and self._due:
             error = RuntimeError("the endpoint has let go of its port without an answer")
             self._program.soon(lambda: self(Status.ERROR, pack_error(error)))
 
     def lost(self, failure: MeshFailure) -> None:
         """The actor has ended. What it has handed on, others may still answer."""
-        if self.wanted and not self._given and not self._handed:
+        if self.wanted and self._due:
             self(Status.LOST, pack_failure(failure))
 
     def settle(self) -> None:

@@ -54,7 +54,7 @@ class Port(Generic[T]):
         router.send(router.peer(token), Kind.PORT, number, 0, self._rank, status, body, buffers)
 
     def __reduce__(self) -> Any:
-        return Port, (*self._address, self._rank)
+        return type(self), (*self._address, self._rank)
 
     def __repr__(self) -> str:
         return f"<Port {self._address[1]} of process {self._address[0][:8]}>"
@@ -92,9 +92,6 @@ class HandedPort(Port[T]):
     without a word, it waits for ever, or for its timeout. What is sent to a caller that is gone is dropped.
     """
 
-    def __init__(self, token: str, ref: int, rank: int) -> None:
-        super().__init__(token, ref, rank)
-
     @property
     def address(self) -> Address:
         return (*self._address, self._rank)
@@ -106,9 +103,6 @@ class HandedPort(Port[T]):
         token, ref = self._address
         if ref:  # else nobody waits for it
             router.reply(router.peer(token), ref, self._rank, status, body, buffers)
-
-    def __reduce__(self) -> Any:
-        return HandedPort, (*self._address, self._rank)
 
     def __repr__(self) -> str:
         return f"<Port to a caller in process {self._address[0][:8]}>"

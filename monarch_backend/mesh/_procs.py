@@ -50,11 +50,11 @@ class ProcCore:
     stopped: str | None = None  # why it was stopped, if it was
     groups: dict[Any, Any] = field(default_factory=dict)
     former: dict[str, int] = field(default_factory=dict)  # ranks of processes that have successors, by token
-    known: list[Peer | None] = field(default_factory=list)
+    known: list[Peer | None] = field(init=False)
+    _lock: threading.RLock = field(init=False, default_factory=threading.RLock)  # tokens and known; takes no other lock
 
     def __post_init__(self) -> None:
         self.known = [None] * len(self.tokens)
-        self._lock = threading.RLock()  # tokens and known; takes no other lock
 
     def peer(self, rank: int) -> Peer:
         """The process that has this rank now."""

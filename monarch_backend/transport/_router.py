@@ -61,6 +61,11 @@ LARGE = 32 << 10
 _NOTHING = _frames.encode(_frames.Setting(_frames.KNOCK, None))
 
 
+def places_of(size: int) -> int:
+    """Places that a message of so many bytes takes: its sender's reckoning is its receiver's."""
+    return 1 + size // PLACE
+
+
 class _FullMemory:
     """A sender that waits until receivers let go of shared memory, which they do without a word.
 
@@ -176,7 +181,7 @@ class Router:
         Raises PeerGoneError if the process is known to be gone: then nothing was sent.
         """
         size = len(body) if buffers is None and type(body) is bytes else size_of(body, buffers)
-        places = 1 + size // PLACE
+        places = places_of(size)
         with self.lock:
             if peer.credit > 0 and peer.link >= 0 and not peer.backlog and peer.gone is None and size <= MOST_IN_ONE:
                 peer.sent = seq = peer.sent + 1  # first: a signal's handler may send to it, too
@@ -214,7 +219,7 @@ class Router:
                             self._fill(peer, seq)
                             raise
                     if sent:
-                        peer.credit -= 1 + size // PLACE
+                        peer.credit -= places_of(size)
                         if not reached:
                             self._put_off(peer, kind, target, ref, seq, rank, prefix, body, buffers)
                         break
@@ -321,7 +326,7 @@ class Router:
     def processed(self, peer: Peer, frame: Frame) -> None:
         """This message of this peer has left the queue that it waited in."""
         body, buffers = frame.body, frame.buffers
-        places = 1 + (len(body) if not buffers else size_of(body, buffers)) // PLACE
+        places = places_of(len(body) if not buffers else size_of(body, buffers))
         if peer is self.me:
             self._refill(peer, places)
             return
@@ -433,7 +438,7 @@ class Router:
             raise
         for (peer, _), receiver in zip(to, receivers, strict=True):
             if sent:
-                peer.credit -= 1 + size // PLACE
+                peer.credit -= places_of(size)
             else:
                 self._unclaim(peer, receiver[1])
         return sent
@@ -463,7 +468,7 @@ class Router:
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
     ) -> None:
         """To the first ones of the tree; under the lock."""
-        hops, places = [], 1 + size_of(body, None) // PLACE
+        hops, places = [], places_of(size_of(body, None))
         for peer, rank in to:
             peer.sent = seq = peer.sent + 1
             peer.credit -= places

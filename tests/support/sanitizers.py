@@ -124,20 +124,20 @@ def _sources(*folders: str) -> list[Path]:
 @functools.cache
 def driver(kind: str, name: str) -> Path:
     """The stress driver of csrc/``name``/stress, "shm" or "channel"."""
-    folders = ["stress", "shm", *({"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name])]
+    folders = ["stress", "shm", *{"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name]]
     target = BUILD / kind / f"{name}_stress"
     checked([COMPILER, *KINDS[kind], *_compile(kind, _sources(*folders)), WRAPS[name], "-pthread", "-o", target], 120)
     return target
 
 
-def stress(name: str, kind: str, ranks: str, rounds: int, size: int) -> str:
+def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int = 1) -> str:
     """What the driver says of so many rounds of this size; with MONARCH_STRESS_SEED another seed than 1.
 
-    Some of what a run must have met is the scheduler's to say: what one run has never seen, one of the next two must.
+    Where the scheduler has a say in what a run meets: what one has never seen, another one of the ``runs`` must.
     """
     first = int(os.environ.get("MONARCH_STRESS_SEED", "1"))
     missing: set[str] | None = None
-    for seed in range(first, first + 3 * rounds, rounds):
+    for seed in range(first, first + runs * rounds, rounds):
         done = call([*prefix(kind), driver(kind, name), ranks, seed, rounds, size], 400, **OPTIONS)
         text = (done.stdout + done.stderr)[-20_000:]
         assert done.returncode in (0, NEVER_SEEN), f"from seed {seed}, ended with {done.returncode}:\n{text}"
@@ -147,7 +147,7 @@ def stress(name: str, kind: str, ranks: str, rounds: int, size: int) -> str:
         missing = found if missing is None else missing & found
         if not missing:
             return text
-    raise AssertionError(f"three runs have never met {missing}; the last one:\n{text}")
+    raise AssertionError(f"{runs} runs have never met {missing}; the last one:\n{text}")
 
 
 @functools.cache

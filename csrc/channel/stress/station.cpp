@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 
 #include <signal.h>
 #include <unistd.h>
@@ -17,6 +18,7 @@ namespace {
 enum : int { tokens_told, all_connected, all_finished, all_released, all_checked };
 
 constexpr int most_asked = 6;
+constexpr std::uint64_t most_till_death = 64 << 10;  // so that what stays cuts up no arena
 constexpr std::uint64_t nearly = 128;  // bytes around what goes through a ring at most
 constexpr auto long_time = std::chrono::hours(1);
 constexpr auto short_time = std::chrono::milliseconds(2);
@@ -46,7 +48,15 @@ struct Exact {
 
 void Shelf::put(Letter letter, Event event) {
   const std::lock_guard lock(mutex_);
-  kept_.emplace_back(std::move(letter), std::move(event));
+  const bool stays = letter.name.from == doomed_ && till_death_.empty() && letter.bytes() <= most_till_death;
+  (stays ? till_death_ : kept_).emplace_back(std::move(letter), std::move(event));
+}
+
+void Shelf::died() {
+  const std::lock_guard lock(mutex_);
+  doomed_ = -1;
+  std::move(till_death_.begin(), till_death_.end(), std::back_inserter(kept_));
+  till_death_.clear();
 }
 
 void Shelf::clear(int n) {
@@ -80,14 +90,17 @@ int Shelf::size() {
 
 bool Shelf::has(int from) {
   const std::lock_guard lock(mutex_);
-  return std::any_of(kept_.begin(), kept_.end(), [&](const auto& one) { return one.first.name.from == from; });
+  const auto is_from = [&](const auto& one) { return one.first.name.from == from; };
+  return std::any_of(kept_.begin(), kept_.end(), is_from) || std::any_of(till_death_.begin(), till_death_.end(), is_from);
 }
 
 // Meeting ------------------------------------------------------------------------------------------------------------
 
 Station::Station(World& world, const Round& round, int rank)
     : world_(world), round_(round), rank_(rank), host_(std::make_shared<Host>(round.arena_bytes)),
-      shelf_(round.seed * 37 + static_cast<std::uint64_t>(rank), world.counting[static_cast<std::size_t>(rank)]), unexposed_(round.lives),
+      shelf_(round.seed * 37 + static_cast<std::uint64_t>(rank), world.counting[static_cast<std::size_t>(rank)],
+             round.end == End::killed ? round.culprit : -1),
+      unexposed_(round.lives),
       random_(round.seed * 31 + static_cast<std::uint64_t>(rank)) {
   // Where letters are heavy, a receiver that has read little is refused more: whoever is quick meets that for sure.
   const std::uint64_t share = round.weight == Weight::heavy ? round.arena_bytes / 16 : UINT64_MAX;
@@ -554,6 +567,7 @@ void Station::handle_gone(const Event& event) {
     std::erase_if(asked_, [&](const Key& key) { return std::get<0>(key) == sender.rank; });
     if (planned) count(event.peace ? Seen::left : Seen::dead);
     if (planned && !event.peace && shelf_.has(sender.rank)) count(Seen::kept_beyond_death);
+    if (planned) shelf_.died();
   }
   changed_.notify_all();
 }

@@ -30,8 +30,10 @@ namespace monarch::stress {
 class Shelf {
  public:
   // `counting`: threads that are about to say what they keep, which a death may cut short.
-  Shelf(std::uint64_t seed, std::atomic<int>& counting) : random_(seed), counting_(counting) {}
+  // `doomed`: a rank that will die, or -1. Its first block stays here until then: something is kept beyond each death.
+  Shelf(std::uint64_t seed, std::atomic<int>& counting, int doomed) : random_(seed), counting_(counting), doomed_(doomed) {}
   void put(Letter letter, Event event);
+  void died();
   void clear(int n = 1 << 30);  // lets go of so many, anywhere
   bool keep(Block& block);
   int size();
@@ -41,7 +43,8 @@ class Shelf {
   std::mutex mutex_;
   Random random_;
   std::atomic<int>& counting_;
-  std::deque<std::pair<Letter, Event>> kept_;
+  int doomed_;
+  std::deque<std::pair<Letter, Event>> kept_, till_death_;
 };
 
 class Station {
