@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,42 +15,22 @@ from monarch_backend.testing import SimulationError
 from monarch_backend.transport._router import Router
 from monarch_backend.transport._tree import Combiner
 from tests.testing import world
+from tests.testing.seeds import run_in_interpreters
 
-SEEDS, CHUNK = 200, 50
-MANY_SEEDS, BIG_CHUNK = 5000, 100
-
-
-def _run(seed: int) -> None:
-    world.run(seed)
-
-
-def _in_processes(run: Callable[[int], None], seeds: range, chunk: int) -> None:
-    """In forks, whose garbage collector leaves alone what the parent has: none of it is theirs to end."""
-    forks = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), forks, initializer=gc.freeze) as pool:
-        for _ in pool.map(run, seeds, chunksize=chunk):
-            pass
+SEEDS = 200
+MANY_SEEDS, BIG_CHUNK = 5000, 250
+SMALL = ("any", "12", "24", "48")
+"""Three of four worlds are small: as many ways through the code, and four times as many seeds an hour."""
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_promises(first: int) -> None:
-    _in_processes(_run, range(first, first + CHUNK), 1)
-
-
-def _run_sized(seed: int) -> None:
-    """Three of four worlds are small: as many ways through the code, and four times as many seeds an hour."""
-    size = None if seed % 4 == 0 else (12, 24, 48)[seed % 4 - 1]
-    try:
-        world.run(seed, size)
-    except BaseException:
-        print(f"again: tests.testing.world.run({seed}, {size})", flush=True)
-        raise
+def test_promises() -> None:
+    run_in_interpreters(range(SEEDS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
 def test_promises_of_many_seeds(first: int) -> None:
-    _in_processes(_run_sized, range(first, first + BIG_CHUNK), 5)
+    run_in_interpreters(range(first, first + BIG_CHUNK), *SMALL)
 
 
 def test_256_processes() -> None:
