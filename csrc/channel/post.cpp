@@ -137,6 +137,7 @@ void Post::met(std::shared_ptr<Peer> peer) {
   Event event;
   event.kind = Event::met;
   event.link = static_cast<std::uint32_t>(links_.size() - 1);
+  alive_.push_back(event.link);
   event.text = peer->token;
   event.pid = peer->pid;
   met_.push_back(std::move(event));
@@ -157,7 +158,7 @@ int Post::connect(const std::string& token) {
   const std::shared_ptr<Peer> peer = host_->connect(token, usual_answer, &waiting);
   if (!peer) return waiting ? silent : -1;
   const std::lock_guard lock(mutex_);
-  for (std::size_t i = 0; i < links_.size(); ++i) {
+  for (const std::uint32_t i : alive_) {
     if (links_[i].peer == peer) return static_cast<int>(i);
   }
   return -1;
@@ -338,7 +339,8 @@ void Post::read(std::uint32_t number, Link& link, std::vector<Event>& events) {
 
 // All that the process with this token has written has been read: where both sides connected at once there are two links.
 bool Post::drained(const std::string& token) const {
-  return std::none_of(links_.begin(), links_.end(), [&](const Link& link) {
+  return std::none_of(alive_.begin(), alive_.end(), [&](const std::uint32_t i) {
+    const Link& link = links_[i];
     return !link.reported && link.in != nullptr && link.peer->token == token && link.in->written.load(std::memory_order_acquire) != link.read;
   });
 }
@@ -352,24 +354,23 @@ bool Post::look(std::vector<Event>& events) {
       met_.clear();
     }
     // The deaths before the rings: whatever they wrote is there by now, and is told first.
-    const auto departed = [](const Link& link) { return !link.reported && link.peer->state.load(std::memory_order_acquire) != Peer::alive; };
     std::vector<std::uint32_t> ends;
-    for (std::uint32_t i = 0; i < links_.size(); ++i) {
-      if (departed(links_[i])) ends.push_back(i);
+    for (const std::uint32_t i : alive_) {
+      if (links_[i].peer->state.load(std::memory_order_acquire) != Peer::alive) ends.push_back(i);
     }
-    for (std::size_t n = 0, first = first_; n < links_.size(); ++n) {
-      const std::size_t i = (first + n) % links_.size();
-      Link& link = links_[i];
-      if (link.reported) continue;
+    for (std::size_t n = 0, first = first_; n < alive_.size(); ++n) {
+      const std::size_t place = (first + n) % alive_.size();
+      Link& link = links_[alive_[place]];
       if (!link.waiting.empty()) flush(link);
       if (events.size() >= batch) continue;
-      read(static_cast<std::uint32_t>(i), link, events);
-      first_ = events.size() < batch ? 0 : i + 1;
+      read(alive_[place], link, events);
+      first_ = events.size() < batch ? 0 : place + 1;
     }
     for (const std::uint32_t i : ends) {
       Link& link = links_[i];
       if (!link.reported && drained(link.peer->token)) gone(i, link, events, link.peer->epitaph, link.peer->state == Peer::left);
     }
+    std::erase_if(alive_, [&](const std::uint32_t i) { return links_[i].reported; });
     parted.swap(parted_);
   }
   for (const auto& peer : parted) host_->bury({peer->gift_sent}, [peer] { return peer->ended.load(std::memory_order_acquire); });

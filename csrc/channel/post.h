@@ -152,11 +152,12 @@ class Post {
   std::shared_ptr<Host> host_;
   std::atomic<bool> crowded_;
   const std::uint64_t share_;
-  std::mutex mutex_;  // links_, what they hold, met_, parted_ and first_
+  std::mutex mutex_;  // links_, what they hold, alive_, met_, parted_ and first_
   std::deque<Link> links_;
+  std::vector<std::uint32_t> alive_;  // those that are not reported as gone: they come and go, and each look asks all
   std::vector<Event> met_;  // and who has refused
   std::vector<std::shared_ptr<Peer>> parted_;  // reported as gone, their rings still to be given back
-  std::size_t first_ = 0;                      // the link to read first: one that always has something is not the only one
+  std::size_t first_ = 0;                      // of alive_, whom to read first: one that always has something is not the only one
   std::atomic<std::uint32_t> wakes_{0};
   std::uint32_t heard_ = 0;  // of wakes_, by whoever has the turn
   std::atomic<std::uint64_t> kept_back_{0};

@@ -13,7 +13,6 @@ from monarch_backend.actor import _context
 from monarch_backend.actor._cell import Answer, Cell, Flow, Job, Message
 from monarch_backend.actor._errors import MeshFailure
 from monarch_backend.actor._payload import read_prefix
-from monarch_backend.actor._port import ReplyPort
 from monarch_backend.transport._frames import Frame, Status
 from monarch_backend.transport._peer import Peer
 from monarch_backend.transport._serialize import dumps, loads
@@ -174,8 +173,7 @@ class AsyncCell(Cell):
         method, spec = found
         args, kwargs = loads(frame.body, frame.buffers)
         if spec is not None and spec.explicit_port:
-            answer.explicit = True
-            args = (ReplyPort(answer), *args)
+            args = (self._port(answer), *args)
         result = method(*args, **kwargs)
         if spec is not None and spec.is_generator:
             await self._drain_async(result, frame, peer, answer)

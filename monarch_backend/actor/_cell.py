@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,8 +26,8 @@ from monarch_backend.actor import _context
 from monarch_backend.actor._actor import Blueprint, blueprint, build, specify
 from monarch_backend.actor._calls import STREAM_WINDOW
 from monarch_backend.actor._errors import CancelledError, Death, MeshFailure
-from monarch_backend.actor._payload import HOST, pack_error, pack_failure, read_prefix, text_of
-from monarch_backend.actor._port import HandedPort, Port, ReplyPort
+from monarch_backend.actor._payload import HOST, Address, pack_error, pack_failure, read_prefix, text_of
+from monarch_backend.actor._port import HandedPort, Port, ReplyPort, port_at
 from monarch_backend.mesh._extent import Extent, Point
 from monarch_backend.transport._exceptions import remote_traceback
 from monarch_backend.transport._frames import Cancel, Construct, Constructed, Failed, Frame, More, Status, Stopped
@@ -83,14 +84,16 @@ class Flow:
 class Answer:
     """The way back for one message."""
 
-    __slots__ = ("_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
+    __slots__ = ("__weakref__", "_frame", "_given", "_handed", "_peer", "_program", "_sent", "_via", "explicit", "port")
 
-    def __init__(self, program: Program, message: Message, port: tuple[str, int] | None) -> None:
+    def __init__(self, program: Program, message: Message, port: Address | None) -> None:
         self._program = program
         self._peer, self._frame, self._via = message
         self.port = port
         self._sent = False
         self.explicit = False  # the endpoint answers through a port
+        self._given = False  # at least once
+        self._handed = False  # others may give it
 
     @property
     def wanted(self) -> bool:
@@ -98,9 +101,9 @@ class Answer:
         return self._frame.ref != 0 or self.port is not None
 
     def __call__(self, status: bytes, body: Any, buffers: Any = None) -> None:
-        frame = self._frame
+        frame, self._given = self._frame, True
         if self.port is not None:
-            target = Port[Any](*self.port, frame.rank)
+            target = port_at(self.port, frame.rank)
             try:
                 target._send(status, body, buffers)
             except PeerGoneError:
@@ -113,12 +116,24 @@ class Answer:
 
     def hand_on(self) -> Port[Any]:
         """The way back for others to use."""
+        self._handed = True
         if self.port is not None:
-            return Port(*self.port, self._frame.rank)
+            return port_at(self.port, self._frame.rank)
         if self._via is not None and not self._sent:
             self._sent = True
             self._via.straight()
         return HandedPort(self._peer.token, self._frame.ref, self._frame.rank)
+
+    def dropped(self) -> None:
+        """Nobody has the port any more. Wherever the garbage collection has struck: no lock here."""
+        if self.wanted and not self._given and not self._handed:
+            error = RuntimeError("the endpoint has let go of its port without an answer")
+            self._program.soon(lambda: self(Status.ERROR, pack_error(error)))
+
+    def lost(self, failure: MeshFailure) -> None:
+        """The actor has ended. What it has handed on, others may still answer."""
+        if self.wanted and not self._given and not self._handed:
+            self(Status.LOST, pack_failure(failure))
 
     def settle(self) -> None:
         """Nobody wants an answer any more; but where answers are collected on their way, this one is waited for."""
@@ -150,6 +165,7 @@ class Cell:
         self.point = Point(plan.rank, self.extent)
         self.children: list[Any] = []  # what this actor has spawned, to be stopped with it
         self.mesh: Any = None  # its processes
+        self._asked: weakref.WeakSet[Answer] = weakref.WeakSet()  # those that are given through ports
         self.instance: Any = None
         self.failure: MeshFailure | None = None  # why it is dead or stopped
         self.ready = False
@@ -432,14 +448,18 @@ class Cell:
         method, spec = found
         args, kwargs = loads(frame.body, frame.buffers)
         if spec is not None and spec.explicit_port:
-            answer.explicit = True
-            method(ReplyPort(answer), *args, **kwargs)
+            method(self._port(answer), *args, **kwargs)
             return
         result = method(*args, **kwargs)
         if spec is not None and spec.is_generator:
             self._drain(result, frame, peer, answer)
         else:
             answer.value(result)
+
+    def _port(self, answer: Answer) -> ReplyPort[Any]:
+        answer.explicit = True
+        self._asked.add(answer)
+        return ReplyPort(answer)
 
     def _drain(self, generator: Any, frame: Frame, peer: Peer, answer: Answer) -> None:
         key = (peer.token, frame.ref)
@@ -580,6 +600,9 @@ class Cell:
             if self.over:
                 return
             self.over, successor = True, self.successor
+        assert self.failure is not None
+        for answer in list(self._asked):
+            answer.lost(self.failure)
         self.instance = self._plan_body = self._plan_buffers = None
         self._methods.clear()
         if successor is not None:

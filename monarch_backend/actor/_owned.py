@@ -442,8 +442,9 @@ class ProcessOwner:
             old.replaced = True
             if old is not member and not old.gone:
                 self._kill(old)
-            core.replace(rank, _token(old.peer.epoch + 1))
-            program.router.expect(core.tokens[rank], old.peer.label)
+            token = _token(old.peer.epoch + 1)
+            program.router.expect(token, old.peer.label)  # before anybody sends to it
+            core.replace(rank, token)
             for peer in list(program.router.peers.values()):
                 if peer.link >= 0 and peer.gone is None:
                     program.router.tell(peer, Replaced(core.id, rank, core.tokens[rank]))

@@ -17,13 +17,17 @@ from monarch_backend.transport._serialize import dumps, loads
 HOST = socket.gethostname()
 
 
+Address = tuple[str, int, int]
+"""Of a port: token, number, -1; or of the way back to a caller: token, the call's number, the rank that answers."""
+
+
 class Called(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The prefix of a call: the endpoint, the mesh or slice it was sent to, and where the reply goes if not back."""
 
     method: str
     labels: tuple[str, ...]
     sizes: tuple[int, ...]
-    port: tuple[str, int] | None = None  # token, number
+    port: Address | None = None
     plain: int = 0  # 1: a method that is no endpoint, called as one; 2: as one with an explicit port
 
 
@@ -32,7 +36,7 @@ _decoder = msgspec.msgpack.Decoder(Called)
 _known: dict[bytes, tuple[Called, Extent]] = {}
 
 
-def prefix_of(method: str, extent: Extent, port: tuple[str, int] | None = None, plain: int = 0) -> bytes:
+def prefix_of(method: str, extent: Extent, port: Address | None = None, plain: int = 0) -> bytes:
     """The prefix of a call."""
     return _encoder.encode(Called(method, tuple(extent.labels), tuple(extent.sizes), port, plain))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -10,7 +11,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend.actor._future import Future
-from monarch_backend.actor._payload import pack_error, read_error
+from monarch_backend.actor._payload import Address, pack_error, read_error
 from monarch_backend.transport._frames import Frame, Kind, Status
 from monarch_backend.transport._peer import Peer
 from monarch_backend.transport._serialize import dumps, loads
@@ -31,6 +32,11 @@ class Port(Generic[T]):
     def __init__(self, token: str, number: int, rank: int = 0) -> None:
         self._address = (token, number)
         self._rank = rank
+
+    @property
+    def address(self) -> Address:
+        """For calls whose replies go here."""
+        return (*self._address, -1)
 
     def send(self, value: T) -> None:
         """Raises SerializationError for what can't be sent, PeerGoneError if the receiver's process is gone."""
@@ -60,6 +66,11 @@ class ReplyPort(Port[T]):
     def __init__(self, answer: Any) -> None:
         self._answer = answer
 
+    @property
+    def address(self) -> Address:
+        handed: Port[T] = self._answer.hand_on()
+        return handed.address
+
     def _send(self, status: bytes, body: Any, buffers: Any) -> None:
         self._answer(status, body, buffers)
 
@@ -69,15 +80,24 @@ class ReplyPort(Port[T]):
     def __repr__(self) -> str:
         return "<Port to the caller>"
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be ending
+            self._answer.dropped()
+
 
 class HandedPort(Port[T]):
     """The way back to a caller, with whomever the actor that was called has given it to.
 
-    If that actor dies, the call has failed, whoever has the port.
+    The call fails if the process of that actor ends. Of those who have the port the caller knows nothing: if they end
+    without a word, it waits for ever, or for its timeout. What is sent to a caller that is gone is dropped.
     """
 
     def __init__(self, token: str, ref: int, rank: int) -> None:
         super().__init__(token, ref, rank)
+
+    @property
+    def address(self) -> Address:
+        return (*self._address, self._rank)
 
     def _send(self, status: bytes, body: Any, buffers: Any) -> None:
         from monarch_backend.actor._program import program
@@ -92,6 +112,12 @@ class HandedPort(Port[T]):
 
     def __repr__(self) -> str:
         return f"<Port to a caller in process {self._address[0][:8]}>"
+
+
+def port_at(address: Address, rank: int) -> Port[Any]:
+    """The port with this address, for the replies of this rank."""
+    token, number, answers = address
+    return Port(token, number, rank) if answers < 0 else HandedPort(token, number, answers)
 
 
 class _Arrival:

@@ -105,6 +105,7 @@ class Program:
         self.router.on_gone = self._gone
         self.router.on_met = self._met
         self.router.on_wait = self._say_wait
+        self.router.on_full = _say
         self.router.handlers.update({Kind.CALL: self._called, Kind.REPLY: self._replied, Kind.PORT: self._ported})
         self.router.control.update(
             {
@@ -165,9 +166,9 @@ class Program:
             interrupts.raise_here()
         return done
 
-    def _wait_for_room(self, what: Any, seconds: float | None) -> bool:
-        """As `wait`. In the middle of sending something, for a moment, nobody is interrupted."""
-        return self.wait(what, None) if seconds is None else bool(self.pump.wait(what, seconds))
+    def _wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
+        """As `wait`. In the middle of sending something, ``whole``, nobody is interrupted."""
+        return bool(self.pump.wait(what, seconds)) if whole else self.wait(what, seconds)
 
     def soon(self, call: Callable[[], None]) -> None:
         """On the thread that reads, in a moment."""
@@ -197,7 +198,6 @@ class Program:
         owner = self.router.peer(data.owner)
         with self.naming:  # which takes no other lock
             core = self.procs.get(data.id)
-            fresh = core is None
             if core is None:
                 extent = Extent(data.labels, data.sizes)
                 core = ProcCore(data.id, data.name, extent, owner, list(data.tokens), self._find_peer, data.server)
@@ -206,7 +206,7 @@ class Program:
                 for rank, token in enumerate(data.tokens):
                     if epoch_of(token) > epoch_of(core.tokens[rank]):
                         core.replace(rank, token)
-        for rank, token in enumerate(data.tokens) if fresh else ():
+        for rank, token in enumerate(core.tokens):
             if token in self.router.peers:
                 core.peer(rank)
         return core
@@ -458,6 +458,8 @@ class Program:
         core = self.procs.get(message.mesh)
         if core is not None and core.owned is None and core.owner is peer and message.rank < len(core.tokens):
             core.replace(message.rank, message.token)
+            if message.token in self.router.peers:
+                core.peer(message.rank)
 
     def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
         if message.name == "crowded":
@@ -545,6 +547,11 @@ class Program:
 
     def _met(self, peer: Peer) -> None:
         self.owner.met(peer)
+        if peer.owner is None:  # it has called us: whose it is, a reference that we have may say
+            for core in _alive(self.procs):
+                rank = core.rank_of(peer.token)
+                if rank is not None:
+                    core.peer(rank)
 
     def _gone(self, peer: Peer) -> None:
         owned = self.owner.member(peer)
@@ -585,8 +592,7 @@ class Program:
             # Nobody would take them while it waits here. Other actors of this process do: they have their own threads.
             what = "to a port of its own process" if kind == Kind.PORT else "to itself"
             raise RuntimeError(f"{cell.name} has sent so many messages {what} that the queue is full: {why}")
-        if os.environ.get("MONARCH_DEBUG", "0") not in ("", "0"):
-            sys.stderr.write(f"monarch: {why}\n")
+        _say(why)
 
     # ---- the end
 
@@ -649,6 +655,12 @@ class Program:
 def _alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:
     """Its values, while other threads add some: iterating it would fail then."""
     return [value for reference in table.valuerefs() if (value := reference()) is not None]
+
+
+def _say(why: str) -> None:
+    """To those who want to know."""
+    if os.environ.get("MONARCH_DEBUG", "0") not in ("", "0"):
+        sys.stderr.write(f"monarch: {why}\n")
 
 
 def _is_newer(data: ProcReference, core: ProcCore) -> bool:

@@ -135,7 +135,7 @@ class Endpoint(Generic[R]):
         if selection == "choose":
             only = self._turn % len(self._ranks)
             self._turn += 1
-        reply_to = None if port is None else port._address
+        reply_to = None if port is None else port.address
         self._broadcast(prefix_of(self.name, self._mesh.extent, reply_to, self._plain), args, dict(kwargs or {}), only)
 
     # ---- what they stand on

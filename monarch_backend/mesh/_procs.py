@@ -5,6 +5,7 @@ What they run is the room above's; how they come to be is in _spawner.py.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -53,13 +54,18 @@ class ProcCore:
 
     def __post_init__(self) -> None:
         self.known = [None] * len(self.tokens)
+        self._lock = threading.RLock()  # tokens and known; takes no other lock
 
     def peer(self, rank: int) -> Peer:
         """The process that has this rank now."""
-        peer = self.known[rank]
-        if peer is None:
-            peer = self.known[rank] = self.find(self, rank)
-        return peer
+        while True:
+            peer = self.known[rank]
+            if peer is not None:
+                return peer
+            found = self.find(self, rank)
+            with self._lock:
+                if self.tokens[rank] == found.token:  # else it has been replaced meanwhile
+                    self.known[rank] = found
 
     @property
     def peers(self) -> list[Peer]:
@@ -68,13 +74,15 @@ class ProcCore:
 
     def replace(self, rank: int, token: str) -> None:
         """Another process has this rank now. That the former one is gone may be heard of later."""
-        self.former[self.tokens[rank]] = rank
-        self.tokens[rank] = token
-        self.known[rank] = None
+        with self._lock:
+            self.former[self.tokens[rank]] = rank
+            self.tokens[rank] = token
+            self.known[rank] = None
 
     def rank_of(self, token: str) -> int | None:
         """The rank that this process has, or had before it was started anew."""
-        return self.tokens.index(token) if token in self.tokens else self.former.get(token)
+        with self._lock:
+            return self.tokens.index(token) if token in self.tokens else self.former.get(token)
 
     def who(self, rank: int) -> str:
         """For people: "gpus 3 of trainers"."""

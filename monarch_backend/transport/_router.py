@@ -29,7 +29,7 @@ from monarch_backend.transport._frames import (
     There,
     Where,
 )
-from monarch_backend.transport._links import MOST_IN_ONE, SILENT, Links, epoch_of
+from monarch_backend.transport._links import MOST_IN_ONE, SILENT, Links, Receiver, epoch_of
 from monarch_backend.transport._peer import Peer, PeerGoneError, Room
 from monarch_backend.transport._tree import Cast, Combiner, children, count_below, descendants
 
@@ -62,20 +62,30 @@ _NOTHING = _frames.encode(_frames.Setting(_frames.KNOCK, None))
 
 
 class _FullMemory:
-    """A sender that waits until receivers let go of shared memory, which they do without a word."""
+    """A sender that waits until receivers let go of shared memory, which they do without a word.
 
-    def __init__(self, router: Router, to: Sequence[Peer], kind: int, target: int) -> None:
-        self._router, self._to, self._kind, self._target = router, to, kind, target
+    ``whole``: it is in the middle of a message, and can't be interrupted.
+    """
+
+    def __init__(self, router: Router, to: Sequence[Peer], whole: bool = False) -> None:
+        self._router, self._to, self._whole = router, to, whole
         self._report: Any = None
 
     def wait(self) -> None:
         """A moment; the first one is said, and so is a long time."""
         if self._report is None:
-            who = str(self._to[0]) if len(self._to) == 1 else f"one of {len(self._to)} processes"
-            why = f"what {who} has not read fills its share of shared memory: waiting"
-            self._router.on_wait(self._to[0], self._kind, self._target, why)
-            self._report = self._router.report(why, "the receiver does not read")
-        self._router._wait(Room(), 0.001)
+            why = self._why()
+            self._router.on_full(why)
+            self._report = self._router.report(why, "who does not read holds up others")
+        self._router._wait(Room(), 0.001, self._whole)
+
+    def _why(self) -> str:
+        router = self._router
+        unread = [str(peer) for link, peer in list(router._by_link.items()) if router.links.unread(link) > 0]
+        more = f" and {len(unread) - 3} others" if len(unread) > 3 else ""
+        behind = f"what {', '.join(unread[:3])}{more} did not read" if unread else "what others keep"
+        to = str(self._to[0]) if len(self._to) == 1 else f"{len(self._to)} processes"
+        return f"no room in shared memory for a message to {to}: {behind} fills it: waiting"
 
     def close(self) -> None:
         """It waits no more."""
@@ -93,7 +103,7 @@ class Router:
     what a process sends to itself. They must not wait.
     """
 
-    def __init__(self, links: Links, wait: Callable[[Room, float | None], bool]) -> None:
+    def __init__(self, links: Links, wait: Callable[[Room, float | None, bool], bool]) -> None:
         self.links = links
         self.token = links.token
         self.epoch = epoch_of(links.token)
@@ -111,6 +121,7 @@ class Router:
         self.on_met: Callable[[Peer], None] = lambda _: None
         self.on_asked: Callable[[Peer, str], None] = lambda _peer, _token: None
         self.on_wait: Callable[[Peer, int, int, str], None] = lambda _peer, _kind, _target, _why: None
+        self.on_full: Callable[[str], None] = lambda _why: None
         self.combiners: dict[tuple[str, int], Combiner] = {}
         self._told = {Kind.MET: self._met, Kind.GONE: self._ended, Kind.REFUSED: self._refused}
         self._wait = wait
@@ -185,7 +196,7 @@ class Router:
     ) -> None:
         here, size = peer is self.me, size_of(body, buffers)
         large = size > MOST_IN_ONE
-        with contextlib.closing(_FullMemory(self, [peer], kind, target)) as full:
+        with contextlib.closing(_FullMemory(self, [peer])) as full:
             while True:
                 self.wait_for_credit(peer, kind, target)
                 with self.lock:
@@ -254,7 +265,7 @@ class Router:
                 room = peer.room = peer.room or Room()
                 if peer.credit > 0:
                     break
-                self._wait(room, None)
+                self._wait(room, None, False)
                 if peer.gone is not None:
                     raise PeerGoneError.of(peer)
         finally:
@@ -300,7 +311,7 @@ class Router:
                         break
                     if self.links.send(peer.link, Kind.REPLY, 0, ref, 0, rank, peer.epoch, status, body, buffers):
                         return
-                full = full or _FullMemory(self, [peer], Kind.REPLY, 0)
+                full = full or _FullMemory(self, [peer], whole=True)
                 full.wait()
         finally:
             if full is not None:
@@ -386,7 +397,7 @@ class Router:
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
         size = size_of(body, buffers)
-        with contextlib.closing(_FullMemory(self, [peer for peer, _ in to], kind, target)) as full:
+        with contextlib.closing(_FullMemory(self, [peer for peer, _ in to])) as full:
             while True:
                 self._credit_of_all(to, kind, target)
                 with self.lock:
@@ -465,8 +476,7 @@ class Router:
         seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
         route = _frames.encode(Route(number, self.token, kind, target, ref, combine, prefix, tokens, seqs, ranks))
         first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(FANOUT, len(hops)))]
-        if not self.links.cast(first, Kind.CAST, 0, 0, route, cast.body, None):
-            self._keep(lambda: self.links.cast(first, Kind.CAST, 0, 0, route, cast.body, None))
+        self._cast_each(first, route, cast.body, None)
         for index, peer in enumerate(peers):
             if peer.gone is not None:
                 self._recast(cast, index)
@@ -514,9 +524,14 @@ class Router:
                 if combiner is not None:
                     combiner.lost(token)
                 self.tell(root, CastLost(route.cast, [token]))
-        if to and not self.links.cast(to, Kind.CAST, 0, 0, frame.prefix, frame.body, frame.buffers):
-            body = own(frame.body)
-            self._keep(lambda: self.links.cast(to, Kind.CAST, 0, 0, frame.prefix, body, None))
+        if to:
+            self._cast_each(to, frame.prefix, frame.body, frame.buffers)
+
+    def _cast_each(self, to: list[Receiver], route: bytes, body: Any, buffers: Any) -> None:
+        """To these places of a tree: together, or, where one of them leaves no room, each when there is room for it."""
+        if not self.links.cast(to, Kind.CAST, 0, 0, route, body, buffers):
+            for link, _, index, _ in to:
+                self.send_or_keep(link, Kind.CAST, 0, 0, route, body, buffers, rank=index)
 
     def _recast(self, cast: Cast, index: int) -> None:
         """The process at this place of the tree is lost to it: those below it get the message straight."""
@@ -929,7 +944,7 @@ class Router:
             if not send():
                 self._keep(send, peer.link)
         else:
-            with contextlib.closing(_FullMemory(self, [peer], kind, target)) as full:
+            with contextlib.closing(_FullMemory(self, [peer], whole=True)) as full:
                 while not send():
                     full.wait()
 

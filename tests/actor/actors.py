@@ -343,6 +343,14 @@ class Recorder(Actor):
         return n
 
     @endpoint
+    def large(self, mesh: Any, sender: Any, n: int, size: int) -> None:
+        """Send n messages of so many bytes to the mesh; says so when it has to wait."""
+        os.environ["MONARCH_DEBUG"] = "1"
+        for i in range(n):
+            mesh.note.broadcast(sender, i, bytes(size))
+        del os.environ["MONARCH_DEBUG"]
+
+    @endpoint
     def fill(self, port: Any, sender: Any, n: int) -> None:
         """Send to a port."""
         for i in range(n):

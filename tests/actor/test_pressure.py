@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from monarch_backend.actor import (
     Port,
     ProcMesh,
     SupervisionError,
+    _interrupts,
     concurrent_endpoint,
     endpoint,
     this_host,
@@ -104,6 +106,7 @@ def hold(one: ActorMesh, name: str) -> None:
 
 
 WAITING = f"monarch: {WINDOW} messages to"
+FULL = "monarch: no room in shared memory"
 
 
 # ---- the sender waits
@@ -133,6 +136,7 @@ def small_places() -> None:
     _router.PLACE = 4096
 
 
+@pytest.mark.usefixtures("procs")  # the first processes of all leave something behind
 def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_router, "PLACE", 4096)
     payload, n = b"x" * (64 << 10), 200
@@ -156,7 +160,7 @@ def test_a_stopped_process_leaves_shared_memory_to_the_others(recorders: ActorMe
     try:
         until(lambda: stands_still(pid), "it stands still")
         sender = Sender(lambda i: one.note.broadcast("main", i, payload), 6)
-        until(lambda: "has not read fills its share of shared memory: waiting" in said, "the sender says that it waits")
+        until(lambda: FULL in said, "the sender says that it waits")
         assert sender.sent == 4
         for _ in range(5):
             assert other.echo.call_one(payload).get(PATIENCE) == payload
@@ -166,7 +170,69 @@ def test_a_stopped_process_leaves_shared_memory_to_the_others(recorders: ActorMe
     sender.join()
     assert sender.error is None
     assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(6))}
-    assert said.count("has not read fills its share") == 1
+    name = f"gpus 1 of {recorders.proc_mesh.name} (pid {pid})"
+    assert said.count(f"{FULL} for a message to {name}: what {name} did not read fills it: waiting") == 1
+
+
+@pytest.fixture
+def stopped(recorders: ActorMesh) -> Iterator[ActorMesh]:
+    """The middle one, whose process stands still and has left its share of the main program's memory unread."""
+    one = recorders.slice(gpus=1)
+    pid = pid_of(one)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: stands_still(pid), "it stands still")
+        one.note.broadcast("main", 0, bytes(UNREAD_BYTES - 4096))
+        yield one
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_others_of_a_tree_do_not_wait_for_one_that_is_stopped(
+    recorders: ActorMesh, stopped: ActorMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_router, "DIRECT", 1)
+    for size in (100, 20_000):
+        recorders.note.broadcast("main", size, b"x" * size)
+    for gpu in (0, 2):
+        assert recorders.slice(gpus=gpu).by_sender.call_one().get(PATIENCE) == {"main": [100, 20_000]}
+    os.kill(pid_of(stopped), signal.SIGCONT)
+    assert stopped.by_sender.call_one().get(PATIENCE) == {"main": [0, 100, 20_000]}
+
+
+def test_an_actor_waits_for_another_one_of_its_own_mesh(recorders: ActorMesh, said: Said) -> None:
+    """Who waits for memory does not wait for its own queue, though it is sent to as well."""
+    first, one = recorders.slice(gpus=0), recorders.slice(gpus=1)
+    first.large.call_one(recorders, "first", 1, 10).get(PATIENCE)  # they know each other
+    pid = pid_of(one)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: stands_still(pid), "it stands still")
+        sent = first.large.call_one(recorders, "first", 6, UNREAD_BYTES // 4 - 4096)
+        until(lambda: "no room in shared memory for a message to 3 processes" in said, "it says that it waits")
+        assert not sent.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    sent.get(PATIENCE)
+    for mesh in (first, one):
+        assert mesh.by_sender.call_one().get(PATIENCE) == {"first": [0, *range(6)]}
+
+
+def test_ctrl_c_ends_waiting_for_memory(stopped: ActorMesh, said: Said) -> None:
+    def interrupt() -> None:
+        until(lambda: FULL in said, "the sender says that it waits")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        stopped.note.broadcast("main", 1, bytes(100_000))
+    assert time.monotonic() - start < _interrupts.MOST
+    thread.join()
+    os.kill(pid_of(stopped), signal.SIGCONT)
+    stopped.note.broadcast("main", 2)
+    assert stopped.by_sender.call_one().get(PATIENCE) == {"main": [0, 2]}
 
 
 def test_the_slowest_of_many_holds_the_sender_up(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:

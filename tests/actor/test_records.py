@@ -157,6 +157,15 @@ class Acquainted(Actor):
         return mesh.pid.call_one().get(PATIENCE)
 
     @endpoint
+    def keep(self, mesh: ActorMesh) -> None:
+        self.mesh = mesh
+
+    @endpoint
+    def names(self) -> list[str]:
+        """Of those that it knows."""
+        return sorted(str(peer) for peer in program().router.peers.values())
+
+    @endpoint
     def pid(self) -> int:
         return os.getpid()
 
@@ -167,4 +176,7 @@ def test_a_process_knows_those_it_talks_to_and_not_the_whole_mesh() -> None:
         assert set(mesh.peers.call(mesh).get(PATIENCE).values()) == {2}  # itself and its owner
         one, other = mesh.slice(gpus=3), mesh.slice(gpus=5)
         assert one.pid_of.call_one(other).get(PATIENCE) == other.pid.call_one().get(PATIENCE)
+        other.keep.call_one(mesh).get(PATIENCE)
+        name = f"gpus 3 of {procs.name} (pid {one.pid.call_one().get(PATIENCE)})"
+        assert name in other.names.call_one().get(PATIENCE)  # which was called by it
         assert [future.get(PATIENCE) for future in (one.peers.call_one(mesh), other.peers.call_one(mesh))] == [3, 3]

@@ -25,6 +25,10 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
+from monarch_backend.actor._program import program
+from monarch_backend.mesh._extent import Extent
+from monarch_backend.mesh._procs import ProcCore
+from monarch_backend.transport._peer import Peer
 from tests.actor.actors import comes_back, until
 from tests.actor.harm import Owner, Supervisor, Victim, lines
 from tests.actor.support import PATIENCE, Faults, begun, gate
@@ -479,6 +483,50 @@ def test_third_parties_who_have_never_met_the_owner_find_the_new_process(faults:
             nested.end_process.call_one("SIGKILL").exception(PATIENCE)
             friend.comes_back.call_one().get(2 * PATIENCE)
         assert friend.ask.call_one("third").get(PATIENCE) == "third"
+
+
+def test_whoever_was_called_by_a_process_finds_its_successor(faults: Faults, tmp_path: Path) -> None:
+    """It has the reference, has never called, and has no link to the owner."""
+    with this_host().spawn_procs({"gpus": 2}) as procs, gate(tmp_path) as (name, open_gate):
+        owner = procs.slice(gpus=0).spawn("owner", Owner)
+        friend = procs.slice(gpus=1).spawn("friend", Knows)
+        nested = owner.spawn.call_one(1, SOON).get(PATIENCE)
+        friend.remember.call_one(nested).get(PATIENCE)
+        asked = begun(lambda port: nested.wait_for_other.call_one(friend, port, name))
+        open_gate()
+        asked.get(PATIENCE)
+        nested.end_process.call_one("SIGKILL").exception(PATIENCE)
+        comes_back(nested)
+        friend.comes_back.call_one().get(2 * PATIENCE)
+
+
+def test_a_successor_is_expected_before_anybody_can_send_to_it(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, expected = ProcCore.replace, []
+
+    def replaced(core: ProcCore, rank: int, token: str) -> None:
+        peer = program().router.peers.get(token)
+        expected.append(peer is not None and peer.expected)
+        replace(core, rank, token)
+
+    monkeypatch.setattr(ProcCore, "replace", replaced)
+    with this_host().spawn_procs({"gpus": 1}, restart=SOON) as procs:
+        victim = procs.spawn("victim", Victim)
+        victim.end_process.call_one("SIGKILL").exception(PATIENCE)
+        comes_back(victim)
+    assert expected == [True]
+
+
+def test_a_process_that_is_replaced_while_it_is_looked_up() -> None:
+    def find(core: ProcCore, rank: int) -> Peer:
+        found = Peer(core.tokens[rank], 1)
+        if found.token == "former":
+            core.replace(rank, "successor")
+        return found
+
+    core = ProcCore("id", "name", Extent(("gpus",), (2,)), Peer("owner", 1), ["former", "other"], find)
+    assert core.peer(0).token == "successor"
+    assert core.peer(0) is core.known[0]
+    assert [core.rank_of(token) for token in ("former", "successor", "other", "stranger")] == [0, 0, 1, None]
 
 
 def test_an_old_reference_that_waited_leads_to_the_new_process(faults: Faults, tmp_path: Path) -> None:

@@ -337,6 +337,27 @@ def test_the_last_words_of_a_crash_are_in_the_report(finish: Start) -> None:
     assert '"' + str(Path("script.py")) not in report
 
 
+def test_an_unhandled_failure_leaves_no_file_half_written(finish: Start, tmp_path: Path) -> None:
+    ended = finish(
+        f"""
+        import logging, threading
+        records, raw = open({str(tmp_path / "records")!r}, "w"), open({str(tmp_path / "raw")!r}, "wb")
+        pipe = open(os.pipe()[1], "wb", buffering=1 << 20)
+        full = open(os.pipe()[1], "wb", buffering=1 << 20)
+        v = this_host().spawn_procs({{"gpus": 1}}).spawn("v", Victim)
+        records.write("a line that nobody has flushed")
+        raw.write(b"bytes, too")
+        full.write(bytes(1 << 19))  # a pipe that nobody reads: its flush never ends
+        print("on stdout", end="")
+        v.die.call_one().get()
+        """
+    )
+    assert ended.returncode == 1
+    assert (tmp_path / "records").read_text() == "a line that nobody has flushed"
+    assert (tmp_path / "raw").read_bytes() == b"bytes, too"
+    assert ended.out == "on stdout"
+
+
 def test_the_traceback_of_an_actor_that_died_is_in_the_report(finish: Start) -> None:
     ended = finish(
         """

@@ -27,6 +27,7 @@ from monarch_backend.actor import (
     ProcMesh,
     SerializationError,
     Stream,
+    SupervisionError,
     UnknownEndpointError,
     ValueMesh,
     as_endpoint,
@@ -431,8 +432,22 @@ class Later(Actor):
         """The next one of the mesh answers, or one still further."""
         if twice:
             to.pass_on.broadcast([port], to.slice(x=1), how)
+        elif how == "port=":
+            send(to.sent, (), {}, port=port)
         else:
             to.use.broadcast(port, how)
+
+    @endpoint
+    def sent(self) -> tuple[int, bytes]:
+        return os.getpid(), b"x" * 100_000
+
+    @endpoint(explicit_response_port=True)
+    def forget(self, port: Port[Any]) -> None:
+        pass
+
+    @endpoint
+    def fail(self) -> None:
+        raise ValueError("the end of this actor")
 
     @endpoint
     def pass_on(self, ports: list[Port[Any]], to: ActorMesh, how: str) -> None:
@@ -440,7 +455,9 @@ class Later(Actor):
 
     @endpoint
     def use(self, port: Port[Any], how: str) -> None:
-        if how == "value":
+        if how == "keep":
+            self.ports.append(port)
+        elif how == "value":
             port.send((os.getpid(), b"x" * 100_000))
         else:
             port.exception(KeyError("no such thing"))
@@ -546,10 +563,35 @@ def test_others_may_answer_through_an_explicit_port(later: ActorMesh) -> None:
     send(later.give_away, (other, "value"), {}, port=port)
     assert [receiver.recv().get(PATIENCE) for _ in range(4)] == [answer] * 4
     later.give_away.broadcast(other, "value")  # nobody wants to know
+    assert one.give_away.call_one(other, "port=").get(PATIENCE) == answer
+    assert list(later.give_away.call(other, "port=").get(PATIENCE).values()) == [answer] * 4
     for call in (one.give_away.call_one(other, "error"), later.give_away.call(other, "error")):
         with pytest.raises(ActorError, match="no such thing") as caught:
             call.get(PATIENCE)
         assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_port_that_is_let_go_is_an_answer(later: ActorMesh) -> None:
+    for call in (later.slice(x=0, y=1).forget.call_one(), later.forget.call(), *later.forget.stream()):
+        with pytest.raises(ActorError, match="has let go of its port without an answer"):
+            call.get(PATIENCE)
+    later.forget.broadcast()
+
+
+def test_an_actor_that_dies_leaves_no_caller_of_its_ports_waiting(procs: ProcMesh, faults: Faults) -> None:
+    first, second = (procs.slice(x=0, y=0).spawn(name, Later) for name in ("first", "second"))
+    held, given = first.ask.call_one(1), first.give_away.call_one(second, "keep")
+    first.fail.broadcast()
+    with pytest.raises(SupervisionError, match="the end of this actor"):
+        held.get(PATIENCE)
+    faults.next()
+    second.answer.call_one("from the second").get(PATIENCE)
+    assert given.get(PATIENCE) == "from the second"
+    held = second.ask.call_one(1)
+    assert second.asked.call_one().get(PATIENCE) == 2
+    second.stop().get(PATIENCE)
+    assert isinstance(held.exception(PATIENCE), (ActorError, SupervisionError))
+    first.stop().get(PATIENCE)
 
 
 def test_arguments_are_checked_without_the_port(later: ActorMesh) -> None:
