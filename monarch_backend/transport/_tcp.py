@@ -219,7 +219,72 @@ class Tcp:
         if connection is not None:
             self._strangers[connection] = None
 
-    def _adopt(self, plain: socket.socket, tls: ssl.SSLContext | None, reader: Reader | None) -> _Connection | None:
+    def _adopt(self, plain: socket.socket, tls: ssl.SSLContext | None, name: str | None) -> _Connection | None:
+        """A new connection; ``name`` is whom we have called, None where we were."""
         plain.setblocking(False)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        raise NotImplementedError
+        wrapped = plain
+        if tls is not None:
+            wrapped = tls.wrap_socket(
+                plain, server_side=name is None, server_hostname=name, do_handshake_on_connect=False
+            )
+        connection = _Connection(wrapped, tls=tls is not None, shaking=tls is not None)
+        connection.reader = self._called(connection)
+        self._want(connection, next(connection.reader))
+        self._selector.register(wrapped, selectors.EVENT_READ, connection)
+        return connection
+
+    def _drop(self, connection: _Connection, why: str = "") -> None:
+        """This connection is over; its session may go on with another one."""
+        self._strangers.pop(connection, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+        connection.reader.close()
+        remote = connection.remote
+        if remote is None or remote.connection is not connection:
+            return
+        with remote.lock:
+            remote.connection = None
+        if remote.address is not None and remote.lost is None and not self._closed:
+            self._call(remote, self._secret_of[remote.id], self.bounds.pause)
+
+    # ---- reading
+
+    def _ready(self, connection: _Connection, events: int) -> None:
+        try:
+            if connection.shaking and not self._shake(connection):
+                return
+            if events & selectors.EVENT_WRITE and connection.remote is not None:
+                with connection.remote.lock:
+                    self._flush(connection)
+            if events & selectors.EVENT_READ:
+                self._read(connection)
+        except (OSError, SessionError, HandshakeError) as error:
+            if connection.remote is not None and not isinstance(error, ConnectionResetError):
+                log.info("the connection with %s is over: %s", connection.remote, error)
+            self._drop(connection, str(error))
+
+    def _read(self, connection: _Connection) -> None:
+        """All that is there, but not for ever: others have something, too."""
+        for _ in range(64):
+            assert connection.into is not None
+            try:
+                count = connection.socket.recv_into(connection.into[connection.filled :])
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return
+            if count == 0:
+                raise ConnectionResetError("it has closed the connection")
+            if connection.remote is not None:
+                connection.remote.heard = time.monotonic()
+            connection.filled += count
+            while connection.filled == len(connection.into):
+                self._want(connection, connection.reader.send(connection.owned))
+
+    def _want(self, connection: _Connection, wanted: Wanted) -> None:
+        connection.filled = 0
+        if isinstance(wanted, int):
+            connection.owned = bytearray(wanted)
+            connection.into = memoryview(connection.owned)
+        else:
+            connection.owned, connection.into = None, wanted
