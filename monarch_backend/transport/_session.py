@@ -1,0 +1,137 @@
+"""Frames between two hosts: each once, in order, whatever connections break meanwhile.
+
+A session outlives its connections. Each side numbers its frames, keeps those that the other side has not acknowledged,
+and sends them again on the next connection from where the other side says that it is. Knows no sockets, no clock and no
+meaning: bytes in, bytes out. Who may talk at all is _secret.py's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+_HEAD = struct.Struct("!4sB3xIQQQ")  # magic, kind, bytes of the prefix, bytes of the body, number, acknowledged
+HEAD_BYTES = _HEAD.size
+MAGIC = b"mofr"
+
+DATA, WORD, BYE = range(1, 4)
+"""Kinds: a frame; only what stands in the head, which also says that one is alive; the end, in peace."""
+
+MOST_PREFIX, MOST_BODY = 16 << 20, 1 << 30
+"""Bytes. Whoever announces more is not listened to any more."""
+
+UNACKNOWLEDGED = 64 << 20
+"""Bytes that may be under way; then nothing more is sent, but one frame goes in any case."""
+
+WORTH_A_WORD = 4 << 20
+"""Bytes after which the other side is told at once that they have come."""
+
+
+class SessionError(ConnectionError):
+    """The other side does not keep to the protocol, or cannot go on from where this one is."""
+
+
+class Head(NamedTuple):
+    """What stands before each frame."""
+
+    kind: int
+    prefix: int
+    body: int
+    number: int
+    acknowledged: int
+
+
+def read_head(data: bytes) -> Head:
+    """Of HEAD_BYTES. Raises SessionError for what no host of ours would send."""
+    magic, *fields = _HEAD.unpack(data)
+    head = Head(*fields)
+    if magic != MAGIC or not DATA <= head.kind <= BYE or (head.kind != DATA and (head.prefix or head.body)):
+        raise SessionError("bytes that are no frame of this version")
+    if head.prefix > MOST_PREFIX or head.body > MOST_BODY:
+        raise SessionError(f"a frame of {head.prefix + head.body} bytes, which is more than any frame has")
+    return head
+
+
+class Session:
+    """One side of it.
+
+    >>> one, other = Session(), Session()
+    >>> lost = one.send(b"prefix", [b"body"])  # and the connection breaks
+    >>> [again] = one.resume(other.received)
+    >>> head = read_head(again[0][:HEAD_BYTES])
+    >>> other.take(head), other.take(head)  # once
+    (True, False)
+    >>> one.hear(read_head(other.word()))
+    >>> one.unacknowledged
+    0
+    """
+
+    def __init__(self) -> None:
+        self.received = 0  # the number of the last frame that was taken
+        self.unacknowledged = 0  # bytes
+        self._sent = 0
+        self._told = 0  # what the other side knows of `received`
+        self._untold = 0  # bytes that have come since
+        self._kept: deque[tuple[int, bytes, Sequence[Any], int]] = deque()
+
+    @property
+    def full(self) -> bool:
+        """No more for now."""
+        return self.unacknowledged >= UNACKNOWLEDGED
+
+    def send(self, prefix: bytes, body: Sequence[Any]) -> list[Any]:
+        """The bytes of a frame, in parts. The parts of the body must not change until they are acknowledged."""
+        self._sent += 1
+        size = sum(len(part) for part in body)
+        self._kept.append((self._sent, prefix, body, size))
+        self.unacknowledged += size + len(prefix)
+        return self._frame(self._sent, prefix, body, size)
+
+    def _frame(self, number: int, prefix: bytes, body: Sequence[Any], size: int) -> list[Any]:
+        return [self._head(DATA, number, len(prefix), size) + prefix, *body]
+
+    def _head(self, kind: int, number: int = 0, prefix: int = 0, body: int = 0) -> bytes:
+        self._told, self._untold = self.received, 0
+        return _HEAD.pack(MAGIC, kind, prefix, body, number, self.received)
+
+    def word(self) -> bytes:
+        """What has come so far; and that this side is alive."""
+        return self._head(WORD)
+
+    def bye(self) -> bytes:
+        """The end."""
+        return self._head(BYE)
+
+    @property
+    def word_is_due(self) -> bool:
+        """So much has come that the other side should know."""
+        return self._untold >= WORTH_A_WORD
+
+    def hear(self, head: Head) -> None:
+        """What any head says of our frames. Raises SessionError if it knows of frames that there never were."""
+        if head.acknowledged > self._sent:
+            raise SessionError(f"it has received frame {head.acknowledged} of {self._sent}")
+        while self._kept and self._kept[0][0] <= head.acknowledged:
+            _, prefix, _, size = self._kept.popleft()
+            self.unacknowledged -= size + len(prefix)
+
+    def take(self, head: Head) -> bool:
+        """True if this frame is the next one; False if it has come before. Raises SessionError if one is missing."""
+        self.hear(head)
+        if head.number <= self.received:
+            return False
+        if head.number != self.received + 1:
+            raise SessionError(f"frame {head.number} comes after frame {self.received}")
+        self.received = head.number
+        self._untold += head.prefix + head.body
+        return True
+
+    def resume(self, received: int) -> Iterator[list[Any]]:
+        """What the other side has missed, on a new connection. Raises SessionError if that is not there any more."""
+        first = self._kept[0][0] if self._kept else self._sent + 1
+        if not first - 1 <= received <= self._sent:
+            raise SessionError(f"it is at frame {received}, and here are frames {first} to {self._sent}")
+        self.hear(Head(WORD, 0, 0, 0, received))
+        return (self._frame(number, prefix, body, size) for number, prefix, body, size in list(self._kept))
