@@ -221,6 +221,10 @@ class Setting(msgspec.Struct, tag="setting", array_like=True, gc=False):
     value: Any
 
 
+class Agent(msgspec.Struct, tag="agent", array_like=True, gc=False):
+    """Between a controller and its agents on hosts: the body is one of hosts/_messages.py."""
+
+
 Control = (
     CastArrived
     | CastLost
@@ -235,6 +239,7 @@ Control = (
     | Failed
     | Replaced
     | Setting
+    | Agent
 )
 
 _encoder = msgspec.msgpack.Encoder()

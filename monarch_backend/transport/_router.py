@@ -360,7 +360,7 @@ class Router:
                     link, kind, target, ref, 0, rank, peer.epoch, prefix, body, buffers
                 )
 
-            self._keep(send, link)
+            self.keep(send, link)
 
     # ---- sending to many
 
@@ -713,7 +713,7 @@ class Router:
         """Call it on the thread that reads; the pump's later, where there is one."""
         raise NotImplementedError
 
-    def _keep(self, send: Callable[[], bool], link: int = -1) -> None:
+    def keep(self, send: Callable[[], bool], link: int = -1) -> None:
         """Try it again until it returns True: receivers let go of shared memory without a word.
 
         What is for the same link keeps its order; who does not read holds up nobody else.
@@ -923,7 +923,7 @@ class Router:
         if large:
             self._send_parts(peer, kind, target, ref, seq, rank, prefix, body, buffers, keep=True)
         else:
-            self._keep(lambda: peer.gone is not None or send(), peer.link)
+            self.keep(lambda: peer.gone is not None or send(), peer.link)
 
     def _send_parts(
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any,
@@ -947,7 +947,7 @@ class Router:
 
         if keep:
             if not send():
-                self._keep(send, peer.link)
+                self.keep(send, peer.link)
         else:
             with contextlib.closing(_FullMemory(self, [peer], whole=True)) as full:
                 while not send():

@@ -1,0 +1,338 @@
+"""A controller's agent on a host: its gateway there, starts processes for it, and ends with it.
+
+On the controller's own host it is the gateway only. One process, forked from the host's fork server; everything that it
+has started dies with it. What it is told stands in _messages.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from monarch_backend.hosts import _messages
+from monarch_backend.hosts._messages import (
+    Ask,
+    Attach,
+    Attached,
+    AttachFailed,
+    Exited,
+    Hosts,
+    Kill,
+    Lost,
+    Output,
+    OutputTaken,
+    Spawn,
+    SpawnFailed,
+    Started,
+    Unwelcome,
+    Versions,
+    Welcome,
+)
+from monarch_backend.hosts._output import OutputReader
+from monarch_backend.hosts._tls import tls_for
+from monarch_backend.mesh._spawner import Event, ProcessSpec, Spawner, SpawnLimitError
+from monarch_backend.transport import _carried
+from monarch_backend.transport._carried import Carried, host_of
+from monarch_backend.transport._far import FarLinks
+from monarch_backend.transport._frames import Agent as AgentFrame
+from monarch_backend.transport._frames import Frame, FrameError
+from monarch_backend.transport._gateway import Gateway
+from monarch_backend.transport._links import LocalLinks
+from monarch_backend.transport._peer import Peer, Room
+from monarch_backend.transport._pump import Pump
+from monarch_backend.transport._router import Router
+from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
+
+log = logging.getLogger("monarch_backend")
+
+MYSELF = -9
+"""The link on which the agent's own router gets what comes for it from other hosts."""
+
+
+class Plan(NamedTuple):
+    """What an agent is told of itself. ``server``: the host's fork server. ``home``: on the controller's own host."""
+
+    token: str
+    root: str
+    secret: bytes
+    server: str
+    heartbeat: float
+    silence: float
+    home: bool
+
+
+def meeting_point(token: str) -> str:
+    """Where the host's daemon hands connections over to its agent: an abstract socket, of this user only."""
+    return f"\0monarch-agent-{token}"
+
+
+class AgentProcess:
+    """All that an agent is; `run` returns when it is to end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._pid = os.getpid()
+        self._links = LocalLinks(plan.token)
+        self._pump = Pump(self._links.post, self._handle)
+        self._gateway = Gateway(self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later)
+        far = FarLinks(self._links, self._pid, MYSELF, self._gateway.send, lambda send: self._router.keep(send))
+        self._far = far
+        self._router = Router(far, self._wait)  # type: ignore[arg-type]
+        self._router.wake = self._pump.wake  # type: ignore[method-assign]
+        self._router.later = self._pump.later  # type: ignore[method-assign]
+        self._router.on_gone = self._gone
+        self._router.control[AgentFrame] = self._told
+        self._root = self._router.peer(plan.root)
+        self._secrets = secrets_by_name(plan.secret)
+        bounds = Bounds(heartbeat=plan.heartbeat, silence=plan.silence)
+        self._tcp = Tcp(
+            bytes.fromhex(plan.token), self._secrets, self._arrived, self._up, self._lost, bounds=bounds, tls=tls_for()
+        )
+        self._lock = threading.RLock()  # the three that follow
+        self._hosts: dict[str, Remote] = {}  # sessions by host
+        self._known: dict[str, tuple[str, int, str, str]] = {}  # where hosts can be reached
+        self._asking: dict[Remote, Attach] = {}  # daemons that are asked for an agent
+        self._spawner: Spawner | None = None
+        self._numbers: dict[int, int] = {}  # the spawner's, by the controller's
+        self._names: dict[int, int] = {}  # and the reverse
+        self._output: OutputReader | None = None
+        self._end = Room()
+        self._listener: socket.socket | None = None
+
+    def run(self) -> None:
+        """Until the controller is gone."""
+        self._pump.start()
+        self._tcp.start()
+        if self._plan.home:
+            self._stay_with_the_controller()
+        else:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(meeting_point(self._plan.token))
+            self._listener.listen(64)
+            threading.Thread(target=self._take_over, name="monarch-take-over", daemon=True).start()
+        self._pump.wait(self._end)
+        if self._spawner is not None:
+            self._spawner.close()
+        self._tcp.close()
+        self._links.host.leave()
+
+    def _stay_with_the_controller(self) -> None:
+        while self._router.link_to(self._root) < 0 and self._root.gone is None:
+            self._pump.wait(Room(), 0.02, lambda: self._root.link >= 0)
+        if self._root.gone is not None or not self._links.host.tether(self._plan.root):
+            raise SystemExit(1)
+
+    def _take_over(self) -> None:
+        """Connections that the daemon of this host has accepted for us."""
+        assert self._listener is not None
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if uid != os.geteuid():
+                    continue
+                connection.settimeout(5)
+                with contextlib.suppress(OSError):
+                    knock, fds, _, _ = socket.recv_fds(connection, 4096, 1)
+                    for fd in fds:
+                        self._tcp.take_over(socket.socket(fileno=fd), knock)
+
+    def _finish(self, why: str) -> None:
+        if not self._end.ready:
+            log.info("the agent ends: %s", why)
+            self._end.ready = True
+            if self._end.gate is not None and self._end.gate.locked():
+                with contextlib.suppress(RuntimeError):
+                    self._end.gate.release()
+            self._pump.wake()
+
+    # ---- frames
+
+    def _wait(self, room: Room, seconds: float | None, _whole: bool) -> bool:
+        return self._pump.wait(room, seconds)
+
+    def _handle(self, events: list[Any]) -> None:
+        rest = self._gateway.handle(events)
+        if rest:
+            self._router.handle(rest)
+
+    def _to_me(self, frame: Carried) -> None:
+        self._pump.later(0.0, lambda: self._router.handle(self._far.translate([(MYSELF, *frame)])))
+
+    def _to_host(self, host: str, frame: Carried) -> bool:
+        with self._lock:
+            remote = self._hosts.get(host)
+            if remote is None:
+                known = self._known.get(host)
+                if known is None:
+                    return False
+                remote = self._tcp.call(known[:2], self._plan.secret, bytes.fromhex(known[2]))
+                self._hosts[host] = remote
+        self._tcp.send(remote, *_carried.pack(frame))
+        return True
+
+    def _arrived(self, remote: Remote, prefix: bytes, body: bytearray) -> None:
+        if remote in self._asking:
+            self._answered(remote, body)
+            return
+        try:
+            self._gateway.arrived(prefix, body)
+        except FrameError as error:
+            log.error("host %s: %s; it is not listened to any more", self._name_of(remote), error)
+            self._tcp.hang_up(remote)
+            self._lost(remote)
+
+    # ---- hosts that come and go
+
+    def _name_of(self, remote: Remote) -> str:
+        host = remote.who.hex()[: _carried.HOST]
+        known = self._known.get(host)
+        return f"{known[3]} ({known[0]})" if known else str(remote)
+
+    def _up(self, remote: Remote) -> None:
+        asked = self._asking.get(remote)
+        if asked is not None:
+            plan = self._plan
+            ask = Ask(plan.token, plan.root, Versions.here(), plan.heartbeat, plan.silence)
+            self._tcp.send(remote, b"", [_messages.encode(ask)])
+            return
+        with self._lock:
+            self._hosts.setdefault(remote.who.hex()[: _carried.HOST], remote)
+
+    def _lost(self, remote: Remote) -> None:
+        asked = self._asking.pop(remote, None)
+        if asked is not None:
+            self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {remote.lost}"))
+            return
+        with self._lock:
+            hosts = [host for host, other in self._hosts.items() if other is remote]
+            for host in hosts:
+                del self._hosts[host]
+        for host in hosts:
+            why = f"host {self._name_of_host(host)} is lost: {remote.lost}"
+            if host == host_of(self._plan.root):
+                self._finish(why)
+            if self._plan.home:
+                self._known.pop(host, None)
+                self._tell(Lost(host, why))
+            self._gateway.lost_host(host, why)
+
+    def _name_of_host(self, host: str) -> str:
+        known = self._known.get(host)
+        return f"{known[3]} ({known[0]})" if known else host
+
+    def _gone(self, peer: Peer) -> None:
+        if peer is self._root:
+            self._finish(f"its controller is gone: {peer.gone}")
+
+    def _answered(self, remote: Remote, body: bytearray) -> None:
+        """A daemon has made an agent for us, or has not."""
+        asked = self._asking.pop(remote)
+        self._tcp.hang_up(remote)
+        try:
+            answer = _messages.decode(body)
+        except msgspec.DecodeError as error:
+            answer = Unwelcome(f"it answered with what is no message: {error}")
+        if isinstance(answer, Welcome) and not (differences := Versions.here().differences(answer.versions)):
+            known = (asked.host, asked.port, answer.token, answer.host_name)
+            self._known[host_of(answer.token)] = known
+            self._tell(Attached(asked.id, answer.token, answer.host_name))
+            return
+        if isinstance(answer, Welcome):
+            answer = Unwelcome(f"it has {', '.join(differences)}: install the same versions on both")
+        self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {answer.reason}"))
+
+    # ---- what the controller wants
+
+    def _tell(self, message: Any) -> None:
+        self._router.tell(self._root, AgentFrame(), _messages.encode(message))
+
+    def _told(self, peer: Peer, _: AgentFrame, frame: Frame) -> None:
+        if peer is not self._root:
+            raise FrameError("only the controller gives orders to an agent")
+        try:
+            message = _messages.decode(frame.body)
+        except msgspec.DecodeError as error:
+            raise FrameError(f"not a message for an agent: {error}") from None
+        if isinstance(message, Attach):
+            remote = self._tcp.call((message.host, message.port), self._plan.secret)
+            self._asking[remote] = message
+        elif isinstance(message, Hosts):
+            self._known.update(message.known)
+        elif isinstance(message, Spawn):
+            self._spawn(message)
+        elif isinstance(message, Kill):
+            number = self._numbers.get(message.id)
+            if number is not None and self._spawner is not None:
+                self._spawner.kill(number, message.signal)
+        elif isinstance(message, OutputTaken) and self._output is not None:
+            self._output.taken(message.count)
+
+    def _spawn(self, message: Spawn) -> None:
+        if self._spawner is None:
+            self._spawner = Spawner(self._event, self._plan.server)
+            self._output = OutputReader(lambda number, stream, data: self._tell(Output(number, stream, data)))
+        assert self._output is not None
+        pipes: list[int] = []
+        try:
+            out, err = os.pipe(), os.pipe()
+            pipes += [*out, *err]
+            [number] = self._spawner.spawn([self._spec(message, out[1], err[1])])
+        except (OSError, ValueError, RuntimeError, SpawnLimitError) as error:
+            for fd in pipes:
+                os.close(fd)
+            self._tell(SpawnFailed(message.id, str(error)))
+            return
+        self._numbers[message.id], self._names[number] = number, message.id
+        os.close(out[1])
+        os.close(err[1])
+        self._output.add(message.id, 1, out[0])
+        self._output.add(message.id, 2, err[0])
+
+    def _spec(self, message: Spawn, stdout: int, stderr: int) -> ProcessSpec:
+        """Of this host's environment and paths, with what the controller adds; where it is, if that is here, too."""
+        environment = {**os.environ, **{os.fsdecode(k): os.fsdecode(v) for k, v in message.environment.items()}}
+        theirs = [os.fsdecode(entry) for entry in message.path]
+        added = [entry for entry in theirs if entry not in sys.path and os.path.exists(entry)]
+        cwd = os.fsdecode(message.cwd)
+        return ProcessSpec(
+            label=message.label, main=message.main, environment=environment, path=[*added, *sys.path],
+            argv=[os.fsdecode(word) for word in message.argv], cwd=cwd if os.path.isdir(cwd) else os.getcwd(),
+            bootstrap=message.bootstrap, cpus=None if message.cpus is None else frozenset(message.cpus),
+            threads=message.threads, stdout=stdout, stderr=stderr,
+        )  # fmt: skip
+
+    def _event(self, event: Event) -> None:
+        """On the spawner's thread."""
+        number = self._names.get(event.id)
+        if number is None:  # it was faster than `_spawn`
+            self._pump.later(0.001, lambda: self._event(event))
+            return
+        if isinstance(event, Started):
+            self._tell(msgspec.structs.replace(event, id=number))
+            return
+        assert isinstance(event, (Exited, SpawnFailed))
+        if self._output is not None:
+            self._output.end(number)
+        self._names.pop(event.id, None)
+        self._numbers.pop(number, None)
+        self._tell(msgspec.structs.replace(event, id=number))
+
+
+def main(plan: Plan) -> None:
+    """From the fork server."""
+    AgentProcess(plan).run()
+
+

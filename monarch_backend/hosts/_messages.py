@@ -1,0 +1,159 @@
+"""What controllers, agents and daemons say to each other; typed, and each decoded only after its sender's proof.
+
+Processes are spoken of in the words of mesh/_spawn_messages.py. No sending.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from typing import Any
+
+import msgspec
+
+from monarch_backend.mesh._spawn_messages import Exited, Kill, Spawn, SpawnFailed, Started
+from monarch_backend.transport._tcp import Bounds
+
+__all__ = ["Exited", "Kill", "Spawn", "SpawnFailed", "Started"]
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """What must be the same on both sides, since code and data travel."""
+
+    python: str
+    torch: str
+    monarch_backend: str
+
+    @classmethod
+    def here(cls) -> Versions:
+        """Of this interpreter."""
+        import torch
+
+        from monarch_backend import __version__
+
+        # The build's suffix ("+cpu", "+cu126") may differ: hosts may have other accelerators.
+        return cls(platform.python_version(), torch.__version__.partition("+")[0], __version__)
+
+    def differences(self, other: Versions) -> list[str]:
+        """In words, where Python's micro versions may differ."""
+        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        for each in (mine, theirs):
+            each["python"] = each["python"].rpartition(".")[0]
+        return [f"{name} {theirs[name]} there and {mine[name]} here" for name in mine if mine[name] != theirs[name]]
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """A controller to a daemon: an agent, please."""
+
+    token: str  # of the controller's gateway
+    root: str
+    versions: Versions
+    heartbeat: float
+    silence: float
+
+    @property
+    def bounds(self) -> Bounds:
+        """The controller's."""
+        return Bounds(heartbeat=self.heartbeat, silence=self.silence)
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """The daemon's answer: call this one at the same address."""
+
+    token: str
+    host_name: str
+    versions: Versions
+
+
+class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
+    """Or why not."""
+
+    reason: str
+
+
+class Attach(msgspec.Struct, tag="attach", frozen=True):
+    """A controller to its own gateway: reach the host at this address."""
+
+    id: int
+    host: str
+    port: int
+
+
+class Attached(msgspec.Struct, tag="attached", frozen=True):
+    """It is reached."""
+
+    id: int
+    token: str
+    host_name: str
+
+
+class AttachFailed(msgspec.Struct, tag="attach_failed", frozen=True):
+    """It is not."""
+
+    id: int
+    reason: str
+
+
+class Hosts(msgspec.Struct, tag="hosts", frozen=True):
+    """To every agent: where the others are. By host: address, port, the agent's token, its name for people."""
+
+    known: dict[str, tuple[str, int, str, str]]
+
+
+class Output(msgspec.Struct, tag="output", frozen=True):
+    """What a process has written; stream 1 or 2. No data: the end."""
+
+    id: int
+    stream: int
+    data: bytes
+
+
+class OutputTaken(msgspec.Struct, tag="output_taken", frozen=True):
+    """So many bytes of it are dealt with: the agent may send more."""
+
+    count: int
+
+
+class Lost(msgspec.Struct, tag="lost", frozen=True):
+    """A controller's own gateway to it: this host is lost, and why."""
+
+    host: str
+    reason: str
+
+
+Message = (
+    Ask
+    | Welcome
+    | Unwelcome
+    | Attach
+    | Attached
+    | AttachFailed
+    | Hosts
+    | Output
+    | OutputTaken
+    | Lost
+    | Spawn
+    | Kill
+    | Started
+    | SpawnFailed
+    | Exited
+)
+
+_decoder = msgspec.msgpack.Decoder(Message)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: Any) -> bytes:
+    """Its bytes."""
+    return _encode(message)
+
+
+def decode(data: Any) -> Any:
+    """One of the above. Raises msgspec.DecodeError for anything else."""
+    return _decoder.decode(data)
+
+
+def host_name() -> str:
+    """For people; MONARCH_HOST_NAME where several hosts have the same name, as namespaces have."""
+    return os.environ.get("MONARCH_HOST_NAME") or socket.gethostname()

@@ -1,0 +1,125 @@
+"""Frames on their way to another host: what is added to them between a process and its gateway, and between gateways.
+
+A process gives its gateway the frame as it is, with both tokens before the prefix, and a mark in the kind; between
+hosts its header stands in the prefix of a session's frame. Layouts only: who sends what to whom is in _far.py and
+_gateway.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from monarch_backend.transport._frames import TOKEN, FrameError
+
+CARRIED, MANY = 0x40, 0x80
+"""Marks in a kind: the frame is for, or from, a process on another host; or for several of them."""
+
+CALL, MET, REFUSED, GONE = 0xF1, 0xF2, 0xF3, 0xF4
+"""Kinds between processes and gateways, and between gateways: A wants to talk to B; B is there, is not, has ended."""
+
+HOST = 8
+"""Characters of a token that are its host's."""
+
+_HEAD = struct.Struct("!BxHIIQQQQ")  # kind, buffers, rank, epoch, target, ref, seq, bytes of the body
+_RECEIVER = struct.Struct(f"!{TOKEN}sQII")  # token, seq, rank, epoch
+_COUNT = struct.Struct("!I")
+
+
+def host_of(token: str) -> str:
+    """The host of the process with this token: chosen with it, so that no directory is needed."""
+    return token[:HOST]
+
+
+def is_word(kind: int) -> bool:
+    """Between gateways and processes."""
+    return kind & 0xF0 == 0xF0
+
+
+def is_for_many(kind: int) -> bool:
+    """Receivers stand before its tokens."""
+    return bool(kind & MANY) and not is_word(kind)
+
+
+class Carried(NamedTuple):
+    """A frame, as it travels. ``prefix`` begins with the tokens of its receiver and its sender."""
+
+    kind: int
+    target: int
+    ref: int
+    seq: int
+    rank: int
+    epoch: int
+    prefix: bytes
+    body: Any
+    buffers: Sequence[Any] | None
+
+    @property
+    def to(self) -> str:
+        """The receiver's token."""
+        return str(self.prefix[:TOKEN], "ascii")
+
+    @property
+    def sender(self) -> str:
+        """The sender's token."""
+        return str(self.prefix[TOKEN : 2 * TOKEN], "ascii")
+
+
+def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Carried:
+    """A frame between gateways and processes that is not a process's own."""
+    return Carried(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)
+
+
+def tokens(to: str, sender: str) -> bytes:
+    """What stands before the prefix."""
+    return (to + sender).encode()
+
+
+def pack_receivers(to: Sequence[tuple[str, int, int, int]]) -> bytes:
+    """Tokens, sequence numbers, ranks, epochs: before the tokens in the prefix of a frame for MANY."""
+    return _COUNT.pack(len(to)) + b"".join(_RECEIVER.pack(token.encode(), *rest) for token, *rest in to)
+
+
+def unpack_receivers(prefix: bytes) -> tuple[list[tuple[str, int, int, int]], bytes]:
+    """And the rest of the prefix. Raises FrameError."""
+    try:
+        (count,) = _COUNT.unpack_from(prefix)
+        end = _COUNT.size + count * _RECEIVER.size
+        rows = [_RECEIVER.unpack_from(prefix, at) for at in range(_COUNT.size, end, _RECEIVER.size)]
+        return [(str(token, "ascii"), *rest) for token, *rest in rows], prefix[end:]
+    except (struct.error, UnicodeDecodeError) as error:
+        raise FrameError(f"a frame for many whose receivers can't be read: {error}") from None
+
+
+def pack(frame: Carried) -> tuple[bytes, list[Any]]:
+    """Prefix and body of a session's frame."""
+    body = [frame.body] if isinstance(frame.body, (bytes, bytearray, memoryview)) else list(frame.body)
+    buffers = [memoryview(buffer) for buffer in frame.buffers or ()]
+    head = _HEAD.pack(
+        frame.kind, len(buffers), frame.rank, frame.epoch, frame.target, frame.ref, frame.seq,
+        sum(len(part) for part in body),
+    )  # fmt: skip
+    sizes = struct.pack(f"!{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
+    return head + sizes + frame.prefix, [*body, *(buffer.cast("B") for buffer in buffers)]
+
+
+def unpack(prefix: bytes, body: bytearray) -> Carried:
+    """A frame of another gateway, of which everything may be wrong. Raises FrameError."""
+    try:
+        kind, count, rank, epoch, target, ref, seq, size = _HEAD.unpack_from(prefix)
+        sizes = struct.unpack_from(f"!{count}Q", prefix, _HEAD.size)
+    except struct.error as error:
+        raise FrameError(f"a frame of another host that can't be read: {error}") from None
+    if size + sum(sizes) != len(body):
+        raise FrameError("a frame of another host whose lengths do not add up")
+    view, buffers, at = memoryview(body), [], size
+    for length in sizes:
+        buffers.append(view[at : at + length])
+        at += length
+    rest = prefix[_HEAD.size + 8 * count :]
+    named = is_for_many(kind) or (len(rest) >= 2 * TOKEN and rest[: 2 * TOKEN].isascii())
+    if kind < CARRIED or not named:
+        raise FrameError(f"a frame of another host of kind {kind}")
+    return Carried(kind, target, ref, seq, rank, epoch, rest, view[:size], buffers or None)
+

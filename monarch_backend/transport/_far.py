@@ -1,0 +1,167 @@
+"""Links to processes on other hosts, through this host's gateway: numbered above the real ones, and used like them.
+
+`FarLinks` stands before a process's LocalLinks: what is for this host goes on to them, what is for another one goes to
+the gateway. What a gateway does with it is _gateway.py's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch_backend.transport import _carried
+from monarch_backend.transport._bodies import own, own_all
+from monarch_backend.transport._carried import CALL, CARRIED, GONE, MANY, MET, REFUSED, Carried, host_of
+from monarch_backend.transport._frames import TOKEN, FrameError, Kind
+from monarch_backend.transport._links import SILENT, Receiver
+
+FIRST = 1 << 20
+"""The number of the first link to another host."""
+
+Event = tuple[Any, ...]
+
+
+class FarLinks:
+    """Links to this host and to others.
+
+    ``to_gateway(frame)`` is False where there is no room now, as with any link; ``keep(send)`` tries again until it is
+    not. ``gateway_link``: the link on which the gateway's frames come.
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        pid: int,
+        gateway_link: int,
+        to_gateway: Callable[[Carried], bool],
+        keep: Callable[[Callable[[], bool]], None],
+    ) -> None:
+        self.token: str = native.token
+        self.native = native.post  # not its methods, which are replaced by ours
+        self.pid, self.gateway_link = pid, gateway_link
+        self._to_gateway, self._keep = to_gateway, keep
+        self._here = host_of(native.token)
+        self._lock = threading.Lock()
+        self._tokens: list[str] = []  # by number
+        self._numbers: dict[str, int] = {}  # of those that are called or met
+        self._met: set[int] = set()
+
+    # ---- as any links
+
+    def connect(self, token: str) -> int:
+        """As Links.connect; it takes a moment, so SILENT at first."""
+        if host_of(token) == self._here:
+            return int(self.native.connect(token))
+        with self._lock:
+            number = self._numbers.get(token)
+            if number is None:
+                self._number(token)
+                self._put(_carried.word(CALL, token, self.token, self.pid))
+                return SILENT
+        return number if number in self._met else SILENT
+
+    def _number(self, token: str) -> int:
+        number = self._numbers.get(token)
+        if number is None:
+            number = self._numbers[token] = FIRST + len(self._tokens)
+            self._tokens.append(token)
+        return number
+
+    def _put(self, frame: Carried) -> None:
+        if not self._to_gateway(frame):
+            self._keep(lambda: self._to_gateway(frame))
+
+    def send(
+        self, link: int, kind: int, target: int, ref: int, seq: int, rank: int, epoch: int, prefix: bytes, body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:  # fmt: skip
+        """As Links.send."""
+        if link < FIRST:
+            return bool(self.native.send(link, kind, target, ref, seq, rank, epoch, prefix, body, buffers))
+        prefix = _carried.tokens(self._tokens[link - FIRST], self.token) + prefix
+        return self._to_gateway(Carried(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
+
+    def cast(
+        self, to: list[Receiver], kind: int, target: int, ref: int, prefix: bytes, body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:  # fmt: skip
+        """As Links.cast: the gateway gets one frame for all who are on other hosts."""
+        far = [receiver for receiver in to if receiver[0] >= FIRST]
+        if not far:
+            return bool(self.native.cast(to, kind, target, ref, prefix, body, buffers))
+        near = [receiver for receiver in to if receiver[0] < FIRST]
+        if near and not self.native.cast(near, kind, target, ref, prefix, body, buffers):
+            return False
+        rows = [(self._tokens[link - FIRST], seq, rank, epoch) for link, seq, rank, epoch in far]
+        prefix = _carried.pack_receivers(rows) + _carried.tokens("0" * TOKEN, self.token) + prefix
+        frame = Carried(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
+        if self._to_gateway(frame):
+            return True
+        if not near:
+            return False
+        self._put(frame._replace(body=own(body), buffers=own_all(buffers)))
+        return True
+
+    def drop(self, link: int) -> None:
+        """As Links.drop; what is said to one on another host is dropped there."""
+        if link < FIRST:
+            self.native.drop(link)
+
+    def unread(self, link: int) -> int:
+        """As Links.unread; 0 for one on another host, of which only its gateway knows."""
+        return int(self.native.unread(link)) if link < FIRST else 0
+
+    # ---- what comes
+
+    def translate(self, events: Sequence[Event]) -> Sequence[Event]:
+        """What the real links have brought, with that of other hosts on the links of its senders."""
+        gateway = self.gateway_link
+        if not any(event[0] == gateway and (event[1] >= CARRIED or event[1] == Kind.GONE) for event in events):
+            return events
+        result: list[Event] = []
+        for event in events:
+            if event[0] == gateway and event[1] >= CARRIED:
+                self._far(Carried(*event[1:]), result)
+            else:
+                if event[0] == gateway and event[1] == Kind.GONE:
+                    self._lose_all(event[2], result)
+                result.append(event)
+        return result
+
+    def _far(self, frame: Carried, result: list[Event]) -> None:
+        sender, kind = frame.sender, frame.kind
+        with self._lock:
+            if kind == MET:
+                number = self._number(sender)
+                if number not in self._met:
+                    self._met.add(number)
+                    result.append((number, int(Kind.MET), sender, frame.ref))
+            elif kind == REFUSED:
+                if self._numbers.get(sender) not in self._met:
+                    self._numbers.pop(sender, None)
+                    result.append((0, int(Kind.REFUSED), sender))
+            elif kind == GONE:
+                self._lose(sender, str(frame.prefix[2 * TOKEN :], "utf-8", "replace"), bool(frame.rank), result)
+            elif kind & CARRIED and (number := self._numbers.get(sender, -1)) in self._met:
+                rest = frame.prefix[2 * TOKEN :]
+                result.append((number, kind & ~CARRIED, *frame[1:6], rest, frame.body, frame.buffers))
+            elif sender in self._tokens:
+                return  # of one whose end has been told
+            else:
+                raise FrameError(f"a frame of {sender[:8]}, whom nobody here has met")
+
+    def _lose(self, token: str, how: str, peace: bool, result: list[Event]) -> None:
+        number = self._numbers.pop(token, None)
+        if number is None:
+            return
+        if number in self._met:
+            self._met.discard(number)
+            result.append((number, int(Kind.GONE), how, peace))
+        else:
+            result.append((0, int(Kind.REFUSED), token))
+
+    def _lose_all(self, how: str, result: list[Event]) -> None:
+        with self._lock:
+            for token in list(self._numbers):
+                self._lose(token, f"the gateway of this host has ended: {how}", False, result)

@@ -1,0 +1,248 @@
+"""A host's gateway: passes frames between the processes of its host and the gateways of others.
+
+It knows who is here (they have a link to it), which hosts can be reached, and which pairs of processes have met: those
+it tells of ends, of a process here or of a whole host. It looks at no message. Sockets are _tcp.py's, layouts
+_carried.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch_backend.transport import _carried
+from monarch_backend.transport._bodies import own, own_all
+from monarch_backend.transport._carried import (
+    CALL,
+    CARRIED,
+    GONE,
+    MANY,
+    MET,
+    REFUSED,
+    Carried,
+    host_of,
+    is_for_many,
+    is_word,
+)
+from monarch_backend.transport._frames import TOKEN, FrameError, Kind
+from monarch_backend.transport._links import SILENT
+
+log = logging.getLogger("monarch_backend")
+
+RETRY = 0.001
+"""Seconds after which a receiver that had no room is tried again: it lets go of memory without a word."""
+
+
+class Gateway:
+    """Of one host; all methods may be called from any thread.
+
+    ``to_host(host, frame)`` sends to another gateway, and is False if that host is not connected. ``to_me(frame)``
+    takes what is for the gateway's own process. ``later(seconds, call)`` calls on the thread that reads.
+    """
+
+    def __init__(
+        self,
+        links: Any,
+        token: str,
+        pid: int,
+        to_host: Callable[[str, Carried], bool],
+        to_me: Callable[[Carried], None],
+        later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self.token = token
+        self._links, self._pid = links, pid
+        self._to_host, self._to_me, self._later = to_host, to_me, later
+        self._lock = threading.RLock()
+        self._by_token: dict[str, int] = {}  # links of those who are here
+        self._by_link: dict[int, tuple[str, int]] = {}  # their tokens and pids
+        self._pairs: defaultdict[str, set[str]] = defaultdict(set)  # of one who is here, on other hosts
+        self._calling: dict[str, set[str]] = {}  # one on another host -> who here has called it, without an answer
+        self._asked: defaultdict[str, list[str]] = defaultdict(list)  # one here who is silent -> who elsewhere calls it
+        self._kept: dict[int, deque[Callable[[], bool]]] = {}  # by link: what had no room
+
+    # ---- from this host
+
+    def handle(self, events: Sequence[Any]) -> list[Any]:
+        """What the links have brought; what is not for the gateway is returned."""
+        rest = []
+        for event in events:
+            if event[1] < CARRIED:
+                rest.append(event)
+                if event[1] < 0:
+                    self._told(event)
+                continue
+            try:
+                with self._lock:
+                    self._leaves(Carried(*event[1:]), self._by_link[event[0]][0])
+            except FrameError as error:
+                log.error("process %s: %s; it is not listened to any more", self._by_link.get(event[0]), error)
+                self._links.drop(event[0])
+        return rest
+
+    def send(self, frame: Carried) -> bool:
+        """Of the gateway's own process."""
+        with self._lock:
+            self._leaves(frame._replace(body=own(frame.body), buffers=own_all(frame.buffers)), self.token)
+        return True
+
+    def _leaves(self, frame: Carried, sender: str) -> None:
+        if is_word(frame.kind):
+            if frame.kind != CALL or frame.sender != sender:
+                raise FrameError(f"a word of kind {frame.kind} that it may not say")
+            self._calls(frame)
+        elif is_for_many(frame.kind):
+            self._leaves_for_many(frame)
+        else:
+            self._to_host(host_of(frame.to), frame)
+
+    def _calls(self, frame: Carried) -> None:
+        to, sender = frame.to, frame.sender
+        if self._to_host(host_of(to), frame):
+            self._calling.setdefault(to, set()).add(sender)
+        else:
+            self._to_process(_carried.word(REFUSED, sender, to))
+
+    def _leaves_for_many(self, frame: Carried) -> None:
+        """One frame for each host."""
+        rows, rest = _carried.unpack_receivers(frame.prefix)
+        by_host: defaultdict[str, list[tuple[str, int, int, int]]] = defaultdict(list)
+        for row in rows:
+            by_host[host_of(row[0])].append(row)
+        for host, those in by_host.items():
+            self._to_host(host, frame._replace(prefix=_carried.pack_receivers(those) + rest))
+
+    def _told(self, event: Any) -> None:
+        """Somebody of this host has come, does not come, or has gone."""
+        link, kind = event[0], event[1]
+        with self._lock:
+            if kind == Kind.MET:
+                token, pid = event[2], event[3]
+                self._by_token[token], self._by_link[link] = link, (token, pid)
+                for caller, its_pid in self._waiting_for(token):
+                    self._meet(token, caller, its_pid)
+            elif kind == Kind.REFUSED:
+                for caller, _ in self._waiting_for(event[2]):
+                    self._to_host(host_of(caller), _carried.word(REFUSED, caller, event[2]))
+            elif kind == Kind.GONE and link in self._by_link:
+                token, _ = self._by_link.pop(link)
+                if self._by_token.get(token) == link:
+                    del self._by_token[token]
+                self._kept.pop(link, None)
+                for other in self._pairs.pop(token, ()):
+                    gone = _carried.word(GONE, other, token, text=event[2] or "it ended")
+                    self._to_host(host_of(other), gone._replace(rank=int(event[3])))
+
+    def _waiting_for(self, token: str) -> list[tuple[str, int]]:
+        return [(entry[:TOKEN], int(entry[TOKEN:])) for entry in self._asked.pop(token, ())]
+
+    # ---- from another host
+
+    def arrived(self, prefix: bytes, body: bytearray) -> None:
+        """A frame of another gateway. Raises FrameError."""
+        frame = _carried.unpack(prefix, body)
+        with self._lock:
+            if is_word(frame.kind):
+                self._heard(frame)
+            elif is_for_many(frame.kind):
+                self._for_many(frame)
+            else:
+                self._to_process(frame)
+
+    def _heard(self, frame: Carried) -> None:
+        to, sender = frame.to, frame.sender
+        if frame.kind == CALL:
+            self._is_called(to, sender, frame.ref)
+            return
+        callers = self._calling.get(sender)
+        if callers is not None:
+            callers.discard(to)
+            if not callers:
+                del self._calling[sender]
+        if frame.kind == MET:
+            self._pairs[to].add(sender)
+        elif frame.kind == GONE:
+            self._pairs[to].discard(sender)
+        self._to_process(frame)
+
+    def _is_called(self, token: str, caller: str, pid: int) -> None:
+        if token == self.token or token in self._by_token:
+            self._meet(token, caller, pid)
+            return
+        link = self._links.connect(token)
+        if link == SILENT or link >= 0:  # that it was met comes as an event
+            self._asked[token].append(f"{caller}{pid}")
+        else:
+            self._to_host(host_of(caller), _carried.word(REFUSED, caller, token))
+
+    def _meet(self, token: str, caller: str, pid: int) -> None:
+        mine = self._pid if token == self.token else self._by_link[self._by_token[token]][1]
+        self._pairs[token].add(caller)
+        self._to_process(_carried.word(MET, token, caller, pid))
+        self._to_host(host_of(caller), _carried.word(MET, caller, token, mine))
+
+    def _for_many(self, frame: Carried) -> None:
+        """One copy in shared memory for all receivers of this host."""
+        rows, rest = _carried.unpack_receivers(frame.prefix)
+        kind = frame.kind & ~MANY | CARRIED
+        there = []
+        for token, seq, rank, epoch in rows:
+            one = frame._replace(kind=kind, seq=seq, rank=rank, epoch=epoch, prefix=rest)
+            if token == self.token:
+                self._to_me(one)
+            elif (link := self._by_token.get(token)) is not None:
+                there.append((link, one))
+        receivers = [(link, one.seq, one.rank, one.epoch) for link, one in there]
+        free = receivers and not any(link in self._kept for link, *_ in receivers)
+        cast = self._links.cast
+        if free and cast(receivers, kind, frame.target, frame.ref, rest, [frame.body], frame.buffers):
+            return
+        for link, one in there:
+            self._put(link, one)
+
+    def _to_process(self, frame: Carried) -> None:
+        token = frame.to
+        if token == self.token:
+            self._to_me(frame)
+        elif (link := self._by_token.get(token)) is not None:
+            self._put(link, frame)
+
+    def _put(self, link: int, frame: Carried) -> None:
+        """In order; when there is room. The frame's memory is its own."""
+
+        def send() -> bool:
+            return bool(self._links.send(link, *frame._replace(body=[frame.body])))
+
+        kept = self._kept.get(link)
+        if kept is not None:
+            kept.append(send)
+        elif not send():
+            self._kept[link] = deque([send])
+            self._later(RETRY, lambda: self._retry(link))
+
+    def _retry(self, link: int) -> None:
+        with self._lock:
+            kept = self._kept.get(link)
+            while kept:
+                if not kept[0]():
+                    self._later(RETRY, lambda: self._retry(link))
+                    return
+                kept.popleft()
+            self._kept.pop(link, None)
+
+    # ---- hosts
+
+    def lost_host(self, host: str, why: str) -> None:
+        """Whoever here knows somebody there hears of it."""
+        with self._lock:
+            for token, others in list(self._pairs.items()):
+                for other in [other for other in others if host_of(other) == host]:
+                    others.discard(other)
+                    self._to_process(_carried.word(GONE, token, other, text=why))
+            for other in [other for other in self._calling if host_of(other) == host]:
+                for caller in self._calling.pop(other):
+                    self._to_process(_carried.word(REFUSED, caller, other))
+            for token in list(self._asked):
+                self._asked[token] = [entry for entry in self._asked[token] if host_of(entry) != host]
