@@ -1,0 +1,46 @@
+"""Where hosts are, as users write it, and which secret goes with it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+
+from monarch_backend.transport._secret import parse_secret, read_secret, user_secret
+
+PORT = 26600
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port, of "tcp://10.0.0.2:26600", "node7", "[::1]:26600" and the like.
+
+    >>> parse_address("tcp://node7:1234"), parse_address("[::1]"), parse_address("10.0.0.2")
+    (('node7', 1234), ('::1', 26600), ('10.0.0.2', 26600))
+    """
+    found = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:/\s]+))(?::(\d{1,5}))?/?", text)
+    if found is None or not 0 <= int(found[3] or PORT) <= 65535:
+        raise ValueError(f"{text!r} is no address of a host: write tcp://HOST:PORT, HOST:PORT or [IPv6]:PORT")
+    return found[1] or found[2], int(found[3] or PORT)
+
+
+def is_loopback(host: str) -> bool:
+    """True for what nobody on another machine can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def given_secret() -> bytes | None:
+    """The job's secret, from MONARCH_SECRET or the file named by MONARCH_SECRET_FILE. Raises ValueError, OSError."""
+    if text := os.environ.get("MONARCH_SECRET"):
+        return parse_secret(text, "MONARCH_SECRET")
+    if path := os.environ.get("MONARCH_SECRET_FILE"):
+        return read_secret(Path(path))
+    return None
+
+
+def find_secret() -> bytes:
+    """That, or else the user's own of this machine."""
+    return given_secret() or user_secret()

@@ -1,0 +1,214 @@
+"""The controller's side of other hosts: its own gateway, the agents that it has there, and the HostMesh of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from monarch_backend.hosts import _agent, _messages
+from monarch_backend.hosts._address import find_secret, parse_address
+from monarch_backend.hosts._messages import Attach, Attached, AttachFailed, Hosts, Lost
+from monarch_backend.hosts._remote_spawner import RemoteSpawner
+from monarch_backend.mesh._extent import Extent, Shape
+from monarch_backend.mesh._hosts import HostMesh
+from monarch_backend.mesh._program import program
+from monarch_backend.mesh._spawner import ProcessSpec, Spawner
+from monarch_backend.transport._carried import HOST, host_of
+from monarch_backend.transport._far import FarLinks
+from monarch_backend.transport._frames import Agent as AgentFrame
+from monarch_backend.transport._frames import Frame, Setting
+from monarch_backend.transport._peer import Peer, Room
+from monarch_backend.transport._tcp import Bounds
+
+PATIENCE = 30.0
+"""Seconds for this host's gateway to start: it may be the first that needs the fork server."""
+
+
+class Host:
+    """Another machine, as its controller knows it."""
+
+    def __init__(self, token: str, name: str, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner) -> None:
+        self.id, self.token, self.name, self.address = host_of(token), token, name, address
+        self.agent, self.spawner = agent, spawner
+        self.lost: str | None = None  # why, once it is
+
+
+class HostRegistry:
+    """The hosts of one controller, and its gateway to them."""
+
+    def __init__(self, owner: Any, secret: bytes, bounds: Bounds) -> None:
+        self._program = owner
+        self._secret, self._bounds = secret, bounds
+        self.hosts: dict[str, Host] = {}
+        self._answers: dict[int, Any] = {}  # of what was asked: a message, once it is there
+        self._rooms: dict[int, Room] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.RLock()
+        self.gateway = self._start_gateway()
+
+    # ---- this host's gateway
+
+    def _start_gateway(self) -> Peer:
+        owner = self._program
+        token = owner.router.token[:HOST] + secrets.token_hex(10) + "0000"
+        peer: Peer = owner.router.expect(token, "the gateway of this host")
+        server = owner.owner.fork_server_address()
+        plan = _agent.Plan(
+            token=token, root=owner.router.token, secret=self._secret, server=server,
+            heartbeat=self._bounds.heartbeat, silence=self._bounds.silence, home=True,
+        )  # fmt: skip
+        self._spawner = Spawner(lambda event: self._gateway_event(peer, event), server)
+        owner.end_first()
+        owner.router.control[AgentFrame] = self._heard
+        self._spawner.spawn(
+            [
+                ProcessSpec(
+                    label="gateway", main=cloudpickle.dumps(functools.partial(_agent.main, plan)), environment=os.environ,
+                    path=sys.path, argv=sys.argv, cwd=os.getcwd(), threads=1,
+                )
+            ]
+        )  # fmt: skip
+        if not self._until(lambda: peer.link >= 0 or peer.gone is not None, PATIENCE) or peer.gone is not None:
+            raise RuntimeError(f"the gateway of this host did not start: {peer.gone or 'it does not answer'}")
+        self.join(peer)
+        return peer
+
+    def _gateway_event(self, peer: Peer, event: Any) -> None:
+        if type(event).__name__ != "Started":
+            self._program.soon(lambda: self._program.router.never_came(peer, str(event)))
+
+    def join(self, gateway: Peer) -> None:
+        """From now on this process, and those that it has started, can reach other hosts."""
+        go_through(self._program, gateway.token)
+
+    def _until(self, ready: Callable[[], bool], seconds: float) -> bool:
+        owner = self._program
+        end = owner.clock.now() + seconds
+        while not ready() and owner.clock.now() < end:
+            owner.pump.wait(Room(), min(0.05, max(0.0, end - owner.clock.now())), ready)
+        return ready()
+
+    # ---- hosts
+
+    def attach(self, addresses: Sequence[tuple[str, int]], patience: float) -> list[Host]:
+        """In this order. Raises ConnectionError, naming each that can't be reached or does not fit, and why."""
+        numbers = [next(self._ids) for _ in addresses]
+        for number, (host, port) in zip(numbers, addresses, strict=True):
+            self._program.router.tell(self.gateway, AgentFrame(), _messages.encode(Attach(number, host, port)))
+        self._until(lambda: all(n in self._answers for n in numbers) or self.gateway.gone is not None, patience)
+        answers = [self._answers.pop(number, None) for number in numbers]
+        failed = [
+            answer.reason if answer is not None else f"{address[0]}:{address[1]}: no answer within {patience:g} s"
+            for answer, address in zip(answers, addresses, strict=True)
+            if not isinstance(answer, Attached)
+        ]
+        if failed:
+            raise ConnectionError(f"{len(failed)} of {len(addresses)} hosts can't be attached: " + "; ".join(failed))
+        made = [self._add(answer, address) for answer, address in zip(answers, addresses, strict=True)]
+        self._tell_everybody()
+        return made
+
+    def _add(self, answer: Attached, address: tuple[str, int]) -> Host:
+        owner = self._program
+        agent = owner.router.peer(answer.token)
+        agent.label = f"the agent of {answer.host_name}"
+
+        def tell(message: Any) -> None:
+            owner.router.tell(agent, AgentFrame(), _messages.encode(message))
+
+        host = Host(answer.token, answer.host_name, address, agent, RemoteSpawner(tell, owner.owner._event))
+        self.hosts[host.id] = host
+        return host
+
+    def _tell_everybody(self) -> None:
+        known = {
+            host.id: (host.address[0], host.address[1], host.token, host.name)
+            for host in self.hosts.values()
+            if host.lost is None
+        }
+        for peer in [self.gateway, *(host.agent for host in self.hosts.values() if host.lost is None)]:
+            self._program.router.tell(peer, AgentFrame(), _messages.encode(Hosts(known)))
+
+    def _heard(self, peer: Peer, _: AgentFrame, frame: Frame) -> None:
+        if peer is self.gateway:
+            message = _messages.decode(frame.body)
+            if isinstance(message, (Attached, AttachFailed)):
+                self._answers[message.id] = message
+                self._program.pump.wake()
+            elif isinstance(message, Lost):
+                self.lost(message.host, message.reason)
+            return
+        host = self.hosts.get(host_of(peer.token))
+        if host is not None and host.agent is peer:
+            host.spawner.heard(frame.body)
+
+    def gone(self, peer: Peer) -> None:
+        """An agent, perhaps."""
+        host = self.hosts.get(host_of(peer.token))
+        if host is not None and host.agent is peer:
+            self.lost(host.id, f"host {host.name} ({host.address[0]}) is lost: {peer.gone}")
+
+    def lost(self, number: str, why: str) -> None:
+        """All that was there is gone."""
+        host = self.hosts.get(number)
+        if host is not None and host.lost is None:
+            host.lost = why
+            host.spawner.host_lost(why)
+
+    def close(self) -> None:
+        """Agents end with their controller; the gateway of this host tells them."""
+        self._spawner.close()
+
+
+def go_through(owner: Any, gateway: str) -> None:
+    """Let this process, and those that it has started, reach other hosts through this gateway."""
+    links, router = owner.links, owner.router
+    while (link := links.post.connect(gateway)) < 0:
+        if link == -1:
+            raise RuntimeError("the gateway of this host can't be reached")
+        owner.pump.wait(Room(), 0.01)
+
+    def to_gateway(frame: Any) -> bool:
+        return bool(links.post.send(link, *frame))
+
+    links.go_through(FarLinks(links, os.getpid(), link, to_gateway, lambda send: router.keep(send)))
+    owner.gateway = gateway
+    owner.owner.tell_all(Setting("gateway", gateway))
+
+
+def attach_to_workers(
+    workers: Sequence[str], name: str = "hosts", *, secret: bytes | None = None, timeout: float = 15.0,
+    heartbeat: float = 1.0, silence: float = 3.0,
+) -> HostMesh:  # fmt: skip
+    """A HostMesh of machines on which `monarch-backend up` runs, with one dimension ``name``.
+
+    ``workers``: their addresses, as "tcp://10.0.0.2:26600". ``secret``: the job's, of 32 bytes; by default that of
+    MONARCH_SECRET or MONARCH_SECRET_FILE, or else the user's own, which only hosts on this machine know. A host that
+    says nothing for ``silence`` seconds is lost; each says something every ``heartbeat`` seconds (those of the first
+    call hold for the whole program).
+
+    Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds, prove
+    that they know the secret, and have the same versions; ValueError for what is no address.
+    """
+    if isinstance(workers, str) or not workers:
+        raise ValueError("workers is a list of addresses, of one or more hosts")
+    addresses = [parse_address(worker) for worker in workers]
+    owner: Any = program()
+    with _attaching:
+        if owner.hosts is None:
+            if owner.root is not None:
+                raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
+            owner.hosts = HostRegistry(owner, secret or find_secret(), Bounds(heartbeat, silence))
+        made = owner.hosts.attach(addresses, timeout)
+    return HostMesh(Shape.of(Extent((name,), (len(made),))), tuple(host.id for host in made))
+
+
+_attaching = threading.Lock()

@@ -1,0 +1,158 @@
+"""`monarch-backend up`: makes a machine a host. It proves and checks the secret, and makes an agent for each controller.
+
+It holds a fork server with torch imported, so that agents and their processes are there in milliseconds. What an agent
+does is _agent.py's; all of them end with the daemon.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import msgspec
+
+from monarch_backend.hosts import _agent, _messages
+from monarch_backend.hosts._address import find_secret, given_secret, is_loopback, parse_address
+from monarch_backend.hosts._messages import Ask, Unwelcome, Versions, Welcome
+from monarch_backend.hosts._tls import tls_for
+from monarch_backend.mesh._spawner import Event, Exited, ProcessSpec, SpawnFailed, Spawner
+from monarch_backend.transport._carried import HOST
+from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
+
+log = logging.getLogger("monarch_backend")
+
+PRELOAD = (
+    "monarch_backend.actor._worker",
+    "monarch_backend.actor._spmd",
+    "monarch_backend.hosts._agent",
+    "monarch_backend.process_group",
+)
+
+
+class Daemon:
+    """A host's; `start` says where it listens."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._spawner = Spawner(self._event, preload=PRELOAD)
+        self._lock = threading.Lock()
+        self._agents: dict[int, str] = {}  # tokens by the spawner's number
+        self._tcp = Tcp(
+            os.urandom(16),
+            secrets_by_name(secret),
+            self._asked,
+            lambda _: None,
+            lambda _: None,
+            bounds=Bounds(),
+            tls=tls_for(),
+            hand_over=self._hand_over,
+        )
+
+    def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen. Raises OSError."""
+        address = self._tcp.listen(host, port)
+        self._spawner.start()
+        self._tcp.start()
+        return address
+
+    def close(self) -> None:
+        """All agents end, and all that they have started."""
+        self._tcp.close()
+        self._spawner.close()
+
+    def _asked(self, remote: Remote, _: bytes, body: bytearray) -> None:
+        """On the thread of the connections."""
+        try:
+            ask = _messages.decode(body)
+            if not isinstance(ask, Ask):
+                raise msgspec.DecodeError(f"a {type(ask).__name__} where an Ask is expected")
+        except msgspec.DecodeError as error:
+            log.warning("%s said what is no question: %s", remote, error)
+            self._tcp.hang_up(remote)
+            return
+        self._tcp.send(remote, b"", [_messages.encode(self._answer(ask))])
+
+    def _answer(self, ask: Ask) -> Welcome | Unwelcome:
+        here = Versions.here()
+        if differences := here.differences(ask.versions):
+            return Unwelcome(f"the controller has {', '.join(differences)}: install the same versions on both")
+        token = secrets.token_hex(14) + "0000"
+        plan = _agent.Plan(
+            token=token, root=ask.root, secret=self._secret, server=self._spawner.address,
+            heartbeat=ask.heartbeat, silence=ask.silence, home=False,
+        )  # fmt: skip
+        spec = ProcessSpec(
+            label=f"agent {token[:HOST]}", main=cloudpickle.dumps(functools.partial(_agent.main, plan)),
+            environment=_without_secret(), path=sys.path, argv=sys.argv, cwd=os.getcwd(), threads=1,
+        )  # fmt: skip
+        try:
+            [number] = self._spawner.spawn([spec])
+        except (OSError, RuntimeError, ValueError) as error:
+            return Unwelcome(f"no agent can be started: {error}")
+        with self._lock:
+            self._agents[number] = token
+        return Welcome(token, _messages.host_name(), here)
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, (Exited, SpawnFailed)):
+            with self._lock:
+                token = self._agents.pop(event.id, "")
+            if isinstance(event, SpawnFailed) or event.returncode:
+                log.warning("agent %s: %s", token[:HOST], event)
+
+    def _hand_over(self, whom: bytes, connection: socket.socket, knock: bytes) -> bool:
+        """A connection of another gateway, to the agent that it is for; it proves itself there."""
+        with self._lock:
+            if whom.hex() not in self._agents.values():
+                return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as way:
+            way.settimeout(1)
+            try:
+                way.connect(_agent.meeting_point(whom.hex()))
+                socket.send_fds(way, [knock], [connection.fileno()])
+            except OSError:  # it is not there yet: the caller tries again
+                return False
+        connection.close()
+        return True
+
+
+def _without_secret() -> dict[str, str]:
+    """The environment for what this host runs; the secret is the daemon's and its agents'."""
+    return {name: value for name, value in os.environ.items() if name != "MONARCH_SECRET"}
+
+
+def run_worker_loop_forever(address: str = "127.0.0.1", *, on_ready: Any = None) -> None:
+    """Make this machine a host for controllers, until SIGTERM or Ctrl-C; what runs here then ends, too.
+
+    ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 for any that is free. The job's secret comes from
+    MONARCH_SECRET or the file MONARCH_SECRET_FILE; on loopback the user's own is taken where neither is set.
+    ``on_ready(host, port)`` is called once it listens.
+
+    Raises ValueError for what is no address, PermissionError for one that others can reach without a secret of the
+    job's, OSError if it can't be listened on.
+    """
+    host, port = parse_address(address)
+    if not is_loopback(host) and given_secret() is None:
+        raise PermissionError(
+            f"{address} can be reached from other machines, and the job has no secret: set MONARCH_SECRET_FILE to a file "
+            "with 64 hexadecimal digits, such as those of `openssl rand -hex 32`, with mode 600, here and for the controller"
+        )
+    daemon = Daemon(find_secret())
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        where = daemon.start(host, port)
+        if on_ready is not None:
+            on_ready(*where)
+        ended.wait()
+    finally:
+        daemon.close()

@@ -1,0 +1,139 @@
+"""Processes on another host, for their controller: what a Spawner is for this one.
+
+Orders go to the host's agent, which has a Spawner there; what becomes of the processes, and what they write, comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monarch_backend.hosts import _messages
+from monarch_backend.hosts._messages import Exited, Kill, Output, OutputTaken, Spawn, SpawnFailed, Started
+from monarch_backend.mesh._spawner import ProcessSpec
+
+
+@dataclass(frozen=True)
+class LostWithHost:
+    """An event, beside those of a Spawner: nobody knows how the process ends, and its host sees to it that it does."""
+
+    id: int
+    reason: str
+
+
+class RemoteSpawner:
+    """``tell(message)`` sends to the agent, in order, and never waits. Ids are unique among all spawners of a process."""
+
+    _hosts = itertools.count(1)
+
+    def __init__(self, tell: Callable[[Any], None], on_event: Callable[[Any], None]) -> None:
+        self._tell, self._on_event = tell, on_event
+        self._ids = itertools.count(next(self._hosts) << 40)
+        self._lock = threading.Lock()
+        self._files: dict[int, dict[int, int]] = {}  # by process and stream: where what it writes is wanted
+        self._running: set[int] = set()
+        self._lost: str | None = None
+        self._output: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """The agent of the host knows its fork server."""
+        return ""
+
+    def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        """Have the processes started; their ids at once. Raises RuntimeError if the host is lost."""
+        if self._lost is not None:
+            raise RuntimeError(f"no process can be started there any more: {self._lost}")
+        messages = [self._message(spec) for spec in specs]
+        with self._lock:
+            for message, spec in zip(messages, specs, strict=True):
+                self._running.add(message.id)
+                wanted = {stream: fd for stream, fd in ((1, spec.stdout), (2, spec.stderr)) if fd is not None}
+                self._files[message.id] = {stream: os.dup(fd) for stream, fd in wanted.items()}
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, name="monarch-remote-output", daemon=True)
+                self._writer.start()
+        for message in messages:
+            self._tell(message)
+        return [message.id for message in messages]
+
+    def _message(self, spec: ProcessSpec) -> Spawn:
+        return Spawn(
+            id=next(self._ids), label=spec.label, main=spec.main,
+            environment={os.fsencode(name): os.fsencode(value) for name, value in spec.environment.items()},
+            path=[os.fsencode(entry) for entry in spec.path], argv=[os.fsencode(word) for word in spec.argv],
+            cwd=os.fsencode(spec.cwd), bootstrap=spec.bootstrap, cpus=None if spec.cpus is None else sorted(spec.cpus),
+            threads=spec.threads, stdout=spec.stdout is not None, stderr=spec.stderr is not None, method=None,
+        )  # fmt: skip
+
+    def kill(self, number: int, signal: int = 9) -> None:
+        """As Spawner.kill."""
+        if self._lost is None:
+            self._tell(Kill(number, signal))
+
+    def heard(self, body: Any) -> None:
+        """A message of the agent's. Raises msgspec.DecodeError for what is none."""
+        message = _messages.decode(body)
+        if isinstance(message, Output):
+            self._output.put(message)
+        elif isinstance(message, (Started, Exited, SpawnFailed)):
+            if not isinstance(message, Started):
+                self._over(message.id)
+            self._on_event(message)
+
+    def host_lost(self, why: str) -> None:
+        """Nothing comes from there any more."""
+        self._lost = why
+        with self._lock:
+            running = sorted(self._running)
+        for number in running:
+            self._over(number)
+            self._on_event(LostWithHost(number, why))
+
+    def close(self) -> None:
+        """Kill all; the agent goes with its controller, and all of them with it."""
+        with self._lock:
+            running = sorted(self._running)
+        for number in running:
+            self.kill(number)
+        if self._writer is not None:
+            self._output.put(None)
+
+    def _over(self, number: int) -> None:
+        with self._lock:
+            self._running.discard(number)
+            streams = list(self._files.get(number, ()))
+        for stream in streams:
+            self._output.put(Output(number, stream, b""))
+
+    def _write(self) -> None:
+        """On a thread of its own: the reader of these pipes may take its time."""
+        while (output := self._output.get()) is not None:
+            with self._lock:
+                files = self._files.get(output.id, {})
+                fd = files.get(output.stream)
+                if not output.data:
+                    files.pop(output.stream, None)
+                    if not files:
+                        self._files.pop(output.id, None)
+            if fd is None:
+                continue
+            if not output.data:
+                os.close(fd)
+                continue
+            view = memoryview(output.data)
+            with contextlib.suppress(OSError):
+                while view:
+                    view = view[os.write(fd, view) :]
+            if self._lost is None:
+                self._tell(OutputTaken(len(output.data)))
+
+
+__all__ = ["LostWithHost", "RemoteSpawner"]
