@@ -5,6 +5,8 @@ Nothing but FrameError may come out: the router drops who sends what raises it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from monarch_backend.transport import _frames
@@ -63,7 +65,66 @@ def _pieces(data: bytes) -> None:
             return
 
 
-_TARGETS = (_control, _route, _replies, _pieces)
+_VALUES: tuple[Any, ...] = (
+    *(0, 1, 2, 3, -1, 127, 128, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63), 0.5, 1e308),
+    *(
+        "",
+        "t" * 32,
+        "t" * 64,
+        "\u00e4" * 32,
+        "stop",
+        "knock",
+        b"",
+        b"E",
+        b"t" * 32,
+        None,
+        True,
+        False,
+        [],
+        {},
+        [1],
+        [-1],
+    ),
+    *(
+        [0, b"", 1, 0],
+        [0, b"", -1, 0],
+        [[0, b"E", 1, 1]],
+        [1, 2],
+        ["t" * 32],
+        {"a": 1},
+        ["gpus"],
+        msgspec.msgpack.Ext(5, b"e"),
+    ),
+)
+_TAGS = tuple(kind.__struct_config__.tag for kind in _frames.Control.__args__)
+
+
+def _at(value: Any) -> int:
+    return next(at for at, known in enumerate(_VALUES) if type(known) is type(value) and known == value)
+
+
+def _shaped(data: bytes) -> None:
+    """Well-formed MessagePack: which decoder, which struct, and a value for each byte. Bytes at random rarely are that.
+
+    Without it msgspec, which is compiled and shows the fuzzer no branches, refuses nearly all that is tried.
+    """
+    if len(data) < 2:
+        return
+    values = [_VALUES[byte % len(_VALUES)] for byte in data[2:]]
+    which = data[0] % 4
+    if which == 0:
+        _control(msgspec.msgpack.encode([_TAGS[data[1] % len(_TAGS)], *values]))
+    elif which == 1:
+        _route(msgspec.msgpack.encode(values))
+    elif which == 2:
+        _replies(msgspec.msgpack.encode(values))
+    else:
+        head = msgspec.msgpack.encode(values)
+        if len(head) < 256:
+            _pieces(bytes([len(head)]) + head + data[2:])
+
+
+_TARGETS = (_control, _route, _replies, _pieces, _shaped)
 
 
 def _seeds() -> dict[str, bytes]:
@@ -89,6 +150,14 @@ def _seeds() -> dict[str, bytes]:
     seeds["route"] = b"\1" + _frames.encode(route)
     seeds["replies"] = b"\2" + _frames.encode(replies)
     seeds["pieces"] = b"\3" + bytes([len(head)]) + head + b"\2ab\2cd\2ef"
+    seeds["shaped-construct"] = bytes(
+        [4, 0, _TAGS.index("construct"), 1, _at("stop"), 0, _at(["gpus"]), _at([1]), 0, _at("stop")]
+    )
+    seeds["shaped-route"] = bytes(
+        [4, 1, 0, 1, _at("t" * 32), 1, 2, 3, _at(True), _at(b""), _at("t" * 64), _at([1, 2]), _at([1, 2])]
+    )
+    seeds["shaped-replies"] = bytes([4, 2, 0, _at("stop"), _at([[0, b"E", 1, 1]]), 1])
+    seeds["shaped-pieces"] = bytes([4, 3, 0, 1, 2, 3, 0, 1, _at(b""), _at([1]), 1])
     return seeds
 
 
