@@ -13,7 +13,8 @@ import msgspec
 
 from monarch_backend.transport._frames import FrameError, decode
 
-_head = msgspec.msgpack.Decoder(tuple[int, int, int, int, int, bytes, list[int], int])
+_Head = tuple[int, int, int, int, int, bytes, list[int], int]
+_decoder = msgspec.msgpack.Decoder(_Head)
 
 
 def size_of(body: Any, buffers: Any) -> int:
@@ -59,7 +60,7 @@ class Assembly:
     """A frame that comes in pieces."""
 
     def __init__(self, head: bytes) -> None:
-        self._head = decode(_head, head, "the head of a frame in pieces")
+        self._head: _Head = decode(_decoder, head, "the head of a frame in pieces")
         try:
             self._parts = [bytearray(size) for size in self._head[6]]
         except (ValueError, OverflowError, MemoryError) as error:
