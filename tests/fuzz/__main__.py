@@ -1,12 +1,14 @@
 """``python -m tests.fuzz TARGET [options of libFuzzer]``, where atheris is; ``python -m tests.fuzz seeds`` needs none.
 
 What is new goes to build/fuzz/TARGET, beside inputs that failed; tests/fuzz/corpus is only read, but for ``seeds``.
+Other folders may be given: ``python -m tests.fuzz TARGET -set_cover_merge=1 -use_counters=0 tests/fuzz/corpus/TARGET
+build/fuzz/TARGET`` keeps what reaches lines that the corpus does not.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
-import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -39,7 +41,9 @@ def _fuzz(target: str, options: list[str]) -> None:
         module = importlib.import_module(f"tests.fuzz.{target}")
     found = ROOT / "build" / "fuzz" / target
     found.mkdir(parents=True, exist_ok=True)
-    atheris.Setup([target, f"-artifact_prefix={found}/failed-", *options, str(found), str(CORPUS / target)], module.one)
+    again = f"{sys.executable} -m tests.fuzz {target}"  # libFuzzer starts itself anew with -merge and -fork
+    folders = [] if any(option[:1] != "-" for option in options) else [str(found), str(CORPUS / target)]
+    atheris.Setup([again, f"-artifact_prefix={found}/failed-", *options, *folders], module.one)
     atheris.Fuzz()
 
 
