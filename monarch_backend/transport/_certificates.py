@@ -99,12 +99,13 @@ class Tls:
         certificate: str | os.PathLike[str],
         key: str | os.PathLike[str],
         *,
-        check_names: bool = True,
+        check_names: bool = False,
     ) -> Tls:
         """From PEM files: those who sign hosts, this host's certificate (with what is between them), and its key.
 
-        Whom ``ca`` has signed may talk to us, if it then proves that it knows the secret. ``check_names``: the
-        certificate of a host that is called has to name the address that it was called at. Raises CertificateError.
+        Whom ``ca`` has signed may talk to us, if it then proves that it knows the secret; that is what makes it a host
+        of the job, whatever it is called. ``check_names``: its certificate has to name the address, too, that it was
+        called at (``server_hostname``). Raises CertificateError.
         """
         server, client = _contexts()
         for context in (server, client):

@@ -23,7 +23,7 @@ _MOST_TEXT = 1 << 10  # characters of a file that could still hold a secret and 
 PROTOCOL = 1
 """Of the bytes between hosts. Hosts of different protocols tell each other so, and part."""
 
-_HELLO = struct.Struct("!4sH2x8s32s16s16sQ")  # magic, protocol, which secret, nonce, who, which session, received
+_HELLO = struct.Struct("!4sHBx8s32s16s16sQ")  # magic, protocol, resumes, which secret, nonce, who, session, received
 _ANSWER = struct.Struct("!4sHH8s32s16s16sQ")  # magic, protocol, refusal, -, nonce, who, which session, received
 PROOF_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = _HELLO.size, _ANSWER.size + PROOF_BYTES
@@ -98,11 +98,15 @@ def parse_secret(text: str, source: str) -> bytes:
 
 @dataclass(frozen=True)
 class Greeting:
-    """What each side says of itself. ``who``: the token of its gateway. ``received``: of this session, so far."""
+    """What each side says of itself. ``who``: the token of its gateway. ``received``: of this session, so far.
+
+    ``resumes``: this session has been agreed upon before; who does not know it any more refuses.
+    """
 
     who: bytes
     session: bytes
     received: int = 0
+    resumes: bool = False
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
 
@@ -136,7 +140,8 @@ class Caller:
     def hello(self) -> bytes:
         """The first HELLO_BYTES."""
         mine = self._mine
-        return _HELLO.pack(MAGIC, PROTOCOL, name_of(self._secret), mine.nonce, mine.who, mine.session, mine.received)
+        which = name_of(self._secret)
+        return _HELLO.pack(MAGIC, PROTOCOL, mine.resumes, which, mine.nonce, mine.who, mine.session, mine.received)
 
     def hear(self, answer: bytes) -> bytes:
         """The proof, for the ANSWER_BYTES of the other side. Raises HandshakeError."""
@@ -156,7 +161,7 @@ class Caller:
         said = (self.hello(), head, self._binding)
         if refusal or not hmac.compare_digest(proof, _proof(self._secret, b"called", *said)):
             raise HandshakeError("it could not prove that it knows this job's secret: somebody stands in between?")
-        self.other = Greeting(who, session, received, nonce)
+        self.other = Greeting(who, session, received, nonce=nonce)
         return _proof(self._secret, b"caller", *said)
 
 
@@ -174,7 +179,7 @@ class Called:
 
     def hear(self, hello: bytes) -> int:
         """Of HELLO_BYTES; the reason to refuse it, or Refusal.NONE. Raises HandshakeError for bytes of a stranger."""
-        magic, protocol, which, nonce, who, session, received = _unpack(_HELLO, hello)
+        magic, protocol, resumes, which, nonce, who, session, received = _unpack(_HELLO, hello)
         if magic != MAGIC:
             raise HandshakeError("bytes of a stranger")
         if protocol != PROTOCOL:
@@ -183,7 +188,7 @@ class Called:
         if secret is None:
             return Refusal.SECRET
         self._hello, self.secret = hello, secret
-        self.other = Greeting(who, session, received, nonce)
+        self.other = Greeting(who, session, received, bool(resumes), nonce)
         return Refusal.NONE
 
     def answer(self, mine: Greeting) -> bytes:

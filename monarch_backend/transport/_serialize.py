@@ -131,8 +131,21 @@ class _Buffers(list[memoryview]):
         view = buffer.raw()
         if view.nbytes < OUT_OF_BAND:
             return True
-        self.append(view)
+        self.append(_without_export(view))
         return False
+
+
+def _without_export(view: memoryview) -> memoryview:
+    """The same bytes, but no export of another memoryview, which may be the caller's.
+
+    Python before 3.12.4 crashes when it collects a cycle with a memoryview that has exports (an exception that holds
+    the frames of an interrupted send is such a cycle). Two views of one object are no export of each other.
+    """
+    viewed = view.obj
+    try:
+        return viewed.cast("B") if isinstance(viewed, memoryview) else view
+    except (TypeError, ValueError):  # of another order or format: the bytes are right in the view alone
+        return view
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types

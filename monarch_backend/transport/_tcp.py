@@ -1,7 +1,7 @@
-"""Connections to other hosts: one thread that reads, accepts, calls again what broke, and hears who has fallen silent.
+"""Connections to other hosts: one thread that accepts, calls, reads, and notices who has broken off or fallen silent.
 
-Real sockets and real time stand here and nowhere else between hosts; the simulator has its own. What frames mean is the
-gateway's. Sending is tried at once by whoever sends, and what the socket does not take goes out from the thread.
+Real sockets and real time between hosts stand here and nowhere else. What frames mean is the gateway's; who may talk at
+all is _secret.py's; what is lost with a connection and sent again is _session.py's.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 import selectors
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from monarch_backend.transport import _session
 from monarch_backend.transport._secret import (
     ANSWER_BYTES,
     HELLO_BYTES,
@@ -30,8 +30,12 @@ from monarch_backend.transport._secret import (
     Greeting,
     HandshakeError,
     Refusal,
+    name_of,
 )
-from monarch_backend.transport._session import HEAD_BYTES, Session, SessionError, read_head
+from monarch_backend.transport._session import BYE, DATA, HEAD_BYTES, Session, SessionError, read_head
+
+if TYPE_CHECKING:
+    from monarch_backend.transport._certificates import Tls
 
 log = logging.getLogger("monarch_backend")
 
@@ -41,10 +45,19 @@ MOST_STRANGERS = 256
 STRANGER_SECONDS = 5.0
 """Time to prove it."""
 
+MOST_AT_ONCE = 1 << 20
+"""Bytes that are given to a TLS connection in one piece."""
+
+ANYBODY = bytes(16)
+"""For whom a connection is that has no process to talk to yet: whoever listens."""
+
+_KNOCK = struct.Struct("!4sB3x16s8s")  # magic, TLS or not, for whom, which secret
+KNOCK_BYTES = _KNOCK.size
+_KNOCK_MAGIC = b"monh"
+
 Address = tuple[str, int]
-Wanted = int | memoryview
-"""So many bytes, which come as bytes; or memory to be filled."""
-Reader = Generator[Wanted, Any, None]
+Reader = Generator[int | memoryview, Any, None]
+"""What is being read of a connection: it asks for so many bytes, or for memory to be filled."""
 
 
 @dataclass
@@ -52,23 +65,31 @@ class Bounds:
     """Seconds."""
 
     heartbeat: float = 1.0
-    silence: float = 3.0  # after which a host is lost
+    silence: float = 3.0  # after which a host is lost, and also how long a broken connection may take to come back
+    patience: float = 10.0  # for the first answer of a host that is called
     pause: float = 0.05  # before a broken connection is tried again; twice as long each time, up to ten times
 
 
 class Remote:
-    """Another host, and the session with it."""
+    """A process on another host, and the session with it."""
 
-    def __init__(self, who: bytes, session: bytes, address: Address | None) -> None:
-        self.who, self.id, self.address = who, session, address
+    def __init__(self, session: bytes, address: Address | None, secret: bytes, until: float) -> None:
+        self.id, self.address, self.secret = session, address, secret
+        self.who = ANYBODY  # its token, once it has proved that it knows the secret
+        self.wanted = ANYBODY  # whom we have called
         self.session = Session()
-        self.lock = threading.Lock()  # session and connection
+        self.lock = threading.RLock()  # session, waiting, connection
+        self.waiting: deque[tuple[bytes, Sequence[Any]]] = deque()  # while the session is full
         self.connection: _Connection | None = None
-        self.heard = time.monotonic()
-        self.lost: str | None = None
+        self.heard = until  # when something last came from it
+        self.silence = 0.0  # how long it may be silent
+        self.pause = 0.0
+        self.up = False
+        self.trouble = ""  # why there is no connection
+        self.lost: str | None = None  # why, once it is
 
     def __str__(self) -> str:
-        return f"{self.address[0]}:{self.address[1]}" if self.address else self.who.hex()[:8]
+        return f"{self.address[0]}:{self.address[1]}" if self.address else f"host {self.who.hex()[:8]}"
 
 
 @dataclass(eq=False)
@@ -77,40 +98,53 @@ class _Connection:
 
     socket: socket.socket
     reader: Reader
+    name: str | None = None  # whom we have called; None where we were
     remote: Remote | None = None
     since: float = field(default_factory=time.monotonic)
     out: deque[memoryview] = field(default_factory=deque)
-    into: memoryview | None = None  # what is being read
+    into: memoryview = field(default_factory=lambda: memoryview(b""))
+    owned: bytearray | None = None  # `into`, where bytes were asked for by number
     filled: int = 0
-    owned: bytearray | None = None  # where bytes that were asked for by number come
-    tls: bool = False
+    connecting: bool = False
     shaking: bool = False  # hands, below TLS
     writing: bool = False  # the selector looks for room
+    gone: bool = False
+
+
+class _HandOverError(Exception):
+    """Not ours: this socket is for another process of this host."""
 
 
 class Tcp:
-    """The connections of one gateway. Callbacks run on its thread, and must not wait."""
+    """The connections of one process. Callbacks run on its thread, and must not wait.
+
+    ``secrets``: those that are accepted, by `name_of`; the mapping may change. ``hand_over(for_whom, socket, read)``:
+    for a connection to another process of this host, with what was read of it; it returns False if there is none.
+    ``on_up`` and ``on_lost`` come once for each Remote; a connection that breaks and comes back within the bound is
+    neither.
+    """
 
     def __init__(
         self,
         who: bytes,
-        secrets: dict[bytes, bytes],
+        secrets: Mapping[bytes, bytes],
         on_frame: Callable[[Remote, bytes, bytearray], None],
         on_up: Callable[[Remote], None],
         on_lost: Callable[[Remote], None],
         *,
         bounds: Bounds | None = None,
-        server_tls: ssl.SSLContext | None = None,
-        client_tls: ssl.SSLContext | None = None,
+        tls: Callable[[bytes], Tls] | None = None,
+        hand_over: Callable[[bytes, socket.socket, bytes], bool] | None = None,
     ) -> None:
         self.who, self._secrets = who, secrets
         self._on_frame, self._on_up, self._on_lost = on_frame, on_up, on_lost
         self.bounds = bounds or Bounds()
-        self._server_tls, self._client_tls = server_tls, client_tls
+        self._tls, self._hand_over = tls, hand_over
         self._remotes: dict[bytes, Remote] = {}  # by session
         self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._nudge, selectors.EVENT_READ, None)
         self._listeners: list[socket.socket] = []
@@ -136,65 +170,104 @@ class Tcp:
             listener.close()
             raise
         self._listeners.append(listener)
-        self.soon(lambda: self._selector.register(listener, selectors.EVENT_READ, listener))
-        return listener.getsockname()[:2]
+        self.soon(lambda: self._watch(listener))
+        name: Address = listener.getsockname()[:2]
+        return name
 
-    def call(self, address: Address, secret: bytes) -> Remote:
-        """Connect to a host, until it answers or the bound is over; then ``on_up`` or ``on_lost`` is called."""
-        remote = Remote(b"", os.urandom(16), address)
+    def call(self, address: Address, secret: bytes, whom: bytes = ANYBODY) -> Remote:
+        """Connect to a host, and try again until ``patience`` is over; then ``on_up`` or ``on_lost`` is called."""
+        remote = Remote(os.urandom(16), address, secret, time.monotonic())
+        remote.wanted, remote.silence = whom, self.bounds.patience
         self._remotes[remote.id] = remote
-        self.soon(lambda: self._call(remote, secret, self.bounds.pause))
+        self.soon(lambda: self._call(remote))
         return remote
 
-    def send(self, remote: Remote, prefix: bytes, body: list[Any]) -> bool:
-        """A frame; False if there is no room for now. What ``body`` shows must not change until it has arrived."""
+    def take_over(self, accepted: socket.socket, knock: bytes) -> None:
+        """A connection that somebody else has accepted, and read a part of."""
+        self.soon(lambda: self._adopt(accepted, None, knock))
+
+    def send(self, remote: Remote, prefix: bytes, body: Sequence[Any]) -> None:
+        """A frame, in its order, when there is room. What ``body`` shows must not change until it has arrived."""
         with remote.lock:
-            if remote.session.full:
-                return False
+            if remote.lost is not None:
+                return
+            if remote.waiting or remote.session.full:
+                remote.waiting.append((prefix, body))
+                return
             parts = remote.session.send(prefix, body)
-            connection = remote.connection
-            if connection is not None:
-                self._write(connection, parts)
-        return True
+            if remote.connection is not None:
+                self._write(remote.connection, parts)
+
+    def hang_up(self, remote: Remote) -> None:
+        """Say goodbye to this one; nothing is told of it any more."""
+        self.soon(lambda: self._hang_up(remote))
 
     def soon(self, call: Callable[[], None]) -> None:
         """On the thread."""
         self._soon.append(call)
-        os.eventfd_write(self._nudge, 1)
+        self._wake()
 
     def close(self) -> None:
         """Say goodbye to all, and end the thread."""
 
         def end() -> None:
-            for remote in self._remotes.values():
-                with remote.lock:
-                    if remote.connection is not None:
-                        self._write(remote.connection, [remote.session.bye()])
+            for remote in list(self._remotes.values()):
+                self._hang_up(remote)
             self._closed = True
 
-        self.soon(end)
         if self._thread.is_alive():
+            self.soon(end)
             self._thread.join()
 
     # ---- the thread
 
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError, BlockingIOError):
+            os.eventfd_write(self._nudge, 1)
+
+    def _watch(self, listener: socket.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, listener)
+
     def _run(self) -> None:
-        beat = time.monotonic()
+        turn = time.monotonic()
+        beat = turn + self.bounds.heartbeat
         while not self._closed:
             now = time.monotonic()
+            if now - turn > self.bounds.silence / 2:  # we were stopped, not they: what they said may lie there
+                for remote in self._remotes.values():
+                    remote.heard += now - turn
+            turn = now
             if now >= beat:
                 self._beat(now)
-                beat = now + self.bounds.heartbeat / 2
-            for key, events in self._selector.select(max(0.0, beat - now)):
-                if key.data is None:
-                    os.eventfd_read(self._nudge)
-                elif isinstance(key.data, socket.socket):
-                    self._accept(key.data)
-                else:
-                    self._ready(key.data, events)
-            while self._soon:
-                self._soon.popleft()()
+                beat = now + self.bounds.heartbeat
+            due = min([beat, *(at for at, _ in self._later)])
+            for key, events in self._selector.select(max(0.0, due - now)):
+                self._serve(key, events)
+            self._do_what_is_due()
         self._end()
+
+    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
+        try:
+            if key.data is None:
+                os.eventfd_read(self._nudge)
+            elif isinstance(key.data, _Connection):
+                if not key.data.gone:
+                    self._ready(key.data, events)
+            else:
+                self._accept(key.data)
+        except Exception:
+            log.exception("a connection between hosts failed in an unknown way; the others go on")
+            if isinstance(key.data, _Connection):
+                self._drop(key.data)
+
+    def _do_what_is_due(self) -> None:
+        while self._soon:
+            self._soon.popleft()()
+        now = time.monotonic()
+        due = [call for at, call in self._later if at <= now]
+        self._later = [(at, call) for at, call in self._later if at > now]
+        for call in due:
+            call()
 
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -205,6 +278,44 @@ class Tcp:
         self._selector.close()
         os.close(self._nudge)
 
+    def _beat(self, now: float) -> None:
+        """Tell everybody that we are alive; those that do not tell us are lost."""
+        for stranger in [s for s in self._strangers if now - s.since > STRANGER_SECONDS]:
+            self._drop(stranger)
+        for remote in list(self._remotes.values()):
+            if now - remote.heard > remote.silence:
+                how = "nothing was heard from it" if remote.up else "it did not answer"
+                why = f" ({remote.trouble})" if remote.trouble else ""
+                self._lose(remote, f"{how} for {now - remote.heard:.1f} s{why}")
+                continue
+            with remote.lock:
+                if remote.connection is not None and remote.up:
+                    self._write(remote.connection, [remote.session.word()])
+
+    def _lose(self, remote: Remote, why: str) -> None:
+        if self._remotes.pop(remote.id, None) is None:
+            return
+        with remote.lock:
+            remote.lost = why
+            remote.waiting.clear()
+            connection, remote.connection = remote.connection, None
+        if connection is not None:
+            self._drop(connection)
+        self._on_lost(remote)
+
+    def _hang_up(self, remote: Remote) -> None:
+        if self._remotes.pop(remote.id, None) is None:
+            return
+        with remote.lock:
+            remote.lost = "we have said goodbye"
+            connection, remote.connection = remote.connection, None
+            if connection is not None:
+                self._write(connection, [remote.session.bye()])
+        if connection is not None:
+            self._drop(connection)
+
+    # ---- connections that come and go
+
     def _accept(self, listener: socket.socket) -> None:
         try:
             accepted, _ = listener.accept()
@@ -213,78 +324,348 @@ class Tcp:
                 for stranger in list(self._strangers)[:8]:
                     self._drop(stranger)
             return
-        while len(self._strangers) >= MOST_STRANGERS:
-            self._drop(next(iter(self._strangers)))
-        connection = self._adopt(accepted, self._server_tls, None)
-        if connection is not None:
-            self._strangers[connection] = None
+        self._adopt(accepted, None, b"")
 
-    def _adopt(self, plain: socket.socket, tls: ssl.SSLContext | None, name: str | None) -> _Connection | None:
-        """A new connection; ``name`` is whom we have called, None where we were."""
+    def _adopt(self, plain: socket.socket, remote: Remote | None, knock: bytes) -> None:
+        """Read what comes here; of ``remote``, if we have called it, else of a stranger."""
         plain.setblocking(False)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wrapped = plain
-        if tls is not None:
-            wrapped = tls.wrap_socket(
-                plain, server_side=name is None, server_hostname=name, do_handshake_on_connect=False
-            )
-        connection = _Connection(wrapped, tls=tls is not None, shaking=tls is not None)
-        connection.reader = self._called(connection)
-        self._want(connection, next(connection.reader))
-        self._selector.register(wrapped, selectors.EVENT_READ, connection)
-        return connection
+        connection = _Connection(plain, iter(()), None)  # type: ignore[arg-type]
+        if remote is None:
+            while len(self._strangers) >= MOST_STRANGERS:
+                self._drop(next(iter(self._strangers)))
+            self._strangers[connection] = None
+            connection.reader = self._called(connection, knock)
+        else:
+            connection.name, connection.remote, connection.connecting = str(remote), remote, True
+            connection.reader = self._caller(connection, remote)
+        self._selector.register(plain, selectors.EVENT_READ | selectors.EVENT_WRITE * connection.connecting, connection)
+        if remote is None:
+            self._guarded(connection, lambda: self._advance(connection, None))
 
-    def _drop(self, connection: _Connection, why: str = "") -> None:
+    def _call(self, remote: Remote) -> None:
+        if remote.lost is not None or remote.address is None or self._closed:
+            return
+        try:
+            [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(*remote.address, type=socket.SOCK_STREAM)
+            plain = socket.socket(family, kind, protocol)
+        except OSError as error:
+            remote.trouble = str(error)
+            self._call_again(remote)
+            return
+        plain.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            try:
+                plain.connect(where)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                plain.close()
+                remote.trouble = error.strerror or str(error)
+                self._call_again(remote)
+                return
+        self._adopt(plain, remote, b"")
+
+    def _call_again(self, remote: Remote) -> None:
+        first = self.bounds.pause
+        remote.pause = min(remote.pause * 2, first * 10) if remote.pause else first
+        self._later.append((time.monotonic() + remote.pause, lambda: self._call(remote)))
+
+    def _drop(self, connection: _Connection) -> None:
         """This connection is over; its session may go on with another one."""
+        if connection.gone:
+            return
+        connection.gone = True
         self._strangers.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
-        connection.reader.close()
+        with contextlib.suppress(ValueError):  # it is what fails just now
+            connection.reader.close()
         remote = connection.remote
-        if remote is None or remote.connection is not connection:
+        if remote is None:
             return
         with remote.lock:
-            remote.connection = None
+            if remote.connection is connection:
+                remote.connection = None
         if remote.address is not None and remote.lost is None and not self._closed:
-            self._call(remote, self._secret_of[remote.id], self.bounds.pause)
+            self._call_again(remote)
 
     # ---- reading
 
-    def _ready(self, connection: _Connection, events: int) -> None:
+    def _guarded(self, connection: _Connection, act: Callable[[], None]) -> None:
         try:
+            act()
+        except _HandOverError:
+            self._strangers.pop(connection, None)
+        except HandshakeError as error:
+            self._refused(connection, error)
+        except (OSError, SessionError, EOFError) as error:
+            if connection.remote is not None:
+                connection.remote.trouble = str(error)
+            self._drop(connection)
+
+    def _refused(self, connection: _Connection, error: HandshakeError) -> None:
+        """One whom we have called says why it does not talk to us; or a stranger is shown the door."""
+        remote = connection.remote
+        if remote is not None and connection.name is not None:
+            self._lose(remote, str(error))
+        else:
+            log.warning("a connection was refused: %s", error)
+        self._drop(connection)
+
+    def _ready(self, connection: _Connection, events: int) -> None:
+        def act() -> None:
+            if connection.connecting:
+                error = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error:
+                    raise OSError(error, os.strerror(error))
+                connection.connecting = False
+                self._look_for(connection, selectors.EVENT_READ)
+                self._advance(connection, None)
+                return
             if connection.shaking and not self._shake(connection):
                 return
             if events & selectors.EVENT_WRITE and connection.remote is not None:
                 with connection.remote.lock:
                     self._flush(connection)
+            elif events & selectors.EVENT_WRITE:
+                self._flush(connection)
             if events & selectors.EVENT_READ:
                 self._read(connection)
-        except (OSError, SessionError, HandshakeError) as error:
-            if connection.remote is not None and not isinstance(error, ConnectionResetError):
-                log.info("the connection with %s is over: %s", connection.remote, error)
-            self._drop(connection, str(error))
+
+        self._guarded(connection, act)
+
+    def _look_for(self, connection: _Connection, events: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.modify(connection.socket, events, connection)
 
     def _read(self, connection: _Connection) -> None:
-        """All that is there, but not for ever: others have something, too."""
+        """What is there, but not for ever: others have something, too."""
         for _ in range(64):
-            assert connection.into is not None
+            if connection.gone or connection.shaking:
+                return
             try:
-                count = connection.socket.recv_into(connection.into[connection.filled :])
+                count = self._receive(connection)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
             if count == 0:
-                raise ConnectionResetError("it has closed the connection")
-            if connection.remote is not None:
+                raise EOFError("it has closed the connection")
+            if connection.remote is not None and connection.remote.up:
                 connection.remote.heard = time.monotonic()
             connection.filled += count
-            while connection.filled == len(connection.into):
-                self._want(connection, connection.reader.send(connection.owned))
+            if connection.filled == len(connection.into):
+                self._advance(connection, connection.owned)
+        if isinstance(connection.socket, ssl.SSLSocket) and not connection.gone:
+            self.soon(lambda: None if connection.gone else self._guarded(connection, lambda: self._read(connection)))
 
-    def _want(self, connection: _Connection, wanted: Wanted) -> None:
-        connection.filled = 0
-        if isinstance(wanted, int):
-            connection.owned = bytearray(wanted)
-            connection.into = memoryview(connection.owned)
-        else:
-            connection.owned, connection.into = None, wanted
+    def _receive(self, connection: _Connection) -> int:
+        into = connection.into[connection.filled :]
+        if connection.remote is None or not isinstance(connection.socket, ssl.SSLSocket):
+            return connection.socket.recv_into(into)
+        with connection.remote.lock:  # OpenSSL's objects are not for two threads
+            return connection.socket.recv_into(into)
+
+    def _advance(self, connection: _Connection, value: Any) -> None:
+        """Give the reader what it has asked for, until it asks for something that is not there."""
+        while True:
+            try:
+                wanted = connection.reader.send(value)
+            except StopIteration:
+                self._drop(connection)
+                return
+            connection.filled = 0
+            connection.owned = bytearray(wanted) if isinstance(wanted, int) else None
+            connection.into = memoryview(connection.owned) if connection.owned is not None else wanted  # type: ignore[assignment,arg-type]
+            if len(connection.into):
+                return
+            value = connection.owned
+
+    # ---- TLS
+
+    def _encrypt(self, connection: _Connection, tls: Tls) -> None:
+        self._selector.unregister(connection.socket)
+        context = tls.client if connection.name is not None else tls.server
+        wrapped = context.wrap_socket(
+            connection.socket, server_side=connection.name is None, do_handshake_on_connect=False
+        )
+        connection.socket, connection.shaking = wrapped, True
+        self._selector.register(wrapped, selectors.EVENT_READ, connection)
+        self.soon(
+            lambda: None if connection.gone else self._guarded(connection, lambda: self._begin_to_shake(connection))
+        )
+
+    def _begin_to_shake(self, connection: _Connection) -> None:
+        if connection.shaking:
+            self._shake(connection)
+
+    def _shake(self, connection: _Connection) -> bool:
+        """True when both sides have shaken hands."""
+        secured: Any = connection.socket
+        try:
+            secured.do_handshake()
+        except ssl.SSLWantReadError:
+            self._look_for(connection, selectors.EVENT_READ)
+            return False
+        except ssl.SSLWantWriteError:
+            self._look_for(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            return False
+        except ssl.SSLError as error:
+            raise HandshakeError(
+                f"TLS failed: {error.reason or error}: is it the same job, with the same secret?"
+            ) from None
+        connection.shaking = False
+        self._look_for(connection, selectors.EVENT_READ)
+        self._advance(connection, None)
+        return not connection.gone
+
+    def _secured(self, connection: _Connection, secret: bytes) -> Generator[int | memoryview, Any, bytes]:
+        """Under TLS from here on, if that is on; what is bound into the proofs."""
+        if self._tls is None:
+            return b""
+        from monarch_backend.transport import _certificates
+
+        tls = self._tls(secret)
+        self._encrypt(connection, tls)
+        yield memoryview(bytearray(1))  # never filled: `_shake` goes on from here
+        secured: Any = connection.socket
+        return _certificates.binding(secured, connection.name is None, tls)
+
+    # ---- what is said
+
+    def _called(self, connection: _Connection, knock: bytes) -> Reader:
+        if not knock:
+            knock = bytes((yield KNOCK_BYTES))
+        magic, encrypted, whom, which = _KNOCK.unpack(knock)
+        if magic != _KNOCK_MAGIC or bool(encrypted) != (self._tls is not None):
+            raise HandshakeError("bytes of a stranger, or of a host with another idea of TLS")
+        if self._tls is not None and which not in self._secrets:
+            raise HandshakeError("it wants to prove a secret that is not known here")
+        if whom not in (ANYBODY, self.who):
+            self._selector.unregister(connection.socket)
+            if self._hand_over is not None and self._hand_over(whom, connection.socket, knock):
+                connection.gone = True
+                connection.socket.detach()
+                raise _HandOverError
+            raise HandshakeError("it is for a process that is not here any more")
+        binding = yield from self._secured(connection, self._secrets.get(which, b""))
+        called = Called(dict(self._secrets), binding)
+        refusal = called.hear(bytes((yield HELLO_BYTES)))
+        remote = None if refusal else self._session_of(called)
+        if remote is None:
+            self._write(connection, [Called.refuse(refusal or Refusal.SESSION)])
+            raise HandshakeError("it was told why")
+        self._write(connection, [called.answer(Greeting(self.who, remote.id, remote.session.received))])
+        called.check(bytes((yield PROOF_BYTES)))
+        del self._strangers[connection]
+        self._begin(connection, remote, called.other)
+        yield from self._frames(remote)
+
+    def _session_of(self, called: Called) -> Remote | None:
+        """The session that goes on, or a new one; None for one that is over."""
+        known = self._remotes.get(called.other.session)
+        if known is not None:
+            return known if known.secret == called.secret and known.who == called.other.who else None
+        if called.other.received or called.other.resumes:
+            return None
+        return Remote(called.other.session, None, called.secret, time.monotonic())
+
+    def _caller(self, connection: _Connection, remote: Remote) -> Reader:
+        knock = _KNOCK.pack(_KNOCK_MAGIC, self._tls is not None, remote.wanted, name_of(remote.secret))
+        self._write(connection, [knock])
+        binding = yield from self._secured(connection, remote.secret)
+        caller = Caller(remote.secret, Greeting(self.who, remote.id, remote.session.received, remote.up), binding)
+        self._write(connection, [caller.hello()])
+        self._write(connection, [caller.hear(bytes((yield ANSWER_BYTES)))])
+        if remote.wanted not in (ANYBODY, caller.other.who):
+            raise HandshakeError("somebody else answered")
+        self._begin(connection, remote, caller.other)
+        yield from self._frames(remote)
+
+    def _begin(self, connection: _Connection, remote: Remote, other: Greeting) -> None:
+        """It has proved that it knows the secret: its session goes on here."""
+        with remote.lock:
+            former, remote.connection = remote.connection, connection
+            connection.remote = remote
+            first, remote.up, remote.who, remote.pause = not remote.up, True, other.who, 0.0
+            remote.trouble = ""
+            remote.heard, remote.silence = time.monotonic(), self.bounds.silence
+            self._remotes[remote.id] = remote
+            for parts in remote.session.resume(other.received):
+                self._write(connection, parts)
+        if former is not None and former is not connection:
+            former.remote = None
+            self._drop(former)
+        if first:
+            self._on_up(remote)
+
+    def _frames(self, remote: Remote) -> Reader:
+        session = remote.session
+        while True:
+            head = read_head(bytes((yield HEAD_BYTES)))
+            if head.kind != DATA:
+                with remote.lock:
+                    session.hear(head)
+                    self._send_waiting(remote)
+                if head.kind == BYE:
+                    self._lose(remote, "it has said goodbye")
+                    return
+                continue
+            prefix = bytes((yield head.prefix)) if head.prefix else b""
+            body = bytearray(head.body)
+            if head.body:
+                yield memoryview(body)
+            with remote.lock:
+                taken = session.take(head)
+                self._send_waiting(remote)
+                if session.word_is_due and remote.connection is not None:
+                    self._write(remote.connection, [session.word()])
+            if taken:
+                self._on_frame(remote, prefix, body)
+
+    def _send_waiting(self, remote: Remote) -> None:
+        while remote.waiting and not remote.session.full:
+            parts = remote.session.send(*remote.waiting.popleft())
+            if remote.connection is not None:
+                self._write(remote.connection, parts)
+
+    # ---- writing, with the lock of the remote
+
+    def _write(self, connection: _Connection, parts: Sequence[Any]) -> None:
+        idle = not connection.out
+        connection.out.extend(memoryview(part).cast("B") for part in parts if len(part))
+        if idle:
+            try:
+                self._flush(connection)
+            except OSError:  # the thread will find it when it reads
+                connection.out.clear()
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_RDWR)
+
+    def _flush(self, connection: _Connection) -> None:
+        out = connection.out
+        try:
+            while out:
+                count = self._send_some(connection)
+                while out and count >= len(out[0]):
+                    count -= len(out.popleft())
+                if count:
+                    out[0] = out[0][count:]
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        if bool(out) != connection.writing:
+            connection.writing = bool(out)
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE * connection.writing
+            self._look_for(connection, events)
+
+    @staticmethod
+    def _send_some(connection: _Connection) -> int:
+        out = connection.out
+        if isinstance(connection.socket, ssl.SSLSocket):
+            return connection.socket.send(out[0][:MOST_AT_ONCE])
+        return connection.socket.sendmsg([out[i] for i in range(min(len(out), 64))])
+
+
+def secrets_by_name(*secrets: bytes) -> dict[bytes, bytes]:
+    """As Tcp wants them."""
+    return {name_of(secret): secret for secret in secrets}

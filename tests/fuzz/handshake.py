@@ -23,8 +23,8 @@ from monarch_backend.transport._secret import (
 from monarch_backend.transport._session import BYE, DATA, HEAD_BYTES, KEEPING, WORD, Session, SessionError, read_head
 
 SECRET = bytes(range(32))
-ONE = Greeting(b"a" * 16, b"s" * 16, 7, b"1" * 32)
-OTHER = Greeting(b"b" * 16, b"s" * 16, 9, b"2" * 32)
+ONE = Greeting(b"a" * 16, b"s" * 16, 7, nonce=b"1" * 32)
+OTHER = Greeting(b"b" * 16, b"s" * 16, 9, nonce=b"2" * 32)
 
 
 def one(data: bytes) -> None:

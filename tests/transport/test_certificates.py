@@ -310,7 +310,7 @@ def test_hosts_with_files_of_one_authority_talk(tmp_path: Path) -> None:
     assert one.certificate == ssl.PEM_cert_to_DER_cert((tmp_path / "one.pem").read_text())
 
 
-def test_the_certificate_names_the_address_unless_names_are_not_checked(tmp_path: Path) -> None:
+def test_the_certificate_names_the_address_if_that_is_wanted(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     files = authority.issue("one")
     checking, trusting = (Tls.of_files(authority.path, *files, check_names=yes) for yes in (True, False))
@@ -321,8 +321,8 @@ def test_the_certificate_names_the_address_unless_names_are_not_checked(tmp_path
 
 def test_hosts_of_another_authority_are_refused_by_both(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path), Authority(tmp_path, "other")
-    mine = Tls.of_files(ours.path, *ours.issue("one"), check_names=False)
-    theirs = Tls.of_files(others.path, *others.issue("two"), check_names=False)
+    mine = Tls.of_files(ours.path, *ours.issue("one"))
+    theirs = Tls.of_files(others.path, *others.issue("two"))
     assert isinstance(Meeting(mine.client, theirs.server).errors[0], ssl.SSLCertVerificationError)
     theirs.client.verify_mode = ssl.CERT_NONE
     assert isinstance(Meeting(theirs.client, mine.server).errors[1], ssl.SSLCertVerificationError)

@@ -273,6 +273,24 @@ def test_memoryviews_with_a_shape(route: Callable[[object], Any]) -> None:
     assert route(memoryview(np.asfortranarray(np.ones((40, 50))))).tolist() == np.ones((40, 50)).tolist()
 
 
+def test_a_cycle_with_a_message_can_be_collected() -> None:
+    """An exception whose frames hold what was being sent is such a cycle, and older Pythons crash on exported views."""
+    code = """
+import gc
+from monarch_backend.transport._serialize import dumps
+gc.collect()
+for base in (bytearray(10_000), memoryview(bytearray(10_000)).cast("i", (50, 50))):
+    view = memoryview(base)
+    cycle = [view, dumps({"payload": view})[1][0]]
+    cycle.append(cycle)
+    del view, cycle
+    gc.collect()
+print("collected")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "collected\n", "")
+
+
 def test_a_memoryview_is_not_copied_and_one_of_records_is_refused() -> None:
     base = bytearray(OUT_OF_BAND)
     _, buffers = dumps(memoryview(base))

@@ -1,0 +1,153 @@
+"""Connections between hosts, on loopback: each frame once and in order, whatever breaks; strangers get nothing."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from monarch_backend.transport._secret import new_secret
+from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
+
+QUICK = Bounds(heartbeat=0.05, silence=1.0, patience=2.0, pause=0.01)
+
+
+class Side:
+    """One of two hosts, and what it has heard."""
+
+    def __init__(self, *secrets: bytes, bounds: Bounds = QUICK, **options: Any) -> None:
+        self.frames: queue.Queue[tuple[bytes, bytes]] = queue.Queue()
+        self.up: queue.Queue[Remote] = queue.Queue()
+        self.lost: queue.Queue[Remote] = queue.Queue()
+        self.tcp = Tcp(
+            os.urandom(16), secrets_by_name(*secrets), self._frame, self.up.put, self.lost.put, bounds=bounds, **options
+        )
+        self.tcp.start()
+
+    def _frame(self, remote: Remote, prefix: bytes, body: bytearray) -> None:
+        self.frames.put((prefix, bytes(body)))
+
+
+@pytest.fixture
+def sides() -> Iterator[Callable[..., Side]]:
+    made: list[Side] = []
+
+    def make(*secrets: bytes, **options: Any) -> Side:
+        made.append(Side(*secrets, **options))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.tcp.close()
+
+
+def together(sides: Callable[..., Side], **options: Any) -> tuple[Side, Side, Remote, Remote]:
+    secret = new_secret()
+    here, there = sides(secret, **options), sides(secret, **options)
+    remote = here.tcp.call(there.tcp.listen("127.0.0.1"), secret)
+    assert here.up.get(timeout=10) is remote
+    return here, there, remote, there.up.get(timeout=10)
+
+
+def test_both_ways(sides: Callable[..., Side]) -> None:
+    here, there, out, back = together(sides)
+    assert (out.who, back.who) == (there.tcp.who, here.tcp.who)
+    large = os.urandom(3 << 20)
+    here.tcp.send(out, b"one", [b"body ", bytearray(b"in parts")])
+    here.tcp.send(out, b"two", [large])
+    there.tcp.send(back, b"back", [])
+    assert there.frames.get(timeout=10) == (b"one", b"body in parts")
+    assert there.frames.get(timeout=10) == (b"two", large)
+    assert here.frames.get(timeout=10) == (b"back", b"")
+
+
+def test_more_than_may_be_under_way(sides: Callable[..., Side]) -> None:
+    here, there, out, _ = together(sides, bounds=Bounds())
+    block = bytes(8 << 20)
+    for number in range(20):
+        here.tcp.send(out, b"%d" % number, [block])
+    assert [int(there.frames.get(timeout=20)[0]) for _ in range(20)] == list(range(20))
+
+
+def test_connections_that_break_lose_nothing_and_repeat_nothing(sides: Callable[..., Side]) -> None:
+    here, there, out, back = together(sides)
+    for number in range(300):
+        here.tcp.send(out, b"%d" % number, [bytes(number * 300)])
+        there.tcp.send(back, b"%d" % number, [])
+        if number % 50 == 49:
+            side, remote = (here, out) if number % 100 == 49 else (there, back)
+            connection = remote.connection
+            if connection is not None:
+                side.tcp.soon(lambda c=connection: c.socket.shutdown(socket.SHUT_RDWR) if not c.gone else None)  # type: ignore[misc]
+    assert [there.frames.get(timeout=10)[0] for _ in range(300)] == [b"%d" % n for n in range(300)]
+    assert [here.frames.get(timeout=10)[0] for _ in range(300)] == [b"%d" % n for n in range(300)]
+    assert here.lost.empty()
+    assert there.lost.empty()
+
+
+def test_goodbye(sides: Callable[..., Side]) -> None:
+    here, there, out, back = together(sides)
+    here.tcp.hang_up(out)
+    assert there.lost.get(timeout=10) is back
+    assert back.lost == "it has said goodbye"
+
+
+def test_silence_is_noticed_within_the_bound(sides: Callable[..., Side]) -> None:
+    here, there, out, back = together(sides)
+    stuck = threading.Event()
+    begun = time.monotonic()
+    there.tcp.soon(lambda: stuck.wait(20))  # its thread reads nothing and says nothing
+    try:
+        assert here.lost.get(timeout=10) is out
+        assert time.monotonic() - begun < QUICK.silence + 5 * QUICK.heartbeat + 0.5
+        assert out.lost is not None
+        assert "nothing was heard from it" in out.lost
+    finally:
+        stuck.set()
+    assert there.lost.get(timeout=10) is back  # which it can't take up again
+
+
+def test_a_wrong_secret_is_told(sides: Callable[..., Side]) -> None:
+    here, there = sides(new_secret()), sides(new_secret())
+    remote = here.tcp.call(there.tcp.listen("127.0.0.1"), new_secret())
+    assert here.lost.get(timeout=10) is remote
+    assert "does not know this job's secret" in str(remote.lost)
+    assert there.up.empty()
+
+
+def test_nobody_there(sides: Callable[..., Side]) -> None:
+    here = sides(new_secret(), bounds=Bounds(heartbeat=0.05, silence=1.0, patience=0.3, pause=0.01))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    remote = here.tcp.call(address, new_secret())
+    assert here.lost.get(timeout=10) is remote
+    assert "did not answer" in str(remote.lost)
+    assert "refused" in str(remote.lost)
+
+
+def test_strangers_hold_up_nobody(sides: Callable[..., Side]) -> None:
+    secret = new_secret()
+    here, there = sides(secret), sides(secret)
+    address = there.tcp.listen("127.0.0.1")
+    strangers = [socket.create_connection(address) for _ in range(300)]
+    try:
+        for number, stranger in enumerate(strangers):
+            if number % 3:
+                try:
+                    stranger.sendall(os.urandom(number))
+                except OSError:
+                    continue
+        remote = here.tcp.call(address, secret)
+        assert here.up.get(timeout=10) is remote
+        here.tcp.send(remote, b"still here", [])
+        assert there.frames.get(timeout=10) == (b"still here", b"")
+        assert len(there.tcp._strangers) <= 256
+    finally:
+        for stranger in strangers:
+            stranger.close()
