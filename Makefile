@@ -5,10 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VERSION ?= 2.14.1
+# Of make fuzz, for each target.
+SECONDS ?= 300
+FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-sanitizers test-gpu test-xla test-torch lint format bench clean
+.PHONY: help setup demo test test-fast test-slow test-sanitizers test-gpu test-xla test-torch fuzz lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,6 +48,17 @@ test-xla: $(STAMP)  ## the XLA route for real, in an environment with torch_xla 
 
 test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1
 	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla" $(CORE)
+
+# No torch in it: the targets need none. atheris has wheels for some releases of Python only.
+fuzz: $(FUZZ)/.installed  ## coverage-guided fuzzing of what reads others' bytes: make fuzz SECONDS=300
+	nice $(FUZZ)/bin/python -m tests.fuzz handshake -max_total_time=$(SECONDS) -max_len=512 -timeout=10
+	nice $(FUZZ)/bin/python -m tests.fuzz frames -max_total_time=$(SECONDS) -max_len=512 -timeout=10
+
+$(FUZZ)/.installed:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "atheris needs Python 3.11 or newer; run make PYTHON=python3.11 fuzz"; exit 1; }
+	test -x $(FUZZ)/bin/python || $(PYTHON) -m venv $(FUZZ)
+	$(FUZZ)/bin/pip install -q "atheris>=3.0" "msgspec>=0.19"
+	touch $@
 
 lint: $(STAMP)  ## ruff (format and lint) and mypy --strict
 	$(BIN)/ruff format --check .

@@ -11,7 +11,7 @@ import msgspec
 from monarch_backend.actor._errors import ActorError, MeshFailure, SupervisionError
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.transport._exceptions import pack_exception, remote_traceback, unpack_exception
-from monarch_backend.transport._frames import FrameError, Status
+from monarch_backend.transport._frames import FrameError, Status, decode
 from monarch_backend.transport._serialize import dumps, loads
 
 HOST = socket.gethostname()
@@ -45,10 +45,10 @@ def read_prefix(prefix: bytes) -> tuple[Called, Extent]:
     """The endpoint and the extent of a call's prefix; remembered, since they are few."""
     found = _known.get(prefix)
     if found is None:
+        called = decode(_decoder, prefix, "the prefix of a call")
         try:
-            called = _decoder.decode(prefix)
             found = called, Extent(called.labels, called.sizes)
-        except (msgspec.DecodeError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise FrameError(f"not the prefix of a call: {error}") from error
         if len(_known) > 4096:
             _known.clear()

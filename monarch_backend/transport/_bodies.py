@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 
-from monarch_backend.transport._frames import FrameError
+from monarch_backend.transport._frames import FrameError, decode
+
+_Head = tuple[int, int, int, int, int, bytes, list[int], int]
+_decoder = msgspec.msgpack.Decoder(_Head)
 
 
 def size_of(body: Any, buffers: Any) -> int:
@@ -57,12 +60,15 @@ class Assembly:
     """A frame that comes in pieces."""
 
     def __init__(self, head: bytes) -> None:
+        self._head: _Head = decode(_decoder, head, "the head of a frame in pieces")
         try:
-            self._head = msgspec.msgpack.decode(head, type=tuple[int, int, int, int, int, bytes, list[int], int])
-        except msgspec.DecodeError as error:
-            raise FrameError(f"not the head of a frame in pieces: {error}") from error
-        self._parts = [bytearray(size) for size in self._head[6]]
+            self._parts = [bytearray(size) for size in self._head[6]]
+        except (ValueError, OverflowError, MemoryError) as error:
+            raise FrameError(f"a frame in pieces that nobody has room for: {error}") from error
+        if not self._parts:
+            raise FrameError("a frame in pieces without a body")
         self._which = self._at = self._next = 0
+        self._missing = sum(self._head[6])
 
     def add(self, number: int, piece: Any) -> bool:
         """Room for this piece, in its place; False if there is none."""
@@ -75,6 +81,7 @@ class Assembly:
             return False
         self._parts[self._which][self._at : self._at + len(piece)] = piece
         self._at += len(piece)
+        self._missing -= len(piece)
         return True
 
     @property
@@ -83,7 +90,9 @@ class Assembly:
         return self._next == self._head[7]
 
     def frame(self, link: int, epoch: int) -> tuple[Any, ...]:
-        """The frame, as links bring it."""
+        """The frame, as links bring it. Raises FrameError if there are fewer bytes than were announced."""
+        if self._missing:
+            raise FrameError(f"a frame in pieces that lacks {self._missing} bytes")
         kind, target, ref, seq, rank, prefix, _, _ = self._head
         body, *buffers = self._parts
         return (link, kind, target, ref, seq, rank, epoch, prefix, body, buffers or None)

@@ -6,7 +6,7 @@ The layout of a frame is csrc/channel/frame.h; what its prefix and body mean is 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -100,8 +100,8 @@ class Part(msgspec.Struct, array_like=True, gc=False):
 
     rank: int
     status: bytes
-    body: int
-    buffers: int
+    body: Annotated[int, msgspec.Meta(ge=0)]
+    buffers: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Replies(msgspec.Struct, array_like=True, gc=False):
@@ -262,24 +262,25 @@ def encode(message: Any) -> bytes:
     return data
 
 
-def _decode(decoder: Any, data: bytes) -> Any:
+def decode(decoder: Any, data: bytes, what: str = "a control message") -> Any:
+    """What stands in bytes of another process; FrameError for anything else, and for more than MOST_CONTROL."""
     if len(data) > MOST_CONTROL:
-        raise FrameError(f"a control message of {len(data)} bytes: the limit is {MOST_CONTROL}")
+        raise FrameError(f"{what} of {len(data)} bytes: the limit is {MOST_CONTROL}")
     try:
         return decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise FrameError(f"not a control message: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last two are no DecodeErrors
+        raise FrameError(f"not {what}: {error}") from error
 
 
 def decode_control(data: bytes) -> Control:
     """The control message; FrameError for anything else."""
-    message: Control = _decode(_control, data)
+    message: Control = decode(_control, data)
     return message
 
 
 def decode_route(data: bytes) -> Route:
     """The route of a cast; FrameError for anything else, and for one without receivers."""
-    route: Route = _decode(_route, data)
+    route: Route = decode(_route, data)
     if not route.seqs or len(route.tokens) != TOKEN * len(route.seqs) or len(route.ranks) != len(route.seqs):
         raise FrameError("a cast whose receivers do not add up")
     return route
@@ -287,5 +288,5 @@ def decode_route(data: bytes) -> Route:
 
 def decode_replies(data: bytes) -> Replies:
     """The table of combined replies; FrameError for anything else."""
-    replies: Replies = _decode(_replies, data)
+    replies: Replies = decode(_replies, data)
     return replies

@@ -15,9 +15,11 @@ import struct
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 SECRET_BYTES = 32
 MAGIC = b"mona"
+_MOST_TEXT = 1 << 10  # characters of a file that could still hold a secret and some space around it
 PROTOCOL = 1
 """Of the bytes between hosts. Hosts of different protocols tell each other so, and part."""
 
@@ -62,10 +64,12 @@ def user_secret(folder: Path | None = None) -> bytes:
 
 
 def _create(path: Path, text: str) -> None:
-    """At once with its content, for whoever comes first: others may be reading already."""
+    """At once with its content, for whoever comes first: others may be reading already, and power may fail."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     try:
         os.link(scratch, path)
     finally:
@@ -74,11 +78,11 @@ def _create(path: Path, text: str) -> None:
 
 def read_secret(path: Path) -> bytes:
     """From a file of 64 hexadecimal digits that only we can read. Raises PermissionError or ValueError."""
-    with open(path) as file:
+    with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise PermissionError(f"{path} holds a secret and must be yours alone: chown it, and chmod 600 {path}")
-        return parse_secret(file.read(), str(path))
+        return parse_secret(file.read(_MOST_TEXT).decode("ascii", "replace"), str(path))
 
 
 def parse_secret(text: str, source: str) -> bytes:
@@ -104,6 +108,12 @@ class Greeting:
     received: int = 0
     resumes: bool = False
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+
+def _unpack(layout: struct.Struct, data: bytes) -> tuple[Any, ...]:
+    if len(data) != layout.size:
+        raise HandshakeError(f"{len(data)} bytes where a handshake has {layout.size}: it was cut off")
+    return layout.unpack(data)
 
 
 def _proof(secret: bytes, role: bytes, *said: bytes) -> bytes:
@@ -136,7 +146,7 @@ class Caller:
     def hear(self, answer: bytes) -> bytes:
         """The proof, for the ANSWER_BYTES of the other side. Raises HandshakeError."""
         head, proof = answer[: _ANSWER.size], answer[_ANSWER.size :]
-        magic, protocol, refusal, _, nonce, who, session, received = _ANSWER.unpack(head)
+        magic, protocol, refusal, _, nonce, who, session, received = _unpack(_ANSWER, head)
         if magic != MAGIC:
             raise HandshakeError("who answered is no host of monarch_backend: is the address right?")
         if refusal == Refusal.PROTOCOL or protocol != PROTOCOL:
@@ -156,7 +166,10 @@ class Caller:
 
 
 class Called:
-    """The side that listens, and knows the secrets of one or more jobs."""
+    """The side that listens, and knows the secrets of one or more jobs.
+
+    ``other`` is what a caller says of itself: nothing may follow from it before :meth:`check` has returned.
+    """
 
     def __init__(self, known: dict[bytes, bytes], binding: bytes = b"") -> None:
         self._known, self._binding = known, binding
@@ -166,7 +179,7 @@ class Called:
 
     def hear(self, hello: bytes) -> int:
         """Of HELLO_BYTES; the reason to refuse it, or Refusal.NONE. Raises HandshakeError for bytes of a stranger."""
-        magic, protocol, resumes, which, nonce, who, session, received = _HELLO.unpack(hello)
+        magic, protocol, resumes, which, nonce, who, session, received = _unpack(_HELLO, hello)
         if magic != MAGIC:
             raise HandshakeError("bytes of a stranger")
         if protocol != PROTOCOL:
@@ -192,5 +205,5 @@ class Called:
     def check(self, proof: bytes) -> None:
         """The last PROOF_BYTES of the caller. Raises HandshakeError if it does not know the secret after all."""
         said = (self._hello, self._head, self._binding)
-        if not hmac.compare_digest(proof, _proof(self.secret, b"caller", *said)):
+        if not self._head or not hmac.compare_digest(proof, _proof(self.secret, b"caller", *said)):
             raise HandshakeError("it named this job's secret and could not prove that it knows it")

@@ -25,6 +25,9 @@ MOST_PREFIX, MOST_BODY = 16 << 20, 1 << 30
 UNACKNOWLEDGED = 64 << 20
 """Bytes that may be under way; then nothing more is sent, but one frame goes in any case."""
 
+KEEPING = 256
+"""Bytes that a frame counts beside its own: what it takes to remember it. A million empty frames are not free."""
+
 WORTH_A_WORD = 4 << 20
 """Bytes after which the other side is told at once that they have come."""
 
@@ -45,9 +48,14 @@ class Head(NamedTuple):
 
 def read_head(data: bytes) -> Head:
     """Of HEAD_BYTES. Raises SessionError for what no host of ours would send."""
+    if len(data) != HEAD_BYTES:
+        raise SessionError(f"{len(data)} bytes where a frame's head has {HEAD_BYTES}")
     magic, *fields = _HEAD.unpack(data)
     head = Head(*fields)
-    if magic != MAGIC or not DATA <= head.kind <= BYE or (head.kind != DATA and (head.prefix or head.body)):
+    is_data = head.kind == DATA
+    if magic != MAGIC or not DATA <= head.kind <= BYE or is_data != (head.number > 0):
+        raise SessionError("bytes that are no frame of this version")
+    if not is_data and (head.prefix or head.body):
         raise SessionError("bytes that are no frame of this version")
     if head.prefix > MOST_PREFIX or head.body > MOST_BODY:
         raise SessionError(f"a frame of {head.prefix + head.body} bytes, which is more than any frame has")
@@ -72,8 +80,7 @@ class Session:
         self.received = 0  # the number of the last frame that was taken
         self.unacknowledged = 0  # bytes
         self._sent = 0
-        self._told = 0  # what the other side knows of `received`
-        self._untold = 0  # bytes that have come since
+        self._untold = 0  # bytes that have come since the other side was told of `received`
         self._kept: deque[tuple[int, bytes, Sequence[Any], int]] = deque()
 
     @property
@@ -82,18 +89,26 @@ class Session:
         return self.unacknowledged >= UNACKNOWLEDGED
 
     def send(self, prefix: bytes, body: Sequence[Any]) -> list[Any]:
-        """The bytes of a frame, in parts. The parts of the body must not change until they are acknowledged."""
+        """The bytes of a frame, in parts. The parts of the body must not change until they are acknowledged.
+
+        Raises ValueError for a frame that the other side would not take.
+        """
+        size = sum(memoryview(part).nbytes for part in body)
+        if len(prefix) > MOST_PREFIX or size > MOST_BODY:
+            raise ValueError(
+                f"a frame of {len(prefix)} and {size} bytes; between hosts a prefix has up to {MOST_PREFIX}, a body up "
+                f"to {MOST_BODY}: send it in pieces"
+            )
         self._sent += 1
-        size = sum(len(part) for part in body)
         self._kept.append((self._sent, prefix, body, size))
-        self.unacknowledged += size + len(prefix)
+        self.unacknowledged += size + len(prefix) + KEEPING
         return self._frame(self._sent, prefix, body, size)
 
     def _frame(self, number: int, prefix: bytes, body: Sequence[Any], size: int) -> list[Any]:
         return [self._head(DATA, number, len(prefix), size) + prefix, *body]
 
     def _head(self, kind: int, number: int = 0, prefix: int = 0, body: int = 0) -> bytes:
-        self._told, self._untold = self.received, 0
+        self._untold = 0
         return _HEAD.pack(MAGIC, kind, prefix, body, number, self.received)
 
     def word(self) -> bytes:
@@ -115,17 +130,26 @@ class Session:
             raise SessionError(f"it has received frame {head.acknowledged} of {self._sent}")
         while self._kept and self._kept[0][0] <= head.acknowledged:
             _, prefix, _, size = self._kept.popleft()
-            self.unacknowledged -= size + len(prefix)
+            self.unacknowledged -= size + len(prefix) + KEEPING
 
-    def take(self, head: Head) -> bool:
-        """True if this frame is the next one; False if it has come before. Raises SessionError if one is missing."""
+    def is_next(self, head: Head) -> bool:
+        """False if this frame has come before: its body is read and dropped. Raises SessionError if one is missing."""
         self.hear(head)
         if head.number <= self.received:
             return False
         if head.number != self.received + 1:
             raise SessionError(f"frame {head.number} comes after frame {self.received}")
+        return True
+
+    def take(self, head: Head) -> bool:
+        """This frame has come, with the last byte of its body; as :meth:`is_next`.
+
+        Not before: what is taken is acknowledged, and a connection may break in the middle of a body.
+        """
+        if not self.is_next(head):
+            return False
         self.received = head.number
-        self._untold += head.prefix + head.body
+        self._untold += head.prefix + head.body + KEEPING
         return True
 
     def resume(self, received: int) -> Iterator[list[Any]]:

@@ -1,0 +1,33 @@
+"""The prefix of a call, which names the endpoint: what was put in comes out, or FrameError."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from monarch_backend.actor._payload import prefix_of, read_prefix
+from monarch_backend.mesh._extent import Extent
+from monarch_backend.transport._frames import FrameError
+
+
+def test_what_was_put_in_comes_out() -> None:
+    extent = Extent(("gpus",), (2,))
+    called, where = read_prefix(prefix_of("method", extent))
+    assert (called.method, where) == ("method", extent)
+
+
+WRONG = [
+    b"",
+    b"\x95\xa3\xff\xfe\xfd\x90\x90\xc0\x00",  # no UTF-8
+    b"\x96\xa1m\x90\x90\xc0\x00" + b"\x91" * 200_000,  # deeper than the stack, where nobody looks
+    *map(
+        msgspec.msgpack.encode,
+        (["m", ["gpus"], [-1], None, 0], ["m", ["a", "a"], [1, 1], None, 0], ["m", ["a"], [], None, 0], ["m", "a", 1]),
+    ),
+]
+
+
+@pytest.mark.parametrize("prefix", WRONG, ids=range(len(WRONG)))
+def test_nothing_but_frame_errors_comes_out(prefix: bytes) -> None:
+    with pytest.raises(FrameError, match="not the prefix of a call"):
+        read_prefix(prefix)

@@ -1,0 +1,164 @@
+"""Target: what a process decodes of another one's frames in Python: control messages, routes, replies, pieces.
+
+Nothing but FrameError may come out: the router drops who sends what raises it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from monarch_backend.transport import _frames
+from monarch_backend.transport._bodies import Assembly
+from monarch_backend.transport._frames import FrameError
+
+MOST_ASSEMBLED = 1 << 16
+"""Bytes of a frame in pieces that this target puts together."""
+
+
+def one(data: bytes) -> None:
+    """The first byte says what the others are."""
+    if data:
+        try:
+            _TARGETS[data[0] % len(_TARGETS)](data[1:])
+        except FrameError:
+            return
+
+
+def _control(data: bytes) -> None:
+    message = _frames.decode_control(data)
+    assert type(message) in _frames.Control.__args__
+
+
+def _route(data: bytes) -> None:
+    route = _frames.decode_route(data)
+    hops = [route.hop(index) for index in range(len(route))]
+    assert hops and all(len(hop.token) == _frames.TOKEN for hop in hops)
+    assert _frames.decode_route(_frames.encode(route)) == route
+
+
+def _replies(data: bytes) -> None:
+    replies = _frames.decode_replies(data)
+    assert all(part.body >= 0 and part.buffers >= 0 for part in replies.parts)
+    assert _frames.decode_replies(_frames.encode(replies)) == replies
+
+
+def _pieces(data: bytes) -> None:
+    """A head, of so many bytes as the first one says, and pieces, each with its length before it."""
+    head, rest = data[1 : 1 + data[0]] if data else b"", data[1 + data[0] :] if data else b""
+    try:
+        announced = msgspec.msgpack.decode(head)[6]
+        if sum(announced) > MOST_ASSEMBLED:
+            return  # memory is not what this is about
+    except Exception:
+        pass
+    assembly, number = Assembly(head), 0
+    while rest:
+        piece, rest = rest[1 : 1 + rest[0]], rest[1 + rest[0] :]
+        if not assembly.add(number, piece):
+            return
+        number += 1
+        if assembly.complete:
+            frame = assembly.frame(1, 1)
+            assert len(frame) == 10 and all(isinstance(part, bytearray) for part in (frame[8], *(frame[9] or ())))
+            return
+
+
+_VALUES: tuple[Any, ...] = (
+    *(0, 1, 2, 3, -1, 127, 128, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63), 0.5, 1e308),
+    *(
+        "",
+        "t" * 32,
+        "t" * 64,
+        "\u00e4" * 32,
+        "stop",
+        "knock",
+        b"",
+        b"E",
+        b"t" * 32,
+        None,
+        True,
+        False,
+        [],
+        {},
+        [1],
+        [-1],
+    ),
+    *(
+        [0, b"", 1, 0],
+        [0, b"", -1, 0],
+        [[0, b"E", 1, 1]],
+        [1, 2],
+        ["t" * 32],
+        {"a": 1},
+        ["gpus"],
+        msgspec.msgpack.Ext(5, b"e"),
+    ),
+)
+_TAGS = tuple(kind.__struct_config__.tag for kind in _frames.Control.__args__)
+
+
+def _at(value: Any) -> int:
+    return next(at for at, known in enumerate(_VALUES) if type(known) is type(value) and known == value)
+
+
+def _shaped(data: bytes) -> None:
+    """Well-formed MessagePack: which decoder, which struct, and a value for each byte. Bytes at random rarely are that.
+
+    Without it msgspec, which is compiled and shows the fuzzer no branches, refuses nearly all that is tried.
+    """
+    if len(data) < 2:
+        return
+    values = [_VALUES[byte % len(_VALUES)] for byte in data[2:]]
+    which = data[0] % 4
+    if which == 0:
+        _control(msgspec.msgpack.encode([_TAGS[data[1] % len(_TAGS)], *values]))
+    elif which == 1:
+        _route(msgspec.msgpack.encode(values))
+    elif which == 2:
+        _replies(msgspec.msgpack.encode(values))
+    else:
+        head = msgspec.msgpack.encode(values)
+        if len(head) < 256:
+            _pieces(bytes([len(head)]) + head + data[2:])
+
+
+_TARGETS = (_control, _route, _replies, _pieces, _shaped)
+
+
+def _seeds() -> dict[str, bytes]:
+    controls = [
+        _frames.CastArrived(1, ["t" * 32]),
+        _frames.CastLost(1, ["t" * 32]),
+        _frames.Where("t" * 32),
+        _frames.There("t" * 32, None),
+        _frames.Cancel(1, 2, "why"),
+        _frames.More(1, 2, 3),
+        _frames.Construct(1, "name", 0, ("gpus",), (2,), 0, "creator"),
+        _frames.Constructed(1, 0),
+        _frames.Stop(1, "stop", "why"),
+        _frames.Stopped(1, 0),
+        _frames.Failed(1, 0),
+        _frames.Replaced("mesh", 0, "t" * 32),
+        _frames.Setting("level", {"a": [1, 2.5, None, b"b", True]}),
+    ]
+    seeds = {type(control).__name__.lower(): b"\0" + _frames.encode(control) for control in controls}
+    route = _frames.Route(1, "r" * 32, 1, 2, 3, True, b"p", "t" * 64, [1, 2], [0, 1])
+    replies = _frames.Replies("r" * 32, [_frames.Part(0, b"", 3, 1), _frames.Part(1, b"E", 0, 0)], 1)
+    head = _frames.encode([1, 2, 3, 4, 5, b"prefix", [4, 2], 3])
+    seeds["route"] = b"\1" + _frames.encode(route)
+    seeds["replies"] = b"\2" + _frames.encode(replies)
+    seeds["pieces"] = b"\3" + bytes([len(head)]) + head + b"\2ab\2cd\2ef"
+    seeds["shaped-construct"] = bytes(
+        [4, 0, _TAGS.index("construct"), 1, _at("stop"), 0, _at(["gpus"]), _at([1]), 0, _at("stop")]
+    )
+    seeds["shaped-route"] = bytes(
+        [4, 1, 0, 1, _at("t" * 32), 1, 2, 3, _at(True), _at(b""), _at("t" * 64), _at([1, 2]), _at([1, 2])]
+    )
+    seeds["shaped-replies"] = bytes([4, 2, 0, _at("stop"), _at([[0, b"E", 1, 1]]), 1])
+    seeds["shaped-pieces"] = bytes([4, 3, 0, 1, 2, 3, 0, 1, _at(b""), _at([1]), 1])
+    return seeds
+
+
+SEEDS = _seeds()

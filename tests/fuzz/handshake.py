@@ -1,0 +1,159 @@
+"""Target: the handshake of two hosts, and the heads of frames after it. A stranger's bytes, or those of a broken host.
+
+Nothing but HandshakeError and SessionError may come out; nobody gets through who has changed a byte of a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+
+from monarch_backend.transport import _session
+from monarch_backend.transport._secret import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    Called,
+    Caller,
+    Greeting,
+    HandshakeError,
+    Refusal,
+    name_of,
+)
+from monarch_backend.transport._session import BYE, DATA, HEAD_BYTES, KEEPING, WORD, Session, SessionError, read_head
+
+SECRET = bytes(range(32))
+ONE = Greeting(b"a" * 16, b"s" * 16, 7, nonce=b"1" * 32)
+OTHER = Greeting(b"b" * 16, b"s" * 16, 9, nonce=b"2" * 32)
+
+
+def one(data: bytes) -> None:
+    """The first byte says what the others are."""
+    if data:
+        _TARGETS[data[0] % len(_TARGETS)](data[1:])
+
+
+def _raw_hello(data: bytes) -> None:
+    called = Called({name_of(SECRET): SECRET}, b"binding")
+    try:
+        refusal = called.hear(data[:HELLO_BYTES])
+    except HandshakeError:
+        return
+    assert refusal in (Refusal.NONE, Refusal.PROTOCOL, Refusal.SECRET)
+    if refusal == Refusal.NONE:
+        called.answer(OTHER)
+    try:
+        called.check(data[HELLO_BYTES:])
+    except HandshakeError:
+        return
+    raise AssertionError("somebody without the secret got through")
+
+
+def _raw_answer(data: bytes) -> None:
+    try:
+        Caller(SECRET, ONE, b"binding").hear(data)
+    except HandshakeError:
+        return
+    raise AssertionError("somebody without the secret got through")
+
+
+def _patched(data: bytes) -> None:
+    """Whole handshakes: each byte pair is a change, of a byte of one of the three messages."""
+    caller, called = Caller(SECRET, ONE), Called({name_of(SECRET): SECRET})
+    changes = dict(zip(data[::2], data[1::2], strict=False))
+    changed = False
+
+    def pass_on(message: bytes, offset: int) -> bytes:
+        nonlocal changed
+        got = bytearray(message)
+        for place, change in changes.items():
+            if 0 <= place - offset < len(got):
+                got[place - offset] ^= change
+        changed |= bytes(got) != message
+        return bytes(got)
+
+    try:
+        if called.hear(pass_on(caller.hello(), 0)) != Refusal.NONE:
+            assert changed
+            return
+        proof = caller.hear(pass_on(called.answer(OTHER), HELLO_BYTES))
+        called.check(pass_on(proof, HELLO_BYTES + ANSWER_BYTES))
+    except HandshakeError:
+        assert changed
+        return
+    assert not changed, "a message was changed and nobody noticed"
+    assert (caller.other, called.other) == (OTHER, ONE)
+
+
+def _session_with_frames() -> Session:
+    session = Session()
+    for number in range(4):
+        session.send(b"prefix" * number, [b"body"] * number)
+    return session
+
+
+def _sound(session: Session) -> None:
+    assert session.unacknowledged == sum(len(prefix) + size + KEEPING for _, prefix, _, size in session._kept)
+    assert session.unacknowledged >= 0
+
+
+def _raw_heads(data: bytes) -> None:
+    session = _session_with_frames()
+    for start in range(0, len(data), HEAD_BYTES):
+        with contextlib.suppress(SessionError):
+            head = read_head(data[start : start + HEAD_BYTES])
+            assert head.prefix <= _session.MOST_PREFIX and head.body <= _session.MOST_BODY
+            _step(session, head.kind, head.number, head.acknowledged, head)
+        _sound(session)
+
+
+def _small_heads(data: bytes) -> None:
+    """Heads whose magic and sizes are good, four bytes each: kind, number, what is acknowledged, what is done."""
+    session = _session_with_frames()
+    for start in range(0, len(data) - 3, 4):
+        kind, number, acknowledged, size = data[start : start + 4]
+        with contextlib.suppress(SessionError):
+            raw = struct.pack("!4sB3xIQQQ", _session.MAGIC, kind, size, size, number, acknowledged)
+            _step(session, kind, number, acknowledged, read_head(raw))
+        _sound(session)
+
+
+def _step(session: Session, kind: int, number: int, acknowledged: int, head: _session.Head) -> None:
+    before = session.received
+    if kind == DATA:
+        expected = session.is_next(head)
+        assert session.take(head) is expected
+        assert session.received == before + expected
+        assert not expected or session.received == number
+    elif kind == WORD:
+        session.hear(head)
+        session.send(b"more", [])
+    else:
+        assert kind == BYE
+        again = [read_head(parts[0][:HEAD_BYTES]) for parts in session.resume(acknowledged)]
+        assert [head.number for head in again] == list(range(acknowledged + 1, acknowledged + 1 + len(again)))
+
+
+_TARGETS = (_raw_hello, _raw_answer, _patched, _raw_heads, _small_heads)
+
+
+def _seeds() -> dict[str, bytes]:
+    caller, called = Caller(SECRET, ONE, b"binding"), Called({name_of(SECRET): SECRET}, b"binding")
+    hello = caller.hello()
+    called.hear(hello)
+    answer = called.answer(OTHER)
+    frames = [_session.Session().send(b"prefix", [b"body"])[0][:HEAD_BYTES], Session().word(), Session().bye()]
+    return {
+        "hello": b"\0" + hello + bytes(PROOF_BYTES),
+        "unknown-secret": b"\0" + hello[:8] + bytes(8) + hello[16:],
+        "other-protocol": b"\0" + hello[:5] + b"\2" + hello[6:],
+        "answer": b"\1" + answer[:-1],
+        "refusals": b"\1" + Called.refuse(Refusal.SESSION),
+        "unchanged": b"\2",
+        "changed": b"\2\0\1\x80\x20\xf0\3",
+        "heads": b"\3" + b"".join(frames),
+        "small-heads": b"\4" + bytes([DATA, 1, 0, 9, DATA, 1, 2, 9, WORD, 0, 3, 0, BYE, 0, 3, 0, BYE, 0, 9, 0]),
+    }
+
+
+SEEDS = _seeds()

@@ -1,0 +1,64 @@
+"""The corpus of the fuzzer, in the ordinary run: what it has found stays mended, and the seeds say what they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from monarch_backend.transport import _frames
+from monarch_backend.transport._frames import FrameError
+from tests.fuzz import frames, handshake
+
+CORPUS = Path(__file__).resolve().parent / "corpus"
+TARGETS: dict[str, ModuleType] = {"frames": frames, "handshake": handshake}
+MOST = 16 << 10
+"""Bytes of a corpus: what a person can look through."""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_corpus_passes(target: str) -> None:
+    paths = sorted((CORPUS / target).iterdir())
+    assert len(paths) >= len(TARGETS[target].SEEDS)
+    assert sum(path.stat().st_size for path in paths) <= MOST
+    for path in paths:
+        try:
+            TARGETS[target].one(path.read_bytes())
+        except BaseException:
+            print(f"with {path}")
+            raise
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_seeds_are_of_this_version(target: str) -> None:
+    for name, data in TARGETS[target].SEEDS.items():
+        kept = (CORPUS / target / name).read_bytes()
+        assert kept == data, f"write {name} anew: python -m tests.fuzz seeds"
+
+
+def test_the_seeds_of_frames_are_frames() -> None:
+    for data in frames.SEEDS.values():
+        frames._TARGETS[data[0]](data[1:])  # no FrameError
+
+
+def test_what_is_nested_deeper_than_the_stack_is_an_error_of_the_frame() -> None:
+    """Larger than the corpus may be, and than what the fuzzer tries."""
+    with pytest.raises(FrameError, match="not a control message"):
+        _frames.decode_control(b"\x93\xa7setting\xa5level" + b"\x91" * 200_000 + b"\xc0")
+
+
+def test_targets_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that lets something else out, a proof that nobody looks at, a session that forgets: each is found."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_frames, "FrameError", KeyError)
+        with pytest.raises(KeyError):
+            frames.one(b"\0\xc1")
+    with monkeypatch.context() as patch:
+        patch.setattr(handshake.Called, "check", lambda *_: None)
+        with pytest.raises(AssertionError, match="got through"):
+            handshake.one(handshake.SEEDS["hello"])
+    with monkeypatch.context() as patch:
+        patch.setattr(handshake.Session, "hear", lambda *_: None)
+        with pytest.raises(AssertionError):
+            handshake.one(handshake.SEEDS["small-heads"])

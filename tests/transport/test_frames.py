@@ -1,0 +1,79 @@
+"""What is decoded of another process's frames: what stands in them, or FrameError, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from monarch_backend.transport import _frames
+from monarch_backend.transport._bodies import Assembly
+from monarch_backend.transport._frames import MOST_CONTROL, FrameError, Part, Replies, Route
+
+DECODERS = [_frames.decode_control, _frames.decode_route, _frames.decode_replies, Assembly]
+
+
+def _setting(value: bytes) -> bytes:
+    return b"\x93\xa7setting\xa5level" + value
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xa3\xff\xfe\xfd",  # no UTF-8: msgspec raises no DecodeError of its own
+        b"\x93\xa7setting\xa1\xff\x01",
+        b"\x98" + b"\xa3\xff\xfe\xfd" * 8,
+        b"\x91" * 200_000,
+        _setting(b"\x91" * 200_000 + b"\xc0"),  # deeper than the stack
+        _setting(b"\x81\x91\x81\x01\x01\x01"),  # a key without a hash
+        _setting(b"\xd7\xff" + b"\xff" * 8),  # a time that never was
+        bytes(MOST_CONTROL + 1),
+    ],
+    ids=range(11),
+)
+def test_nothing_but_frame_errors_comes_out(decode: Any, data: bytes) -> None:
+    with pytest.raises(FrameError):
+        decode(data)
+
+
+def test_numbers_of_bytes_are_not_negative() -> None:
+    good = Replies("r" * 32, [Part(0, b"", 3, 1)])
+    assert _frames.decode_replies(_frames.encode(good)) == good
+    for part in (Part(0, b"", -1, 0), Part(0, b"", 0, -1)):
+        with pytest.raises(FrameError, match=">= 0"):
+            _frames.decode_replies(_frames.encode(Replies("r" * 32, [part])))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "ranks"), [("", [], []), ("t" * 32, [1, 2], [0, 1]), ("t" * 64, [1, 2], [0]), ("t", [1], [0])]
+)
+def test_receivers_add_up(tokens: str, seqs: list[int], ranks: list[int]) -> None:
+    with pytest.raises(FrameError, match="do not add up"):
+        _frames.decode_route(_frames.encode(Route(1, "r" * 32, 1, 2, 3, True, b"", tokens, seqs, ranks)))
+
+
+def _head(sizes: list[int], count: int) -> bytes:
+    return _frames.encode([1, 2, 3, 4, 5, b"prefix", sizes, count])
+
+
+@pytest.mark.parametrize("sizes", [[], [-1], [5, -1], [1 << 63], [(1 << 64) - 1], [1 << 62]])
+def test_pieces_of_what_nobody_has_room_for(sizes: list[int]) -> None:
+    with pytest.raises(FrameError, match="a frame in pieces"):
+        Assembly(_head(sizes, 1))
+
+
+def test_pieces_add_up() -> None:
+    whole = Assembly(_head([4, 0, 2], 3))
+    assert whole.add(0, b"ab") and not whole.add(2, b"cd") and whole.add(1, b"cd") and not whole.complete
+    assert not whole.add(2, b"too much")
+    short = Assembly(_head([4], 1))
+    assert short.add(0, b"abc") and short.complete
+    with pytest.raises(FrameError, match="lacks 1 bytes"):
+        short.frame(1, 0)
+    right = Assembly(_head([4, 0, 2], 3))
+    assert right.add(0, b"ab") and right.add(1, b"cd") and right.add(2, b"ef") and right.complete
+    assert right.frame(9, 8) == (9, 1, 2, 3, 4, 5, 8, b"prefix", b"abcd", [b"", b"ef"])
