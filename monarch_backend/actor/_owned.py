@@ -24,7 +24,6 @@ import cloudpickle  # type: ignore[import-untyped]
 from monarch_backend.actor._cores import ActorCore
 from monarch_backend.actor._errors import Death, MeshFailure, in_words
 from monarch_backend.actor._future import Future
-from monarch_backend.actor._payload import HOST
 from monarch_backend.actor._supervision import Intensity, Restart, check_policy
 from monarch_backend.mesh import _binding, _linux
 from monarch_backend.mesh._extent import Extent, ranks_in_words
@@ -32,7 +31,8 @@ from monarch_backend.mesh._limits import check_spawn
 from monarch_backend.mesh._logs import LogCollector
 from monarch_backend.mesh._mesh_log import MeshLog
 from monarch_backend.mesh._procs import ProcCore, ProcMesh, label_of
-from monarch_backend.mesh._spawner import Exited, ProcessSpec, Spawner, SpawnFailed, Started
+from monarch_backend.mesh._spawner import Exited, LostWithHost, ProcessSpec, Spawner, SpawnFailed, Started
+from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._frames import KNOCK, Replaced, Setting, Stop
 from monarch_backend.transport._peer import Peer
 
@@ -119,6 +119,8 @@ class _Member:
     rank: int
     peer: Peer
     number: int = -1  # the spawner's
+    spawner: Any = None
+    lost: str | None = None  # with its host
     exited: Exited | None = None
     failed: str | None = None  # why it was never started
     gone: bool = False  # its end has been told
@@ -179,12 +181,14 @@ class ProcessOwner:
         proc_bind: Any,
         restart: Restart | None,
         env: Mapping[str, str] | None,
+        hosts: tuple[str, ...] | None = None,
     ) -> ProcMesh:
-        """A process for each rank of the extent."""
+        """A process for each rank of the extent; as many in a row on each of ``hosts``."""
         program = self._program
         check_policy(restart)
         _check_start(bootstrap, env)
         count = extent.nelements
+        homes = program.homes(hosts, count)
         spawner = self._spawner_of_this_process()
         _allow_descriptors()
         name = name or f"procs-{len(self._meshes)}"
@@ -193,13 +197,13 @@ class ProcessOwner:
             name,
             extent,
             program.router.me,
-            [_token(0) for _ in range(count)],
+            [_token(0, home) for home in homes],
             lambda core, rank: program.router.peer(core.tokens[rank]),
             spawner.address,
         )
         label = functools.partial(ranks_in_words, extent)
         logs = MeshLog(name, label)
-        make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count), env)
+        make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count) if hosts is None else [None] * count, env)
         siblings = program.children_of(owner_cell)
         owned = OwnedProcs(
             core, owner_cell, siblings, make, logs, Intensity(restart, program.clock) if restart else None
@@ -232,15 +236,20 @@ class ProcessOwner:
         processors = len(os.sched_getaffinity(0))
         environment = {**os.environ, **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
+        here = host_of(program.router.token)
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
+            host = program.host(peer.token)
             plan = Plan(
                 token=peer.token, owner=program.router.token, rank=rank, mesh=core.id, name=core.name,
-                server=core.server, root=(program.root or program.router.me).token, labels=tuple(core.extent.labels),
-                sizes=tuple(core.extent.sizes), crowded=count + 1 > processors,
+                server=core.server if host is None else "", root=(program.root or program.router.me).token,
+                labels=tuple(core.extent.labels), sizes=tuple(core.extent.sizes), crowded=count + 1 > processors,
+                gateway=program.gateway if host is None else host.token,
+                tether=program.router.token if host is None else host.token,
             )  # fmt: skip
             return ProcessSpec(
-                label=core.where(rank), main=cloudpickle.dumps(functools.partial(main, plan)), environment=environment,
+                label=core.where(rank), main=cloudpickle.dumps(functools.partial(main, plan)),
+                environment=environment if host_of(peer.token) == here else dict(env or {}),
                 path=path, argv=argv, cwd=cwd, bootstrap=packed, cpus=cpus[rank],
                 threads=len(cpus[rank]) if cpus[rank] else max(1, processors // count),
             )  # fmt: skip
@@ -250,6 +259,21 @@ class ProcessOwner:
     def _start(self, owned: OwnedProcs, ranks: Any) -> None:
         if self.collect_output:
             check_spawn(len(ranks), plain=False, descriptors_each=DESCRIPTORS)
+        for spawner, those in self._by_spawner(owned, ranks):
+            self._start_with(spawner, owned, those)
+
+    def _by_spawner(self, owned: OwnedProcs, ranks: Any) -> list[tuple[Any, list[int]]]:
+        """Of each host's ranks."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(host_of(owned.core.tokens[rank]), []).append(rank)
+        found = []
+        for those in by_host.values():
+            host = self._program.host(owned.core.tokens[those[0]])
+            found.append((self._spawner_of_this_process() if host is None else host.spawner, those))
+        return found
+
+    def _start_with(self, spawner: Any, owned: OwnedProcs, ranks: list[int]) -> None:
         specs, pipes = [], []
         for rank in ranks:
             spec = owned.make(rank, owned.core.peer(rank))
@@ -257,7 +281,7 @@ class ProcessOwner:
             pipes.append(ends)
             specs.append(replace(spec, stdout=ends[1], stderr=ends[3]) if ends else spec)
         try:
-            numbers = self._spawner_of_this_process().spawn(specs)
+            numbers = spawner.spawn(specs)
         except BaseException:
             for ends in pipes:
                 for fd in ends:
@@ -268,12 +292,23 @@ class ProcessOwner:
                 os.close(ends[1])
                 os.close(ends[3])
                 self._collector().add(owned.logs, rank, ends[0], ends[2])
-            member = _Member(owned.core, rank, owned.core.peer(rank), number)
+            member = _Member(owned.core, rank, owned.core.peer(rank), number, spawner)
             owned.members[rank] = member
             self._by_token[member.peer.token] = member
             self._by_number[number] = member
             for event in self._early.pop(number, ()):
                 self._heard(event)
+
+    def fork_server_address(self) -> str:
+        """Of this host, where others of this user's processes find it."""
+        address: str = self._spawner_of_this_process().address
+        return address
+
+    def tell_all(self, message: Any) -> None:
+        """To every process that this one has started on this host."""
+        for member in list(self._by_token.values()):
+            if not member.gone and self._program.host(member.peer.token) is None:
+                self._program.router.tell(member.peer, message)
 
     def _spawner_of_this_process(self) -> Any:
         with self._making:
@@ -305,6 +340,8 @@ class ProcessOwner:
             return
         if isinstance(event, SpawnFailed):
             member.failed = event.reason
+        elif isinstance(event, LostWithHost):
+            member.lost = event.reason
         elif isinstance(event, Exited):
             member.exited = event
             if member.core.owned.over:  # the last word of it
@@ -325,6 +362,8 @@ class ProcessOwner:
         member = self._by_token.get(peer.token)
         if member is not None and member.failed is not None:
             return f"it could not be started: {member.failed}", None
+        if member is not None and member.lost is not None:
+            return member.lost, None
         if member is not None and member.exited is not None:
             end = member.exited
             words = in_words(end.returncode, end.oom_killed) + (f" ({end.reason})" if end.reason else "")
@@ -365,7 +404,7 @@ class ProcessOwner:
         ):
             # At once, so that whoever hears of the death and tries again finds the successor.
             self._replace(owned, member)
-        if member.exited is not None or member.failed is not None:
+        if member.exited is not None or member.failed is not None or member.lost is not None:
             self._tell(member)
         else:
             unsure = self.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
@@ -400,7 +439,17 @@ class ProcessOwner:
             last_words = _last_words(self._logs.tail(owned.logs, rank))
         failure = MeshFailure(
             core.name,
-            [Death(rank, core.where(rank), HOST, member.peer.pid, what, code, last_words=last_words)],
+            [
+                Death(
+                    rank,
+                    core.where(rank),
+                    program.host_name(member.peer.token),
+                    member.peer.pid,
+                    what,
+                    code,
+                    last_words=last_words,
+                )
+            ],
             ProcMesh(core),
         )
         if member.replaced:
@@ -442,7 +491,7 @@ class ProcessOwner:
             old.replaced = True
             if old is not member and not old.gone:
                 self._kill(old)
-            token = _token(old.peer.epoch + 1)
+            token = _token(old.peer.epoch + 1, program.home_again(old.peer.token, core.tokens))
             program.router.expect(token, old.peer.label)  # before anybody sends to it
             core.replace(rank, token)
             for peer in list(program.router.peers.values()):
@@ -508,10 +557,14 @@ class ProcessOwner:
                 owned.ready.remove(future)
         return future
 
-    def stop(self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None) -> Future[None]:
-        """Told to stop, and killed if they don't listen or time is up; for all meshes if none is given."""
+    def stop(
+        self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
+    ) -> Future[None]:
+        """Told to stop, and killed if they don't listen or time is up; all meshes (on ``hosts``) if none is given."""
         program = self._program
         meshes = list(self._meshes) if core is None else [m for m in self._meshes if m.core is core]
+        if hosts is not None:
+            meshes = [owned for owned in meshes if program.is_on(owned.core.tokens, hosts)]
         if core is not None and core.owned is None:
             raise RuntimeError(f"mesh {core.name!r} is stopped by who has spawned it, not by who has a reference to it")
         future: Future[None] = Future(program.wait)
@@ -591,8 +644,8 @@ class ProcessOwner:
         return _some([str(m.peer) for owned in self._meshes for m in owned.members.values() if not m.gone])
 
     def _kill(self, member: _Member) -> None:
-        if self._spawner is not None and member.exited is None and member.failed is None:
-            self._spawner.kill(member.number, signal.SIGKILL)
+        if member.spawner is not None and member.exited is None and member.failed is None:
+            member.spawner.kill(member.number, signal.SIGKILL)
 
     def _settle(self, owned: OwnedProcs) -> None:
         if all(m.gone for m in owned.members.values()):
@@ -618,7 +671,8 @@ class ProcessOwner:
         with contextlib.suppress(ValueError):
             owned.siblings.remove(owned.core)
         for number, member in list(self._by_number.items()):
-            ended = member.exited is not None or member.failed is not None  # else its spawner still has a word to say
+            # Else its spawner still has a word to say.
+            ended = member.exited is not None or member.failed is not None or member.lost is not None
             if member.core is owned.core and ended:
                 self._by_number.pop(number, None)
         for token in (*owned.core.former, *owned.core.tokens):
@@ -646,9 +700,9 @@ class ProcessOwner:
             self._logs.close(timeout=2.0)
 
 
-def _token(epoch: int) -> str:
-    """A new process's: 112 random bits, and how often it has been started anew."""
-    return secrets.token_hex(14) + f"{epoch & 0xFFFF:04x}"
+def _token(epoch: int, home: str) -> str:
+    """A new process's: its host, 80 random bits, and how often it has been started anew."""
+    return home + secrets.token_hex(10) + f"{epoch & 0xFFFF:04x}"
 
 
 def _some(names: list[str]) -> str:

@@ -36,6 +36,7 @@ from monarch_backend.mesh import _program as seam
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.mesh._procs import ProcCore, ProcMesh, ProcReference, label_of
 from monarch_backend.mesh._worker_logging import install_worker_logging
+from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._exceptions import unpack_exception
 from monarch_backend.transport._frames import (
     Cancel,
@@ -96,6 +97,8 @@ class Program:
         self.registry = _registry.Registry(self)
         self.interrupts = Interrupts(self)
         self.server_address = ""  # of the fork server, in a worker
+        self.gateway = ""  # token of this host's, once there are other hosts
+        self.hosts: Any = None  # a HostRegistry, in a controller that has attached some
         self.run_cell: Callable[[Cell], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
@@ -246,7 +249,9 @@ class Program:
             what, code = f"it was stopped: {core.stopped}", None
         else:
             what, code = self.owner.how_it_ended(peer)
-        return MeshFailure(mesh_name or core.name, [Death(rank, core.where(rank), HOST, peer.pid, what, code)])
+        return MeshFailure(
+            mesh_name or core.name, [Death(rank, core.where(rank), self.host_name(peer.token), peer.pid, what, code)]
+        )
 
     def named_actor(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
         """The one actor of this name in the whole program."""
@@ -262,7 +267,47 @@ class Program:
 
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
         """Start a process for each rank of the extent."""
-        return self.owner.spawn(extent, _living_cell("processes"), **options)
+        return self.owner.spawn(extent, _living_cell("processes"), hosts=hosts.hosts, **options)
+
+    # ---- hosts
+
+    def host(self, token: str) -> Any:
+        """The Host of a process elsewhere; None if it is here, or was attached by somebody else."""
+        return None if self.hosts is None else self.hosts.hosts.get(host_of(token))
+
+    def host_name(self, token: str) -> str:
+        """For people: where the process with this token runs."""
+        if host_of(token) == host_of(self.router.token):
+            return HOST
+        host = self.host(token)
+        return host_of(token) if host is None else str(host.name)
+
+    def homes(self, hosts: tuple[str, ...] | None, count: int) -> list[str]:
+        """The host of each rank. Raises RuntimeError for hosts that are lost, or that another process has attached."""
+        if hosts is None:
+            return [host_of(self.router.token)] * count
+        for each in hosts:
+            known = None if self.hosts is None else self.hosts.hosts.get(each)
+            if known is None:
+                raise RuntimeError(
+                    f"host {each} was attached by another process: only that one can start processes there"
+                )
+            if known.lost is not None:
+                raise RuntimeError(f"{known.lost}: take a slice of the hosts without it, or attach it again")
+        return [hosts[rank * len(hosts) // count] for rank in range(count)]
+
+    def home_again(self, token: str, others: Sequence[str]) -> str:
+        """Where the successor of a process is started: on its host, or, where that is lost, on another of its mesh."""
+        host = self.host(token)
+        if host is None or host.lost is None:
+            return host_of(token)
+        alive = [host_of(other) for other in others if (known := self.host(other)) is not None and known.lost is None]
+        return min(sorted(set(alive)), key=alive.count, default=host_of(token))
+
+    def is_on(self, tokens: Sequence[str], hosts: Sequence[str]) -> bool:
+        """Some of these processes are on some of these hosts; none given: on this one."""
+        wanted = set(hosts) or {host_of(self.router.token)}
+        return any(host_of(token) in wanted for token in tokens)
 
     def spawn_actors(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
@@ -335,9 +380,11 @@ class Program:
 
     # ---- stopping
 
-    def stop_procs(self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None) -> Future[None]:
+    def stop_procs(
+        self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
+    ) -> Future[None]:
         """End processes; a Future that is done when they have gone."""
-        return self.owner.stop(core, how, reason, timeout)
+        return self.owner.stop(core, how, reason, timeout, hosts)
 
     def stop_actors(self, core: ActorCore, how: str, reason: str) -> Future[None]:
         """End actors; a Future that is done when they have."""
@@ -347,7 +394,13 @@ class Program:
             )
         if core.stopped is None:
             death = [
-                Death(rank, core.where(rank), HOST, core.peer(rank).pid, f"it was stopped: {reason}")
+                Death(
+                    rank,
+                    core.where(rank),
+                    self.host_name(core.peer(rank).token),
+                    core.peer(rank).pid,
+                    f"it was stopped: {reason}",
+                )
                 for rank in range(len(core.bases))
             ]
             core.stopped = MeshFailure(core.name, death[:1])
@@ -464,6 +517,10 @@ class Program:
     def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
         if message.name == "crowded":
             self.links.post.crowd(bool(message.value))  # type: ignore[attr-defined]
+        elif message.name == "gateway":
+            from monarch_backend.hosts._attach import go_through
+
+            self.aside(lambda: go_through(self, str(message.value)))
         elif message.name == "log_level":
             install_worker_logging(message.value)
         elif message.name == "abort_groups":
@@ -554,6 +611,8 @@ class Program:
                     core.peer(rank)
 
     def _gone(self, peer: Peer) -> None:
+        if self.hosts is not None:
+            self.hosts.gone(peer)
         owned = self.owner.member(peer)
         if owned is not None:
             self.owner.ended(peer)  # it tells us when it knows how it ended
@@ -584,7 +643,7 @@ class Program:
             rank = core.rank_of(peer.token)
             if rank is not None:
                 return self.death_of(core, rank, peer)
-        return MeshFailure("?", [Death(0, str(peer), HOST, peer.pid, peer.gone or "it is gone")])
+        return MeshFailure("?", [Death(0, str(peer), self.host_name(peer.token), peer.pid, peer.gone or "it is gone")])
 
     def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
         cell = _context.cell.get()
@@ -604,6 +663,8 @@ class Program:
         """Every process that this one has started is gone when it returns."""
         self.closing = True
         self.owner.close()
+        if self.hosts is not None:
+            self.hosts.close()
 
     def disown(self) -> None:
         """In a fork of this process: nothing of this program can be used there."""
@@ -629,7 +690,7 @@ class Program:
         if self.closing:
             return
         try:
-            if not self.owner.any():
+            if not self.owner.any() and self.hosts is None:
                 return
             stopping = self.stop_procs(None, "stop", "the program ends")
             if not self.wait(stopping, HINT):
@@ -707,7 +768,7 @@ def start(token: str = "", crowded: bool = False) -> Program:
     _native.park_threads_at_exit()  # actors of the main program wait in the core when the interpreter ends
     links = LocalLinks(token, crowded=crowded)
     holder: list[Program] = []
-    pump = Pump(links.post, lambda events: holder[0].router.handle(events))
+    pump = Pump(links.post, lambda events: holder[0].router.handle(links.translate(events)))
     made = Program(links, pump, RealClock())
     holder.append(made)
     pump.start()

@@ -30,6 +30,8 @@ class Plan(NamedTuple):
     labels: tuple[str, ...]
     sizes: tuple[int, ...]
     crowded: bool
+    gateway: str = ""  # of its host, if there are others
+    tether: str = ""  # the process on this host that it does not outlive
 
 
 LAST_WORDS = 5.0
@@ -106,9 +108,14 @@ def main(plan: Plan) -> None:
 
 
 def _join(program: _program.Program, owner: Peer, plan: Plan) -> None:
+    if plan.gateway:
+        from monarch_backend.hosts._attach import go_through
+
+        go_through(program, plan.gateway)
     while program.router.link_to(owner) < 0 and owner.gone is None:
-        program.pump.wait(Room(), 0.05)  # it stands still, in a debugger perhaps
-    if owner.gone is not None or not program.links.host.tether(plan.owner):  # type: ignore[attr-defined]
+        # It is on another host, or it stands still, in a debugger perhaps.
+        program.pump.wait(Room(), 0.05, lambda: owner.link >= 0)
+    if owner.gone is not None or not program.links.host.tether(plan.tether or plan.owner):  # type: ignore[attr-defined]
         sys.stderr.write(f"monarch_backend: the owner of {plan.name} is gone; process {os.getpid()} ends\n")
         raise SystemExit(1)
 

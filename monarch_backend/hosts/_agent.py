@@ -13,7 +13,6 @@ import socket
 import struct
 import sys
 import threading
-
 from typing import Any, NamedTuple
 
 import msgspec
@@ -86,7 +85,7 @@ class AgentProcess:
         self._gateway = Gateway(self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later)
         far = FarLinks(self._links, self._pid, MYSELF, self._gateway.send, lambda send: self._router.keep(send))
         self._far = far
-        self._router = Router(far, self._wait)  # type: ignore[arg-type]
+        self._router = Router(far, self._wait)
         self._router.wake = self._pump.wake  # type: ignore[method-assign]
         self._router.later = self._pump.later  # type: ignore[method-assign]
         self._router.on_gone = self._gone
@@ -334,5 +333,3 @@ class AgentProcess:
 def main(plan: Plan) -> None:
     """From the fork server."""
     AgentProcess(plan).run()
-
-

@@ -68,14 +68,8 @@ class HostRegistry:
         self._spawner = Spawner(lambda event: self._gateway_event(peer, event), server)
         owner.end_first()
         owner.router.control[AgentFrame] = self._heard
-        self._spawner.spawn(
-            [
-                ProcessSpec(
-                    label="gateway", main=cloudpickle.dumps(functools.partial(_agent.main, plan)), environment=os.environ,
-                    path=sys.path, argv=sys.argv, cwd=os.getcwd(), threads=1,
-                )
-            ]
-        )  # fmt: skip
+        main = cloudpickle.dumps(functools.partial(_agent.main, plan))
+        self._spawner.spawn([ProcessSpec("gateway", main, os.environ, sys.path, sys.argv, os.getcwd(), threads=1)])
         if not self._until(lambda: peer.link >= 0 or peer.gone is not None, PATIENCE) or peer.gone is not None:
             raise RuntimeError(f"the gateway of this host did not start: {peer.gone or 'it does not answer'}")
         self.join(peer)
@@ -188,15 +182,15 @@ def attach_to_workers(
     workers: Sequence[str], name: str = "hosts", *, secret: bytes | None = None, timeout: float = 15.0,
     heartbeat: float = 1.0, silence: float = 3.0,
 ) -> HostMesh:  # fmt: skip
-    """A HostMesh of machines on which `monarch-backend up` runs, with one dimension ``name``.
+    """A HostMesh of machines on which `monarch-backend up` runs: one dimension, "hosts". ``name`` is for people.
 
     ``workers``: their addresses, as "tcp://10.0.0.2:26600". ``secret``: the job's, of 32 bytes; by default that of
     MONARCH_SECRET or MONARCH_SECRET_FILE, or else the user's own, which only hosts on this machine know. A host that
     says nothing for ``silence`` seconds is lost; each says something every ``heartbeat`` seconds (those of the first
     call hold for the whole program).
 
-    Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds, prove
-    that they know the secret, and have the same versions; ValueError for what is no address.
+    Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds,
+    prove that they know the secret, and have the same versions; ValueError for what is no address.
     """
     if isinstance(workers, str) or not workers:
         raise ValueError("workers is a list of addresses, of one or more hosts")
@@ -208,7 +202,7 @@ def attach_to_workers(
                 raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
             owner.hosts = HostRegistry(owner, secret or find_secret(), Bounds(heartbeat, silence))
         made = owner.hosts.attach(addresses, timeout)
-    return HostMesh(Shape.of(Extent((name,), (len(made),))), tuple(host.id for host in made))
+    return HostMesh(Shape.of(Extent(("hosts",), (len(made),))), tuple(host.id for host in made), name)
 
 
 _attaching = threading.Lock()

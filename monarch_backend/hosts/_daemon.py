@@ -1,4 +1,4 @@
-"""`monarch-backend up`: makes a machine a host. It proves and checks the secret, and makes an agent for each controller.
+"""`monarch-backend up`: makes a machine a host. It checks the secret, and makes an agent for each controller.
 
 It holds a fork server with torch imported, so that agents and their processes are there in milliseconds. What an agent
 does is _agent.py's; all of them end with the daemon.
@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -23,11 +24,14 @@ from monarch_backend.hosts import _agent, _messages
 from monarch_backend.hosts._address import find_secret, given_secret, is_loopback, parse_address
 from monarch_backend.hosts._messages import Ask, Unwelcome, Versions, Welcome
 from monarch_backend.hosts._tls import tls_for
-from monarch_backend.mesh._spawner import Event, Exited, ProcessSpec, SpawnFailed, Spawner
+from monarch_backend.mesh._spawner import Event, Exited, ProcessSpec, Spawner, SpawnFailed
 from monarch_backend.transport._carried import HOST
 from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
 
 log = logging.getLogger("monarch_backend")
+
+READY = 5.0
+"""Seconds that an agent may take to be there for a connection."""
 
 PRELOAD = (
     "monarch_backend.actor._worker",
@@ -113,15 +117,23 @@ class Daemon:
         with self._lock:
             if whom.hex() not in self._agents.values():
                 return False
+        self._pass_on(whom.hex(), connection.dup(), knock, time.monotonic() + READY)
+        connection.close()
+        return True
+
+    def _pass_on(self, token: str, connection: socket.socket, knock: bytes, until: float) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as way:
             way.settimeout(1)
             try:
-                way.connect(_agent.meeting_point(whom.hex()))
+                way.connect(_agent.meeting_point(token))
                 socket.send_fds(way, [knock], [connection.fileno()])
-            except OSError:  # it is not there yet: the caller tries again
-                return False
+            except OSError:
+                with self._lock:
+                    there = token in self._agents.values()
+                if there and time.monotonic() < until:  # it has only just been started
+                    self._tcp.later(0.01, lambda: self._pass_on(token, connection, knock, until))
+                    return
         connection.close()
-        return True
 
 
 def _without_secret() -> dict[str, str]:
@@ -142,8 +154,8 @@ def run_worker_loop_forever(address: str = "127.0.0.1", *, on_ready: Any = None)
     host, port = parse_address(address)
     if not is_loopback(host) and given_secret() is None:
         raise PermissionError(
-            f"{address} can be reached from other machines, and the job has no secret: set MONARCH_SECRET_FILE to a file "
-            "with 64 hexadecimal digits, such as those of `openssl rand -hex 32`, with mode 600, here and for the controller"
+            f"{address} can be reached from other machines, and the job has no secret: set MONARCH_SECRET_FILE to a "
+            "file of mode 600 with 64 hexadecimal digits, as of `openssl rand -hex 32`, here and for the controller"
         )
     daemon = Daemon(find_secret())
     ended = threading.Event()

@@ -1,6 +1,7 @@
 """Processes on another host, for their controller: what a Spawner is for this one.
 
-Orders go to the host's agent, which has a Spawner there; what becomes of the processes, and what they write, comes back.
+Orders go to the host's agent, which has a Spawner there; what becomes of the processes, and what they write, comes
+back.
 """
 
 from __future__ import annotations
@@ -11,24 +12,15 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from monarch_backend.hosts import _messages
 from monarch_backend.hosts._messages import Exited, Kill, Output, OutputTaken, Spawn, SpawnFailed, Started
-from monarch_backend.mesh._spawner import ProcessSpec
-
-
-@dataclass(frozen=True)
-class LostWithHost:
-    """An event, beside those of a Spawner: nobody knows how the process ends, and its host sees to it that it does."""
-
-    id: int
-    reason: str
+from monarch_backend.mesh._spawner import LostWithHost, ProcessSpec
 
 
 class RemoteSpawner:
-    """``tell(message)`` sends to the agent, in order, and never waits. Ids are unique among all spawners of a process."""
+    """``tell(message)`` sends to the agent, in order, and never waits. Ids are unique in a process."""
 
     _hosts = itertools.count(1)
 
@@ -134,6 +126,3 @@ class RemoteSpawner:
                     view = view[os.write(fd, view) :]
             if self._lost is None:
                 self._tell(OutputTaken(len(output.data)))
-
-
-__all__ = ["LostWithHost", "RemoteSpawner"]

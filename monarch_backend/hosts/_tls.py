@@ -1,4 +1,4 @@
-"""Whether connections between hosts are encrypted, and with what: TLS 1.3 by the job's secret, unless it is switched off.
+"""Whether connections between hosts are encrypted, and with what: TLS 1.3 by the job's secret, or none if so wanted.
 
 The certificates themselves are made by transport/_certificates.py.
 """

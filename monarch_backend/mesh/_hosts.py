@@ -1,4 +1,4 @@
-"""`HostMesh`: machines on which processes can be started. So far of one host, this one; more come with attach."""
+"""`HostMesh`: machines on which processes can be started: this one, or others, which hosts/_attach.py has found."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ if TYPE_CHECKING:
 
 
 class HostMesh(MeshTrait):
-    """Hosts, one for each rank."""
+    """Hosts, one for each rank. ``ids``: of the base ranks, as the controller knows them; None for this host."""
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
+    def __init__(self, shape: Shape, ids: tuple[str, ...] | None = None, name: str = "") -> None:
+        self._shape, self._ids, self._name = shape, ids, name
 
     def _new_with_shape(self, shape: Shape) -> Self:
-        return self.__class__(shape)
+        return self.__class__(shape, self._ids, self._name)
 
     def __reduce__(self) -> Any:
-        return HostMesh, (self._shape,)
+        return HostMesh, (self._shape, self._ids, self._name)
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Ids of the hosts that this mesh shows, in the order of its ranks; None for this host."""
+        return None if self._ids is None else tuple(self._ids[rank] for rank in self._shape.ranks)
 
     def spawn_procs(
         self,
@@ -55,10 +60,12 @@ class HostMesh(MeshTrait):
 
     def shutdown(self) -> Any:
         """Stop all processes that this program has started on these hosts. A Future of None."""
-        return program().stop_procs(None, "stop", "its hosts were shut down")
+        return program().stop_procs(None, "stop", "its hosts were shut down", hosts=self.hosts or ())
 
     def __repr__(self) -> str:
-        return f"HostMesh({self.extent})" if self.extent.labels else "HostMesh(this host)"
+        if self._ids is None:
+            return f"HostMesh({self.extent})" if self.extent.labels else "HostMesh(this host)"
+        return f"HostMesh({self._name!r}, {self.extent})"
 
 
 def this_host() -> HostMesh:

@@ -20,7 +20,7 @@ class MeshProgram(Protocol):
         """Build an actor in each process; an ActorMesh, at once."""
         ...
 
-    def stop_procs(self, core: Any, how: str, reason: str, timeout: float | None = None) -> Any:
+    def stop_procs(self, core: Any, how: str, reason: str, timeout: float | None = None, hosts: Any = None) -> Any:
         """End the processes; a Future."""
         ...
 

@@ -45,6 +45,14 @@ _log = logging.getLogger("monarch_backend")
 
 
 @dataclass(frozen=True)
+class LostWithHost:
+    """An event, where a spawner is for another host: that is lost, and sees by itself to the end of its processes."""
+
+    id: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class ProcessSpec:
     """A process to be.
 

@@ -122,4 +122,3 @@ def unpack(prefix: bytes, body: bytearray) -> Carried:
     if kind < CARRIED or not named:
         raise FrameError(f"a frame of another host of kind {kind}")
     return Carried(kind, target, ref, seq, rank, epoch, rest, view[:size], buffers or None)
-

@@ -207,6 +207,10 @@ class Tcp:
         self._soon.append(call)
         self._wake()
 
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """On the thread, in so many seconds."""
+        self.soon(lambda: self._later.append((time.monotonic() + seconds, call)))
+
     def close(self) -> None:
         """Say goodbye to all, and end the thread."""
 
@@ -476,7 +480,7 @@ class Tcp:
                 return
             connection.filled = 0
             connection.owned = bytearray(wanted) if isinstance(wanted, int) else None
-            connection.into = memoryview(connection.owned) if connection.owned is not None else wanted  # type: ignore[assignment,arg-type]
+            connection.into = memoryview(connection.owned) if connection.owned is not None else wanted  # type: ignore[assignment]
             if len(connection.into):
                 return
             value = connection.owned
