@@ -15,6 +15,7 @@ from monarch_backend.actor._actor import Actor, endpoint
 from monarch_backend.actor._context import current_rank
 from monarch_backend.actor._future import Future
 from monarch_backend.actor._payload import supervision_error
+from monarch_backend.transport._carried import host_of
 
 if TYPE_CHECKING:
     from monarch_backend.mesh._procs import ProcMesh
@@ -33,17 +34,17 @@ class World(Actor):
         """In every rank: what was called before has ended."""
 
     @endpoint
-    def listen(self, seconds: float) -> int:
+    def listen(self, host: str, seconds: float) -> int:
         """In rank 0: the port of a new store."""
         import torch._C._distributed_c10d as c10d
 
         size, timeout = current_rank().extent.nelements, datetime.timedelta(seconds=seconds)
-        self._store = c10d.TCPStore(MEETING_HOST, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._store = c10d.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         return int(self._store.port)
 
     @endpoint
-    def join(self, backend: str, port: int, seconds: float) -> None:
-        """In every rank."""
+    def join(self, backend: str, host: str, port: int, seconds: float, homes: list[str]) -> None:
+        """In every rank; ``homes`` has the host of each."""
         import torch._C._distributed_c10d as c10d
         import torch.distributed as dist
 
@@ -51,11 +52,12 @@ class World(Actor):
         size, timeout = rank.extent.nelements, datetime.timedelta(seconds=seconds)
         if dist.is_initialized():
             dist.destroy_process_group()
+        home = homes[rank.rank]
         os.environ.update(
-            RANK=str(rank.rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank.rank), LOCAL_WORLD_SIZE=str(size),
-            MASTER_ADDR=MEETING_HOST, MASTER_PORT=str(port),
+            RANK=str(rank.rank), WORLD_SIZE=str(size), LOCAL_RANK=str(homes[: rank.rank].count(home)),
+            LOCAL_WORLD_SIZE=str(homes.count(home)), MASTER_ADDR=host, MASTER_PORT=str(port),
         )  # fmt: skip
-        store = self._store or c10d.TCPStore(MEETING_HOST, port, size, timeout=timeout, wait_for_workers=False)
+        store = self._store or c10d.TCPStore(host, port, size, timeout=timeout, wait_for_workers=False)
         dist.init_process_group(backend, store=store, rank=rank.rank, world_size=size, timeout=timeout)
         if rank.rank != 0:
             self._store = None
@@ -82,6 +84,8 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
     if world is None or world.failed_ranks:
         world = core.groups[key] = procs.spawn("world", World)
     done: Future[None] = Future(program.wait)
+    home = program.host(core.tokens[key[0]])
+    host, homes = MEETING_HOST if home is None else home.address[0], [host_of(core.tokens[rank]) for rank in key]
     first = world if len(world) == 1 else world.flatten("rank").slice(rank=0)
 
     def joined(future: Future[Any]) -> None:
@@ -96,8 +100,8 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
             # A call fails with its first rank, and another one may still be on its way to the store that `listen` would
             # replace: it would look for it until its timeout.
             world.comes.call().get()
-            port = first.listen.call_one(timeout).get()
-            world.join.call(backend, port, timeout).add_done_callback(joined)
+            port = first.listen.call_one(host, timeout).get()
+            world.join.call(backend, host, port, timeout, homes).add_done_callback(joined)
         except BaseException as error:
             done._fail(error)
 
