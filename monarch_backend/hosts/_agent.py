@@ -24,6 +24,7 @@ from monarch_backend.hosts._messages import (
     Attached,
     AttachFailed,
     Exited,
+    Finish,
     Hosts,
     Kill,
     Lost,
@@ -268,6 +269,8 @@ class AgentProcess:
         if isinstance(message, Attach):
             remote = self._tcp.call((message.host, message.port), self._plan.secret)
             self._asking[remote] = message
+        elif isinstance(message, Finish):
+            self._finish("its controller ends")
         elif isinstance(message, Hosts):
             self._known.update(message.known)
         elif isinstance(message, Spawn):

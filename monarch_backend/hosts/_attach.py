@@ -15,7 +15,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend.hosts import _agent, _messages
 from monarch_backend.hosts._address import find_secret, parse_address
-from monarch_backend.hosts._messages import Attach, Attached, AttachFailed, Hosts, Lost
+from monarch_backend.hosts._messages import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
 from monarch_backend.hosts._remote_spawner import RemoteSpawner
 from monarch_backend.mesh._extent import Extent, Shape
 from monarch_backend.mesh._hosts import HostMesh
@@ -27,6 +27,9 @@ from monarch_backend.transport._frames import Agent as AgentFrame
 from monarch_backend.transport._frames import Frame, Setting
 from monarch_backend.transport._peer import Peer, Room
 from monarch_backend.transport._tcp import Bounds
+
+GOODBYE = 1.0
+"""Seconds for it to say goodbye to other hosts."""
 
 PATIENCE = 30.0
 """Seconds for this host's gateway to start: it may be the first that needs the fork server."""
@@ -51,7 +54,7 @@ class HostRegistry:
         self._answers: dict[int, Any] = {}  # of what was asked: a message, once it is there
         self._rooms: dict[int, Room] = {}
         self._ids = itertools.count(1)
-        self._lock = threading.RLock()
+        self._ended = threading.Event()  # the gateway has
         self.gateway = self._start_gateway()
 
     # ---- this host's gateway
@@ -76,7 +79,8 @@ class HostRegistry:
         return peer
 
     def _gateway_event(self, peer: Peer, event: Any) -> None:
-        if type(event).__name__ != "Started":
+        if not isinstance(event, Started):
+            self._ended.set()
             self._program.soon(lambda: self._program.router.never_came(peer, str(event)))
 
     def join(self, gateway: Peer) -> None:
@@ -159,6 +163,8 @@ class HostRegistry:
 
     def close(self) -> None:
         """Agents end with their controller; the gateway of this host tells them."""
+        self._program.router.tell(self.gateway, AgentFrame(), _messages.encode(Finish()))
+        self._ended.wait(GOODBYE)
         self._spawner.close()
 
 

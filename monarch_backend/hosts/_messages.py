@@ -115,6 +115,10 @@ class OutputTaken(msgspec.Struct, tag="output_taken", frozen=True):
     count: int
 
 
+class Finish(msgspec.Struct, tag="finish", frozen=True):
+    """A controller to its own gateway: say goodbye to all hosts, and end."""
+
+
 class Lost(msgspec.Struct, tag="lost", frozen=True):
     """A controller's own gateway to it: this host is lost, and why."""
 
@@ -133,6 +137,7 @@ Message = (
     | Output
     | OutputTaken
     | Lost
+    | Finish
     | Spawn
     | Kill
     | Started

@@ -48,6 +48,9 @@ STRANGER_SECONDS = 5.0
 MOST_AT_ONCE = 1 << 20
 """Bytes that are given to a TLS connection in one piece."""
 
+CLOSED_SECONDS = 1.0
+"""For a host to call again whose connection was closed, not broken: a process that dies closes what it has."""
+
 ANYBODY = bytes(16)
 """For whom a connection is that has no process to talk to yet: whoever listens."""
 
@@ -405,9 +408,16 @@ class Tcp:
         except HandshakeError as error:
             self._refused(connection, error)
         except (OSError, SessionError, EOFError) as error:
-            if connection.remote is not None:
-                connection.remote.trouble = str(error)
+            remote = connection.remote
+            if remote is not None:
+                remote.trouble = str(error)
             self._drop(connection)
+            if isinstance(error, EOFError) and remote is not None and remote.up:
+                self._later.append((time.monotonic() + CLOSED_SECONDS, lambda: self._still_closed(remote)))
+
+    def _still_closed(self, remote: Remote) -> None:
+        if remote.connection is None and remote.lost is None:
+            self._lose(remote, "its process has closed the connection and does not come back")
 
     def _refused(self, connection: _Connection, error: HandshakeError) -> None:
         """One whom we have called says why it does not talk to us; or a stranger is shown the door."""
@@ -551,11 +561,11 @@ class Tcp:
                 connection.gone = True
                 connection.socket.detach()
                 raise _HandOverError
-            raise HandshakeError("it is for a process that is not here any more")
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
         binding = yield from self._secured(connection, self._secrets.get(which, b""))
         called = Called(dict(self._secrets), binding)
         refusal = called.hear(bytes((yield HELLO_BYTES)))
-        remote = None if refusal else self._session_of(called)
+        remote = None if refusal or whom not in (ANYBODY, self.who) else self._session_of(called)
         if remote is None:
             self._write(connection, [Called.refuse(refusal or Refusal.SESSION)])
             raise HandshakeError("it was told why")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,6 +76,14 @@ def test_more_than_may_be_under_way(sides: Callable[..., Side]) -> None:
     assert [int(there.frames.get(timeout=20)[0]) for _ in range(20)] == list(range(20))
 
 
+def reset(side: Side, remote: Remote) -> None:
+    """On the thread: as a network does it, to both."""
+    if remote.connection is not None:
+        connection = remote.connection
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        side.tcp._drop(connection)
+
+
 def test_connections_that_break_lose_nothing_and_repeat_nothing(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides)
     for number in range(300):
@@ -82,9 +91,7 @@ def test_connections_that_break_lose_nothing_and_repeat_nothing(sides: Callable[
         there.tcp.send(back, b"%d" % number, [])
         if number % 50 == 49:
             side, remote = (here, out) if number % 100 == 49 else (there, back)
-            connection = remote.connection
-            if connection is not None:
-                side.tcp.soon(lambda c=connection: c.socket.shutdown(socket.SHUT_RDWR) if not c.gone else None)  # type: ignore[misc]
+            side.tcp.soon(lambda side=side, remote=remote: reset(side, remote))  # type: ignore[misc]
     assert [there.frames.get(timeout=10)[0] for _ in range(300)] == [b"%d" % n for n in range(300)]
     assert [here.frames.get(timeout=10)[0] for _ in range(300)] == [b"%d" % n for n in range(300)]
     assert here.lost.empty()
@@ -96,6 +103,18 @@ def test_goodbye(sides: Callable[..., Side]) -> None:
     here.tcp.hang_up(out)
     assert there.lost.get(timeout=10) is back
     assert back.lost == "it has said goodbye"
+
+
+def test_one_that_closes_and_does_not_come_back(sides: Callable[..., Side]) -> None:
+    """As the kernel does it for a process that is killed."""
+    here, there, out, back = together(sides, bounds=Bounds(silence=60.0))
+    assert out.connection is not None
+    assert there.tcp is not here.tcp
+    begun = time.monotonic()
+    here.tcp.soon(lambda: (setattr(out, "address", None), here.tcp._drop(out.connection)))  # type: ignore[arg-type,func-returns-value]
+    assert there.lost.get(timeout=10) is back
+    assert time.monotonic() - begun < 5
+    assert "closed the connection" in str(back.lost)
 
 
 def test_silence_is_noticed_within_the_bound(sides: Callable[..., Side]) -> None:
