@@ -183,7 +183,7 @@ class AgentProcess:
         self._tcp.send(remote, *_carried.pack(frame))
         return True
 
-    def _arrived(self, remote: Remote, prefix: bytes, body: bytearray) -> None:
+    def _arrived(self, remote: Remote, prefix: bytes, body: memoryview) -> None:
         if remote in self._asking:
             self._answered(remote, body)
             return
@@ -237,7 +237,7 @@ class AgentProcess:
         if peer is self._root:
             self._finish(f"its controller is gone: {peer.gone}")
 
-    def _answered(self, remote: Remote, body: bytearray) -> None:
+    def _answered(self, remote: Remote, body: memoryview) -> None:
         """A daemon has made an agent for us, or has not."""
         asked = self._asking.pop(remote)
         self._tcp.hang_up(remote)

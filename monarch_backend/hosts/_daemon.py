@@ -72,7 +72,7 @@ class Daemon:
         self._tcp.close()
         self._spawner.close()
 
-    def _asked(self, remote: Remote, _: bytes, body: bytearray) -> None:
+    def _asked(self, remote: Remote, _: bytes, body: memoryview) -> None:
         """On the thread of the connections."""
         try:
             ask = _messages.decode(body)

@@ -104,16 +104,16 @@ def pack(frame: Carried) -> tuple[bytes, list[Any]]:
     return head + sizes + frame.prefix, [*body, *(buffer.cast("B") for buffer in buffers)]
 
 
-def unpack(prefix: bytes, body: bytearray) -> Carried:
-    """A frame of another gateway, of which everything may be wrong. Raises FrameError."""
+def unpack(prefix: bytes, view: memoryview) -> Carried:
+    """A frame of another gateway, of which everything may be wrong; its parts are views. Raises FrameError."""
     try:
         kind, count, rank, epoch, target, ref, seq, size = _HEAD.unpack_from(prefix)
         sizes = struct.unpack_from(f"!{count}Q", prefix, _HEAD.size)
     except struct.error as error:
         raise FrameError(f"a frame of another host that can't be read: {error}") from None
-    if size + sum(sizes) != len(body):
+    if size + sum(sizes) != len(view):
         raise FrameError("a frame of another host whose lengths do not add up")
-    view, buffers, at = memoryview(body), [], size
+    buffers, at = [], size
     for length in sizes:
         buffers.append(view[at : at + length])
         at += length

@@ -85,7 +85,7 @@ class Gateway:
     def send(self, frame: Carried) -> bool:
         """Of the gateway's own process."""
         with self._lock:
-            self._leaves(frame._replace(body=own(frame.body), buffers=own_all(frame.buffers)), self.token)
+            self._leaves(_owned(frame), self.token)
         return True
 
     def _leaves(self, frame: Carried, sender: str) -> None:
@@ -140,8 +140,8 @@ class Gateway:
 
     # ---- from another host
 
-    def arrived(self, prefix: bytes, body: bytearray) -> None:
-        """A frame of another gateway. Raises FrameError."""
+    def arrived(self, prefix: bytes, body: memoryview) -> None:
+        """A frame of another gateway; ``body`` need not be there afterwards. Raises FrameError."""
         frame = _carried.unpack(prefix, body)
         with self._lock:
             if is_word(frame.kind):
@@ -191,7 +191,7 @@ class Gateway:
         for token, seq, rank, epoch in rows:
             one = frame._replace(kind=kind, seq=seq, rank=rank, epoch=epoch, prefix=rest)
             if token == self.token:
-                self._to_me(one)
+                self._to_me(_owned(one))
             elif (link := self._by_token.get(token)) is not None:
                 there.append((link, one))
         receivers = [(link, one.seq, one.rank, one.epoch) for link, one in there]
@@ -205,20 +205,23 @@ class Gateway:
     def _to_process(self, frame: Carried) -> None:
         token = frame.to
         if token == self.token:
-            self._to_me(frame)
+            self._to_me(_owned(frame))
         elif (link := self._by_token.get(token)) is not None:
             self._put(link, frame)
 
     def _put(self, link: int, frame: Carried) -> None:
-        """In order; when there is room. The frame's memory is its own."""
+        """In order; when there is room."""
+        kept = self._kept.get(link)
+        if kept is None and self._links.send(link, *frame._replace(body=[frame.body])):
+            return
+        mine = _owned(frame)
 
         def send() -> bool:
-            return bool(self._links.send(link, *frame._replace(body=[frame.body])))
+            return bool(self._links.send(link, *mine))
 
-        kept = self._kept.get(link)
         if kept is not None:
             kept.append(send)
-        elif not send():
+        else:
             self._kept[link] = deque([send])
             self._later(RETRY, lambda: self._retry(link))
 
@@ -246,3 +249,8 @@ class Gateway:
                     self._to_process(_carried.word(REFUSED, caller, other))
             for token in list(self._asked):
                 self._asked[token] = [entry for entry in self._asked[token] if host_of(entry) != host]
+
+
+def _owned(frame: Carried) -> Carried:
+    """With memory of its own."""
+    return frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))

@@ -45,6 +45,9 @@ MOST_STRANGERS = 256
 STRANGER_SECONDS = 5.0
 """Time to prove it."""
 
+SCRATCH = 64 << 20
+"""Bytes of a frame up to which the memory that it is read into is used again: fresh pages cost more than a network."""
+
 MOST_AT_ONCE = 1 << 20
 """Bytes that are given to a TLS connection in one piece."""
 
@@ -121,6 +124,7 @@ class _HandOverError(Exception):
 class Tcp:
     """The connections of one process. Callbacks run on its thread, and must not wait.
 
+    ``on_frame(remote, prefix, body)`` is given a view that shows the body until it returns.
     ``secrets``: those that are accepted, by `name_of`; the mapping may change. ``hand_over(for_whom, socket, read)``:
     for a connection to another process of this host, with what was read of it; it returns False if there is none.
     ``on_up`` and ``on_lost`` come once for each Remote; a connection that breaks and comes back within the bound is
@@ -131,7 +135,7 @@ class Tcp:
         self,
         who: bytes,
         secrets: Mapping[bytes, bytes],
-        on_frame: Callable[[Remote, bytes, bytearray], None],
+        on_frame: Callable[[Remote, bytes, memoryview], None],
         on_up: Callable[[Remote], None],
         on_lost: Callable[[Remote], None],
         *,
@@ -614,7 +618,7 @@ class Tcp:
             self._on_up(remote)
 
     def _frames(self, remote: Remote) -> Reader:
-        session = remote.session
+        session, scratch = remote.session, bytearray()
         while True:
             head = read_head(bytes((yield HEAD_BYTES)))
             if head.kind != DATA:
@@ -626,9 +630,11 @@ class Tcp:
                     return
                 continue
             prefix = bytes((yield head.prefix)) if head.prefix else b""
-            body = bytearray(head.body)
+            if len(scratch) < head.body:
+                scratch = bytearray(head.body)
+            body = memoryview(scratch)[: head.body]
             if head.body:
-                yield memoryview(body)
+                yield body
             with remote.lock:
                 taken = session.take(head)
                 self._send_waiting(remote)
@@ -636,6 +642,8 @@ class Tcp:
                     self._write(remote.connection, [session.word()])
             if taken:
                 self._on_frame(remote, prefix, body)
+            if len(scratch) > SCRATCH:
+                scratch = bytearray()
 
     def _send_waiting(self, remote: Remote) -> None:
         while remote.waiting and not remote.session.full:

@@ -31,7 +31,7 @@ class Side:
         )
         self.tcp.start()
 
-    def _frame(self, remote: Remote, prefix: bytes, body: bytearray) -> None:
+    def _frame(self, remote: Remote, prefix: bytes, body: memoryview) -> None:
         self.frames.put((prefix, bytes(body)))
 
 
