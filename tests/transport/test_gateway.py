@@ -1,0 +1,303 @@
+"""Gateways and the links through them, without processes or sockets: who is told what, in which order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from monarch_backend.transport import _carried
+from monarch_backend.transport._carried import Carried, host_of
+from monarch_backend.transport._far import FIRST, FarLinks
+from monarch_backend.transport._frames import FrameError, Kind
+from monarch_backend.transport._gateway import Gateway
+from monarch_backend.transport._links import SILENT
+
+
+def token(host: int, process: int) -> str:
+    return f"{host:08x}{process:020x}0000"
+
+
+class Process:
+    """One of a host: its far links, and what has come for it."""
+
+    def __init__(self, host: Host, number: int) -> None:
+        self.token, self.host, self.pid = token(host.number, number), host, 100 * host.number + number
+        self.post, self.alive = self, True
+        self.inbox: deque[tuple[Any, ...]] = deque()
+        self.events: list[tuple[Any, ...]] = []
+        self.links = FarLinks(self, self.pid, 0, self._to_gateway, self.host.world.soon.append)
+
+    def _to_gateway(self, frame: Carried) -> bool:
+        body = frame.body if isinstance(frame.body, bytes) else b"".join(frame.body)
+        self.host.inbox.append((self.host.links[self.token], *frame._replace(body=body)))
+        return True
+
+    def connect(self, _: str) -> int:
+        raise AssertionError("no process of this test is on the same host")
+
+    def read(self) -> None:
+        events = [self.inbox.popleft() for _ in range(len(self.inbox))]
+        self.events += self.links.translate(events)
+
+    def meet(self, other: Process) -> int:
+        link = self.links.connect(other.token)
+        if link == SILENT:
+            self.host.world.run()
+            link = self.links.connect(other.token)
+        return link
+
+    def told(self, kind: int) -> list[tuple[Any, ...]]:
+        return [event for event in self.events if event[1] == kind]
+
+    def bodies(self) -> list[bytes]:
+        return [bytes(event[8]) for event in self.events if event[1] == Kind.CALL]
+
+
+class Host:
+    """A gateway, and its links to the processes of its host."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number, self.id = world, number, f"{number:08x}"
+        self.post = self
+        self.token = token(number, 0)
+        self.links: dict[str, int] = {}
+        self.processes: dict[int, Process] = {}
+        self.inbox: deque[tuple[Any, ...]] = deque()
+        self.mine: list[Carried] = []
+        self.full = 0  # times that there is no room
+        self.dropped: list[int] = []
+        self.gateway = Gateway(self, self.token, number, self._to_host, self.mine.append, self._later)
+        for process in range(1, 4):
+            self.start(process)
+
+    def start(self, number: int) -> Process:
+        process = Process(self, number)
+        link = self.links[process.token] = len(self.processes) + 1
+        self.processes[link] = process
+        self.inbox.append((link, int(Kind.MET), process.token, process.pid))
+        return process
+
+    def _to_host(self, host: str, frame: Carried) -> bool:
+        if host not in self.world.by_id or host in self.world.lost:
+            return False
+        prefix, body = _carried.pack(frame)
+        self.world.wires[self.id, host].append((prefix, b"".join(body)))
+        return True
+
+    def _later(self, _: float, call: Callable[[], None]) -> None:
+        self.world.soon.append(call)
+
+    def connect(self, token: str) -> int:
+        return self.links.get(token, -1)
+
+    def send(self, link: int, *frame: Any) -> bool:
+        return self.cast([(link, *frame[3:6])], *frame[:3], *frame[6:])
+
+    def cast(self, to: Any, kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any) -> bool:
+        if self.full and kind < 0xF0:
+            self.full -= 1
+            return False
+        data = body if isinstance(body, bytes) else b"".join(bytes(part) for part in body)
+        for link, seq, rank, epoch in to:
+            self.processes[link].inbox.append((0, kind, target, ref, seq, rank, epoch, prefix, data, buffers))
+        return True
+
+    def drop(self, link: int) -> None:
+        self.dropped.append(link)
+
+    def read(self) -> None:
+        self.gateway.handle([self.inbox.popleft() for _ in range(len(self.inbox))])
+
+
+class World:
+    """Hosts, and wires between them; `run` moves everything until nothing moves."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.soon: deque[Callable[[], Any]] = deque()
+        self.lost: set[str] = set()
+        self.by_id: dict[str, Host] = {}
+        self.wires: dict[tuple[str, str], deque[tuple[bytes, bytes]]] = {}
+        for number in range(1, count + 1):
+            host = Host(self, number)
+            self.by_id[host.id] = host
+        for here in self.by_id:
+            for there in self.by_id:
+                self.wires[here, there] = deque()
+        self.run()
+
+    def process(self, host: int, number: int) -> Process:
+        return next(p for p in self.by_id[f"{host:08x}"].processes.values() if p.token == token(host, number))
+
+    def step(self) -> bool:
+        steps: list[Callable[[], None]] = []
+        for host in self.by_id.values():
+            if host.inbox:
+                steps.append(host.read)
+            steps += [process.read for process in host.processes.values() if process.inbox]
+        for (_, there), wire in self.wires.items():
+            if wire:
+                steps.append(lambda there=there, wire=wire: self.carry(there, wire))  # type: ignore[misc]
+        if self.soon:
+            steps.append(lambda: self.soon.popleft()())
+        if steps:
+            self.random.choice(steps)()
+        return bool(steps)
+
+    def carry(self, there: str, wire: deque[tuple[bytes, bytes]]) -> None:
+        prefix, body = wire.popleft()
+        scratch = bytearray(body)
+        self.by_id[there].gateway.arrived(prefix, memoryview(scratch))
+        scratch[:] = bytes(len(scratch))  # whoever still looks at it sees that it is gone
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def kill(self, process: Process, how: str = "killed", peace: bool = False) -> None:
+        host = process.host
+        host.inbox.append((host.links.pop(process.token), int(Kind.GONE), how, peace))
+
+    def lose(self, number: int, why: str) -> None:
+        lost = f"{number:08x}"
+        self.lost.add(lost)
+        for (here, there), wire in self.wires.items():
+            if lost in (here, there):
+                wire.clear()
+        for host in self.by_id.values():
+            if host.id != lost:
+                host.gateway.lost_host(lost, why)
+
+
+def say(process: Process, link: int, text: bytes, seq: int = 1) -> None:
+    assert process.links.send(link, Kind.CALL, 7, 8, seq, 3, 0, b"prefix", text, None)
+
+
+def test_two_meet_and_talk() -> None:
+    world = World(2)
+    one, two = world.process(1, 1), world.process(2, 1)
+    link = one.meet(two)
+    assert link >= FIRST
+    assert one.told(Kind.MET) == [(link, Kind.MET, two.token, two.pid)]
+    assert two.told(Kind.MET) == [(FIRST, Kind.MET, one.token, one.pid)]
+    say(one, link, b"hello")
+    say(two, two.links.connect(one.token), b"hello back")
+    world.run()
+    assert two.told(Kind.CALL) == [(FIRST, Kind.CALL, 7, 8, 1, 3, 0, b"prefix", b"hello", None)]
+    assert one.bodies() == [b"hello back"]
+
+
+def test_one_that_is_not_there_refuses() -> None:
+    world = World(2)
+    one = world.process(1, 1)
+    assert one.links.connect(token(2, 99)) == SILENT
+    assert one.links.connect(token(3, 1)) == SILENT  # nor is that host
+    world.run()
+    assert sorted(event[2] for event in one.told(Kind.REFUSED)) == [token(2, 99), token(3, 1)]
+    assert one.links.connect(token(2, 99)) == SILENT  # asked again
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_order_and_ends(seed: int) -> None:
+    """Frames of a pair keep their order, and the word of an end comes after all of them, once, to those who have met."""
+    world = World(3, seed)
+    processes = [world.process(host, number) for host in (1, 2, 3) for number in (1, 2)]
+    dying, others = processes[0], processes[1:]
+    far = [other for other in others if other.host is not dying.host]
+    met = world.random.sample(far, 3)
+    links = {other.token: dying.meet(other) for other in met}
+    sent: dict[str, list[bytes]] = {other.token: [] for other in met}
+    for number in range(60):
+        other = world.random.choice(met)
+        sent[other.token].append(b"%d" % number)
+        say(dying, links[other.token], b"%d" % number)
+        other.host.full = world.random.choice((0, 0, 0, 2))
+        for _ in range(world.random.randrange(4)):
+            world.step()
+    while dying.host.inbox:
+        dying.host.read()
+    world.kill(dying, "killed by signal 9")
+    world.run()
+    for other in far:
+        gone = other.told(Kind.GONE)
+        if other in met:
+            assert other.bodies() == sent[other.token]
+            assert [event[2:] for event in gone] == [("killed by signal 9", False)]
+            assert other.events[-1] == gone[0]
+        else:
+            assert gone == []
+
+
+def test_a_cast_goes_once_to_each_host() -> None:
+    world = World(3)
+    one = world.process(1, 1)
+    others = [world.process(host, number) for host in (2, 3) for number in (1, 2, 3)]
+    to = [(one.meet(other), seq, 10 + seq, 0) for seq, other in enumerate(others, 1)]
+    assert one.links.cast(to, Kind.CALL, 7, 8, b"prefix", [b"bo", b"dy"], None)
+    while one.host.inbox:
+        one.host.read()
+    assert [len(world.wires["00000001", there]) for there in ("00000002", "00000003")] == [1, 1]
+    world.by_id["00000003"].full = 1  # then each when there is room
+    world.run()
+    for seq, other in enumerate(others, 1):
+        assert other.told(Kind.CALL) == [(FIRST, Kind.CALL, 7, 8, seq, 10 + seq, 0, b"prefix", b"body", None)]
+
+
+def test_a_lost_host_is_told_to_all_who_know_somebody_there() -> None:
+    world = World(3)
+    one, two, three = world.process(1, 1), world.process(2, 1), world.process(3, 1)
+    one.meet(two)
+    three.meet(one)
+    assert one.links.connect(token(2, 2)) == SILENT
+    one.host.read()  # which is on its way
+    world.lose(2, "host beta is lost")
+    world.run()
+    assert [event[2] for event in one.told(Kind.GONE)] == ["host beta is lost"]
+    assert [event[2] for event in one.told(Kind.REFUSED)] == [token(2, 2)]
+    assert three.told(Kind.GONE) == []
+    assert one.meet(three) >= FIRST
+
+
+def test_a_gateway_that_ends_takes_all_far_links_with_it() -> None:
+    world = World(2)
+    one, two = world.process(1, 1), world.process(2, 1)
+    link = one.meet(two)
+    one.inbox.append((0, int(Kind.GONE), "killed", False))
+    one.read()
+    assert [event[:2] for event in one.told(Kind.GONE)] == [(link, Kind.GONE), (0, Kind.GONE)]
+
+
+def test_who_says_what_is_not_its_own_is_not_listened_to() -> None:
+    world = World(2)
+    host = world.by_id["00000001"]
+    link = host.links[token(1, 1)]
+    word = _carried.word(_carried.CALL, token(2, 1), token(1, 2))  # of somebody else
+    host.inbox.append((link, *word))
+    host.inbox.append((link, *_carried.word(_carried.MET, token(2, 1), token(1, 1))))
+    host.read()
+    assert host.dropped == [link, link]
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        b"",
+        b"x",
+        bytes(40),
+        bytes(200),
+        _carried.pack(_carried.word(0x41, token(1, 1), token(2, 1)))[0][:-10],
+        b"\xff" * 100,
+    ],
+)
+def test_bytes_of_another_host_that_are_no_frame(prefix: bytes) -> None:
+    world = World(1)
+    with pytest.raises(FrameError):
+        world.by_id["00000001"].gateway.arrived(prefix, memoryview(b""))
+
+
+def test_tokens_know_their_host() -> None:
+    assert host_of(token(0xABC, 1)) == "00000abc"
