@@ -6,6 +6,7 @@ Imported by controllers and their processes, so it imports no pytest.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -119,6 +120,7 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                preexec_fn=_end_with_us,
             )
         self.pid = self.process.pid
         self._address = ""
@@ -148,6 +150,11 @@ class Daemon:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         self.process.wait(PATIENCE)
+
+
+def _end_with_us() -> None:
+    """Should pytest be killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:

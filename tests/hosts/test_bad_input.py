@@ -93,6 +93,14 @@ def test_what_is_no_list_of_addresses() -> None:
             attach_to_workers(wrong)
 
 
+@pytest.mark.parametrize(("heartbeat", "silence"), [(1.0, 2.0), (0.0, 3.0), (-1.0, 3.0), (float("nan"), 3.0)])
+def test_bounds_that_nobody_could_keep(heartbeat: float, silence: float) -> None:
+    from monarch_backend.hosts import attach_to_workers
+
+    with pytest.raises(ValueError, match="silence is at least three heartbeats"):
+        attach_to_workers(["127.0.0.1"], heartbeat=heartbeat, silence=silence)
+
+
 def test_another_secret(anywhere: Anywhere) -> None:
     world, workers = anywhere
     env = {"MONARCH_SECRET": "12" * 32}
