@@ -13,6 +13,7 @@ name hosts. How long each phase took is printed: detect, regroup, restore, and w
 """
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from monarch_backend.actor import Actor, ActorError, ActorMesh, Restart, Supervi
 from monarch_backend.hosts import attach_to_workers
 
 CONTEXT, BATCH = 64, 24
+SILENCE = 1.5  # seconds after which a host that says nothing is lost
 
 
 class Trainer(Actor):
@@ -51,9 +54,9 @@ class Trainer(Actor):
         return tokens[:, :-1], tokens[:, 1:]
 
     @endpoint
-    def ready(self) -> int:
-        """Steps that this replica has behind it."""
-        return self.steps
+    def ready(self) -> tuple[int, int]:
+        """Steps that this replica has behind it, and which process it is: a replacement is another one."""
+        return self.steps, os.getpid()
 
     @endpoint
     def train(self, step: int) -> float:
@@ -100,6 +103,7 @@ class Team:
     procs: Any
     trainers: ActorMesh
     ranks: list[int]
+    pids: dict[int, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
     def members(self, mesh: Any) -> Any:
@@ -115,7 +119,8 @@ class Team:
         if len(self.ranks) > 1:
             self.members(self.procs).process_group(timeout=30).get()
         grouped = time.monotonic()
-        steps = list(self.members(self.trainers).ready.call().get(timeout=30).values())
+        steps, pids = zip(*self.members(self.trainers).ready.call().get(timeout=30).values(), strict=True)
+        self.pids |= dict(zip(self.ranks, pids, strict=True))
         if len(self.ranks) > 1:
             self.members(self.trainers).restore.call(steps.index(max(steps))).get(timeout=30)
         self.phases |= {"regroup": grouped - begun, "restore": time.monotonic() - grouped}
@@ -125,16 +130,23 @@ class Team:
         return float(next(iter(self.members(self.trainers).train.call(step).get(timeout=60).values())))
 
 
-def survivors(team: Team, wait: float = 10.0) -> list[int]:
-    """Those that answer, once the ends of the others are known: by then each has said so, or its host is lost."""
-    calls = {rank: team.trainers.slice(hosts=rank).ready.call_one() for rank in team.ranks}
-    alive = []
+def survivors(team: Team, error: SupervisionError | ActorError) -> list[int]:
+    """Those that answer and are who they were.
+
+    A call to a dead one would wait for its replacement. The error names it, or, where a survivor's collective has
+    failed before anybody knew why, the bound for that knowledge says when to stop.
+    """
+    failure = getattr(error, "failure", None)
+    dead = {death.rank for death in failure.deaths} if failure is not None else set()
+    calls = {rank: team.trainers.slice(hosts=rank).ready.call_one() for rank in team.ranks if rank not in dead}
+    end, alive = time.monotonic() + 2 * SILENCE, []
     for rank, call in calls.items():
         try:
-            call.get(timeout=wait)
-            alive.append(rank)
+            _, pid = call.get(timeout=max(0.0, end - time.monotonic()))
         except (SupervisionError, TimeoutError):
             continue
+        if pid == team.pids[rank]:
+            alive.append(rank)
     return alive
 
 
@@ -159,14 +171,14 @@ def train(team: Team, steps: int, faults: dict[int, Any]) -> list[float]:
             loss = team.step(step)
         except (SupervisionError, ActorError) as error:
             detected = time.monotonic() - begun
-            alive = survivors(team)
+            alive = survivors(team, error)
             dead = [rank for rank in team.ranks if rank not in alive]
             print(f"step {step}: {str(error).splitlines()[0]}", flush=True)
             for rank in dead:
                 returning[rank] = team.trainers.slice(hosts=rank).ready.call_one()
             step = team.regroup(alive)
-            print(f"step {step}: goes on with ranks {alive}; detect {detected:.2f} s, "
-                  + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in team.phases.items()), flush=True)  # fmt: skip
+            phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in team.phases.items())
+            print(f"step {step}: goes on with ranks {alive}; detect {detected:.2f} s, {phases}", flush=True)
             continue
         del losses[step:]
         losses.append(loss)
@@ -216,11 +228,10 @@ class LocalHosts:
 
 def below(pid: int) -> list[int]:
     """The process and its descendants."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            children = [int(child) for child in file.read().split()]
-    except FileNotFoundError:
-        return []
+    children: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += map(int, thread.read_text().split())
     return [pid, *(other for child in children for other in below(child))]
 
 
@@ -233,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     local = None if args.hosts else LocalHosts(3)
     rng = random.Random(args.seed)
     try:
-        hosts = attach_to_workers(args.hosts or local.addresses, heartbeat=0.25, silence=1.5)
+        hosts = attach_to_workers(args.hosts or local.addresses, heartbeat=SILENCE / 5, silence=SILENCE)
         procs = hosts.spawn_procs({"gpus": 1}, name="trainers", restart=Restart(max_restarts=1000)).slice(gpus=0)
         trainers = procs.spawn("trainer", Trainer, args.seed)
         victims = rng.sample(range(3), 2)
