@@ -238,7 +238,7 @@ def below(pid: int) -> list[int]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", nargs=3, metavar="ADDRESS", help="three machines; nothing is killed there")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     local = None if args.hosts else LocalHosts(3)
