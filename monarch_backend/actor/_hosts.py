@@ -16,7 +16,7 @@ def this_proc() -> ProcMesh:
         core = here.this_proc
         if core is None:
             core = here.this_proc = ProcCore(
-                "self-" + here.router.token[:8],
+                f"self-{here.router.token}",
                 "this process",
                 Extent((), ()),
                 here.router.me,

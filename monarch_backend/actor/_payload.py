@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from os import getpid
 from typing import Any
@@ -14,7 +15,7 @@ from monarch_backend.transport._exceptions import pack_exception, remote_traceba
 from monarch_backend.transport._frames import FrameError, Status, decode
 from monarch_backend.transport._serialize import dumps, loads
 
-HOST = socket.gethostname()
+HOST = os.environ.get("MONARCH_HOST_NAME") or socket.gethostname()
 
 
 Address = tuple[str, int, int]

@@ -44,7 +44,7 @@ from monarch_backend.transport import _carried
 from monarch_backend.transport._carried import Carried, host_of
 from monarch_backend.transport._far import FarLinks
 from monarch_backend.transport._frames import Agent as AgentFrame
-from monarch_backend.transport._frames import Frame, FrameError
+from monarch_backend.transport._frames import Frame, FrameError, Replaced, Setting
 from monarch_backend.transport._gateway import Gateway
 from monarch_backend.transport._links import LocalLinks
 from monarch_backend.transport._peer import Peer, Room
@@ -91,6 +91,7 @@ class AgentProcess:
         self._router.later = self._pump.later  # type: ignore[method-assign]
         self._router.on_gone = self._gone
         self._router.control[AgentFrame] = self._told
+        self._router.control.update({Replaced: self._ignore, Setting: self._ignore})
         self._root = self._router.peer(plan.root)
         self._secrets = secrets_by_name(plan.secret)
         bounds = Bounds(heartbeat=plan.heartbeat, silence=plan.silence)
@@ -285,6 +286,9 @@ class AgentProcess:
         """On the thread of the connections: nothing comes of the call before it is written down."""
         remote = self._tcp.call((message.host, message.port), self._plan.secret, patience=message.patience)
         self._asking[remote] = message
+
+    def _ignore(self, *_: Any) -> None:
+        """What is said to everybody, and is nothing to an agent."""
 
     def _spawn(self, message: Spawn) -> None:
         if self._spawner is None:

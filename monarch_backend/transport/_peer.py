@@ -14,13 +14,18 @@ if TYPE_CHECKING:
     from monarch_backend.transport._tree import Combiner
 
 
+def short(token: str) -> str:
+    """For people, who know nothing else of it: its host's digits are those of many."""
+    return token[8:16]
+
+
 class PeerGoneError(ConnectionError):
     """The process is not there any more; the text says which one, and how it ended."""
 
     @classmethod
     def of(cls, peer: Peer) -> PeerGoneError:
         """For this process."""
-        return cls(f"process {peer.pid or peer.token[:8]} is gone: {peer.gone}")
+        return cls(f"process {peer.pid or short(peer.token)} is gone: {peer.gone}")
 
 
 class Room:
@@ -80,5 +85,5 @@ class Peer:
         self.peace = False  # it went as it was told to
 
     def __str__(self) -> str:
-        who = (self.label() if callable(self.label) else self.label) or self.token[:8]
+        who = (self.label() if callable(self.label) else self.label) or short(self.token)
         return f"{who} (pid {self.pid})" if self.pid else who

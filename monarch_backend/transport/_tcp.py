@@ -93,6 +93,7 @@ class Remote:
         self.up = False
         self.attempts = 0  # to connect
         self.trouble = ""  # why there is no connection
+        self.closed = False  # by the other side, without a goodbye
         self.lost: str | None = None  # why, once it is
 
     def __str__(self) -> str:
@@ -443,8 +444,16 @@ class Tcp:
             if remote is not None:
                 remote.trouble = str(error)
             self._drop(connection)
-            if isinstance(error, EOFError) and remote is not None and remote.up:
-                self._later.append((time.monotonic() + CLOSED_SECONDS, lambda: self._still_closed(remote)))
+            if remote is not None and remote.up:
+                self._broken(remote, error)
+
+    def _broken(self, remote: Remote, error: Exception) -> None:
+        """A network breaks connections, and does not close them: a process that ends does, or its system for it."""
+        if isinstance(error, EOFError):
+            remote.closed = True
+            self._later.append((time.monotonic() + CLOSED_SECONDS, lambda: self._still_closed(remote)))
+        elif remote.closed and isinstance(error, ConnectionRefusedError):
+            self._lose(remote, "its process has closed the connection, and nobody listens there any more")
 
     def _still_closed(self, remote: Remote) -> None:
         if remote.connection is None and remote.lost is None:
@@ -633,7 +642,7 @@ class Tcp:
             former, remote.connection = remote.connection, connection
             connection.remote = remote
             first, remote.up, remote.who, remote.pause = not remote.up, True, other.who, 0.0
-            remote.trouble = ""
+            remote.trouble, remote.closed = "", False
             remote.heard, remote.silence = time.monotonic(), self.bounds.silence
             self._remotes[remote.id] = remote
             for parts in remote.session.resume(other.received):

@@ -203,7 +203,7 @@ def test_one_that_is_not_there_refuses() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_order_and_ends(seed: int) -> None:
-    """Frames of a pair keep their order, and the word of an end comes after all of them, once, to those who have met."""
+    """Frames of a pair keep their order, and the word of an end comes after all of them, once."""
     world = World(3, seed)
     processes = [world.process(host, number) for host in (1, 2, 3) for number in (1, 2)]
     dying, others = processes[0], processes[1:]
