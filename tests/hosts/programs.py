@@ -401,6 +401,8 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
         theirs = theirs.exception(PATIENCE)
         measured(f"{how}, to the error of an actor on another host", began, most)
         assert isinstance(theirs, ActorError) and isinstance(theirs.__cause__, SupervisionError), theirs
+        if how == "agent stopped":  # who is stopped can't end anything, until it goes on and finds out
+            os.kill(agent, signal.SIGCONT)
         measured(f"{how}, to the end of what ran there", began, most + until_gone(pids[2:], most + 2.0))
         assert workers.failed_ranks == (2, 3)
         alive = hosts.slice(hosts=0)
@@ -415,8 +417,7 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
         again = attach_to_workers([addresses[1]]).spawn_procs({"gpus": 1}).spawn("again", Worker)
         assert again.place.call_one().get(PATIENCE)[0] == "gamma"
         assert asker.ask.call_one(again, "a").get(PATIENCE) == "a"
-    if how == "agent stopped":
-        until_gone([agent], PATIENCE)
+    until_gone([agent], PATIENCE)
     faults.none()
 
 
@@ -453,9 +454,7 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
                     wires.reset(index)
                 else:
                     wires.cut_off(index)
-            if how == "pause":
-                time.sleep(0.3)
-                for index in (0, 2):
+                    stop.wait(0.3)
                     wires.heal(index)
 
     thread = threading.Thread(target=harm)

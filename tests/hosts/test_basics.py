@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.actor.scripts import WarmInterpreter
 from tests.hosts.support import World, any_address6
 
 BASICS = ["values", "exceptions", "payloads", "streams", "ports_and_references", "order"]
@@ -34,9 +35,9 @@ def test_other_ways_to_connect(env: dict[str, str], world: World) -> None:
         world.run("values", one.address, other.address, env=env)
 
 
-def test_two_controllers_at_once(world: World, workers: list[str]) -> None:
+def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
     """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
-    first, second = world.controller(0), world.controller(1)
+    first, second = two_controllers
     try:
         world.start("order", *workers)
         world.start("values", *workers, number=1)
