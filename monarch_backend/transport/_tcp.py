@@ -92,6 +92,7 @@ class Remote:
         self.pause = 0.0
         self.up = False
         self.attempts = 0  # to connect
+        self.times = 0  # that there was a connection
         self.trouble = ""  # why there is no connection
         self.closed = False  # by the other side, without a goodbye
         self.lost: str | None = None  # why, once it is
@@ -116,6 +117,7 @@ class _Connection:
     connecting: bool = False
     shaking: bool = False  # hands, below TLS
     writing: bool = False  # the selector looks for room
+    broken: bool = False  # found when something was written
     gone: bool = False
 
 
@@ -168,16 +170,19 @@ class Tcp:
 
     def listen(self, host: str, port: int = 0) -> Address:
         """Accept calls there; the address, with the port that it got. Raises OSError."""
-        [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listener = socket.socket(family, kind, protocol)
+        try:
+            [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            listener = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise OSError(error.errno, f"can't listen on {host}: {error.strerror}") from None
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
             listener.listen(128)
             listener.setblocking(False)
-        except BaseException:
+        except OSError as error:
             listener.close()
-            raise
+            raise OSError(error.errno, f"can't listen on {host}, port {port}: {error.strerror}") from None
         self._listeners.append(listener)
         self.soon(lambda: self._watch(listener))
         name: Address = listener.getsockname()[:2]
@@ -442,7 +447,8 @@ class Tcp:
         except (OSError, SessionError, EOFError) as error:
             remote = connection.remote
             if remote is not None:
-                remote.trouble = str(error)
+                before = not remote.up and not connection.connecting
+                remote.trouble = f"{error}; is it a host, with the same MONARCH_TLS?" if before else str(error)
             self._drop(connection)
             if remote is not None and remote.up:
                 self._broken(remote, error)
@@ -642,6 +648,7 @@ class Tcp:
             former, remote.connection = remote.connection, connection
             connection.remote = remote
             first, remote.up, remote.who, remote.pause = not remote.up, True, other.who, 0.0
+            remote.times += 1
             remote.trouble, remote.closed = "", False
             remote.heard, remote.silence = time.monotonic(), self.bounds.silence
             self._remotes[remote.id] = remote
@@ -697,6 +704,7 @@ class Tcp:
                 self._flush(connection)
             except OSError:  # the thread will find it when it reads
                 connection.out.clear()
+                connection.broken = True
                 with contextlib.suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_RDWR)
 
