@@ -117,7 +117,7 @@ class _Connection:
     connecting: bool = False
     shaking: bool = False  # hands, below TLS
     writing: bool = False  # the selector looks for room
-    broken: bool = False  # found when something was written
+    broken: bool = False  # as was found when something was written
     gone: bool = False
 
 
@@ -423,10 +423,17 @@ class Tcp:
         self._strangers.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
-        connection.socket.close()
+        remote = connection.remote
+        if remote is None:
+            connection.socket.close()
+        else:
+            with remote.lock:  # nobody is writing
+                if remote.lost is None:  # a reset: an end would say that this process has died
+                    with contextlib.suppress(OSError):
+                        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.socket.close()
         with contextlib.suppress(ValueError):  # it is what fails just now
             connection.reader.close()
-        remote = connection.remote
         if remote is None:
             return
         with remote.lock:
@@ -697,16 +704,17 @@ class Tcp:
     # ---- writing, with the lock of the remote
 
     def _write(self, connection: _Connection, parts: Sequence[Any]) -> None:
+        if connection.broken:
+            return
         idle = not connection.out
         connection.out.extend(memoryview(part).cast("B") for part in parts if len(part))
         if idle:
             try:
                 self._flush(connection)
-            except OSError:  # the thread will find it when it reads
+            except OSError:
                 connection.out.clear()
                 connection.broken = True
-                with contextlib.suppress(OSError):
-                    connection.socket.shutdown(socket.SHUT_RDWR)
+                self.soon(lambda: self._drop(connection))
 
     def _flush(self, connection: _Connection) -> None:
         out = connection.out

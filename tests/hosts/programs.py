@@ -444,11 +444,12 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
     wires = Cables(cables)
     _, _, workers = begin(addresses, silence=4.0, heartbeat=0.5)
     one, other = workers.slice(hosts=0, gpus=0), workers.slice(hosts=1, gpus=0)
+    senders = workers.slice(gpus=1)  # who sends waits, and takes nothing meanwhile
     workers.echo.call(0).get(PATIENCE)
     stop = threading.Event()
 
     def harm() -> None:
-        while not stop.wait(0.15 if how == "reset" else 0.5):
+        while not stop.wait(0.5):
             for index in (0, 2):
                 if how == "reset":
                     wires.reset(index)
@@ -463,7 +464,10 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
     try:
         for turn in range(times):
             count = 300
-            both = [one.note_many.call_one(other, count), other.note_many.call_one(one, count)]
+            both = [
+                senders.slice(hosts=0).note_many.call_one(other, count),
+                senders.slice(hosts=1).note_many.call_one(one, count),
+            ]
             large = [one.echo.call_one(payload) for _ in range(2)]
             mine = [other.note.call_one(-1 - number) for number in range(count)]
             assert list(one.count.call_one(1000)) == list(range(1000))
