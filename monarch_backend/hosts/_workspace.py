@@ -66,10 +66,11 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest_of(file.read())
-        )
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _digest_of(data: bytes) -> str:

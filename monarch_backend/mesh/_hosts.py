@@ -69,8 +69,8 @@ class HostMesh(MeshTrait):
         """Bring the files below a directory to all hosts: what they lack, once to each. A Synced says what was done.
 
         ``to``: where on the hosts, by default at the same path; "~" and variables are theirs. Files that an earlier
-        sync has brought and that are gone here are removed there. ``ignore``: patterns of names, beside ``.git`` and caches.
-        ``reload``: a ProcMesh whose processes then load the workspace's modules again; objects of theirs stay what they
+        sync has brought and that are gone here are removed there. ``ignore``: patterns of names, beside ``.git`` and
+        caches. ``reload``: a ProcMesh whose processes then load the workspace's modules again; objects of theirs stay what they
         are. Raises NotADirectoryError; what fails on a host fails here, with its traceback.
         """
         from monarch_backend.hosts import _workspace
