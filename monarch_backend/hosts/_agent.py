@@ -268,8 +268,7 @@ class AgentProcess:
         except msgspec.DecodeError as error:
             raise FrameError(f"not a message for an agent: {error}") from None
         if isinstance(message, Attach):
-            remote = self._tcp.call((message.host, message.port), self._plan.secret)
-            self._asking[remote] = message
+            self._tcp.soon(lambda: self._ask(message))
         elif isinstance(message, Finish):
             self._finish("its controller ends")
         elif isinstance(message, Hosts):
@@ -282,6 +281,11 @@ class AgentProcess:
                 self._spawner.kill(number, message.signal)
         elif isinstance(message, OutputTaken) and self._output is not None:
             self._output.taken(message.count)
+
+    def _ask(self, message: Attach) -> None:
+        """On the thread of the connections: nothing comes of the call before it is written down."""
+        remote = self._tcp.call((message.host, message.port), self._plan.secret, patience=message.patience)
+        self._asking[remote] = message
 
     def _ignore(self, *_: Any) -> None:
         """What is said to everybody, and is nothing to an agent."""

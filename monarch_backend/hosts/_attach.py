@@ -31,6 +31,9 @@ from monarch_backend.transport._tcp import Bounds
 GOODBYE = 1.0
 """Seconds for it to say goodbye to other hosts."""
 
+LATE = 1.0
+"""Seconds that the gateway has to say that time is up, and what the trouble was."""
+
 PATIENCE = 30.0
 """Seconds for this host's gateway to start: it may be the first that needs the fork server."""
 
@@ -100,8 +103,10 @@ class HostRegistry:
         """In this order. Raises ConnectionError, naming each that can't be reached or does not fit, and why."""
         numbers = [next(self._ids) for _ in addresses]
         for number, (host, port) in zip(numbers, addresses, strict=True):
-            self._program.router.tell(self.gateway, AgentFrame(), _messages.encode(Attach(number, host, port)))
-        self._until(lambda: all(n in self._answers for n in numbers) or self.gateway.gone is not None, patience)
+            self._program.router.tell(
+                self.gateway, AgentFrame(), _messages.encode(Attach(number, host, port, patience))
+            )
+        self._until(lambda: all(n in self._answers for n in numbers) or self.gateway.gone is not None, patience + LATE)
         answers = [self._answers.pop(number, None) for number in numbers]
         failed = [
             answer.reason if answer is not None else f"{address[0]}:{address[1]}: no answer within {patience:g} s"
@@ -196,10 +201,13 @@ def attach_to_workers(
     call hold for the whole program).
 
     Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds,
-    prove that they know the secret, and have the same versions; ValueError for what is no address.
+    prove that they know the secret, and have the same versions; ValueError for what is no address, and for bounds that
+    no host could keep.
     """
     if isinstance(workers, str) or not workers:
         raise ValueError("workers is a list of addresses, of one or more hosts")
+    if not 0 < heartbeat <= silence / 3:  # one word may come late, and one be lost
+        raise ValueError(f"heartbeat={heartbeat:g} and silence={silence:g}: silence is at least three heartbeats")
     addresses = [parse_address(worker) for worker in workers]
     owner: Any = program()
     with _attaching:

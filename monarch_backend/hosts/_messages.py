@@ -73,11 +73,12 @@ class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
-    """A controller to its own gateway: reach the host at this address."""
+    """A controller to its own gateway: reach the host at this address, within so many seconds."""
 
     id: int
     host: str
     port: int
+    patience: float
 
 
 class Attached(msgspec.Struct, tag="attached", frozen=True):

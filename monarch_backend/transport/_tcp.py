@@ -91,6 +91,7 @@ class Remote:
         self.silence = 0.0  # how long it may be silent
         self.pause = 0.0
         self.up = False
+        self.attempts = 0  # to connect
         self.trouble = ""  # why there is no connection
         self.closed = False  # by the other side, without a goodbye
         self.lost: str | None = None  # why, once it is
@@ -182,12 +183,13 @@ class Tcp:
         name: Address = listener.getsockname()[:2]
         return name
 
-    def call(self, address: Address, secret: bytes, whom: bytes = ANYBODY) -> Remote:
+    def call(self, address: Address, secret: bytes, whom: bytes = ANYBODY, *, patience: float | None = None) -> Remote:
         """Connect to a host, and try again until ``patience`` is over; then ``on_up`` or ``on_lost`` is called."""
         remote = Remote(os.urandom(16), address, secret, time.monotonic())
-        remote.wanted, remote.silence = whom, self.bounds.patience
+        remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
         self._remotes[remote.id] = remote
         self.soon(lambda: self._call(remote))
+        self.later(remote.silence, lambda: None if remote.up else self._lose_the_silent(remote, time.monotonic()))
         return remote
 
     def take_over(self, accepted: socket.socket, knock: bytes) -> None:
@@ -296,13 +298,16 @@ class Tcp:
             self._drop(stranger)
         for remote in list(self._remotes.values()):
             if now - remote.heard > remote.silence:
-                how = "nothing was heard from it" if remote.up else "it did not answer"
-                why = f" ({remote.trouble})" if remote.trouble else ""
-                self._lose(remote, f"{how} for {now - remote.heard:.1f} s{why}")
+                self._lose_the_silent(remote, now)
                 continue
             with remote.lock:
                 if remote.connection is not None and remote.up:
                     self._write(remote.connection, [remote.session.word()])
+
+    def _lose_the_silent(self, remote: Remote, now: float) -> None:
+        how = "nothing was heard from it" if remote.up else "it did not answer"
+        why = f" ({remote.trouble})" if remote.trouble else ""
+        self._lose(remote, f"{how} for {now - remote.heard:.1f} s{why}")
 
     def _lose(self, remote: Remote, why: str) -> None:
         if self._remotes.pop(remote.id, None) is None:
@@ -358,24 +363,46 @@ class Tcp:
     def _call(self, remote: Remote) -> None:
         if remote.lost is not None or remote.address is None or self._closed:
             return
+        host, port = remote.address
         try:
-            [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(*remote.address, type=socket.SOCK_STREAM)
+            self._connect(remote, socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
+        except socket.gaierror:  # a name: who knows it may take long to answer
+            threading.Thread(target=self._look_up, args=(remote, host, port), name="monarch-names", daemon=True).start()
+
+    def _look_up(self, remote: Remote, host: str, port: int) -> None:
+        """On a thread of its own."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            trouble = f"{host}: {error}"
+            self.soon(lambda: self._failed(remote, trouble))
+        else:
+            self.soon(lambda: self._connect(remote, found))
+
+    def _failed(self, remote: Remote, trouble: str) -> None:
+        remote.trouble = trouble
+        self._call_again(remote)
+
+    def _connect(self, remote: Remote, found: Sequence[Any]) -> None:
+        """To one of its addresses; next time to the next one."""
+        if remote.lost is not None or self._closed:
+            return
+        family, kind, protocol, _, where = found[remote.attempts % len(found)]
+        remote.attempts += 1
+        try:
             plain = socket.socket(family, kind, protocol)
         except OSError as error:
-            remote.trouble = str(error)
-            self._call_again(remote)
+            self._failed(remote, str(error))
             return
         plain.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            try:
-                plain.connect(where)
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                plain.close()
-                remote.trouble = error.strerror or str(error)
-                self._call_again(remote)
-                return
+        try:
+            plain.connect(where)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            plain.close()
+            self._failed(remote, error.strerror or str(error))
+            return
         self._adopt(plain, remote, b"")
 
     def _call_again(self, remote: Remote) -> None:

@@ -76,17 +76,20 @@ def _listen_to_ctrl_c() -> None:
 class WarmInterpreter:
     """Runs scripts, one at a time."""
 
-    def __init__(self, server: str) -> None:
-        """``server``: the address of the fork server that scripts use, unless they want one of their own."""
+    def __init__(self, server: str, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+        """``server``: the address of the fork server that scripts use, unless they want one of their own.
+
+        ``prefix``: words that make a command run somewhere else, as on another host.
+        """
         self._server = server
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [*prefix, sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,  # as a script's in a pipe: block buffered
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})},
                 preexec_fn=_listen_to_ctrl_c,
             )
         self.run: Run | None = None

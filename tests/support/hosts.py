@@ -36,6 +36,67 @@ def _libc(name: str, *args: Any) -> None:
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
+class Cables:
+    """What lies between hosts. It knows nothing but the processes that keep them, so whoever is root may have a copy.
+
+    A cut is silence, as of a switch that has died: frames go to a hardware address that nobody has.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self.pids = list(pids)
+
+    def cut(self, sender: int, receiver: int) -> None:
+        """Nothing that the one sends reaches the other any more; the way back stays as it is."""
+        self._point(sender, receiver, "02:00:00:00:ff:ff")
+
+    def cut_off(self, index: int, others: Sequence[int] | None = None) -> None:
+        """Silence, both ways, between a host and these others, or all."""
+        for other in self._others(index, others):
+            self.cut(index, other)
+            self.cut(other, index)
+
+    def heal(self, index: int, others: Sequence[int] | None = None) -> None:
+        """A host and the others hear each other again."""
+        for other in self._others(index, others):
+            self._point(index, other, hardware_address(other))
+            self._point(other, index, hardware_address(index))
+
+    def reset(self, index: int) -> None:
+        """All connections of this host break at once, and both sides hear of it."""
+        command = ["nsenter", f"--net=/proc/{self.pids[index]}/ns/net", "ss", "-K", "-t", "state", "established"]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def _others(self, index: int, others: Sequence[int] | None) -> list[int]:
+        return [other for other in (range(len(self.pids)) if others is None else others) if other != index]
+
+    def _point(self, sender: int, receiver: int, where: str) -> None:
+        self.ip(sender, f"neigh replace {address(receiver)} lladdr {where} dev eth0 nud permanent")
+
+    def ip(self, index: int, *lines: str) -> None:
+        """Commands of ip(8), in a host."""
+        enter_and_run_ip(self.pids[index], *lines)
+
+
+def enter_and_run_ip(pid: int, *lines: str) -> None:
+    command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", "-batch", "-"]
+    subprocess.run(command, input="\n".join(lines), text=True, check=True, capture_output=True)
+
+
+def address(index: int) -> str:
+    """The address of a host's eth0; from the range that is set aside for tests of network gear."""
+    return f"198.18.0.{10 + index}"
+
+
+def address6(index: int) -> str:
+    """The other one."""
+    return f"fd00:198:18::{10 + index}"
+
+
+def hardware_address(index: int) -> str:
+    """Of a host's eth0."""
+    return f"02:00:00:00:00:{10 + index:02x}"
+
+
 class Hosts:
     """Hosts 0 to ``count`` - 1, each with an eth0; make them with :func:`hosts`."""
 
@@ -87,25 +148,48 @@ class Hosts:
 
     def _connect(self, count: int) -> None:
         switch = self.pids[-1]
-        self._ip(switch, "link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up")
+        enter_and_run_ip(switch, "link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up")
         for index in range(count):
             pid = self.pids[index]
-            self._ip(
+            enter_and_run_ip(
                 switch, f"link add p{index} type veth peer name eth0 netns {pid}", f"link set p{index} master br0 up"
             )
-            self._ip(pid, "link set lo up", "link set eth0 up", f"addr add {self.address(index)}/24 dev eth0")
-
-    def _ip(self, pid: int, *lines: str) -> None:
-        command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", "-batch", "-"]
-        subprocess.run(command, input="\n".join(lines), text=True, check=True, capture_output=True)
+            enter_and_run_ip(
+                pid,
+                "link set lo up",
+                f"link set eth0 address {hardware_address(index)} up",
+                f"addr add {address(index)}/24 dev eth0",
+                f"addr add {address6(index)}/64 dev eth0 nodad",
+            )
 
     def name(self, index: int) -> str:
         """The hostname of a host."""
         return f"host-{'abcdefgh'[index]}"
 
     def address(self, index: int) -> str:
-        """The address of a host's eth0; from the range that is set aside for tests of network gear."""
-        return f"198.18.0.{10 + index}"
+        """The address of a host's eth0."""
+        return address(index)
+
+    @property
+    def cables(self) -> Cables:
+        """What lies between these hosts."""
+        return Cables(self.pids[:-1])
+
+    def command(self, index: int, *words: str) -> list[str]:
+        """What runs a program on a host, in place of this one and where it is."""
+        namespaces = [f"--{name}" for name in ("net", "ipc", "uts", "mount")]
+        stay = ["env", f"--chdir={os.getcwd()}"]
+        return ["nsenter", f"--target={self.pids[index]}", *namespaces, "--", *stay, *words]
+
+    def processes(self, index: int) -> dict[int, str]:
+        """Who runs on a host, beside what keeps it: command lines by process."""
+        home, found = os.readlink(f"/proc/{self.pids[index]}/ns/net"), {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if int(name) != self.pids[index] and os.readlink(f"/proc/{name}/ns/net") == home:
+                    with open(f"/proc/{name}/cmdline") as words:
+                        found[int(name)] = words.read().replace("\0", " ")
+        return found
 
     def store_address(self, index: int) -> str:
         """An address for `init_method=` on a host, another one each time."""

@@ -1,0 +1,64 @@
+"""Fixtures for the tests of hosts: daemons that serve one test after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.support import Daemon, World
+from tests.support.hosts import Hosts, hosts, refusal
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> Iterator[Hosts]:
+    """Four hosts; skips where there can be none."""
+    if why := refusal():
+        pytest.skip(why)
+    with hosts(4) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def world(namespaces: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Controllers run on host 0; on hosts 1 to 3 a daemon may."""
+    with World(namespaces, tmp_path_factory.mktemp("world")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def daemons(world: World) -> list[Daemon]:
+    """On hosts 1 to 3; no test may kill them."""
+    made = [world.daemon(index) for index in (1, 2, 3)]
+    world.controller()
+    assert all(daemon.address for daemon in made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def workers(daemons: list[Daemon]) -> list[str]:
+    """Their addresses."""
+    return [daemon.address for daemon in daemons]
+
+
+@pytest.fixture(scope="session")
+def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """This machine, for where there are no namespaces."""
+    with World(None, tmp_path_factory.mktemp("loopback")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def loopback_workers(loopback: World) -> list[str]:
+    """Addresses of two daemons there."""
+    daemons = [loopback.daemon(index) for index in (1, 2)]
+    loopback.controller()
+    return [daemon.address for daemon in daemons]
+
+
+@pytest.fixture(scope="session")
+def anywhere(request: pytest.FixtureRequest) -> tuple[World, list[str]]:
+    """Hosts with networks of their own, or else this machine; and the addresses of daemons there."""
+    names = ("loopback", "loopback_workers") if refusal() else ("world", "workers")
+    where, addresses = map(request.getfixturevalue, names)
+    return where, addresses

@@ -1,0 +1,205 @@
+"""What the tests of hosts share: daemons, and controllers, on namespaces or on this machine's loopback.
+
+Imported by controllers and their processes, so it imports no pytest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.actor.scripts import Run, WarmInterpreter
+from tests.support.hosts import Hosts, address6
+
+PATIENCE = 30.0
+NAMES = ("alpha", "beta", "gamma", "delta")
+"""Of the hosts 0, 1, ...; controllers run on host 0."""
+
+UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
+"""`monarch-backend`, wherever it is installed."""
+_SERVER = """
+import sys
+from monarch_backend.mesh._spawner import Spawner
+spawner = Spawner(print)
+spawner.start()
+print(spawner.address, flush=True)
+sys.stdin.read()
+"""
+
+
+class World:
+    """Hosts, or this machine in their place: what runs on them ends with the block."""
+
+    def __init__(self, where: Hosts | None, folder: Path) -> None:
+        self.where, self.folder = where, folder
+        self.secret = folder / "secret"
+        with open(os.open(self.secret, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(os.urandom(32).hex())
+        self._stack = contextlib.ExitStack()
+        self._server = ""
+        self._controllers: list[WarmInterpreter] = []
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def command(self, index: int, *words: str) -> list[str]:
+        """What runs a program on a host."""
+        return self.where.command(index, *words) if self.where is not None else list(words)
+
+    def environment(self, index: int) -> dict[str, str]:
+        """Of what runs there."""
+        added = {"MONARCH_HOST_NAME": NAMES[index], "MONARCH_SECRET_FILE": str(self.secret)}
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **added}
+
+    def address(self, index: int) -> str:
+        """What a daemon listens on, and any port."""
+        return f"{self.where.address(index) if self.where is not None else '127.0.0.1'}:0"
+
+    def daemon(self, index: int, **options: Any) -> Daemon:
+        """A daemon that lasts as long as the world, unless it ends before."""
+        return self._stack.enter_context(Daemon(self, index, **options))
+
+    def controller(self, number: int = 0) -> WarmInterpreter:
+        """An interpreter on host 0; several may run scripts at the same time."""
+        if not self._server:
+            command = self.command(0, sys.executable, "-c", _SERVER)
+            process = subprocess.Popen(
+                command, env=self.environment(0), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            self._stack.callback(process.wait)
+            self._stack.enter_context(process.stdout)  # type: ignore[arg-type]
+            self._stack.enter_context(process.stdin)  # type: ignore[arg-type]
+            assert process.stdout is not None
+            self._server = process.stdout.readline().strip()
+        while len(self._controllers) <= number:
+            one = WarmInterpreter(self._server, self.command(0), self.environment(0))
+            self._controllers.append(self._stack.enter_context(one))
+        return self._controllers[number]
+
+    def start(self, program: str, *arguments: Any, number: int = 0, env: Mapping[str, str] | None = None) -> Run:
+        """Begin a program of programs.py, which gets these arguments."""
+        source = f"import json\nfrom tests.hosts.programs import {program}\n"
+        source += f"{program}(*json.loads({json.dumps(arguments)!r}))\n"
+        return self.controller(number).start(self.folder / f"script{number}.py", source, env=env)
+
+    def run(self, program: str, *arguments: Any, env: Mapping[str, str] | None = None) -> Run:
+        """Run a program to its end, which must be a good one."""
+        self.start(program, *arguments, env=env)
+        try:
+            run = self.controller().finish()
+            print(run.out)
+            assert run.returncode == 0, f"{run.returncode}\n{run.out}\n{run.err}"
+            return run
+        finally:
+            self.controller().drop()
+
+
+class Daemon:
+    """`monarch-backend up` on a host, which listens once this is made."""
+
+    def __init__(
+        self, world: World, index: int, *, address: str = "", env: Mapping[str, str] | None = None, source: str = UP
+    ) -> None:
+        self._log = world.folder / f"up{len(list(world.folder.iterdir()))}"
+        with open(self._log, "wb") as log:
+            self.process = subprocess.Popen(
+                world.command(index, sys.executable, "-c", source, "up", "--address", address or world.address(index)),
+                env={**world.environment(index), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_end_with_us,
+            )
+        self.pid = self.process.pid
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """Where it listens; waits until it does."""
+        deadline = time.monotonic() + PATIENCE
+        while not self._address:
+            said = self.output
+            if "is up: " in said and said.endswith("\n"):
+                self._address = said.split("is up: ")[1].split()[0]
+            else:
+                assert self.process.poll() is None and time.monotonic() < deadline, f"the daemon is not up: {said}"
+                time.sleep(0.01)
+        return self._address
+
+    @property
+    def output(self) -> str:
+        """What it has said so far."""
+        return self._log.read_text()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.process.wait(PATIENCE)
+
+
+def _end_with_us() -> None:
+    """Should pytest be killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """Of a process."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """And theirs."""
+    found = []
+    for child in children(pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def any_address6(index: int) -> str:
+    """As `--address` takes it."""
+    return f"[{address6(index)}]:0"
+
+
+@contextlib.contextmanager
+def ended_within(seconds: float, what: str) -> Iterator[None]:
+    """The block takes no longer."""
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert took < seconds, f"{what} took {took:.2f} s, more than {seconds}"
+
+
+def until_gone(pids: Sequence[int], seconds: float) -> float:
+    """Wait until none of these runs; how long that took."""
+    began = time.monotonic()
+    while left := [pid for pid in pids if runs(pid)]:
+        assert time.monotonic() - began < seconds, f"after {seconds} s still there: {left}"
+        time.sleep(0.002)
+    return time.monotonic() - began
+
+
+def runs(pid: int) -> bool:
+    """It is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False

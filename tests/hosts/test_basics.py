@@ -1,0 +1,48 @@
+"""Actors on other hosts do what actors do: on hosts with networks of their own, and on this machine's loopback."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hosts.support import World, any_address6
+
+BASICS = ["values", "exceptions", "payloads", "streams", "ports_and_references", "order"]
+
+
+@pytest.mark.parametrize("program", BASICS)
+def test_on_hosts(program: str, anywhere: tuple[World, list[str]]) -> None:
+    world, workers = anywhere
+    world.run(program, *workers)
+
+
+@pytest.mark.parametrize("program", ["values", pytest.param("ports_and_references", marks=pytest.mark.slow)])
+def test_on_loopback(program: str, loopback: World, loopback_workers: list[str]) -> None:
+    loopback.run(program, *loopback_workers)
+
+
+def test_what_processes_write_is_shown_with_who_it_was(anywhere: tuple[World, list[str]]) -> None:
+    world, workers = anywhere
+    run = world.run("output", *workers)
+    assert "[hosts 0 gpus 1] said this" in run.out
+    assert "logged that" in run.err and "hosts 1 gpus 0" in run.err
+
+
+@pytest.mark.parametrize("env", [{"MONARCH_TLS": "0"}, {"MONARCH_TLS": "1"}], ids=["plain", "TLS"])
+def test_other_ways_to_connect(env: dict[str, str], world: World) -> None:
+    with world.daemon(1, env=env, address=any_address6(1)) as one, world.daemon(2, env=env) as other:
+        assert one.address.startswith("tcp://[fd00:198:18::11]:")
+        world.run("values", one.address, other.address, env=env)
+
+
+def test_two_controllers_at_once(world: World, workers: list[str]) -> None:
+    """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
+    first, second = world.controller(0), world.controller(1)
+    try:
+        world.start("order", *workers)
+        world.start("values", *workers, number=1)
+        for controller in (second, first):
+            run = controller.finish()
+            assert run.returncode == 0, run.err
+    finally:
+        first.drop()
+        second.drop()

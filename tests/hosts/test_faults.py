@@ -1,0 +1,94 @@
+"""Processes, agents, daemons and whole hosts are lost: who is told what, when, and what goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.support import Daemon, World, descendants, until_gone
+
+QUICKLY = 2.0
+"""Seconds that promise 8 gives to what a dead controller has started."""
+
+SILENCE = 1.0
+"""Seconds, as programs.py has it."""
+
+pytestmark = pytest.mark.usefixtures("whole")
+
+
+@pytest.fixture
+def whole(world: World) -> Iterator[None]:
+    """What a test has cut is whole again."""
+    yield
+    assert world.where is not None
+    for index in range(len(world.where.cables.pids)):
+        world.where.cables.heal(index)
+
+
+def lose(world: World, daemons: list[Daemon], how: str, most: float) -> None:
+    assert world.where is not None
+    addresses = [daemon.address for daemon in daemons]
+    world.run("lost_host", addresses, how, most, world.where.cables.pids, [daemon.pid for daemon in daemons])
+
+
+def test_a_worker_is_killed(world: World, workers: list[str]) -> None:
+    world.run("worker_killed", *workers[:2])
+
+
+@pytest.mark.parametrize("how", ["agent killed", "cut off"])
+def test_a_host_is_lost(how: str, world: World, daemons: list[Daemon]) -> None:
+    lose(world, daemons[:2], how, 3 * SILENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["agent stopped", "cut there", "cut back", "cut from its controller", "unplugged"])
+def test_a_host_is_lost_in_other_ways(how: str, world: World, daemons: list[Daemon]) -> None:
+    lose(world, daemons[:2], how, 3 * SILENCE)
+
+
+@pytest.mark.slow
+def test_a_daemon_is_killed(world: World, daemons: list[Daemon]) -> None:
+    with world.daemon(2) as victim:
+        lose(world, [daemons[0], victim], "daemon killed", 3 * SILENCE)
+
+
+def test_ranks_move_to_a_host_that_is_left(world: World, daemons: list[Daemon]) -> None:
+    world.run("spare", [daemon.address for daemon in daemons[:2]], [daemon.pid for daemon in daemons])
+
+
+@pytest.mark.parametrize("how", [pytest.param("killed"), pytest.param("cut off", marks=pytest.mark.slow)])
+def test_a_controller_is_lost(how: str, world: World, daemons: list[Daemon]) -> None:
+    """All that it has started is gone on every host, and the daemons serve the next one."""
+    assert world.where is not None
+    addresses = [daemon.address for daemon in daemons]
+    run = world.start("controller", *addresses)
+    try:
+        run.read_until("pids ")
+        run.read_until("\n")
+        pids = [int(word) for word in run.out.split("pids ")[1].split("\n")[0].split()]
+        if how == "killed":
+            os.kill(run.pid, signal.SIGKILL)
+            print("measured end of everything after kill -9 of its controller:", until_gone(pids, QUICKLY))
+        else:
+            world.where.cables.cut_off(0)
+            print("measured end of what a cut-off controller had elsewhere:", until_gone(pids[:-1], 3 * SILENCE))
+            world.where.cables.heal(0)
+        run = world.controller().finish()
+        assert run.returncode == (-signal.SIGKILL if how == "killed" else 1), run.err
+        if how != "killed":
+            assert "is lost" in run.err
+        until_gone(pids, QUICKLY)
+    finally:
+        world.controller().drop()
+    world.run("values", *addresses)
+    for daemon in daemons:
+        until_gone([pid for pid in descendants(daemon.pid) if pid in pids], 0.0)
+
+
+@pytest.mark.parametrize("how", ["reset", pytest.param("pause", marks=pytest.mark.slow)])
+def test_connections_break_in_the_middle_of_traffic(how: str, world: World, workers: list[str]) -> None:
+    assert world.where is not None
+    world.run("breaks", workers[:2], world.where.cables.pids, how, 5)

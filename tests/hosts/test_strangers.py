@@ -1,0 +1,12 @@
+"""A daemon's port is open to whoever can reach it: that is nothing to those whom it serves."""
+
+from __future__ import annotations
+
+from tests.hosts.support import Daemon, World
+
+
+def test_a_thousand_strangers(world: World, daemons: list[Daemon]) -> None:
+    world.run("strangers", daemons[0].address, daemons[0].pid)
+    assert daemons[0].process.poll() is None
+    assert "Traceback" not in daemons[0].output, daemons[0].output
+    assert len(daemons[0].output) < 1 << 20
