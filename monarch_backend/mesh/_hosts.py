@@ -70,8 +70,8 @@ class HostMesh(MeshTrait):
 
         ``to``: where on the hosts, by default at the same path; "~" and variables are theirs. Files that an earlier
         sync has brought and that are gone here are removed there. ``ignore``: patterns of names, beside ``.git`` and
-        caches. ``reload``: a ProcMesh whose processes then load the workspace's modules again; objects of theirs stay what they
-        are. Raises NotADirectoryError; what fails on a host fails here, with its traceback.
+        caches. ``reload``: a ProcMesh whose processes then load the workspace's modules again; objects of theirs stay
+        what they are. Raises NotADirectoryError; what fails on a host fails here, with its traceback.
         """
         from monarch_backend.hosts import _workspace
 
