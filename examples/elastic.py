@@ -14,6 +14,7 @@ name hosts. How long each phase took is printed: detect, regroup, restore, and w
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import signal
@@ -33,6 +34,7 @@ from monarch_backend.actor import Actor, ActorError, ActorMesh, Restart, Supervi
 from monarch_backend.hosts import attach_to_workers
 
 CONTEXT, BATCH = 64, 24
+MOST_FAILURES = 20
 SILENCE = 1.5  # seconds after which a host that says nothing is lost
 
 
@@ -61,14 +63,12 @@ class Trainer(Actor):
     @endpoint
     def train(self, step: int) -> float:
         """One step of the group; nothing has changed if it raises."""
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        tokens, targets = self.batch(step, rank, size)
+        tokens, targets = self.batch(step, dist.get_rank(), dist.get_world_size())
         self.optimizer.zero_grad()
         loss = -self.model(tokens).gather(-1, targets[..., None]).sum() / (BATCH * CONTEXT)
         loss.backward()
         total = torch.cat([loss.detach()[None], *(weight.grad.flatten() for weight in self.model.parameters())])
-        if size > 1:
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         at = 1
         for weight in self.model.parameters():
             weight.grad.copy_(total[at : at + weight.numel()].view_as(weight))
@@ -116,13 +116,11 @@ class Team:
         """A new group, in which all have what the most advanced one has; the step that comes next."""
         self.ranks = sorted(ranks)
         begun = time.monotonic()
-        if len(self.ranks) > 1:
-            self.members(self.procs).process_group(timeout=30).get()
+        self.members(self.procs).process_group(timeout=30).get()
         grouped = time.monotonic()
         steps, pids = zip(*self.members(self.trainers).ready.call().get(timeout=30).values(), strict=True)
         self.pids |= dict(zip(self.ranks, pids, strict=True))
-        if len(self.ranks) > 1:
-            self.members(self.trainers).restore.call(steps.index(max(steps))).get(timeout=30)
+        self.members(self.trainers).restore.call(steps.index(max(steps))).get(timeout=30)
         self.phases |= {"regroup": grouped - begun, "restore": time.monotonic() - grouped}
         return max(steps)
 
@@ -153,26 +151,35 @@ def survivors(team: Team, error: SupervisionError | ActorError) -> list[int]:
 def train(team: Team, steps: int, faults: dict[int, Any]) -> list[float]:
     """All steps, whatever happens; losses by step."""
     losses: list[float] = []
-    everybody, returning, begun = list(team.ranks), {}, 0.0
-    step = team.regroup(everybody)
+    returning: dict[int, Any] = {}
+    begun, failures = 0.0, 0
+    step = team.regroup(team.ranks)
     while step < steps:
         if step in faults:
             fault = faults.pop(step)
             begun = time.monotonic()
             print(f"step {step}: {fault()}", flush=True)
-        back = [rank for rank, call in returning.items() if call.done()]
         try:
+            back = [rank for rank, call in returning.items() if call.done()]
             if back:
                 for rank in back:
-                    returning.pop(rank).get()
+                    call, returning[rank] = returning[rank], team.trainers.slice(hosts=rank).ready.call_one()
+                    call.get()  # the replacement may have died as well; then there will be another one
                 step = team.regroup([*team.ranks, *back])
-                print(f"step {step}: rank {back} is back after {time.monotonic() - begun:.2f} s, "
-                      f"restored from a peer in {team.phases['restore']:.3f} s", flush=True)  # fmt: skip
+                for rank in back:
+                    del returning[rank]
+                after = (
+                    f"after {time.monotonic() - begun:.2f} s, restored from a peer in {team.phases['restore']:.3f} s"
+                )
+                print(f"step {step}: ranks {back} are back {after}", flush=True)
             loss = team.step(step)
         except (SupervisionError, ActorError) as error:
             detected = time.monotonic() - begun
             alive = survivors(team, error)
             dead = [rank for rank in team.ranks if rank not in alive]
+            failures += 1
+            if not alive or failures > MOST_FAILURES:
+                raise
             print(f"step {step}: {str(error).splitlines()[0]}", flush=True)
             for rank in dead:
                 returning[rank] = team.trainers.slice(hosts=rank).ready.call_one()
@@ -255,11 +262,13 @@ def main(argv: list[str] | None = None) -> None:
         }  # fmt: skip
         losses = train(Team(procs, trainers, [0, 1, 2]), args.steps, faults)
         procs_alone = hosts.slice(hosts=survivor(victims)).spawn_procs({"gpus": 1}, name="alone")
+        procs_alone.process_group().get()
         alone = procs_alone.slice(gpus=0).spawn("alone", Trainer, args.seed)
         expected = [alone.train.call_one(step).get() for step in range(args.steps)]
         worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         print(f"final loss {losses[-1]:.4f}; undisturbed {expected[-1]:.4f}; largest difference on the way {worst:.2e}")
-        print(f"a byte costs {losses[-1] / 0.6931:.2f} bits, of {BYTES.bit_length() - 1}")
+        print(f"a byte costs {losses[-1] / math.log(2):.2f} bits, of {math.log2(BYTES):.0f}")
+        hosts.shutdown().get()
     finally:
         if local is not None:
             local.close()

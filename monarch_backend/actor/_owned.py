@@ -624,6 +624,8 @@ class ProcessOwner:
                 log.warning("%s is killed, %s: %s", peer, "for its time is up" if late else "since it was to stop", why)
                 self._kill(member)
             else:
+                if program.host(peer.token) is not None:
+                    member.spawner.kill_if_deaf(member.number, member.knocked)
                 busy.append(str(peer))
                 # Stopped by a signal just after it had read that it is to stop, it would be "at work" for ever:
                 # whoever works has read this by the next look.

@@ -27,6 +27,7 @@ from monarch_backend.hosts._messages import (
     Finish,
     Hosts,
     Kill,
+    KillIfDeaf,
     Lost,
     Output,
     OutputTaken,
@@ -39,6 +40,7 @@ from monarch_backend.hosts._messages import (
 )
 from monarch_backend.hosts._output import OutputReader
 from monarch_backend.hosts._tls import tls_for
+from monarch_backend.mesh import _linux
 from monarch_backend.mesh._spawner import Event, ProcessSpec, Spawner, SpawnLimitError
 from monarch_backend.transport import _carried
 from monarch_backend.transport._carried import Carried, host_of
@@ -109,6 +111,7 @@ class AgentProcess:
         self._spawner: Spawner | None = None
         self._numbers: dict[int, int] = {}  # the spawner's, by the controller's
         self._names: dict[int, int] = {}  # and the reverse
+        self._pids: dict[int, int] = {}  # by the controller's
         self._output: OutputReader | None = None
         self._end = Room()
         self._listener: socket.socket | None = None
@@ -294,6 +297,8 @@ class AgentProcess:
             number = self._numbers.get(message.id)
             if number is not None and self._spawner is not None:
                 self._spawner.kill(number, message.signal)
+        elif isinstance(message, KillIfDeaf):
+            self._kill_if_deaf(message)
         elif isinstance(message, OutputTaken) and self._output is not None:
             self._output.taken(message.count)
 
@@ -301,6 +306,14 @@ class AgentProcess:
         """On the thread of the connections: nothing comes of the call before it is written down."""
         remote = self._tcp.call((message.host, message.port), self._plan.secret, patience=message.patience)
         self._asking[remote] = message
+
+    def _kill_if_deaf(self, message: KillIfDeaf) -> None:
+        number, pid = self._numbers.get(message.id), self._pids.get(message.id)
+        if number is None or pid is None or self._spawner is None:
+            return
+        unread = self._gateway.unread(pid)
+        if unread and (not message.knocked or _linux.stands_still(pid)):
+            self._spawner.kill(number)
 
     def _ignore(self, *_: Any) -> None:
         """What is said to everybody, and is nothing to an agent."""
@@ -346,6 +359,7 @@ class AgentProcess:
             self._pump.later(0.001, lambda: self._event(event))
             return
         if isinstance(event, Started):
+            self._pids[number] = event.pid
             self._tell(msgspec.structs.replace(event, id=number))
             return
         assert isinstance(event, (Exited, SpawnFailed))
@@ -353,6 +367,7 @@ class AgentProcess:
             self._output.end(number)
         self._names.pop(event.id, None)
         self._numbers.pop(number, None)
+        self._pids.pop(number, None)
         self._tell(msgspec.structs.replace(event, id=number))
 
 

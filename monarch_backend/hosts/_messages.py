@@ -102,6 +102,16 @@ class Hosts(msgspec.Struct, tag="hosts", frozen=True):
     known: dict[str, tuple[str, int, str, str]]
 
 
+class KillIfDeaf(msgspec.Struct, tag="kill_if_deaf", frozen=True):
+    """To an agent: this process was told to stop a while ago; kill it if it does not even read.
+
+    ``knocked``: it has read so much that it may be at work since, unless it stands still.
+    """
+
+    id: int
+    knocked: bool
+
+
 class Output(msgspec.Struct, tag="output", frozen=True):
     """What a process has written; stream 1 or 2. No data: the end."""
 
@@ -141,6 +151,7 @@ Message = (
     | Finish
     | Spawn
     | Kill
+    | KillIfDeaf
     | Started
     | SpawnFailed
     | Exited

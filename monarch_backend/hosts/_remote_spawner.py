@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend.hosts import _messages
-from monarch_backend.hosts._messages import Exited, Kill, Output, OutputTaken, Spawn, SpawnFailed, Started
+from monarch_backend.hosts._messages import Exited, Kill, KillIfDeaf, Output, OutputTaken, Spawn, SpawnFailed, Started
 from monarch_backend.mesh._spawner import LostWithHost, ProcessSpec
 
 
@@ -69,6 +69,11 @@ class RemoteSpawner:
         """As Spawner.kill."""
         if self._lost is None:
             self._tell(Kill(number, signal))
+
+    def kill_if_deaf(self, number: int, knocked: bool) -> None:
+        """Only its host knows whether it reads."""
+        if self._lost is None:
+            self._tell(KillIfDeaf(number, knocked))
 
     def heard(self, body: Any) -> None:
         """A message of the agent's. Raises msgspec.DecodeError for what is none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend.mesh._extent import Extent, MeshTrait, Shape
@@ -61,6 +62,20 @@ class HostMesh(MeshTrait):
     def shutdown(self) -> Any:
         """Stop all processes that this program has started on these hosts. A Future of None."""
         return program().stop_procs(None, "stop", "its hosts were shut down", hosts=self.hosts or ())
+
+    def sync_workspace(
+        self, path: str | os.PathLike[str], to: str | None = None, *, ignore: Sequence[str] = (), reload: Any = None
+    ) -> Any:
+        """Bring the files below a directory to all hosts: what they lack, once to each. A Synced says what was done.
+
+        ``to``: where on the hosts, by default at the same path; "~" and variables are theirs. Files that an earlier
+        sync has brought and that are gone here are removed there. ``ignore``: patterns of names, beside ``.git`` and
+        caches. ``reload``: a ProcMesh whose processes then load the workspace's modules again; objects of theirs stay
+        what they are. Raises NotADirectoryError; what fails on a host fails here, with its traceback.
+        """
+        from monarch_backend.hosts import _workspace
+
+        return _workspace.sync(self, path, to, ignore, reload)
 
     def __repr__(self) -> str:
         if self._ids is None:

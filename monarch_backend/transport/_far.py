@@ -14,10 +14,7 @@ from monarch_backend.transport import _carried
 from monarch_backend.transport._bodies import own, own_all
 from monarch_backend.transport._carried import CALL, CARRIED, GONE, MANY, MET, REFUSED, Carried, host_of
 from monarch_backend.transport._frames import TOKEN, FrameError, Kind
-from monarch_backend.transport._links import SILENT, Receiver
-
-FIRST = 1 << 20
-"""The number of the first link to another host."""
+from monarch_backend.transport._links import FAR, SILENT, Receiver
 
 Event = tuple[Any, ...]
 
@@ -64,7 +61,7 @@ class FarLinks:
     def _number(self, token: str) -> int:
         number = self._numbers.get(token)
         if number is None:
-            number = self._numbers[token] = FIRST + len(self._tokens)
+            number = self._numbers[token] = FAR + len(self._tokens)
             self._tokens.append(token)
         return number
 
@@ -77,9 +74,9 @@ class FarLinks:
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
         """As Links.send."""
-        if link < FIRST:
+        if link < FAR:
             return bool(self.native.send(link, kind, target, ref, seq, rank, epoch, prefix, body, buffers))
-        prefix = _carried.tokens(self._tokens[link - FIRST], self.token) + prefix
+        prefix = _carried.tokens(self._tokens[link - FAR], self.token) + prefix
         return self._to_gateway(Carried(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
 
     def cast(
@@ -87,13 +84,13 @@ class FarLinks:
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
         """As Links.cast: the gateway gets one frame for all who are on other hosts."""
-        far = [receiver for receiver in to if receiver[0] >= FIRST]
+        far = [receiver for receiver in to if receiver[0] >= FAR]
         if not far:
             return bool(self.native.cast(to, kind, target, ref, prefix, body, buffers))
-        near = [receiver for receiver in to if receiver[0] < FIRST]
+        near = [receiver for receiver in to if receiver[0] < FAR]
         if near and not self.native.cast(near, kind, target, ref, prefix, body, buffers):
             return False
-        rows = [(self._tokens[link - FIRST], seq, rank, epoch) for link, seq, rank, epoch in far]
+        rows = [(self._tokens[link - FAR], seq, rank, epoch) for link, seq, rank, epoch in far]
         prefix = _carried.pack_receivers(rows) + _carried.tokens("0" * TOKEN, self.token) + prefix
         frame = Carried(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
         if self._to_gateway(frame):
@@ -105,12 +102,12 @@ class FarLinks:
 
     def drop(self, link: int) -> None:
         """As Links.drop; what is said to one on another host is dropped there."""
-        if link < FIRST:
+        if link < FAR:
             self.native.drop(link)
 
     def unread(self, link: int) -> int:
         """As Links.unread; 0 for one on another host, of which only its gateway knows."""
-        return int(self.native.unread(link)) if link < FIRST else 0
+        return int(self.native.unread(link)) if link < FAR else 0
 
     # ---- what comes
 

@@ -138,6 +138,12 @@ class Gateway:
     def _waiting_for(self, token: str) -> list[tuple[str, int]]:
         return [(entry[:TOKEN], int(entry[TOKEN:])) for entry in self._asked.pop(token, ())]
 
+    def unread(self, pid: int) -> bool:
+        """A process of this host has something to read, and has not done so."""
+        with self._lock:
+            links = [link for link, (_, its) in self._by_link.items() if its == pid]
+            return any(link in self._kept or self._links.unread(link) > 0 for link in links)
+
     # ---- from another host
 
     def arrived(self, prefix: bytes, body: memoryview) -> None:

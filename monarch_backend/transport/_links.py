@@ -21,6 +21,9 @@ MOST_IN_ONE = 256 << 20
 UNREAD_BYTES = 256 << 20
 """Of those, how much one receiver may leave unread: the rest is for the others. One message goes in any case."""
 
+FAR = 1 << 20
+"""The number of the first link to another host."""
+
 SILENT = -2
 """What `connect` returns for a process that does not answer yet."""
 

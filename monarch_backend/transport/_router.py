@@ -29,7 +29,7 @@ from monarch_backend.transport._frames import (
     There,
     Where,
 )
-from monarch_backend.transport._links import MOST_IN_ONE, SILENT, Links, Receiver, epoch_of
+from monarch_backend.transport._links import FAR, MOST_IN_ONE, SILENT, Links, Receiver, epoch_of
 from monarch_backend.transport._peer import Peer, PeerGoneError, Room
 from monarch_backend.transport._tree import Cast, Combiner, children, count_below, descendants
 
@@ -387,7 +387,7 @@ class Router:
             or buffers is not None
             or self.goes_straight(body, None)
             or len(alive) <= DIRECT
-            or any(peer.link < 0 for peer, _ in alive)
+            or any(not 0 <= peer.link < FAR for peer, _ in alive)  # gateways send one copy to each host as it is
         ):
             self._cast_straight(alive, kind, target, ref, prefix, body, buffers)
         else:

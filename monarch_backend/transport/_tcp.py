@@ -651,6 +651,8 @@ class Tcp:
 
     def _begin(self, connection: _Connection, remote: Remote, other: Greeting) -> None:
         """It has proved that it knows the secret: its session goes on here."""
+        if other.who == self.who:
+            raise HandshakeError("this is the address of the very process that calls")
         with remote.lock:
             former, remote.connection = remote.connection, connection
             connection.remote = remote

@@ -11,10 +11,10 @@ import pytest
 
 from monarch_backend.transport import _carried
 from monarch_backend.transport._carried import Carried, host_of
-from monarch_backend.transport._far import FIRST, FarLinks
+from monarch_backend.transport._far import FarLinks
 from monarch_backend.transport._frames import FrameError, Kind
 from monarch_backend.transport._gateway import Gateway
-from monarch_backend.transport._links import SILENT
+from monarch_backend.transport._links import FAR, SILENT
 
 
 def token(host: int, process: int) -> str:
@@ -181,13 +181,13 @@ def test_two_meet_and_talk() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)
-    assert link >= FIRST
+    assert link >= FAR
     assert one.told(Kind.MET) == [(link, Kind.MET, two.token, two.pid)]
-    assert two.told(Kind.MET) == [(FIRST, Kind.MET, one.token, one.pid)]
+    assert two.told(Kind.MET) == [(FAR, Kind.MET, one.token, one.pid)]
     say(one, link, b"hello")
     say(two, two.links.connect(one.token), b"hello back")
     world.run()
-    assert two.told(Kind.CALL) == [(FIRST, Kind.CALL, 7, 8, 1, 3, 0, b"prefix", b"hello", None)]
+    assert two.told(Kind.CALL) == [(FAR, Kind.CALL, 7, 8, 1, 3, 0, b"prefix", b"hello", None)]
     assert one.bodies() == [b"hello back"]
 
 
@@ -244,7 +244,7 @@ def test_a_cast_goes_once_to_each_host() -> None:
     world.by_id["00000003"].full = 1  # then each when there is room
     world.run()
     for seq, other in enumerate(others, 1):
-        assert other.told(Kind.CALL) == [(FIRST, Kind.CALL, 7, 8, seq, 10 + seq, 0, b"prefix", b"body", None)]
+        assert other.told(Kind.CALL) == [(FAR, Kind.CALL, 7, 8, seq, 10 + seq, 0, b"prefix", b"body", None)]
 
 
 def test_a_lost_host_is_told_to_all_who_know_somebody_there() -> None:
@@ -259,7 +259,7 @@ def test_a_lost_host_is_told_to_all_who_know_somebody_there() -> None:
     assert [event[2] for event in one.told(Kind.GONE)] == ["host beta is lost"]
     assert [event[2] for event in one.told(Kind.REFUSED)] == [token(2, 2)]
     assert three.told(Kind.GONE) == []
-    assert one.meet(three) >= FIRST
+    assert one.meet(three) >= FAR
 
 
 def test_a_gateway_that_ends_takes_all_far_links_with_it() -> None:
