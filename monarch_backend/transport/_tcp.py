@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import selectors
 import socket
 import ssl
@@ -41,6 +42,9 @@ log = logging.getLogger("monarch_backend")
 
 MOST_STRANGERS = 256
 """Connections that have not proved anything yet; the oldest goes when there is one more."""
+
+MOST_OVER = 1024
+"""Sessions that are over and remembered as such: many times as many as can still be asked for."""
 
 STRANGER_SECONDS = 5.0
 """Time to prove it."""
@@ -91,6 +95,7 @@ class Remote:
         self.silence = 0.0  # how long it may be silent
         self.pause = 0.0
         self.up = False
+        self.knows = False  # of this session, for sure: it has said something in it
         self.attempts = 0  # to connect
         self.times = 0  # that there was a connection
         self.trouble = ""  # why there is no connection
@@ -152,6 +157,7 @@ class Tcp:
         self.bounds = bounds or Bounds()
         self._tls, self._hand_over = tls, hand_over
         self._remotes: dict[bytes, Remote] = {}  # by session
+        self._over: dict[bytes, None] = {}  # sessions that were lost, the oldest first
         self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
@@ -317,6 +323,7 @@ class Tcp:
     def _lose(self, remote: Remote, why: str) -> None:
         if self._remotes.pop(remote.id, None) is None:
             return
+        self._forget(remote)
         with remote.lock:
             remote.lost = why
             remote.waiting.clear()
@@ -325,9 +332,16 @@ class Tcp:
             self._drop(connection)
         self._on_lost(remote)
 
+    def _forget(self, remote: Remote) -> None:
+        """Not quite: its session does not begin anew, with frames that have come before."""
+        self._over[remote.id] = None
+        while len(self._over) > MOST_OVER:
+            del self._over[next(iter(self._over))]
+
     def _hang_up(self, remote: Remote) -> None:
         if self._remotes.pop(remote.id, None) is None:
             return
+        self._forget(remote)
         with remote.lock:
             remote.lost = "we have said goodbye"
             connection, remote.connection = remote.connection, None
@@ -413,7 +427,8 @@ class Tcp:
     def _call_again(self, remote: Remote) -> None:
         first = self.bounds.pause
         remote.pause = min(remote.pause * 2, first * 10) if remote.pause else first
-        self._later.append((time.monotonic() + remote.pause, lambda: self._call(remote)))
+        pause = remote.pause * random.uniform(0.5, 1.0)  # many may have been broken off at once
+        self._later.append((time.monotonic() + pause, lambda: self._call(remote)))
 
     def _drop(self, connection: _Connection) -> None:
         """This connection is over; its session may go on with another one."""
@@ -579,7 +594,7 @@ class Tcp:
             return False
         except ssl.SSLError as error:
             raise HandshakeError(
-                f"TLS failed: {error.reason or error}: is it the same job, with the same secret?"
+                f"TLS failed: {error.reason or error}: is it a host, of the same job, with the same secret?"
             ) from None
         connection.shaking = False
         self._look_for(connection, selectors.EVENT_READ)
@@ -633,7 +648,7 @@ class Tcp:
         known = self._remotes.get(called.other.session)
         if known is not None:
             return known if known.secret == called.secret and known.who == called.other.who else None
-        if called.other.received or called.other.resumes:
+        if called.other.received or called.other.resumes or called.other.session in self._over:
             return None
         return Remote(called.other.session, None, called.secret, time.monotonic())
 
@@ -641,7 +656,7 @@ class Tcp:
         knock = _KNOCK.pack(_KNOCK_MAGIC, self._tls is not None, remote.wanted, name_of(remote.secret))
         self._write(connection, [knock])
         binding = yield from self._secured(connection, remote.secret)
-        caller = Caller(remote.secret, Greeting(self.who, remote.id, remote.session.received, remote.up), binding)
+        caller = Caller(remote.secret, Greeting(self.who, remote.id, remote.session.received, remote.knows), binding)
         self._write(connection, [caller.hello()])
         self._write(connection, [caller.hear(bytes((yield ANSWER_BYTES)))])
         if remote.wanted not in (ANYBODY, caller.other.who):
@@ -673,6 +688,7 @@ class Tcp:
         session, scratch = remote.session, bytearray()
         while True:
             head = read_head(bytes((yield HEAD_BYTES)))
+            remote.knows = True
             if head.kind != DATA:
                 with remote.lock:
                     session.hear(head)

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import random
 import signal
 import socket
 import threading
@@ -449,7 +450,7 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
     stop = threading.Event()
 
     def harm() -> None:
-        while not stop.wait(0.5):
+        while not stop.wait(random.uniform(0.2, 0.8)):
             for index in (0, 2):
                 if how == "reset":
                     wires.reset(index)
