@@ -205,6 +205,7 @@ class AgentProcess:
         except FrameError as error:
             log.error("host %s: %s; it is not listened to any more", self._name_of(remote), error)
             self._tcp.hang_up(remote)
+            remote.lost = str(error)
             self._lost(remote)
 
     # ---- hosts that come and go
@@ -270,7 +271,7 @@ class AgentProcess:
             self._tell(Attached(asked.id, answer.token, answer.host_name))
             return
         if isinstance(answer, Welcome):
-            answer = Unwelcome(f"it has {', '.join(differences)}: install the same versions on both")
+            answer = Unwelcome(f"{', '.join(differences)}: install the same versions on both")
         self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {answer.reason}"))
 
     # ---- what the controller wants

@@ -55,6 +55,9 @@ SCRATCH = 64 << 20
 MOST_AT_ONCE = 1 << 20
 """Bytes that are given to a TLS connection in one piece."""
 
+QUIET_SECONDS = 1.0
+"""Between two lines of the log about strangers."""
+
 CLOSED_SECONDS = 1.0
 """For a host to call again whose connection was closed, not broken: a process that dies closes what it has."""
 
@@ -158,6 +161,7 @@ class Tcp:
         self._tls, self._hand_over = tls, hand_over
         self._remotes: dict[bytes, Remote] = {}  # by session
         self._over: dict[bytes, None] = {}  # sessions that were lost, the oldest first
+        self._refusals, self._quiet = 0, 0.0  # of strangers, and until when nothing is said of them
         self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
@@ -493,8 +497,20 @@ class Tcp:
         if remote is not None and connection.name is not None:
             self._lose(remote, str(error))
         else:
-            log.warning("a connection was refused: %s", error)
+            self._tell_of_a_stranger(connection, error)
         self._drop(connection)
+
+    def _tell_of_a_stranger(self, connection: _Connection, error: HandshakeError) -> None:
+        """Not of each: whoever can reach us would write our log."""
+        self._refusals += 1
+        if time.monotonic() < self._quiet:
+            return
+        self._quiet = time.monotonic() + QUIET_SECONDS
+        try:
+            whom = str(connection.socket.getpeername()[0])
+        except OSError:
+            whom = "somebody"
+        log.warning("a connection of %s was refused, the %d. so far: %s", whom, self._refusals, error)
 
     def _ready(self, connection: _Connection, events: int) -> None:
         def act() -> None:

@@ -278,7 +278,7 @@ def refused(addresses: list[str], parts: list[str], good: list[str]) -> None:
     said = ""
     with ended_within(5.0, "to be refused"):
         try:
-            attach_to_workers(addresses, timeout=2.0, **BOUNDS)
+            attach_to_workers(addresses, timeout=1.0, **BOUNDS)
         except ConnectionError as error:
             said = str(error)
     print(said)
@@ -419,6 +419,33 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
         assert again.place.call_one().get(PATIENCE)[0] == "gamma"
         assert asker.ask.call_one(again, "a").get(PATIENCE) == "a"
     until_gone([agent], PATIENCE)
+    faults.none()
+
+
+def cut_between(addresses: list[str], cables: list[int]) -> None:
+    """Two hosts do not hear each other, and their controller hears both: calls between them end, the rest goes on."""
+    faults, wires = expect_faults(), Cables(cables)
+    _, procs, workers = begin(addresses)
+    waiters = procs.spawn("waiters", Waiter)
+    one, other = waiters.slice(hosts=0, gpus=0), waiters.slice(hosts=1, gpus=0)
+    waiting = [one.wait_for.call_one(other), other.wait_for.call_one(one)]
+    until(lambda: [mesh.waits.call_one().get(PATIENCE) for mesh in (one, other)] == [1, 1], "both wait")
+    began = time.monotonic()
+    wires.cut_off(1, [2])
+    try:
+        for future in waiting:
+            error = future.exception(PATIENCE)
+            assert isinstance(error, ActorError) and isinstance(error.__cause__, (SupervisionError, ConnectionError)), (
+                error
+            )
+            assert "is lost" in str(error), error
+            measured("cut between two hosts, to the errors of their actors", began, 4.0)
+        assert list(workers.echo.call("on").get(PATIENCE).values()) == ["on"] * 4
+    finally:
+        wires.heal(1)
+    first, second = workers.slice(hosts=0, gpus=1), workers.slice(hosts=1, gpus=1)  # who have never met
+    assert first.ask.call_one(second, 1).get(PATIENCE) == 1
+    assert second.ask.call_one(first, 2).get(PATIENCE) == 2
     faults.none()
 
 

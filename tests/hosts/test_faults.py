@@ -55,6 +55,11 @@ def test_a_daemon_is_killed(world: World, daemons: list[Daemon]) -> None:
         lose(world, [daemons[0], victim], "daemon killed", 3 * SILENCE)
 
 
+def test_two_hosts_do_not_hear_each_other(world: World, daemons: list[Daemon]) -> None:
+    assert world.where is not None
+    world.run("cut_between", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
+
+
 def test_ranks_move_to_a_host_that_is_left(world: World, daemons: list[Daemon]) -> None:
     world.run("spare", [daemon.address for daemon in daemons[:2]], [daemon.pid for daemon in daemons])
 
