@@ -6,6 +6,7 @@ May live here: arguments and exit codes. May not: what the commands find out or 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from monarch_backend import __version__
@@ -20,7 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor", help="what this machine offers, which route each device takes, what is missing"
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    args = parser.parse_args(argv)
+    commands.add_parser("run", help="torchrun, with ranks from a fork server; its options", add_help=False)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["run"]:  # what follows is torchrun's, which has a parser of its own
+        from monarch_backend import launch
+
+        return launch.run(words[1:])
+    args = parser.parse_args(words)
 
     from monarch_backend.cli import doctor as doctor_module
 

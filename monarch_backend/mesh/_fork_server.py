@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -69,7 +70,12 @@ def main(argument: str) -> NoReturn:
     _linux.set_title("monarch fork server")
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started us may have blocked some
     configuration = msgspec.json.decode(argument, type=Configuration)
-    _preload(configuration.preload)
+    preload(configuration.preload)
+    serve(configuration)
+
+
+def serve(configuration: Configuration) -> NoReturn:
+    """Be the server, in a process that has imported what its children need and dies with its parent until now."""
     server = Server(configuration)
     _linux.outlive_parent()  # from here on the end of the connection tells, and there are children to take along
     spec = server.serve()
@@ -79,7 +85,8 @@ def main(argument: str) -> NoReturn:
     _child.run(spec)
 
 
-def _preload(more: list[str]) -> None:
+def preload(more: Sequence[str] = ()) -> None:
+    """Import what children will need."""
     for name in (*_PRELOAD, *more):
         importlib.import_module(name)
     for name in _PRELOAD_IF_THERE:
@@ -269,7 +276,7 @@ class Server:
 
     def _on_kill(self, client: _Client, request: Kill) -> None:
         if request.id in client.pids:
-            self._processes.kill(client.pids[request.id], request.signal)
+            self._processes.kill(client.pids[request.id], request.signal, request.group)
         for job in client.waiting:
             if job.spec.id == request.id:
                 client.waiting.remove(job)
