@@ -1,7 +1,8 @@
 """`monarch-backend run`: torchrun, whose ranks come from a fork server.
 
-The parser, the rendezvous, restarts, logs and error files are torch's own; _elastic.py is where we touch them, _ranks.py
-starts and ends this host's ranks, _server.py makes the fork server out of the launcher, _script.py is what a rank does.
+The parser, the rendezvous, restarts, logs and error files are torch's own; _elastic.py is where we touch them.
+_ranks.py starts and ends this host's ranks, _server.py makes the fork server out of the launcher, _script.py is what a
+rank does.
 """
 
 from __future__ import annotations

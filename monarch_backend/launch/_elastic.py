@@ -35,7 +35,7 @@ within milliseconds. All of torchrun's options and environment variables; the sa
 
 
 def run(argv: Sequence[str], ranks: Ranks | None, why_not: str) -> None:
-    """Do what torchrun does with ``argv``. ``ranks`` makes the processes; None, for the reason ``why_not``: torch does."""
+    """Do what torchrun does with ``argv``. ``ranks`` makes the processes; None: torch does, because of ``why_not``."""
     args = _parse(argv)
     reason, unusual = _why_not_forked(args, why_not)
     if unusual:
@@ -73,7 +73,7 @@ def _standing_in(ranks: Ranks | None, one_host: bool) -> Iterator[None]:
             start = _start_processes(ranks)
             stack.enter_context(_replaced(local_elastic_agent, "start_processes", start))
         if one_host:
-            delay = _only_fixed(dynamic_rendezvous._delay)
+            delay = _only_fixed(dynamic_rendezvous._delay)  # type: ignore[attr-defined] # of a module beside it
             stack.enter_context(_replaced(dynamic_rendezvous, "_delay", delay))
         yield
 
@@ -98,7 +98,7 @@ def _only_fixed(delay: Callable[..., None]) -> Callable[..., None]:
     return wait
 
 
-class Agent(LocalElasticAgent):  # type: ignore[misc] # untyped in torch
+class Agent(LocalElasticAgent):
     """torch's agent, whose look at the ranks waits until there is something to see.
 
     Between two looks torch sleeps for --monitor-interval. Here that is how long a look takes at most: then it is time
@@ -162,7 +162,7 @@ def _start_processes(ranks: Ranks) -> Callable[..., PContext]:
     return start_processes
 
 
-class ForkedContext(SubprocessContext):  # type: ignore[misc] # untyped in torch
+class ForkedContext(SubprocessContext):
     """torch's bookkeeping of programs, whose processes the fork server makes."""
 
     def __init__(self, ranks: Ranks, **kwargs: Any) -> None:
@@ -178,7 +178,8 @@ class ForkedContext(SubprocessContext):  # type: ignore[misc] # untyped in torch
             [self.stdouts[rank] for rank in everyone],
             [self.stderrs[rank] for rank in everyone],
         )
-        self.subprocess_handlers = {rank: _Handler(process) for rank, process in enumerate(started)}
+        handlers: dict[int, Any] = {rank: _Handler(process) for rank, process in enumerate(started)}
+        self.subprocess_handlers = handlers
 
     def wait_for_end(self, timeout: float) -> None:
         """Until a rank ends that had not ended the last time."""

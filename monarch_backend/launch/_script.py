@@ -40,8 +40,8 @@ def _unbuffer() -> None:
         if old is None:
             continue
         raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115 # for the life of the process
-        new = io.TextIOWrapper(raw, encoding=old.encoding, errors=old.errors, newline="\n", write_through=True)  # type: ignore[type-var] # as CPython does
-        new.mode = "w"
+        new = io.TextIOWrapper(raw, encoding=old.encoding, errors=old.errors, newline="\n", write_through=True)
+        vars(new)["mode"] = "w"  # as CPython does
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
 
@@ -80,7 +80,7 @@ def _code(path: str) -> CodeType:
     try:
         with io.open_code(whole) as file:
             if path.endswith(".pyc") and (code := pkgutil.read_code(file)) is not None:  # type: ignore[attr-defined]
-                return code  # type: ignore[no-any-return]
+                return code
             source = file.read()
     except OSError as error:
         print(f"{sys.executable}: can't open file {whole!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)

@@ -71,10 +71,10 @@ def _serve(connection: socket.socket, launcher: int) -> NoReturn:
         _linux.die_with_parent(launcher)
         os.setsid()  # Ctrl-C is for the launcher, which decides what becomes of its ranks
         _linux.set_title("monarch fork server")
-        streams = [_duplicate(number) for number in (1, 2)]
-        _fork_server.serve(_fork_server.Configuration(connection.detach(), None, *streams, []))
+        stdout, stderr = _duplicate(1), _duplicate(2)
+        _fork_server.serve(_fork_server.Configuration(connection.detach(), None, stdout, stderr, [], lasting=False))
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type] # there is one
+        sys.excepthook(*sys.exc_info())
         os._exit(1)  # never into the launcher's own code
 
 

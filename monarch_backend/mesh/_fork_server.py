@@ -56,13 +56,17 @@ _MAX_WAITING = 32
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """What the spawner hands to the server that it starts: inherited descriptors, and modules to import."""
+    """What the spawner hands to the server that it starts: inherited descriptors, and modules to import.
+
+    ``lasting``: processes will come of it for long, and to make them cheap is worth a few tenths of a second at first.
+    """
 
     connection: int
     listener: int | None
     stdout: int
     stderr: int
     preload: list[str]
+    lasting: bool = True
 
 
 def main(argument: str) -> NoReturn:
@@ -135,6 +139,7 @@ class Server:
 
     def __init__(self, configuration: Configuration) -> None:
         self._stdout, self._stderr = configuration.stdout, configuration.stderr
+        self._lasting = configuration.lasting
         inherited = {configuration.connection, configuration.listener, self._stdout, self._stderr} - {None}
         for descriptor in inherited:
             os.set_inheritable(descriptor, False)  # type: ignore[arg-type]
@@ -153,9 +158,10 @@ class Server:
 
     def serve(self) -> Spawn | None:
         """Until the first connection has ended; then None. In a child: what it is to be, with nothing of ours open."""
-        gc.collect()
+        if self._lasting:
+            gc.collect()
+            _linux.use_huge_pages()
         gc.freeze()  # the collector of a child leaves alone what it shares with us, and so the memory stays shared
-        _linux.use_huge_pages()
         while self._clients:
             busy = any(client.waiting for client in self._clients)
             for key, events in self._selector.select(0 if busy else None):

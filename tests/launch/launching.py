@@ -1,0 +1,92 @@
+"""Runs a launcher as a user does, ours or torch's, and keeps what it said."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OURS = "from monarch_backend.cli import main; import sys; sys.exit(main())"
+COMMANDS = {
+    "monarch": [sys.executable, "-c", OURS, "run"],
+    "torchrun": [sys.executable, "-c", "from torch.distributed.run import main; import sys; sys.exit(main())"],
+}
+PATIENCE = 100
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launcher that has ended, and the directory that was its and its ranks'."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    directory: Path
+
+    def reports(self) -> list[Any]:
+        """What ranks wrote into report-RANK.json."""
+        return [json.loads(path.read_text()) for path in sorted(self.directory.glob("report-*.json"))]
+
+    def table(self) -> str:
+        """The failures as the launcher lists them, without times, pids, hosts and directories."""
+        text = self.stderr[self.stderr.rindex("ChildFailedError") :]
+        text = re.sub(r"( time +: | host +: |\(pid: |PID ).*?(\)?)$", r"\1...\2", text, flags=re.MULTILINE)
+        return re.sub(r"/\S*?/(attempt_\d+/\S+)", r"\1", text).replace("=", "").replace("-", "")
+
+
+@contextlib.contextmanager
+def launching(kind: str, *words: str, directory: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher that runs while the block does; what is left of it then is killed, with its ranks."""
+    directory.mkdir(exist_ok=True)
+    with subprocess.Popen(
+        [*COMMANDS[kind], *words],
+        cwd=directory,
+        env=_environment(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=10)
+                process.kill()
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    here = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    root = str(Path(__file__).parents[2])
+    return {**here, "PYTHONPATH": os.pathsep.join([root, here.get("PYTHONPATH", "")]).rstrip(os.pathsep), **more}
+
+
+def finish(process: subprocess.Popen[str], directory: Path) -> Launched:
+    """Wait for its end."""
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    return Launched(process.returncode, stdout, stderr, directory)
+
+
+def launch(kind: str, *words: str, directory: Path, **environment: str) -> Launched:
+    """Run a launcher to its end."""
+    with launching(kind, *words, directory=directory, **environment) as process:
+        return finish(process, directory)
+
+
+def launch_both(*words: str, directory: Path, **environment: str) -> tuple[Launched, Launched]:
+    """The same under ours and under torchrun, at the same time, in directories of their own."""
+    ours, theirs = directory / "monarch", directory / "torchrun"
+    with (
+        launching("monarch", *words, directory=ours, **environment) as one,
+        launching("torchrun", *words, directory=theirs, **environment) as other,
+    ):
+        return finish(one, ours), finish(other, theirs)
