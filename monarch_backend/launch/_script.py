@@ -15,7 +15,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from types import CodeType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 __all__ = ["run"]
 
@@ -79,8 +79,8 @@ def _code(path: str) -> CodeType:
     whole = os.path.abspath(path)
     try:
         with io.open_code(whole) as file:
-            if path.endswith(".pyc") and (code := pkgutil.read_code(file)) is not None:  # type: ignore[attr-defined]
-                return code
+            if path.endswith(".pyc") and (code := pkgutil.read_code(file)) is not None:
+                return cast(CodeType, code)
             source = file.read()
     except OSError as error:
         print(f"{sys.executable}: can't open file {whole!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)

@@ -8,10 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 OURS = "from monarch_backend.cli import main; import sys; sys.exit(main())"
 COMMANDS = {
@@ -42,14 +43,16 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launching(kind: str, *words: str, directory: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def launching(
+    kind: str, *words: str, directory: Path, stdin: int | IO[str] = subprocess.DEVNULL, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher that runs while the block does; what is left of it then is killed, with its ranks."""
     directory.mkdir(exist_ok=True)
     with subprocess.Popen(
         [*COMMANDS[kind], *words],
         cwd=directory,
         env=_environment(environment),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,8 +69,8 @@ def launching(kind: str, *words: str, directory: Path, **environment: str) -> It
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     here = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    root = str(Path(__file__).parents[2])
-    return {**here, "PYTHONPATH": os.pathsep.join([root, here.get("PYTHONPATH", "")]).rstrip(os.pathsep), **more}
+    paths = [more.get("PYTHONPATH"), str(Path(__file__).parents[2]), here.get("PYTHONPATH")]
+    return {**here, **more, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def finish(process: subprocess.Popen[str], directory: Path) -> Launched:
@@ -76,9 +79,9 @@ def finish(process: subprocess.Popen[str], directory: Path) -> Launched:
     return Launched(process.returncode, stdout, stderr, directory)
 
 
-def launch(kind: str, *words: str, directory: Path, **environment: str) -> Launched:
+def launch(kind: str, *words: str, directory: Path, stdin: int | IO[str] = subprocess.DEVNULL, **env: str) -> Launched:
     """Run a launcher to its end."""
-    with launching(kind, *words, directory=directory, **environment) as process:
+    with launching(kind, *words, directory=directory, stdin=stdin, **env) as process:
         return finish(process, directory)
 
 
@@ -90,3 +93,19 @@ def launch_both(*words: str, directory: Path, **environment: str) -> tuple[Launc
         launching("torchrun", *words, directory=theirs, **environment) as other,
     ):
         return finish(one, ours), finish(other, theirs)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Wait for what has no other sign than that it is there."""
+    give_up = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < give_up, "it did not happen"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """True when the process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
