@@ -58,6 +58,7 @@ class Ranks:
         self._changed = threading.Condition()
         self._processes: dict[int, RankProcess] = {}
         self._ended = 0
+        self._server = server
         self._spawner = Spawner(self._on_event, connection=server.connection)
         # As a new interpreter would have it, but for the entry of the launcher's own script.
         self._path = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
@@ -80,6 +81,7 @@ class Ranks:
         Each environment is added to this process's. ``stdouts`` and ``stderrs`` are paths, empty for this process's
         own. Raises RuntimeError, with none of them running, when one can't be started.
         """
+        self._server.inherit()
         with contextlib.ExitStack() as files:
             specs = [
                 ProcessSpec(

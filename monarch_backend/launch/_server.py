@@ -12,10 +12,12 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from typing import NoReturn
 
 from monarch_backend.mesh import _fork_server, _linux
+from monarch_backend.mesh._server_link import PATIENCE
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,22 @@ class ForkedServer:
     pid: int
     connection: socket.socket
 
+    def inherit(self) -> None:
+        """Should it die, what it would have ended becomes this process's, which then does it in `wait`."""
+        _linux.adopt_orphans()
+
     def wait(self) -> None:
-        """Wait for its end, which the end of the connection has brought about."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        """Wait for its end, which the end of the connection has brought about; end what it did not."""
+        _, status = os.waitpid(self.pid, 0)
+        if status != 0:
+            _kill_children()
 
     def discard(self) -> None:
         """End it before it has served."""
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self.wait()
+        os.waitpid(self.pid, 0)
 
 
 def fork() -> tuple[ForkedServer | None, str]:
@@ -64,6 +71,19 @@ def fork() -> tuple[ForkedServer | None, str]:
         server.discard()
         return None, f"{others} threads of an imported library were running, which a forked process would lack"
     return server, ""
+
+
+def _kill_children() -> None:
+    """And their descendants, who become children meanwhile."""
+    give_up = time.monotonic() + PATIENCE
+    while (pids := _linux.children()) and time.monotonic() < give_up:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        time.sleep(0.005)
 
 
 def _serve(connection: socket.socket, launcher: int) -> NoReturn:

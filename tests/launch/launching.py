@@ -19,7 +19,7 @@ COMMANDS = {
     "monarch": [sys.executable, "-c", OURS, "run"],
     "torchrun": [sys.executable, "-c", "from torch.distributed.run import main; import sys; sys.exit(main())"],
 }
-PATIENCE = 100
+PATIENCE = 50
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,11 @@ class Launched:
 
 @contextlib.contextmanager
 def launching(
-    kind: str, *words: str, directory: Path, stdin: int | IO[str] = subprocess.DEVNULL, **environment: str
+    kind: str,
+    *words: str,
+    directory: Path,
+    stdin: int | IO[str] = subprocess.DEVNULL,
+    **environment: str,
 ) -> Iterator[subprocess.Popen[str]]:
     """A launcher that runs while the block does; what is left of it then is killed, with its ranks."""
     directory.mkdir(exist_ok=True)

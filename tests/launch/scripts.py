@@ -67,7 +67,7 @@ if way == "interrupt":
 WAITING = """
 import os, signal, subprocess, sys
 def end(number, frame):
-    print("told", signal.Signals(number).name, flush=True)
+    os.write(1, f"told {signal.Signals(number).name}\\n".encode())  # in one piece
     if "stubborn" not in sys.argv:
         sys.exit(0)
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -102,14 +102,6 @@ dist.init_process_group("cpu:monarch" if "MONARCH" in os.environ else "gloo")
 x = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(x)
 with open(f"report-{dist.get_rank()}.json", "w") as file:
-    json.dump([x.item(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["GROUP_RANK"]], file)
+    json.dump([x.item(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"), os.environ["GROUP_RANK"]], file)
 dist.destroy_process_group()
-"""
-
-# Ends when the world has two ranks.
-GROWING = """
-import os, signal
-print("a world of", os.environ["WORLD_SIZE"], flush=True)
-while os.environ["WORLD_SIZE"] != "2":
-    signal.pause()
 """

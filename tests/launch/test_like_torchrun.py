@@ -73,7 +73,7 @@ def test_the_same_output(probed: tuple[Launched, Launched]) -> None:
         assert "error of rank 0\n" in one.stderr and "[default1]:error of rank 1\n" in one.stderr
 
 
-@pytest.mark.parametrize(("way", "code"), [("raise", 1), ("exit", 3), ("kill", 9)])
+@pytest.mark.parametrize(("way", "code"), [("raise", 1), ("exit", 3), pytest.param("kill", 9, marks=pytest.mark.slow)])
 def test_a_rank_fails(way: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(scripts.FAILING)
     program = ["-m", "failing"] if way == "exit" else [str(tmp_path / "failing.py")]
@@ -116,7 +116,7 @@ def _errors(directory: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_launcher_gets_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(scripts.WAITING)
     words = ["--nproc-per-node=2", str(tmp_path / "waiting.py")]
