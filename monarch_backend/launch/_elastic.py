@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.utils import _delay
 from torch.distributed.launcher import api as launcher
 
 from monarch_backend.launch._ranks import RankProcess, Ranks
@@ -70,17 +72,20 @@ def _standing_in(ranks: Ranks | None, one_host: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", Agent))
         if ranks is not None:
-            start = _start_processes(ranks)
-            stack.enter_context(_replaced(local_elastic_agent, "start_processes", start))
+            stack.enter_context(_replaced(local_elastic_agent, "start_processes", _start_processes(ranks)))
         if one_host:
-            delay = _only_fixed(dynamic_rendezvous._delay)  # type: ignore[attr-defined] # of a module beside it
-            stack.enter_context(_replaced(dynamic_rendezvous, "_delay", delay))
+            stack.enter_context(_replaced(dynamic_rendezvous, "_delay", _only_fixed(_delay)))
         yield
 
 
 @contextlib.contextmanager
 def _replaced(module: Any, name: str, ours: Any) -> Iterator[None]:
-    original = getattr(module, name)
+    original = getattr(module, name, None)
+    if original is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {module.__name__}.{name}, for which `monarch-backend run` has its own: "
+            "torchrun takes the same arguments"
+        )
     setattr(module, name, ours)
     try:
         yield
