@@ -61,7 +61,7 @@ def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
         return "--run-path", False
     if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
         return f"PYTHON_EXEC={os.environ['PYTHON_EXEC']} is another interpreter than the launcher's", True
-    if args.numa_binding is not None:
+    if getattr(args, "numa_binding", None) is not None:  # not in every torch
         return "--numa-binding starts ranks with numactl", True
     return why_not, bool(why_not)
 
@@ -74,7 +74,7 @@ def _standing_in(ranks: Ranks | None, one_host: bool) -> Iterator[None]:
         if ranks is not None:
             stack.enter_context(_replaced(local_elastic_agent, "start_processes", _start_processes(ranks)))
         if one_host:
-            stack.enter_context(_replaced(dynamic_rendezvous, "_delay", _only_fixed(_delay)))
+            stack.enter_context(_replaced(dynamic_rendezvous, "_delay", _but_the_first(_delay)))
         yield
 
 
@@ -93,11 +93,14 @@ def _replaced(module: Any, name: str, ours: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def _only_fixed(delay: Callable[..., None]) -> Callable[..., None]:
-    """The first rendezvous waits up to 0.3 s at random, so that hosts don't all come at once; here is only one."""
+_FIRST_DELAY = (0, 0.3)
+
+
+def _but_the_first(delay: Callable[..., None]) -> Callable[..., None]:
+    """The first rendezvous waits for a random time, so that hosts don't all come at once; here is only one."""
 
     def wait(seconds: float | tuple[float, float]) -> None:
-        if not isinstance(seconds, tuple):
+        if seconds != _FIRST_DELAY:
             delay(seconds)
 
     return wait

@@ -51,11 +51,12 @@ def test_the_agent_sleeps_and_then_looks() -> None:
     assert "self._pcontext" in inspect.getsource(inspect.unwrap(LocalElasticAgent._monitor_workers))
 
 
-def test_only_the_first_pause_of_a_rendezvous_is_random() -> None:
-    assert len(re.findall(r"_delay\(seconds=\(", inspect.getsource(dynamic_rendezvous))) == 1
+def test_the_first_pause_of_a_rendezvous() -> None:
+    source = inspect.getsource(dynamic_rendezvous)
+    assert re.findall(r"_delay\(seconds=(\(0, 0\.3\))\)", source) == [str(_elastic._FIRST_DELAY)]
     assert "_delay" in dynamic_rendezvous.DynamicRendezvousHandler.next_rendezvous.__code__.co_names
     waited: list[object] = []
-    delay = _elastic._only_fixed(waited.append)  # type: ignore[arg-type]
+    delay = _elastic._but_the_first(waited.append)
     delay(seconds=(0, 0.3))
     delay(seconds=1)
     assert waited == [1]
