@@ -7,6 +7,7 @@ is as good, and nobody waits for a second import. Only that copying, and whether
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -58,6 +59,9 @@ def fork() -> tuple[ForkedServer | None, str]:
         if stream is not None:
             stream.flush()  # else both would print it
     launcher = os.getpid()
+    # What is imported is there to stay. The collector, which would write to all of it, leaves it alone from now on; at
+    # the launcher's end, too, where a last collection takes half a second.
+    gc.freeze()
     pid = os.fork()
     if pid == 0:
         ours.close()
