@@ -33,7 +33,8 @@ from monarch_backend.launch._ranks import RankProcess, Ranks
 _log = logging.getLogger("monarch_backend")
 
 _DESCRIPTION = """torchrun, with ranks that are forked from one process that has imported torch, and failures noticed
-within milliseconds. All of torchrun's options and environment variables; the same exit codes and error files."""
+within milliseconds. All of torchrun's options and environment variables; the same exit codes and error files.
+There is no --controller yet, which will run the script once for a mesh of hosts; on one host, plain python does."""
 
 
 def run(argv: Sequence[str], ranks: Ranks | None, why_not: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import signal
 import socket
 import sys
@@ -33,7 +34,15 @@ class ForkedServer:
         _linux.adopt_orphans()
 
     def wait(self) -> None:
-        """Wait for its end, which the end of the connection has brought about; end what it did not."""
+        """Wait for its end, which the end of the connection has brought about; end what it did not.
+
+        A rank that hangs in a driver can't be killed, and the server would wait for it for ever: not so we.
+        """
+        with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python built on one, before 5.3
+            watch = os.pidfd_open(self.pid)
+            if not select.select([watch], [], [], PATIENCE)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+            os.close(watch)
         _, status = os.waitpid(self.pid, 0)
         if status != 0:
             _kill_children()

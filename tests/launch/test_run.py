@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import scripts
-from tests.launch.launching import Launched, finish, gone, launch, launching, until
+from tests.launch.launching import PATIENCE, Launched, finish, gone, launch, launching, until
 
 
 def _write(directory: Path, name: str, text: str) -> str:
@@ -127,6 +128,29 @@ def test_another_interpreter_is_started_plainly(tmp_path: Path) -> None:
     done = launch("monarch", script, directory=tmp_path, PYTHON_EXEC=str(other))
     assert (done.returncode, done.stdout) == (0, "said\n")
     assert f"PYTHON_EXEC={other} is another interpreter" in done.stderr
+
+
+# What a launcher has done before, and what it then says.
+BUSY = {
+    "OpenMP": (
+        "import torch; torch.set_num_threads(2); torch.ones(1 << 20).exp()",
+        "threads of an imported library were running",
+    ),
+    "Python": (
+        "import threading; threading.Thread(target=threading.Event().wait, name='busy', daemon=True).start()",
+        "the launcher has other threads than its main one, which a forked process would lack: ['busy']",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["OpenMP", pytest.param("Python", marks=pytest.mark.slow)])
+def test_a_launcher_with_threads_forks_nothing(kind: str, tmp_path: Path) -> None:
+    program, reason = BUSY[kind]
+    code = f"{program}; from monarch_backend.cli import main; import sys; sys.exit(main())"
+    words = [sys.executable, "-c", code, "run", _write(tmp_path, "say.py", "print('said')")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "said\n"), done.stderr
+    assert "each rank starts an interpreter and imports torch by itself" in done.stderr and reason in done.stderr
 
 
 @pytest.mark.slow
