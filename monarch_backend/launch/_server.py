@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from monarch_backend.mesh import _fork_server, _linux
+from monarch_backend.mesh import _child, _fork_server, _linux
 from monarch_backend.mesh._server_link import PATIENCE
 
 
@@ -105,7 +105,8 @@ def _serve(connection: socket.socket, launcher: int) -> NoReturn:
         os.setsid()  # Ctrl-C is for the launcher, which decides what becomes of its ranks
         _linux.set_title("monarch fork server")
         stdout, stderr = _duplicate(1), _duplicate(2)
-        _fork_server.serve(_fork_server.Configuration(connection.detach(), None, stdout, stderr, [], lasting=False))
+        configuration = _fork_server.Configuration(connection.detach(), None, stdout, stderr, [], lasting=False)
+        _child.run(_fork_server.serve(configuration))
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)  # never into the launcher's own code

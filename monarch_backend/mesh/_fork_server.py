@@ -75,18 +75,20 @@ def main(argument: str) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started us may have blocked some
     configuration = msgspec.json.decode(argument, type=Configuration)
     preload(configuration.preload)
-    serve(configuration)
+    _child.run(serve(configuration))
 
 
-def serve(configuration: Configuration) -> NoReturn:
-    """Be the server, in a process that has imported what its children need and dies with its parent until now."""
+def serve(configuration: Configuration) -> Spawn:
+    """Be the server, in a process that has imported what its children need and dies with its parent until now.
+
+    Returns in children only, with what each is to be.
+    """
     server = Server(configuration)
     _linux.outlive_parent()  # from here on the end of the connection tells, and there are children to take along
     spec = server.serve()
     if spec is None:
         os._exit(0)
-    del server
-    _child.run(spec)
+    return spec
 
 
 def preload(more: Sequence[str] = ()) -> None:
