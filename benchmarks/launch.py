@@ -32,10 +32,17 @@ from pathlib import Path
 
 import torch
 
-RUN = [sys.executable, "-c", "from monarch_backend.cli import main; import sys; sys.exit(main())", "run"]
+RUN = [sys.executable, "-m", "monarch_backend", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 GLOO, MONARCH = "monarch-backend run, gloo", "monarch-backend run, monarch"
 STOCK = "torchrun, gloo"
+
+NOTES = (
+    "- first all_reduce: from the start of the command until the last rank has it; of a floor it is the whole time",
+    "- death: one of two ranks is killed, until the other has the launcher's SIGTERM; end: until the launcher has ended",
+    "- our dying rank is a copy of a process with torch, which the kernel takes longer to take apart than torchrun's,",
+    "  a bare interpreter here; the floor's is such a copy, too",
+)
 
 SUM = """
 import os, time
@@ -148,12 +155,16 @@ def _markdown(found: Values) -> list[str]:
 def _cell(found: Values, values: dict[str, list[float]], what: str) -> str:
     if what not in values:
         return ""
-    text = f"{statistics.median(values[what]):.3g} ({min(values[what]):.3g} to {max(values[what]):.3g})"
+    text = f"{_digits(statistics.median(values[what]))} ({_digits(min(values[what]))} to {_digits(max(values[what]))})"
     stock = found.get(STOCK, {}).get(what)
     if stock is None or stock is values[what]:
         return text
     ratio = statistics.median(mine / its for mine, its in zip(values[what], stock, strict=False))
     return f"{text}, {ratio:.2f} of torchrun's"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _machine() -> str:
@@ -193,7 +204,7 @@ def main() -> None:
     lines += [
         f"Medians (least to most), and the median of the rounds' ratios; {args.rounds} starts, {args.deaths} deaths."
     ]
-    lines += ["", *_markdown(found), ""]
+    lines += ["", *_markdown(found), "", *NOTES, ""]
     print("\n".join(lines))
     if args.out is not None:
         args.out.write_text("\n".join(lines))

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-OURS = "from monarch_backend.cli import main; import sys; sys.exit(main())"
 COMMANDS = {
-    "monarch": [sys.executable, "-c", OURS, "run"],
-    "torchrun": [sys.executable, "-c", "from torch.distributed.run import main; import sys; sys.exit(main())"],
+    "monarch": [sys.executable, "-m", "monarch_backend", "run"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
 PATIENCE = 50
 
