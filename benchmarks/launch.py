@@ -39,7 +39,7 @@ STOCK = "torchrun, gloo"
 
 NOTES = (
     "- first all_reduce: from the start of the command until the last rank has it; of a floor it is the whole time",
-    "- death: one of two ranks is killed, until the other has the launcher's SIGTERM; end: until the launcher has ended",
+    "- death: one of two ranks is killed, until the other has the launcher's SIGTERM; end: until the launcher ends",
     "- our dying rank is a copy of a process with torch, which the kernel takes longer to take apart than torchrun's,",
     "  a bare interpreter here; the floor's is such a copy, too",
 )
