@@ -80,7 +80,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def _run(command: Sequence[str], script: str, folder: Path, ranks: int, backend: str, code: int) -> tuple[float, float]:
     """When it started and when it had ended."""
     (folder / "script.py").write_text(script)
-    environment = {**os.environ, "BENCH_FOLDER": str(folder), "BENCH_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    mine = {"BENCH_FOLDER": str(folder), "BENCH_BACKEND": backend, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    environment = {**os.environ, **mine}
     words = [*command, "--standalone", f"--nproc-per-node={ranks}", str(folder / "script.py")]
     began = time.monotonic()
     done = subprocess.run(words, env=environment, capture_output=True, text=True)

@@ -54,7 +54,7 @@ def launching(
     with subprocess.Popen(
         [*COMMANDS[kind], *words],
         cwd=directory,
-        env=_environment(environment),
+        env=_environment({**environment, "TMPDIR": str(directory.parent)}),  # both leave a directory in there
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
