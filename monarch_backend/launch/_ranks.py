@@ -61,7 +61,8 @@ class Ranks:
         self._server = server
         self._spawner = Spawner(self._on_event, connection=server.connection)
         # As a new interpreter would have it, but for the entry of the launcher's own script.
-        self._path = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
+        safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+        self._path = sys.path[0 if safe else 1 :]
 
     def __enter__(self) -> Ranks:
         return self

@@ -47,7 +47,8 @@ def _unbuffer() -> None:
 
 
 def _first_on_path(entry: str) -> None:
-    if not getattr(sys.flags, "safe_path", False):
+    """Unless the environment says no: a new interpreter would know that, and not the flags of the launcher."""
+    if not (hasattr(sys.flags, "safe_path") and os.environ.get("PYTHONSAFEPATH")):
         sys.path.insert(0, entry)
 
 
