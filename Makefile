@@ -73,6 +73,7 @@ bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables a
 	$(BIN)/python benchmarks/import_hook.py
 	$(BIN)/python benchmarks/c10d_overhead.py
 	$(BIN)/python benchmarks/deaths.py
+	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/header_check.py
 	$(BIN)/python benchmarks/collectives.py --ddp
 	-$(BIN)/python tools/peer_env.py torchmonarch ray

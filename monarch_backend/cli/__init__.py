@@ -6,6 +6,7 @@ May live here: arguments and exit codes. May not: what the commands find out or 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from monarch_backend import __version__
@@ -27,7 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where to listen, HOST:PORT or tcp://HOST:PORT; other than loopback it needs the job's secret in "
         "MONARCH_SECRET_FILE or MONARCH_SECRET (default: %(default)s)",
     )
-    args = parser.parse_args(argv)
+    commands.add_parser("run", help="torchrun, with ranks from a fork server; its options", add_help=False)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["run"]:  # what follows is torchrun's, which has a parser of its own
+        from monarch_backend import launch
+
+        return launch.run(words[1:])
+    args = parser.parse_args(words)
 
     if args.command == "up":
         from monarch_backend.cli import up as up_module

@@ -48,7 +48,7 @@ from monarch_backend.transport._far import FarLinks
 from monarch_backend.transport._frames import Agent as AgentFrame
 from monarch_backend.transport._frames import Frame, FrameError, Replaced, Setting
 from monarch_backend.transport._gateway import Gateway
-from monarch_backend.transport._links import LocalLinks
+from monarch_backend.transport._links import LocalLinks, few_processors
 from monarch_backend.transport._peer import Peer, Room
 from monarch_backend.transport._pump import Pump
 from monarch_backend.transport._router import Router
@@ -87,7 +87,7 @@ class AgentProcess:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._pid = os.getpid()
-        self._links = LocalLinks(plan.token)
+        self._links = LocalLinks(plan.token, crowded=few_processors())
         self._pump = Pump(self._links.post, self._handle)
         self._gateway = Gateway(self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later)
         far = FarLinks(self._links, self._pid, MYSELF, self._gateway.send, lambda send: self._router.keep(send))

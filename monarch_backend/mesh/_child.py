@@ -140,9 +140,12 @@ def openblas() -> list[tuple[Callable[[], int], Callable[[int], object]]]:
 
 
 def _report(error: BaseException) -> None:
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # without this module's frame
-    sys.excepthook(type(error), error, error.__traceback__)
+    """As an interpreter does: without this module's frame, and those below it that say as pytest's do, "not me"."""
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    while trace is not None and "__tracebackhide__" in trace.tb_frame.f_locals:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    sys.excepthook(type(error), error, trace)
 
 
 def _exit_code(request: SystemExit) -> int:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -55,13 +56,17 @@ _MAX_WAITING = 32
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """What the spawner hands to the server that it starts: inherited descriptors, and modules to import."""
+    """What the spawner hands to the server that it starts: inherited descriptors, and modules to import.
+
+    ``lasting``: processes will come of it for long, and to make them cheap is worth a few tenths of a second at first.
+    """
 
     connection: int
     listener: int | None
     stdout: int
     stderr: int
     preload: list[str]
+    lasting: bool = True
 
 
 def main(argument: str) -> NoReturn:
@@ -69,17 +74,25 @@ def main(argument: str) -> NoReturn:
     _linux.set_title("monarch fork server")
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started us may have blocked some
     configuration = msgspec.json.decode(argument, type=Configuration)
-    _preload(configuration.preload)
+    preload(configuration.preload)
+    _child.run(serve(configuration))
+
+
+def serve(configuration: Configuration) -> Spawn:
+    """Be the server, in a process that has imported what its children need and dies with its parent until now.
+
+    Returns in children only, with what each is to be.
+    """
     server = Server(configuration)
     _linux.outlive_parent()  # from here on the end of the connection tells, and there are children to take along
     spec = server.serve()
     if spec is None:
         os._exit(0)
-    del server
-    _child.run(spec)
+    return spec
 
 
-def _preload(more: list[str]) -> None:
+def preload(more: Sequence[str] = ()) -> None:
+    """Import what children will need."""
     for name in (*_PRELOAD, *more):
         importlib.import_module(name)
     for name in _PRELOAD_IF_THERE:
@@ -128,6 +141,7 @@ class Server:
 
     def __init__(self, configuration: Configuration) -> None:
         self._stdout, self._stderr = configuration.stdout, configuration.stderr
+        self._lasting = configuration.lasting
         inherited = {configuration.connection, configuration.listener, self._stdout, self._stderr} - {None}
         for descriptor in inherited:
             os.set_inheritable(descriptor, False)  # type: ignore[arg-type]
@@ -146,9 +160,10 @@ class Server:
 
     def serve(self) -> Spawn | None:
         """Until the first connection has ended; then None. In a child: what it is to be, with nothing of ours open."""
-        gc.collect()
+        if self._lasting:
+            gc.collect()
+            _linux.use_huge_pages()
         gc.freeze()  # the collector of a child leaves alone what it shares with us, and so the memory stays shared
-        _linux.use_huge_pages()
         while self._clients:
             busy = any(client.waiting for client in self._clients)
             for key, events in self._selector.select(0 if busy else None):
@@ -269,7 +284,7 @@ class Server:
 
     def _on_kill(self, client: _Client, request: Kill) -> None:
         if request.id in client.pids:
-            self._processes.kill(client.pids[request.id], request.signal)
+            self._processes.kill(client.pids[request.id], request.signal, request.group)
         for job in client.waiting:
             if job.spec.id == request.id:
                 client.waiting.remove(job)

@@ -111,11 +111,15 @@ class Processes:
             self._alive.add(pid)
         return Birth(pid, "spawn" if plain else "fork", reason if reason and spec.method is None else "")
 
-    def kill(self, pid: int, number: int) -> None:
-        """Send a signal to a process that was started here and has not been reaped."""
+    def kill(self, pid: int, number: int, group: bool = False) -> None:
+        """Send a signal to a process that was started here and has not been reaped, and to its ``group``."""
         if number == signal.SIGKILL:
             self._killed.add(pid)
         with contextlib.suppress(OSError, OverflowError):  # there is no such signal
+            if group:
+                with contextlib.suppress(ProcessLookupError):  # it was forked just now and leads no group yet
+                    os.killpg(pid, number)
+                    return
             os.kill(pid, number)
 
     def reap(self) -> Iterator[Death]:

@@ -45,10 +45,14 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):
-    """Send ``signal`` to the process, or, if it is not there yet, don't start it."""
+    """Send ``signal`` to the process, or, if it is not there yet, don't start it.
+
+    ``group``: to its process group, too, which is its descendants that made none of their own.
+    """
 
     id: int
     signal: int
+    group: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

@@ -119,7 +119,8 @@ class Spawner:
 
     ``on_event`` is called with Started, then Exited, or with SpawnFailed, for each process; on one thread of the
     spawner's own, which must not be blocked. ``address`` is another spawner's: its server is used, the processes are
-    this one's. ``preload`` names modules that a server which is started here imports.
+    this one's. ``connection`` is the first one of a server that this process has made by forking, and will wait for.
+    ``preload`` names modules that a server which is started here imports.
 
     When the process that has a spawner dies, in whatever way, the spawner's processes are killed with their
     descendants. A process forked from it must make a spawner of its own. Raises OSError if nobody listens at
@@ -137,12 +138,19 @@ class Spawner:
     """
 
     def __init__(
-        self, on_event: Callable[[Event], None], address: str | None = None, *, preload: Sequence[str] = ()
+        self,
+        on_event: Callable[[Event], None],
+        address: str | None = None,
+        *,
+        connection: socket.socket | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
         self._on_event = on_event
         self._preload = list(preload)
+        if connection is not None:
+            address = "nowhere"  # it has no listener
         self._given = address
-        self._given_socket = None if address is None else connect(address)
+        self._given_socket = connect(address) if address is not None and connection is None else connection
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._requests: list[tuple[bytes, tuple[int, ...]]] = []
@@ -205,16 +213,17 @@ class Spawner:
         self._wake()
         return ids
 
-    def kill(self, number: int, signal: int = signals.SIGKILL) -> None:
+    def kill(self, number: int, signal: int = signals.SIGKILL, *, group: bool = False) -> None:
         """Send a signal to the process with this id; one not started yet is not started. Nothing if it has ended.
 
+        ``group``: to its process group, too.
         Raises ValueError for what is no signal.
         """
         signals.Signals(signal)
         with self._lock:
             if self._closing or (number not in self._asked and number not in self._running):
                 return
-            self._requests.append((frame(Kill(number, signal)), ()))
+            self._requests.append((frame(Kill(number, signal, group)), ()))
         self._wake()
 
     def close(self) -> None:

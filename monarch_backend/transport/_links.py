@@ -110,6 +110,11 @@ class Links(Protocol):
         ...
 
 
+def few_processors() -> bool:
+    """Too few for a process and its gateway, each with a thread beside, to wait by spinning."""
+    return len(os.sched_getaffinity(0)) < 4
+
+
 class LocalLinks:
     """Links between processes of one host, over shared memory."""
 
@@ -129,5 +134,7 @@ class LocalLinks:
 
     def go_through(self, far: Any) -> None:
         """From now on other hosts can be reached, too: ``far`` is a FarLinks that stands before these links."""
+        if not os.environ.get("MONARCH_SPIN"):
+            self.post.crowd(few_processors())
         self.connect, self.send, self.cast = far.connect, far.send, far.cast
         self.drop, self.unread, self.translate = far.drop, far.unread, far.translate
