@@ -107,6 +107,10 @@ class HostRegistry:
                 self.gateway, AgentFrame(), _messages.encode(Attach(number, host, port, patience))
             )
         self._until(lambda: all(n in self._answers for n in numbers) or self.gateway.gone is not None, patience + LATE)
+        if self.gateway.gone is not None:
+            raise RuntimeError(
+                f"the gateway of this host has ended, and with it all ways to others: {self.gateway.gone}"
+            )
         answers = [self._answers.pop(number, None) for number in numbers]
         failed = [
             answer.reason if answer is not None else f"{address[0]}:{address[1]}: no answer within {patience:g} s"
@@ -209,7 +213,7 @@ def attach_to_workers(
 
     Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds,
     prove that they know the secret, and have the same versions; ValueError for what is no address, and for bounds that
-    no host could keep.
+    no host could keep; RuntimeError if this program's own gateway has ended.
     """
     if isinstance(workers, str) or not workers:
         raise ValueError("workers is a list of addresses, of one or more hosts")

@@ -422,6 +422,38 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
     faults.none()
 
 
+def gateway_killed(*addresses: str) -> None:
+    """This host's gateway dies: all that is elsewhere is lost, and nobody waits for it."""
+    faults = expect_faults()
+    _, procs, workers = begin(addresses)
+    pids = list(workers.pid.call().get(PATIENCE).values())
+    here = ma.this_host().spawn_procs({"gpus": 1}).spawn("here", Worker)
+    assert here.ask.call_one(workers.slice(hosts=0, gpus=0), 1).get(PATIENCE) == 1
+    waiters = procs.spawn("waiters", Waiter)
+    waiting = waiters.wait.call()
+    until(lambda: list(waiters.waits.call().get(PATIENCE).values()) == [1] * len(pids), "all wait")
+    began = time.monotonic()
+    os.kill(program().hosts.gateway.pid, signal.SIGKILL)
+    assert "gateway" in str(failed(waiting))
+    measured("kill -9 of the controller's gateway, to its error", began, 1.0)
+    lost: set[int] = set()
+    while len(lost) < len(pids):
+        lost.update(faults.next().ranks)
+    measured(
+        "kill -9 of the controller's gateway, to the end of what ran elsewhere", began, 4.0 + until_gone(pids, 4.0)
+    )
+    theirs = here.ask.call_one(workers.slice(hosts=0, gpus=0), 2).exception(PATIENCE)
+    assert isinstance(theirs, ActorError), theirs
+    assert here.echo.call_one("on").get(PATIENCE) == "on"
+    try:
+        attach_to_workers(addresses, timeout=1.0)
+    except RuntimeError as error:
+        print(error)
+    else:
+        raise AssertionError("attached without a gateway")
+    faults.none()
+
+
 def cut_between(addresses: list[str], cables: list[int]) -> None:
     """Two hosts do not hear each other, and their controller hears both: calls between them end, the rest goes on."""
     faults, wires = expect_faults(), Cables(cables)

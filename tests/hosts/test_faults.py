@@ -55,6 +55,11 @@ def test_a_daemon_is_killed(world: World, daemons: list[Daemon]) -> None:
         lose(world, [daemons[0], victim], "daemon killed", 3 * SILENCE)
 
 
+def test_the_gateway_of_the_controller_is_killed(world: World, workers: list[str]) -> None:
+    run = world.run("gateway_killed", *workers[:2])
+    assert "the gateway of this host has ended" in run.out
+
+
 def test_two_hosts_do_not_hear_each_other(world: World, daemons: list[Daemon]) -> None:
     assert world.where is not None
     world.run("cut_between", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
@@ -93,7 +98,15 @@ def test_a_controller_is_lost(how: str, world: World, daemons: list[Daemon]) -> 
         until_gone([pid for pid in descendants(daemon.pid) if pid in pids], 0.0)
 
 
-@pytest.mark.parametrize("how", ["reset", pytest.param("pause", marks=pytest.mark.slow)])
-def test_connections_break_in_the_middle_of_traffic(how: str, world: World, workers: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [
+        ("reset", 3),
+        pytest.param("reset", 40, marks=pytest.mark.slow),
+        pytest.param("pause", 10, marks=pytest.mark.slow),
+    ],
+)
+def test_connections_break_in_the_middle_of_traffic(how: str, times: int, world: World, workers: list[str]) -> None:
+    """Nothing is lost and nothing comes twice."""
     assert world.where is not None
-    world.run("breaks", workers[:2], world.where.cables.pids, how, 5)
+    world.run("breaks", workers[:2], world.where.cables.pids, how, times)
