@@ -61,6 +61,10 @@ QUIET_SECONDS = 1.0
 CLOSED_SECONDS = 1.0
 """For a host to call again whose connection was closed, not broken: a process that dies closes what it has."""
 
+_PROMPT = ((16, 1), (44, 1000))
+"""TCP_THIN_LINEAR_TIMEOUTS, TCP_RTO_MAX_MS: what was lost is sent again each second at least, not after 0.2, 0.4, 0.8,
+1.6 and 3.2: a network that comes back within the bound for silence is not to be found silent all the same."""
+
 ANYBODY = bytes(16)
 """For whom a connection is that has no process to talk to yet: whoever listens."""
 
@@ -370,6 +374,9 @@ class Tcp:
         """Read what comes here; of ``remote``, if we have called it, else of a stranger."""
         plain.setblocking(False)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in _PROMPT:
+            with contextlib.suppress(OSError):  # an older kernel
+                plain.setsockopt(socket.IPPROTO_TCP, option, value)
         connection = _Connection(plain, iter(()), None)  # type: ignore[arg-type]
         if remote is None:
             while len(self._strangers) >= MOST_STRANGERS:
@@ -475,20 +482,24 @@ class Tcp:
             if remote is not None:
                 before = not remote.up and not connection.connecting
                 remote.trouble = f"{error}; is it a host, with the same MONARCH_TLS?" if before else str(error)
+            # Whoever was told of a break when it wrote reads an end afterwards.
+            ended = isinstance(error, EOFError) and not connection.broken
+            ended = ended and remote is not None and remote.connection is connection
             self._drop(connection)
             if remote is not None and remote.up:
-                self._broken(remote, error)
+                self._broken(remote, error, ended)
 
-    def _broken(self, remote: Remote, error: Exception) -> None:
+    def _broken(self, remote: Remote, error: Exception, ended: bool) -> None:
         """A network breaks connections, and does not close them: a process that ends does, or its system for it."""
-        if isinstance(error, EOFError):
+        if ended:
             remote.closed = True
-            self._later.append((time.monotonic() + CLOSED_SECONDS, lambda: self._still_closed(remote)))
+            times = remote.times
+            self._later.append((time.monotonic() + CLOSED_SECONDS, lambda: self._still_closed(remote, times)))
         elif remote.closed and isinstance(error, ConnectionRefusedError):
             self._lose(remote, "its process has closed the connection, and nobody listens there any more")
 
-    def _still_closed(self, remote: Remote) -> None:
-        if remote.connection is None and remote.lost is None:
+    def _still_closed(self, remote: Remote, times: int) -> None:
+        if remote.times == times and remote.lost is None:
             self._lose(remote, "its process has closed the connection and does not come back")
 
     def _refused(self, connection: _Connection, error: HandshakeError) -> None:

@@ -502,7 +502,7 @@ def spare(addresses: list[str], daemons: list[int]) -> None:
 def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> None:
     """Connections break, or stand still, in the middle of traffic, and nothing is lost or repeated."""
     wires = Cables(cables)
-    _, _, workers = begin(addresses, silence=4.0, heartbeat=0.5)
+    _, _, workers = begin(addresses, silence=3.0, heartbeat=0.5)
     one, other = workers.slice(hosts=0, gpus=0), workers.slice(hosts=1, gpus=0)
     senders = workers.slice(gpus=1)  # who sends waits, and takes nothing meanwhile
     workers.echo.call(0).get(PATIENCE)
@@ -515,8 +515,9 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
                     wires.reset(index)
                 else:
                     wires.cut_off(index)
-                    stop.wait(0.3)
+                    stop.wait(0.3 if how == "pause" else 1.7)
                     wires.heal(index)
+                    stop.wait(random.uniform(0.5, 1.0) if how == "pause" else PATIENCE)
 
     thread = threading.Thread(target=harm)
     thread.start()

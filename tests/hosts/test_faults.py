@@ -104,6 +104,7 @@ def test_a_controller_is_lost(how: str, world: World, daemons: list[Daemon]) -> 
         ("reset", 3),
         pytest.param("reset", 40, marks=pytest.mark.slow),
         pytest.param("pause", 10, marks=pytest.mark.slow),
+        pytest.param("one long pause", 5, marks=pytest.mark.slow),
     ],
 )
 def test_connections_break_in_the_middle_of_traffic(how: str, times: int, world: World, workers: list[str]) -> None:
