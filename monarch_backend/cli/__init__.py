@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from monarch_backend import __version__
+from monarch_backend.cli import up as up_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,18 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     up = commands.add_parser("up", help="make this machine a host on which controllers can start processes")
-    up.add_argument(
-        "--address",
-        default="127.0.0.1",
-        help="where to listen, HOST:PORT or tcp://HOST:PORT; other than loopback it needs the job's secret in "
-        "MONARCH_SECRET_FILE or MONARCH_SECRET (default: %(default)s)",
-    )
+    up_module.add_arguments(up)
     args = parser.parse_args(argv)
 
     if args.command == "up":
-        from monarch_backend.cli import up as up_module
-
-        return up_module.run(args.address)
+        return up_module.run(args)
     from monarch_backend.cli import doctor as doctor_module
 
     return doctor_module.run(as_json=args.json)
