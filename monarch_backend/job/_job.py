@@ -6,7 +6,6 @@ How a kind of job starts, finds and ends its hosts is said in its own module, in
 from __future__ import annotations
 
 import contextlib
-import itertools
 import keyword
 import os
 import secrets
@@ -14,8 +13,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.hosts._identity import Identity
@@ -34,7 +34,8 @@ STOP_WITHIN = 5.0
 """Seconds that what this program runs on a job's hosts may take to finish when the job is ended."""
 
 
-class HostStatus(NamedTuple):
+@dataclass(frozen=True)
+class HostStatus:
     """A host of a job. ``state``: "up", "gone", "not started", or "unknown" with the reason."""
 
     mesh: str
@@ -72,7 +73,8 @@ class JobState(Mapping[str, HostMesh]):
         return f"JobState({self._name!r}: {', '.join(f'{name}={mesh}' for name, mesh in self._meshes.items())})"
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """How one host is started. ``where``: "" for this machine; ``reach``: its address, if it is not what it says."""
 
     mesh: str
@@ -173,8 +175,8 @@ class Job:
                 file = self._new_file()
             elif file.description != self._described():
                 raise JobError(
-                    f"{self.path} is of a job with other hosts: end that one first (Job.load({str(self.path)!r})"
-                    ".kill()), or give this one another name"
+                    f"{self.path} is of a job that was described differently: end that one first "
+                    f"(Job.load({str(self.path)!r}).kill()), or give this one another name"
                 )
             running = self._running(file)
             missing = [plan for plan in plans if (plan.mesh, plan.index) not in running]
@@ -235,6 +237,8 @@ class Job:
         except BaseException:
             new_hosts = [host for host in file.hosts if host not in before]
             for each in launches:
+                each.let_go()
+            for each in launches:
                 each.give_up()
             with contextlib.suppress(JobError, OSError):
                 self._end(new_hosts)
@@ -258,15 +262,14 @@ class Job:
         file = self._read()
         if file is None:
             raise JobError(f"the job {self.name!r} does not run (no file {self.path}): apply() starts it")
-        meshes: dict[str, HostMesh] = {}
-        names = dict.fromkeys(plan.mesh for plan in self._plans())
-        by_mesh = {
-            name: list(hosts)
-            for name, hosts in itertools.groupby(sorted(file.hosts, key=lambda h: (h.mesh, h.index)), lambda h: h.mesh)
-        }
-        for name in names:
-            meshes[name] = self._attach(file, name, by_mesh.get(name, []), timeout)
-        return JobState(self.name, meshes)
+        plans, there = self._plans(), {(host.mesh, host.index): host for host in file.hosts}
+        if missing := [plan.label for plan in plans if (plan.mesh, plan.index) not in there]:
+            raise JobError(f"job {self.name!r}: not started: {', '.join(missing)}; apply() starts them")
+        meshes: dict[str, list[HostEntry]] = {}
+        for plan in plans:
+            meshes.setdefault(plan.mesh, []).append(there[plan.mesh, plan.index])
+        attached = {name: self._attach(file, name, hosts, timeout) for name, hosts in meshes.items()}
+        return JobState(self.name, attached)
 
     def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
         key = (file.id, name, tuple(host.process for host in hosts))

@@ -53,7 +53,8 @@ class Launch:
         except OSError as error:
             self._errors.close()
             raise JobError(f"{label} can't be started: {error}") from None
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._in.write(secret.hex().encode() + b"\n")
@@ -113,9 +114,13 @@ class Launch:
         """The command still runs."""
         return self._process.poll() is None
 
-    def give_up(self) -> None:
-        """It is not wanted any more; what has not stayed has ended when this returns."""
+    def let_go(self) -> None:
+        """It is not wanted any more, and ends unless it was told to stay."""
         self._in.close()
+
+    def give_up(self) -> None:
+        """That, and return when it has ended."""
+        self.let_go()
         try:
             self._process.wait(END_WITHIN)
         except subprocess.TimeoutExpired:

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from monarch_backend.job import _file
 from monarch_backend.job._file import HostEntry, JobFile
 from monarch_backend.job._job import Job, JobState, Plan, check_mesh_name
-from monarch_backend.mesh._hosts import HostMesh, this_host
-from monarch_backend.mesh._extent import Extent, Shape
+from monarch_backend.mesh._hosts import this_host
 
 
 class LocalJob(Job):
@@ -35,11 +35,9 @@ class LocalJob(Job):
     def _description(self) -> dict[str, Any]:
         return {"meshes": self._meshes}
 
-    def _start(self, plans: Sequence[Plan], file: JobFile, until: float) -> None:
-        from monarch_backend.job import _file
-
+    def _start(self, plans: Sequence[Plan], file: JobFile, until: float) -> None:  # noqa: ARG002
         _file.write(self.path, file)
 
-    def state(self, timeout: float = 15.0) -> JobState:
+    def state(self, timeout: float = 15.0) -> JobState:  # noqa: ARG002
         """As Job.state; it needs no apply()."""
         return JobState(self.name, {name: this_host() for name in self._meshes})

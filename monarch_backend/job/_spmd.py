@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -30,6 +31,11 @@ from monarch_backend.transport._secret import new_secret, parse_secret
 START_WITHIN = 120.0
 PREFIX = "monarch_backend/spmd/"
 
+_OF_A_RANK = re.compile(
+    r"MONARCH_SECRET(_FILE)?|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
+"""Variables that would mislead what runs on a host: it is no rank of the launcher's."""
+
 
 class Ranks(NamedTuple):
     """What a launcher says."""
@@ -46,9 +52,8 @@ class Ranks(NamedTuple):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
-            raise JobError(
-                f"{', '.join(missing)} not set: start the script with torchrun, or a launcher that sets {', '.join(names)}"
-            )
+            wanted = ", ".join(names)
+            raise JobError(f"{', '.join(missing)} not set: start the script by torchrun, or what else sets {wanted}")
         try:
             numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
         except ValueError as error:
@@ -84,12 +89,12 @@ _mesh: list[HostMesh] = []
 
 def _store(ranks: Ranks, timeout: float) -> Any:
     """The launcher's, or that of rank 0."""
-    from torch.distributed import PrefixStore
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     try:
         within = timedelta(seconds=timeout)
-        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=within))  # type: ignore[no-untyped-call]
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=within))
     except (RuntimeError, OSError, ValueError) as error:
         at = f"{ranks.master}:{ranks.master_port}"
         raise JobError(f"rank {ranks.rank}: no rendezvous at {at} within {timeout:g} s: {error}") from error
@@ -112,7 +117,7 @@ class _Rank:
         """On this node, for as long as this rank runs; where it listens."""
         where = f"[{address}]" if ":" in address else address
         command = [sys.executable, "-m", "monarch_backend.cli", *ARGUMENTS, "--address", f"{where}:0"]
-        environment = {k: v for k, v in os.environ.items() if k not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
+        environment = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
         self._host = Launch(f"the host of rank {self._ranks.rank}", command, secret, environment)
         return self._host.ready(self._until).address
 
@@ -218,7 +223,7 @@ class _Controller(_Rank):
 class _Waiting(_Rank):
     """The others."""
 
-    def run(self, name: str) -> HostMesh:
+    def run(self, name: str) -> HostMesh:  # noqa: ARG002
         secret = given_secret() or parse_secret(self._get("secret"), "what rank 0 says")
         connection = self._connect()
         address = error = ""
