@@ -180,6 +180,8 @@ class Job:
                 )
             running = self._running(file)
             missing = [plan for plan in plans if (plan.mesh, plan.index) not in running]
+            if not missing and file.hosts:
+                return
             file.hosts = list(running.values())
             try:
                 self._start(missing, file, time.monotonic() + timeout)
