@@ -4,8 +4,8 @@
     python examples/hosts_hello.py --keep        # the hosts stay; run it again, and it is there at once
     python examples/hosts_hello.py --end         # now they end
 
-The hosts are processes of this machine, so that it runs anywhere. With others, `SSHJob(name="hello").add_mesh("workers",
-["node1", "node2"])` is the only line that changes.
+The hosts are processes of this machine, so that it runs anywhere. For others only one line changes:
+`SSHJob(name="hello").add_mesh("workers", ["node1", "node2"])`.
 """
 
 from __future__ import annotations

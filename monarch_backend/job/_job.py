@@ -99,6 +99,7 @@ class Job:
     """
 
     kind: ClassVar[str]
+    looks_at_once: ClassVar[bool] = False  # to find out whether hosts run costs nothing
     _kinds: ClassVar[dict[str, type[Job]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -270,6 +271,8 @@ class Job:
         meshes: dict[str, list[HostEntry]] = {}
         for plan in plans:
             meshes.setdefault(plan.mesh, []).append(there[plan.mesh, plan.index])
+        if self.looks_at_once and (why := self._who_is_gone(file)):
+            raise JobError(f"job {self.name!r}{why}")
         attached = {name: self._attach(file, name, hosts, timeout) for name, hosts in meshes.items()}
         return JobState(self.name, attached)
 
@@ -297,7 +300,7 @@ class Job:
             for host, state in zip(file.hosts, states, strict=True)
             if state != "up"
         ]
-        return f". {'; '.join(gone)}. apply() starts again what is gone" if gone else ""
+        return f": {'; '.join(gone)}. apply() starts again what is gone" if gone else ""
 
     def status(self) -> list[HostStatus]:
         """Of each host, without attaching any."""

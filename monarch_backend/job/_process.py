@@ -25,6 +25,7 @@ class ProcessJob(Job):
     """
 
     kind: ClassVar[str] = "process"
+    looks_at_once: ClassVar[bool] = True
 
     def __init__(
         self, meshes: Mapping[str, int], *, name: str = "job", path: str | os.PathLike[str] | None = None,
