@@ -6,6 +6,7 @@ How a kind of job starts, finds and ends its hosts is said in its own module, in
 from __future__ import annotations
 
 import contextlib
+import json
 import keyword
 import os
 import secrets
@@ -13,11 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from monarch_backend.hosts import attach_to_workers
+from monarch_backend.hosts._address import parse_address
 from monarch_backend.hosts._identity import Identity
 from monarch_backend.job import _file
 from monarch_backend.job._errors import JobError
@@ -192,8 +195,6 @@ class Job:
 
     def _described(self) -> dict[str, Any]:
         """As it reads when it comes back from JSON."""
-        import json
-
         described: dict[str, Any] = json.loads(json.dumps(self._description()))
         return described
 
@@ -259,8 +260,8 @@ class Job:
     def state(self, timeout: float = 15.0) -> JobState:
         """The meshes of the job, of hosts that this program has attached; attached once however often it is called.
 
-        Raises JobError if the job has not been applied, or hosts of it are gone: their names, and the ends of their
-        logs.
+        Raises JobError if the job has not been applied, or hosts of it are gone: their names, and their logs.
+        ValueError if the program has attached hosts of another secret.
         """
         file = self._read()
         if file is None:
@@ -283,6 +284,8 @@ class Job:
             if mesh is not None and not _lost(mesh):
                 return mesh
             addresses = [host.address for host in hosts]
+            if any(_refuse(addresses)) and (why := self._who_is_gone(file)):
+                raise JobError(f"job {self.name!r}{why}")
             try:
                 secret = read_secret(Path(file.secret_file))
                 mesh = attach_to_workers(addresses, name, secret=secret, timeout=timeout)
@@ -360,6 +363,22 @@ def _entry(plan: Plan, up: Up) -> HostEntry:
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
     return HostEntry(plan.mesh, plan.index, plan.where, f"{scheme}://{host}:{port}", up.process, up.log)
+
+
+def _refuse(addresses: Sequence[str]) -> list[bool]:
+    """Of each: nobody listens there. Known at once, where a host that is to be attached is waited for."""
+
+    def refuses(address: str) -> bool:
+        try:
+            socket.create_connection(parse_address(address), 2.0).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    with ThreadPoolExecutor(min(32, len(addresses))) as pool:
+        return list(pool.map(refuses, addresses))
 
 
 def _lost(mesh: HostMesh) -> bool:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from monarch_backend.job._errors import JobError
@@ -60,8 +61,6 @@ class ProcessJob(Job):
         return ["up" if host.process.runs() else "gone" for host in hosts]
 
     def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
-        from concurrent.futures import ThreadPoolExecutor
-
         if hosts:
             with ThreadPoolExecutor(min(32, len(hosts))) as pool:
                 list(pool.map(lambda host: host.process.end(GRACE), hosts))

@@ -106,13 +106,12 @@ class SSHJob(Job):
         return [*words, "--", host, f"exec /bin/sh -c {shlex.quote(script)}"]
 
     def _plans(self) -> list[Plan]:
-        return [
-            Plan(
-                mesh, index, host, self._ssh(host, self._up(what["listen"])), None, (what["reach"] or [""] * 999)[index]
-            )
-            for mesh, what in self._meshes.items()
-            for index, host in enumerate(what["hosts"])
-        ]
+        plans = []
+        for mesh, what in self._meshes.items():
+            for index, host in enumerate(what["hosts"]):
+                reach = what["reach"][index] if what["reach"] else ""
+                plans.append(Plan(mesh, index, host, self._ssh(host, self._up(what["listen"])), None, reach))
+        return plans
 
     def _up(self, listen: str | None) -> str:
         address = '"[$3]:0"' if listen is None else shlex.quote(listen)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, JobError, ProcessJob
 from monarch_backend.job._job import Plan
 from monarch_backend.job._launch import ARGUMENTS
@@ -45,6 +46,8 @@ def names(path: Path) -> Any:
         procs = mesh.spawn_procs({"gpus": 2})
         result.append(list(procs.spawn("where", Where).host.call().get(30).values()))
         procs.stop().get(30)
+    with pytest.raises(ValueError, match="attached hosts of another secret already"):
+        attach_to_workers(["127.0.0.1:1"], secret=bytes(32))
     return result
 
 
@@ -153,6 +156,7 @@ def test_nothing_stays_of_a_job_that_starts_too_late(tmp_path: Path) -> None:
     assert not job.path.exists()
 
 
+@pytest.mark.slow
 def test_nothing_stays_of_a_program_that_is_killed_while_it_starts_hosts(tmp_path: Path) -> None:
     code = "import os; from monarch_backend.job import ProcessJob; ProcessJob({'h': 1}, path=os.environ['P']).apply()"
     with new_mark() as mark:

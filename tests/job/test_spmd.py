@@ -103,6 +103,7 @@ def test_two_nodes_under_torchrun(script: Path) -> None:
         assert gone(mark), marked(mark)
 
 
+@pytest.mark.slow
 def test_ranks_that_have_no_host_wait_too(script: Path) -> None:
     """One node of two ranks; and a launcher that has no store of its own."""
     with new_mark() as mark:

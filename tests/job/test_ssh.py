@@ -141,6 +141,7 @@ def test_a_host_whose_key_is_not_known(server: Server, tmp_path: Path) -> None:
         job.apply()
 
 
+@pytest.mark.slow
 def test_nothing_stays_where_one_machine_fails(server: Server, tmp_path: Path, mark: str) -> None:
     job = new_job(server, tmp_path, mark).add_mesh("trainers", ["127.0.0.1", "nosuchhost.invalid"])
     with pytest.raises(JobError, match="nosuchhost"):
