@@ -6,9 +6,11 @@ alone. What a host does is _daemon.py's.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -20,7 +22,8 @@ from monarch_backend.transport._secret import parse_secret
 READY = "monarch_backend: this host is up: "
 PROCESS = "monarch_backend: its process is "
 STAY = b"stay"
-NOTED_WITHIN = 120.0
+_ADDRESS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN)
+NOTED_WITHIN = 600.0
 """Seconds that a starter may take to note a detached host before it ends: the connection may have been cut."""
 
 
@@ -72,7 +75,8 @@ class _Host:
         try:
             run_worker_loop_forever(address, secret=secret, on_ready=ready)
         except (OSError, ValueError) as error:
-            print(f"monarch-backend up: {error}", file=sys.stderr)
+            where = f"can't listen on {address}: " if getattr(error, "errno", None) in _ADDRESS else ""
+            print(f"monarch-backend up: {where}{error}", file=sys.stderr)
             return 2
         return 0
 

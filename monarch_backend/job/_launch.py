@@ -66,11 +66,13 @@ class Launch:
 
     def ready(self, until: float) -> Up:
         """What it says once it listens. Raises JobError if it has ended, or does not by this monotonic time."""
+        says = select.poll()  # select() ends at 1024 descriptors
+        says.register(self._out, select.POLLIN)
         while (up := self._parse()) is None:
             left = until - time.monotonic()
             if left <= 0:
                 raise JobError(f"{self.label} did not say in time that it listens{self._why()}")
-            if not select.select([self._out], [], [], left)[0]:
+            if not says.poll(1000 * left):
                 continue
             data = os.read(self._out.fileno(), 4096)
             if not data:

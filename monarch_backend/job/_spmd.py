@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.hosts._address import given_secret
 from monarch_backend.job._errors import JobError
-from monarch_backend.job._job import JobState, check_mesh_name
+from monarch_backend.job._job import STOP_WITHIN, JobState, check_mesh_name
 from monarch_backend.job._launch import ARGUMENTS, Launch
 from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.transport._secret import new_secret, parse_secret
@@ -70,9 +70,11 @@ def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_WITHIN) ->
 
     Raises JobError if the launcher's variables are missing, or not all nodes have a host within ``timeout`` seconds.
     """
-    ranks = Ranks.from_env()
+    if _ended:
+        raise JobError("the ranks have been ended: the launcher has to start them again")
     if _mesh:
         return _mesh[0]
+    ranks = Ranks.from_env()
     store = _store(ranks, timeout)
     try:
         mesh = (_Controller if ranks.rank == 0 else _Waiting)(ranks, store, time.monotonic() + timeout).run(name)
@@ -85,6 +87,8 @@ def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_WITHIN) ->
 
 
 _mesh: list[HostMesh] = []
+_ended: list[bool] = []
+_controller: list[_Controller] = []
 
 
 def _store(ranks: Ranks, timeout: float) -> Any:
@@ -137,14 +141,16 @@ class _Controller(_Rank):
         self._waiting: list[socket.socket] = []
         self._lock = threading.Condition()
         threading.Thread(target=self._accept, name="monarch-spmd", daemon=True).start()
-        atexit.register(self._end)  # before the program's own, which runs earlier then
+        atexit.register(self.end)  # before the program's own, which runs earlier then
         try:
             self._store.set("secret", "" if given else self._secret.hex())
             self._store.set("port", str(self._listener.getsockname()[1]))
             addresses = self._addresses()
-            return attach_to_workers(addresses, name, secret=self._secret, timeout=self._left())
+            mesh = attach_to_workers(addresses, name, secret=self._secret, timeout=self._left())
+            _controller.append(self)
+            return mesh
         except BaseException:
-            atexit.unregister(self._end)
+            atexit.unregister(self.end)
             self._close(b"")
             raise
 
@@ -203,8 +209,9 @@ class _Controller(_Rank):
         seen = away[0] if away else pairs[0][0] if pairs else "127.0.0.1"
         return str(seen).removeprefix("::ffff:")
 
-    def _end(self) -> None:
-        """At exit: the others may go."""
+    def end(self) -> None:
+        """At exit, or before: the others may go."""
+        atexit.unregister(self.end)
         self._close(_goodbye(self._secret))
 
     def _close(self, word: bytes) -> None:
@@ -283,6 +290,10 @@ class SPMDJob:
         return JobState("spmd", {self._mesh: host_mesh_from_env(self._mesh, timeout=self._timeout)})
 
     def kill(self) -> None:
-        """Stop what this program runs there; the other ranks end when this one does."""
+        """Stop what this program runs there; then the hosts and the other ranks end. It can't be applied again."""
         if _mesh:
-            _mesh[0].shutdown().get()
+            with contextlib.suppress(Exception):
+                _mesh[0].shutdown().get(STOP_WITHIN)
+            _controller[0].end()
+            _mesh.clear()
+            _ended.append(True)

@@ -38,7 +38,9 @@ def test_detached_and_can_not_listen(tmp_path: Path) -> None:
     command = [*UP[:-1], "192.0.2.1:1", "--detach", "--secret-from-stdin", "--log", str(tmp_path / "some" / "log")]
     done = subprocess.run(command, input=new_secret().hex(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"monarch-backend up: .*Cannot assign requested address.*\n", done.stderr), done.stderr
+    assert re.fullmatch(
+        r"monarch-backend up: can't listen on 192.0.2.1:1: .*Cannot assign requested address.*\n", done.stderr
+    ), done.stderr
     assert (tmp_path / "some" / "log").read_text() == done.stderr
 
 

@@ -19,7 +19,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
 import os, signal, sys
 from monarch_backend.actor import Actor, endpoint
-from monarch_backend.job import SPMDJob
+from monarch_backend.job import JobError, SPMDJob
 
 class Where(Actor):
     @endpoint
@@ -30,6 +30,16 @@ job = SPMDJob()
 job.apply()
 assert os.environ["RANK"] == "0", "the others do not come here"
 hosts = job.state().hosts
+if "kill" in sys.argv:
+    hosts.spawn_procs({"gpus": 2}).initialized.get(60)
+    job.kill()
+    job.kill()
+    print("killed", flush=True)
+    try:
+        job.state()
+    except JobError as error:
+        print(error)
+    sys.exit()
 assert job.state().hosts is hosts
 if "die" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -120,6 +130,16 @@ def test_the_others_end_with_rank_0(script: Path) -> None:
         said = [script.with_suffix(f".{rank}").read_text() for rank in range(3)]
         assert codes == [-signal.SIGKILL, 1, 1], said
         assert said[1] == "monarch_backend: rank 1 ends: rank 0 is gone\n"
+        assert gone(mark), marked(mark)
+
+
+@pytest.mark.slow
+def test_kill_ends_the_others(script: Path) -> None:
+    with new_mark() as mark:
+        codes = [code for code, _ in ends(by_hand(script, mark, [0, 0], "kill"))]
+        said = [script.with_suffix(f".{rank}").read_text() for rank in range(2)]
+        assert codes == [0, 0], said
+        assert said == ["killed\nthe ranks have been ended: the launcher has to start them again\n", ""]
         assert gone(mark), marked(mark)
 
 
