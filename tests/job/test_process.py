@@ -170,6 +170,7 @@ def test_nothing_stays_of_a_program_that_is_killed_while_it_starts_hosts(tmp_pat
         assert gone(mark, 20), marked(mark)
 
 
+@pytest.mark.slow
 def test_a_host_that_can_not_listen(tmp_path: Path) -> None:
     """Its own words reach the program."""
     job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={"MONARCH_TLS": "perhaps"})

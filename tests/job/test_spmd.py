@@ -17,7 +17,7 @@ from tests.job.support import MARK, gone, marked, new_mark
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
-import os, signal, sys
+import os, sys
 from monarch_backend.actor import Actor, endpoint
 from monarch_backend.job import JobError, SPMDJob
 
@@ -41,8 +41,6 @@ if "kill" in sys.argv:
         print(error)
     sys.exit()
 assert job.state().hosts is hosts
-if "die" in sys.argv:
-    os.kill(os.getpid(), signal.SIGKILL)
 print(hosts, list(hosts.spawn_procs({"gpus": 2}).spawn("where", Where).ranks.call().get(60).values()), flush=True)
 """
 
@@ -124,11 +122,33 @@ def test_ranks_that_have_no_host_wait_too(script: Path) -> None:
         assert gone(mark), marked(mark)
 
 
-def test_the_others_end_with_rank_0(script: Path) -> None:
+def die_with_the_mesh(rank: int, size: int, port: int, mark: str, log: Path) -> int:
+    """A fork: the rank that gets the mesh dies; the pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", MARK: mark})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        host_mesh_from_env(timeout=60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def test_the_others_end_with_rank_0(tmp_path: Path) -> None:
+    port = free_port()
     with new_mark() as mark:
-        codes = [code for code, _ in ends(by_hand(script, mark, [0, 1, 0], "die"))]
-        said = [script.with_suffix(f".{rank}").read_text() for rank in range(3)]
-        assert codes == [-signal.SIGKILL, 1, 1], said
+        pids = [die_with_the_mesh(rank, 2, port, mark, tmp_path / str(rank)) for rank in range(2)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+        assert codes == [-signal.SIGKILL, 1], said
         assert said[1] == "monarch_backend: rank 1 ends: rank 0 is gone\n"
         assert gone(mark), marked(mark)
 
