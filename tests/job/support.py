@@ -25,6 +25,14 @@ class Where(Actor):
         return os.environ.get("MONARCH_HOST_NAME")
 
     @endpoint
+    def next_name(self, other: Any) -> str:
+        return str(other.machine.call_one().get(30))
+
+    @endpoint
+    def machine(self) -> str:
+        return os.uname().nodename
+
+    @endpoint
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from monarch_backend.job import JobError, SPMDJob, host_mesh_from_env
-from tests.job.support import MARK, gone, marked, new_mark
+from tests.job.support import MARK, Where, gone, marked, new_mark
+from tests.support import hosts
+from tests.support.ranks import run_ranks
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
@@ -160,6 +162,31 @@ def test_kill_ends_the_others(script: Path) -> None:
         said = [script.with_suffix(f".{rank}").read_text() for rank in range(2)]
         assert codes == [0, 0], said
         assert said == ["killed\nthe ranks have been ended: the launcher has to start them again\n", ""]
+        assert gone(mark), marked(mark)
+
+
+def meet_on_hosts(rank: int, _address: str, where: hosts.Hosts, mark: str) -> Any:
+    """Three nodes with addresses of their own; the actors of each call those of the next."""
+    where.enter(rank)
+    os.environ.update({"LOCAL_RANK": "0", "MASTER_ADDR": where.address(0), "MASTER_PORT": "29400", MARK: mark})
+    try:
+        mesh = host_mesh_from_env(timeout=60)
+    except SystemExit as end:
+        return end.code
+    procs = mesh.spawn_procs()
+    actors = procs.spawn("where", Where)
+    names = [actors.slice(hosts=n).next_name.call_one(actors.slice(hosts=(n + 1) % 3)).get(30) for n in range(3)]
+    procs.stop().get(30)
+    SPMDJob().kill()
+    return names
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(hosts.refusal()), reason=hosts.refusal())
+def test_three_nodes_with_addresses_of_their_own() -> None:
+    with new_mark() as mark, hosts.hosts(3) as where:
+        results = run_ranks(meet_on_hosts, 3, where, mark, backend=None, timeout=100)
+        assert results == [[where.name(1), where.name(2), where.name(0)], 0, 0]
         assert gone(mark), marked(mark)
 
 
