@@ -1,11 +1,8 @@
 """Where a program's hosts come from: this machine, processes, ssh, or the launcher that has started the program.
 
 >>> from monarch_backend.job import LocalJob
->>> job = LocalJob(["trainers"], path="/tmp/monarch-example-job.json")
->>> job.apply()
->>> job.state().trainers
+>>> LocalJob(["trainers"]).state().trainers
 HostMesh(this host)
->>> job.kill()
 
 Rooms: what is the same for all jobs (_job.py), their file (_file.py), starting one host (_launch.py), and each kind of
 job. What a host is, hosts/ knows.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,20 @@ def test_nothing_stays_of_a_program_that_is_killed_while_it_starts_hosts(tmp_pat
         program.kill()
         program.wait()
         assert gone(mark, 20), marked(mark)
+
+
+@pytest.mark.slow
+def test_two_programs_at_once_start_one_host(tmp_path: Path) -> None:
+    with new_mark() as mark:
+        jobs = [ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={MARK: mark}) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda job: job.apply(), jobs))
+        try:
+            assert len([line for line in marked(mark) if " up " in line]) == 1
+            assert jobs[0].status() == jobs[1].status()
+        finally:
+            jobs[0].kill()
+        assert [host.state for host in jobs[1].status()] == ["not started"]
 
 
 @pytest.mark.slow
