@@ -95,6 +95,7 @@ def by_hand(script: Path, mark: str, placement: list[int], *arguments: str) -> l
     ]
 
 
+@pytest.mark.slow  # nine processes that import torch
 def test_two_nodes_under_torchrun(script: Path) -> None:
     launch = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     with new_mark() as mark:
