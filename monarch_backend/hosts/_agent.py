@@ -60,6 +60,10 @@ MYSELF = -9
 """The link on which the agent's own router gets what comes for it from other hosts."""
 
 
+WANTED = 10.0
+"""Seconds in which the controller that has asked for an agent calls it; it may have died, or given up, meanwhile."""
+
+
 class Plan(NamedTuple):
     """What an agent is told of itself. ``server``: the host's fork server. ``home``: on the controller's own host."""
 
@@ -101,7 +105,7 @@ class AgentProcess:
             bytes.fromhex(plan.token), self._secrets, self._arrived, self._up, self._lost, bounds=bounds, tls=tls_for()
         )
         self._lock = threading.RLock()  # the three that follow
-        self._hosts: dict[str, Remote] = {}  # sessions by host
+        self._hosts: dict[str, list[Remote]] = {}  # sessions by host; there are two where both sides have called
         self._known: dict[str, tuple[str, int, str, str]] = {}  # where hosts can be reached
         self._asking: dict[Remote, Attach] = {}  # daemons that are asked for an agent
         self._spawner: Spawner | None = None
@@ -123,11 +127,16 @@ class AgentProcess:
             self._listener.bind(meeting_point(self._plan.token))
             self._listener.listen(64)
             threading.Thread(target=self._take_over, name="monarch-take-over", daemon=True).start()
+            self._pump.later(WANTED, self._end_if_nobody_came)
         self._pump.wait(self._end)
         if self._spawner is not None:
             self._spawner.close()
         self._tcp.close()
         self._links.host.leave()
+
+    def _end_if_nobody_came(self) -> None:
+        if host_of(self._plan.root) not in self._hosts:
+            self._finish("its controller has never called")
 
     def _stay_with_the_controller(self) -> None:
         while self._router.link_to(self._root) < 0 and self._root.gone is None:
@@ -177,14 +186,14 @@ class AgentProcess:
 
     def _to_host(self, host: str, frame: Carried) -> bool:
         with self._lock:
-            remote = self._hosts.get(host)
-            if remote is None:
+            remotes = self._hosts.get(host)
+            if remotes is None:
                 known = self._known.get(host)
                 if known is None:
                     return False
-                remote = self._tcp.call(known[:2], self._plan.secret, bytes.fromhex(known[2]))
-                self._hosts[host] = remote
-        self._tcp.send(remote, *_carried.pack(frame))
+                remotes = [self._tcp.call(known[:2], self._plan.secret, bytes.fromhex(known[2]))]
+                self._hosts[host] = remotes
+        self._tcp.send(remotes[0], *_carried.pack(frame))
         return True
 
     def _arrived(self, remote: Remote, prefix: bytes, body: memoryview) -> None:
@@ -196,6 +205,7 @@ class AgentProcess:
         except FrameError as error:
             log.error("host %s: %s; it is not listened to any more", self._name_of(remote), error)
             self._tcp.hang_up(remote)
+            remote.lost = str(error)
             self._lost(remote)
 
     # ---- hosts that come and go
@@ -213,25 +223,31 @@ class AgentProcess:
             self._tcp.send(remote, b"", [_messages.encode(ask)])
             return
         with self._lock:
-            self._hosts.setdefault(remote.who.hex()[: _carried.HOST], remote)
+            remotes = self._hosts.setdefault(_host_of(remote), [])
+            if remote not in remotes:
+                remotes.append(remote)
 
     def _lost(self, remote: Remote) -> None:
         asked = self._asking.pop(remote, None)
         if asked is not None:
             self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {remote.lost}"))
             return
+        host = _host_of(remote)
         with self._lock:
-            hosts = [host for host, other in self._hosts.items() if other is remote]
-            for host in hosts:
-                del self._hosts[host]
-        for host in hosts:
-            why = f"host {self._name_of_host(host)} is lost: {remote.lost}"
-            if host == host_of(self._plan.root):
-                self._finish(why)
-            if self._plan.home:
-                self._known.pop(host, None)
-                self._tell(Lost(host, why))
-            self._gateway.lost_host(host, why)
+            remotes = self._hosts.get(host, [])
+            if remote not in remotes:
+                return
+            del self._hosts[host]
+        for other in remotes:  # it is lost as a whole, and finds us lost as a whole
+            if other is not remote:
+                self._tcp.hang_up(other)
+        why = f"host {self._name_of_host(host)} is lost: {remote.lost}"
+        if host == host_of(self._plan.root):
+            self._finish(why)
+        if self._plan.home:
+            self._known.pop(host, None)
+            self._tell(Lost(host, why))
+        self._gateway.lost_host(host, why)
 
     def _name_of_host(self, host: str) -> str:
         known = self._known.get(host)
@@ -255,7 +271,7 @@ class AgentProcess:
             self._tell(Attached(asked.id, answer.token, answer.host_name))
             return
         if isinstance(answer, Welcome):
-            answer = Unwelcome(f"it has {', '.join(differences)}: install the same versions on both")
+            answer = Unwelcome(f"{', '.join(differences)}: install the same versions on both")
         self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {answer.reason}"))
 
     # ---- what the controller wants
@@ -354,6 +370,11 @@ class AgentProcess:
         self._numbers.pop(number, None)
         self._pids.pop(number, None)
         self._tell(msgspec.structs.replace(event, id=number))
+
+
+def _host_of(remote: Remote) -> str:
+    """Where it is, or where we want it to be."""
+    return (remote.who if remote.up else remote.wanted).hex()[: _carried.HOST]
 
 
 def main(plan: Plan) -> None:

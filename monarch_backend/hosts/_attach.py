@@ -114,10 +114,17 @@ class HostRegistry:
             if not isinstance(answer, Attached)
         ]
         if failed:
+            self._dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
             raise ConnectionError(f"{len(failed)} of {len(addresses)} hosts can't be attached: " + "; ".join(failed))
         made = [self._add(answer, address) for answer, address in zip(answers, addresses, strict=True)]
         self._tell_everybody()
         return made
+
+    def _dismiss(self, agents: Sequence[str]) -> None:
+        """They were made for nothing."""
+        for token in agents:
+            router = self._program.router
+            router.tell(router.peer(token), AgentFrame(), _messages.encode(Finish()))
 
     def _add(self, answer: Attached, address: tuple[str, int]) -> Host:
         owner = self._program

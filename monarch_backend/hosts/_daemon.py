@@ -87,8 +87,8 @@ class Daemon:
 
     def _answer(self, ask: Ask) -> Welcome | Unwelcome:
         here = Versions.here()
-        if differences := here.differences(ask.versions):
-            return Unwelcome(f"the controller has {', '.join(differences)}: install the same versions on both")
+        if differences := ask.versions.differences(here):
+            return Unwelcome(f"{', '.join(differences)}: install the same versions on both")
         token = secrets.token_hex(14) + "0000"
         plan = _agent.Plan(
             token=token, root=ask.root, secret=self._secret, server=self._spawner.address,

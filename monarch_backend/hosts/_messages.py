@@ -35,12 +35,16 @@ class Versions(msgspec.Struct, frozen=True):
         # The build's suffix ("+cpu", "+cu126") may differ: hosts may have other accelerators.
         return cls(platform.python_version(), torch.__version__.partition("+")[0], __version__)
 
-    def differences(self, other: Versions) -> list[str]:
-        """In words, where Python's micro versions may differ."""
-        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+    def differences(self, host: Versions) -> list[str]:
+        """Of a controller's from a host's, in words; Python's micro versions may differ."""
+        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(host)
         for each in (mine, theirs):
             each["python"] = each["python"].rpartition(".")[0]
-        return [f"{name} {theirs[name]} there and {mine[name]} here" for name in mine if mine[name] != theirs[name]]
+        return [
+            f"{name} is {theirs[name]} there and {mine[name]} with the controller"
+            for name in mine
+            if mine[name] != theirs[name]
+        ]
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import selectors
 import socket
 import ssl
@@ -42,6 +43,9 @@ log = logging.getLogger("monarch_backend")
 MOST_STRANGERS = 256
 """Connections that have not proved anything yet; the oldest goes when there is one more."""
 
+MOST_OVER = 1024
+"""Sessions that are over and remembered as such: many times as many as can still be asked for."""
+
 STRANGER_SECONDS = 5.0
 """Time to prove it."""
 
@@ -50,6 +54,9 @@ SCRATCH = 64 << 20
 
 MOST_AT_ONCE = 1 << 20
 """Bytes that are given to a TLS connection in one piece."""
+
+QUIET_SECONDS = 1.0
+"""Between two lines of the log about strangers."""
 
 CLOSED_SECONDS = 1.0
 """For a host to call again whose connection was closed, not broken: a process that dies closes what it has."""
@@ -91,7 +98,9 @@ class Remote:
         self.silence = 0.0  # how long it may be silent
         self.pause = 0.0
         self.up = False
+        self.knows = False  # of this session, for sure: it has said something in it
         self.attempts = 0  # to connect
+        self.times = 0  # that there was a connection
         self.trouble = ""  # why there is no connection
         self.closed = False  # by the other side, without a goodbye
         self.lost: str | None = None  # why, once it is
@@ -116,6 +125,7 @@ class _Connection:
     connecting: bool = False
     shaking: bool = False  # hands, below TLS
     writing: bool = False  # the selector looks for room
+    broken: bool = False  # as was found when something was written
     gone: bool = False
 
 
@@ -150,6 +160,8 @@ class Tcp:
         self.bounds = bounds or Bounds()
         self._tls, self._hand_over = tls, hand_over
         self._remotes: dict[bytes, Remote] = {}  # by session
+        self._over: dict[bytes, None] = {}  # sessions that were lost, the oldest first
+        self._refusals, self._quiet = 0, 0.0  # of strangers, and until when nothing is said of them
         self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
@@ -168,16 +180,19 @@ class Tcp:
 
     def listen(self, host: str, port: int = 0) -> Address:
         """Accept calls there; the address, with the port that it got. Raises OSError."""
-        [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listener = socket.socket(family, kind, protocol)
+        try:
+            [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            listener = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise OSError(error.errno, f"can't listen on {host}: {error.strerror}") from None
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
             listener.listen(128)
             listener.setblocking(False)
-        except BaseException:
+        except OSError as error:
             listener.close()
-            raise
+            raise OSError(error.errno, f"can't listen on {host}, port {port}: {error.strerror}") from None
         self._listeners.append(listener)
         self.soon(lambda: self._watch(listener))
         name: Address = listener.getsockname()[:2]
@@ -312,6 +327,7 @@ class Tcp:
     def _lose(self, remote: Remote, why: str) -> None:
         if self._remotes.pop(remote.id, None) is None:
             return
+        self._forget(remote)
         with remote.lock:
             remote.lost = why
             remote.waiting.clear()
@@ -320,9 +336,16 @@ class Tcp:
             self._drop(connection)
         self._on_lost(remote)
 
+    def _forget(self, remote: Remote) -> None:
+        """Not quite: its session does not begin anew, with frames that have come before."""
+        self._over[remote.id] = None
+        while len(self._over) > MOST_OVER:
+            del self._over[next(iter(self._over))]
+
     def _hang_up(self, remote: Remote) -> None:
         if self._remotes.pop(remote.id, None) is None:
             return
+        self._forget(remote)
         with remote.lock:
             remote.lost = "we have said goodbye"
             connection, remote.connection = remote.connection, None
@@ -408,7 +431,8 @@ class Tcp:
     def _call_again(self, remote: Remote) -> None:
         first = self.bounds.pause
         remote.pause = min(remote.pause * 2, first * 10) if remote.pause else first
-        self._later.append((time.monotonic() + remote.pause, lambda: self._call(remote)))
+        pause = remote.pause * random.uniform(0.5, 1.0)  # many may have been broken off at once
+        self._later.append((time.monotonic() + pause, lambda: self._call(remote)))
 
     def _drop(self, connection: _Connection) -> None:
         """This connection is over; its session may go on with another one."""
@@ -418,10 +442,17 @@ class Tcp:
         self._strangers.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
-        connection.socket.close()
+        remote = connection.remote
+        if remote is None:
+            connection.socket.close()
+        else:
+            with remote.lock:  # nobody is writing
+                if remote.lost is None:  # a reset: an end would say that this process has died
+                    with contextlib.suppress(OSError):
+                        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.socket.close()
         with contextlib.suppress(ValueError):  # it is what fails just now
             connection.reader.close()
-        remote = connection.remote
         if remote is None:
             return
         with remote.lock:
@@ -442,7 +473,8 @@ class Tcp:
         except (OSError, SessionError, EOFError) as error:
             remote = connection.remote
             if remote is not None:
-                remote.trouble = str(error)
+                before = not remote.up and not connection.connecting
+                remote.trouble = f"{error}; is it a host, with the same MONARCH_TLS?" if before else str(error)
             self._drop(connection)
             if remote is not None and remote.up:
                 self._broken(remote, error)
@@ -465,8 +497,20 @@ class Tcp:
         if remote is not None and connection.name is not None:
             self._lose(remote, str(error))
         else:
-            log.warning("a connection was refused: %s", error)
+            self._tell_of_a_stranger(connection, error)
         self._drop(connection)
+
+    def _tell_of_a_stranger(self, connection: _Connection, error: HandshakeError) -> None:
+        """Not of each: whoever can reach us would write our log."""
+        self._refusals += 1
+        if time.monotonic() < self._quiet:
+            return
+        self._quiet = time.monotonic() + QUIET_SECONDS
+        try:
+            whom = str(connection.socket.getpeername()[0])
+        except OSError:
+            whom = "somebody"
+        log.warning("a connection of %s was refused, the %d. so far: %s", whom, self._refusals, error)
 
     def _ready(self, connection: _Connection, events: int) -> None:
         def act() -> None:
@@ -566,7 +610,7 @@ class Tcp:
             return False
         except ssl.SSLError as error:
             raise HandshakeError(
-                f"TLS failed: {error.reason or error}: is it the same job, with the same secret?"
+                f"TLS failed: {error.reason or error}: is it a host, of the same job, with the same secret?"
             ) from None
         connection.shaking = False
         self._look_for(connection, selectors.EVENT_READ)
@@ -620,7 +664,7 @@ class Tcp:
         known = self._remotes.get(called.other.session)
         if known is not None:
             return known if known.secret == called.secret and known.who == called.other.who else None
-        if called.other.received or called.other.resumes:
+        if called.other.received or called.other.resumes or called.other.session in self._over:
             return None
         return Remote(called.other.session, None, called.secret, time.monotonic())
 
@@ -628,7 +672,7 @@ class Tcp:
         knock = _KNOCK.pack(_KNOCK_MAGIC, self._tls is not None, remote.wanted, name_of(remote.secret))
         self._write(connection, [knock])
         binding = yield from self._secured(connection, remote.secret)
-        caller = Caller(remote.secret, Greeting(self.who, remote.id, remote.session.received, remote.up), binding)
+        caller = Caller(remote.secret, Greeting(self.who, remote.id, remote.session.received, remote.knows), binding)
         self._write(connection, [caller.hello()])
         self._write(connection, [caller.hear(bytes((yield ANSWER_BYTES)))])
         if remote.wanted not in (ANYBODY, caller.other.who):
@@ -644,6 +688,7 @@ class Tcp:
             former, remote.connection = remote.connection, connection
             connection.remote = remote
             first, remote.up, remote.who, remote.pause = not remote.up, True, other.who, 0.0
+            remote.times += 1
             remote.trouble, remote.closed = "", False
             remote.heard, remote.silence = time.monotonic(), self.bounds.silence
             self._remotes[remote.id] = remote
@@ -659,6 +704,7 @@ class Tcp:
         session, scratch = remote.session, bytearray()
         while True:
             head = read_head(bytes((yield HEAD_BYTES)))
+            remote.knows = True
             if head.kind != DATA:
                 with remote.lock:
                     session.hear(head)
@@ -692,15 +738,17 @@ class Tcp:
     # ---- writing, with the lock of the remote
 
     def _write(self, connection: _Connection, parts: Sequence[Any]) -> None:
+        if connection.broken:
+            return
         idle = not connection.out
         connection.out.extend(memoryview(part).cast("B") for part in parts if len(part))
         if idle:
             try:
                 self._flush(connection)
-            except OSError:  # the thread will find it when it reads
+            except OSError:
                 connection.out.clear()
-                with contextlib.suppress(OSError):
-                    connection.socket.shutdown(socket.SHUT_RDWR)
+                connection.broken = True
+                self.soon(lambda: self._drop(connection))
 
     def _flush(self, connection: _Connection) -> None:
         out = connection.out

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.actor.scripts import WarmInterpreter
 from tests.hosts.support import Daemon, World
 from tests.support.hosts import Hosts, hosts, refusal
 
@@ -23,14 +24,20 @@ def namespaces() -> Iterator[Hosts]:
 def world(namespaces: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Controllers run on host 0; on hosts 1 to 3 a daemon may."""
     with World(namespaces, tmp_path_factory.mktemp("world")) as made:
+        made.controller()
         yield made
+
+
+@pytest.fixture(scope="session")
+def two_controllers(world: World) -> list[WarmInterpreter]:
+    """On the same host."""
+    return [world.controller(0), world.controller(1)]
 
 
 @pytest.fixture(scope="session")
 def daemons(world: World) -> list[Daemon]:
     """On hosts 1 to 3; no test may kill them."""
     made = [world.daemon(index) for index in (1, 2, 3)]
-    world.controller()
     assert all(daemon.address for daemon in made)
     return made
 
@@ -45,6 +52,7 @@ def workers(daemons: list[Daemon]) -> list[str]:
 def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """This machine, for where there are no namespaces."""
     with World(None, tmp_path_factory.mktemp("loopback")) as made:
+        made.controller()
         yield made
 
 
@@ -52,7 +60,6 @@ def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def loopback_workers(loopback: World) -> list[str]:
     """Addresses of two daemons there."""
     daemons = [loopback.daemon(index) for index in (1, 2)]
-    loopback.controller()
     return [daemon.address for daemon in daemons]
 
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import random
 import signal
 import socket
 import threading
@@ -277,7 +278,7 @@ def refused(addresses: list[str], parts: list[str], good: list[str]) -> None:
     said = ""
     with ended_within(5.0, "to be refused"):
         try:
-            attach_to_workers(addresses, timeout=2.0, **BOUNDS)
+            attach_to_workers(addresses, timeout=1.0, **BOUNDS)
         except ConnectionError as error:
             said = str(error)
     print(said)
@@ -401,6 +402,8 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
         theirs = theirs.exception(PATIENCE)
         measured(f"{how}, to the error of an actor on another host", began, most)
         assert isinstance(theirs, ActorError) and isinstance(theirs.__cause__, SupervisionError), theirs
+        if how == "agent stopped":  # who is stopped can't end anything, until it goes on and finds out
+            os.kill(agent, signal.SIGCONT)
         measured(f"{how}, to the end of what ran there", began, most + until_gone(pids[2:], most + 2.0))
         assert workers.failed_ranks == (2, 3)
         alive = hosts.slice(hosts=0)
@@ -415,8 +418,34 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
         again = attach_to_workers([addresses[1]]).spawn_procs({"gpus": 1}).spawn("again", Worker)
         assert again.place.call_one().get(PATIENCE)[0] == "gamma"
         assert asker.ask.call_one(again, "a").get(PATIENCE) == "a"
-    if how == "agent stopped":
-        until_gone([agent], PATIENCE)
+    until_gone([agent], PATIENCE)
+    faults.none()
+
+
+def cut_between(addresses: list[str], cables: list[int]) -> None:
+    """Two hosts do not hear each other, and their controller hears both: calls between them end, the rest goes on."""
+    faults, wires = expect_faults(), Cables(cables)
+    _, procs, workers = begin(addresses)
+    waiters = procs.spawn("waiters", Waiter)
+    one, other = waiters.slice(hosts=0, gpus=0), waiters.slice(hosts=1, gpus=0)
+    waiting = [one.wait_for.call_one(other), other.wait_for.call_one(one)]
+    until(lambda: [mesh.waits.call_one().get(PATIENCE) for mesh in (one, other)] == [1, 1], "both wait")
+    began = time.monotonic()
+    wires.cut_off(1, [2])
+    try:
+        for future in waiting:
+            error = future.exception(PATIENCE)
+            assert isinstance(error, ActorError) and isinstance(error.__cause__, (SupervisionError, ConnectionError)), (
+                error
+            )
+            assert "is lost" in str(error), error
+            measured("cut between two hosts, to the errors of their actors", began, 4.0)
+        assert list(workers.echo.call("on").get(PATIENCE).values()) == ["on"] * 4
+    finally:
+        wires.heal(1)
+    first, second = workers.slice(hosts=0, gpus=1), workers.slice(hosts=1, gpus=1)  # who have never met
+    assert first.ask.call_one(second, 1).get(PATIENCE) == 1
+    assert second.ask.call_one(first, 2).get(PATIENCE) == 2
     faults.none()
 
 
@@ -443,19 +472,18 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
     wires = Cables(cables)
     _, _, workers = begin(addresses, silence=4.0, heartbeat=0.5)
     one, other = workers.slice(hosts=0, gpus=0), workers.slice(hosts=1, gpus=0)
+    senders = workers.slice(gpus=1)  # who sends waits, and takes nothing meanwhile
     workers.echo.call(0).get(PATIENCE)
     stop = threading.Event()
 
     def harm() -> None:
-        while not stop.wait(0.15 if how == "reset" else 0.5):
+        while not stop.wait(random.uniform(0.2, 0.8)):
             for index in (0, 2):
                 if how == "reset":
                     wires.reset(index)
                 else:
                     wires.cut_off(index)
-            if how == "pause":
-                time.sleep(0.3)
-                for index in (0, 2):
+                    stop.wait(0.3)
                     wires.heal(index)
 
     thread = threading.Thread(target=harm)
@@ -464,7 +492,10 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
     try:
         for turn in range(times):
             count = 300
-            both = [one.note_many.call_one(other, count), other.note_many.call_one(one, count)]
+            both = [
+                senders.slice(hosts=0).note_many.call_one(other, count),
+                senders.slice(hosts=1).note_many.call_one(one, count),
+            ]
             large = [one.echo.call_one(payload) for _ in range(2)]
             mine = [other.note.call_one(-1 - number) for number in range(count)]
             assert list(one.count.call_one(1000)) == list(range(1000))

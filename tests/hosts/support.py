@@ -21,6 +21,9 @@ from tests.actor.scripts import Run, WarmInterpreter
 from tests.support.hosts import Hosts, address6
 
 PATIENCE = 30.0
+STARTING = 90.0
+"""Seconds for a daemon to import torch twice, on a machine that has other things to do."""
+
 NAMES = ("alpha", "beta", "gamma", "delta")
 """Of the hosts 0, 1, ...; controllers run on host 0."""
 
@@ -128,7 +131,7 @@ class Daemon:
     @property
     def address(self) -> str:
         """Where it listens; waits until it does."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + STARTING
         while not self._address:
             said = self.output
             if "is up: " in said and said.endswith("\n"):

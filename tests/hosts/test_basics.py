@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.actor.scripts import WarmInterpreter
 from tests.hosts.support import World, any_address6
 
 BASICS = ["values", "exceptions", "payloads", "streams", "ports_and_references", "order"]
@@ -27,16 +28,17 @@ def test_what_processes_write_is_shown_with_who_it_was(anywhere: tuple[World, li
     assert "logged that" in run.err and "hosts 1 gpus 0" in run.err
 
 
-@pytest.mark.parametrize("env", [{"MONARCH_TLS": "0"}, {"MONARCH_TLS": "1"}], ids=["plain", "TLS"])
-def test_other_ways_to_connect(env: dict[str, str], world: World) -> None:
-    with world.daemon(1, env=env, address=any_address6(1)) as one, world.daemon(2, env=env) as other:
-        assert one.address.startswith("tcp://[fd00:198:18::11]:")
-        world.run("values", one.address, other.address, env=env)
+@pytest.mark.parametrize("tls", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_ipv6_with_tls_and_without(tls: str, world: World) -> None:
+    env = {"MONARCH_TLS": tls}
+    with world.daemon(1, env=env, address=any_address6(1)) as daemon:
+        assert daemon.address.startswith("tcp://[fd00:198:18::11]:")
+        world.run("values", daemon.address, env=env)
 
 
-def test_two_controllers_at_once(world: World, workers: list[str]) -> None:
+def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
     """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
-    first, second = world.controller(0), world.controller(1)
+    first, second = two_controllers
     try:
         world.start("order", *workers)
         world.start("values", *workers, number=1)

@@ -24,7 +24,7 @@ def whole(world: World) -> Iterator[None]:
     """What a test has cut is whole again."""
     yield
     assert world.where is not None
-    for index in range(len(world.where.cables.pids)):
+    for index in range(len(world.where.cables.pids) - 1):
         world.where.cables.heal(index)
 
 
@@ -53,6 +53,11 @@ def test_a_host_is_lost_in_other_ways(how: str, world: World, daemons: list[Daem
 def test_a_daemon_is_killed(world: World, daemons: list[Daemon]) -> None:
     with world.daemon(2) as victim:
         lose(world, [daemons[0], victim], "daemon killed", 3 * SILENCE)
+
+
+def test_two_hosts_do_not_hear_each_other(world: World, daemons: list[Daemon]) -> None:
+    assert world.where is not None
+    world.run("cut_between", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
 
 
 def test_ranks_move_to_a_host_that_is_left(world: World, daemons: list[Daemon]) -> None:

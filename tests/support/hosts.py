@@ -39,7 +39,7 @@ def _libc(name: str, *args: Any) -> None:
 class Cables:
     """What lies between hosts. It knows nothing but the processes that keep them, so whoever is root may have a copy.
 
-    A cut is silence, as of a switch that has died: frames go to a hardware address that nobody has.
+    A cut is silence: frames go to a hardware address that nobody has, or the switch's port is down.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -51,23 +51,25 @@ class Cables:
 
     def cut_off(self, index: int, others: Sequence[int] | None = None) -> None:
         """Silence, both ways, between a host and these others, or all."""
-        for other in self._others(index, others):
+        if others is None:
+            self.ip(-1, f"link set p{index} down")
+        for other in others or ():
             self.cut(index, other)
             self.cut(other, index)
 
     def heal(self, index: int, others: Sequence[int] | None = None) -> None:
         """A host and the others hear each other again."""
-        for other in self._others(index, others):
-            self._point(index, other, hardware_address(other))
-            self._point(other, index, hardware_address(index))
+        if others is None:
+            self.ip(-1, f"link set p{index} up")
+        for other in range(len(self.pids) - 1) if others is None else others:
+            if other != index:
+                self._point(index, other, hardware_address(other))
+                self._point(other, index, hardware_address(index))
 
     def reset(self, index: int) -> None:
         """All connections of this host break at once, and both sides hear of it."""
         command = ["nsenter", f"--net=/proc/{self.pids[index]}/ns/net", "ss", "-K", "-t", "state", "established"]
         subprocess.run(command, check=True, capture_output=True)
-
-    def _others(self, index: int, others: Sequence[int] | None) -> list[int]:
-        return [other for other in (range(len(self.pids)) if others is None else others) if other != index]
 
     def _point(self, sender: int, receiver: int, where: str) -> None:
         self.ip(sender, f"neigh replace {address(receiver)} lladdr {where} dev eth0 nud permanent")
@@ -173,7 +175,7 @@ class Hosts:
     @property
     def cables(self) -> Cables:
         """What lies between these hosts."""
-        return Cables(self.pids[:-1])
+        return Cables(self.pids)
 
     def command(self, index: int, *words: str) -> list[str]:
         """What runs a program on a host, in place of this one and where it is."""

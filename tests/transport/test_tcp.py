@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport._secret import new_secret
+from monarch_backend.transport._secret import Called, new_secret
 from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
 
 QUICK = Bounds(heartbeat=0.05, silence=1.0, patience=2.0, pause=0.01)
@@ -98,6 +98,33 @@ def test_connections_that_break_lose_nothing_and_repeat_nothing(sides: Callable[
     assert there.lost.empty()
 
 
+def test_a_proof_that_is_lost(sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One side takes the session as agreed upon, the other has never heard of it: it begins on the next connection."""
+    check, failed = Called.check, threading.Event()
+
+    def fails_once(called: Called, proof: bytes) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise ConnectionResetError("in the middle of it")
+        check(called, proof)
+
+    monkeypatch.setattr(Called, "check", fails_once)
+    here, there, out, _ = together(sides)
+    here.tcp.send(out, b"once", [])
+    assert there.frames.get(timeout=10) == (b"once", b"")
+    assert failed.is_set() and here.lost.empty() and there.up.empty()
+
+
+def test_a_session_that_is_over_does_not_begin_anew(sides: Callable[..., Side]) -> None:
+    """Also where the caller has never heard a word in it: what it has sent may have come."""
+    here, there, out, back = together(sides, bounds=Bounds(heartbeat=60.0, silence=180.0))
+    here.tcp.send(out, b"once", [])
+    assert there.frames.get(timeout=10) == (b"once", b"")
+    there.tcp.soon(lambda: there.tcp._lose(back, "of its own"))
+    assert here.lost.get(timeout=10) is out and "has given up" in str(out.lost)
+    assert there.lost.get(timeout=10) is back and there.frames.empty()
+
+
 def test_goodbye(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides)
     here.tcp.hang_up(out)
@@ -111,7 +138,7 @@ def test_one_that_closes_and_does_not_come_back(sides: Callable[..., Side]) -> N
     assert out.connection is not None
     assert there.tcp is not here.tcp
     begun = time.monotonic()
-    here.tcp.soon(lambda: (setattr(out, "address", None), here.tcp._drop(out.connection)))  # type: ignore[arg-type,func-returns-value]
+    here.tcp.soon(lambda: (setattr(out, "address", None), out.connection.socket.shutdown(socket.SHUT_RDWR)))  # type: ignore[func-returns-value, union-attr]
     assert there.lost.get(timeout=10) is back
     assert time.monotonic() - begun < 5
     assert "closed the connection" in str(back.lost)
