@@ -48,6 +48,7 @@ class Daemon:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._spawner = Spawner(self._event, preload=PRELOAD)
+        self._closing = False
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens by the spawner's number
         self._tcp = Tcp(
@@ -70,6 +71,7 @@ class Daemon:
 
     def close(self) -> None:
         """All agents end, and all that they have started."""
+        self._closing = True
         self._tcp.close()
         self._spawner.close()
 
@@ -110,7 +112,7 @@ class Daemon:
         if isinstance(event, (Exited, SpawnFailed)):
             with self._lock:
                 token = self._agents.pop(event.id, "")
-            if isinstance(event, SpawnFailed) or event.returncode:
+            if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
                 log.warning("agent %s: %s", token[:HOST], event)
 
     def _hand_over(self, whom: bytes, connection: socket.socket, knock: bytes) -> bool:
