@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from monarch_backend import __version__
+from monarch_backend.cli import up as up_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,12 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     up = commands.add_parser("up", help="make this machine a host on which controllers can start processes")
-    up.add_argument(
-        "--address",
-        default="127.0.0.1",
-        help="where to listen, HOST:PORT or tcp://HOST:PORT; other than loopback it needs the job's secret in "
-        "MONARCH_SECRET_FILE or MONARCH_SECRET (default: %(default)s)",
-    )
+    up_module.add_arguments(up)
     commands.add_parser("run", help="torchrun, with ranks from a fork server; its options", add_help=False)
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["run"]:  # what follows is torchrun's, which has a parser of its own
@@ -37,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
 
     if args.command == "up":
-        from monarch_backend.cli import up as up_module
-
-        return up_module.run(args.address)
+        return up_module.run(args)
     from monarch_backend.cli import doctor as doctor_module
 
     return doctor_module.run(as_json=args.json)

@@ -1,21 +1,47 @@
-"""`monarch-backend up`: a host, until it is told to end. What it does is hosts/_daemon.py's."""
+"""`monarch-backend up`: a host, until it is told to end. What it does is hosts' _daemon.py and _standing.py."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 
-def run(address: str) -> int:
-    """0 after SIGTERM or Ctrl-C; 2, with the reason, if it can't listen there."""
-    from monarch_backend.hosts import run_worker_loop_forever
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument(
+        "--address",
+        default="127.0.0.1",
+        help="where to listen, HOST:PORT or tcp://HOST:PORT; other than loopback it needs the job's secret in "
+        "MONARCH_SECRET_FILE or MONARCH_SECRET, or on standard input (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--secret-from-stdin", action="store_true", help="the first line of standard input is the job's secret"
+    )
+    parser.add_argument(
+        "--tether",
+        action="store_true",
+        help="end with standard input, unless there is a line 'stay' on it: for those who start hosts for others",
+    )
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="go on in a session of its own once it listens; its address, pid and log are printed",
+    )
+    parser.add_argument("--log", metavar="FILE", help="where a detached host writes to")
 
-    def ready(host: str, port: int) -> None:
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        print(f"monarch_backend: this host is up: tcp://{where}", flush=True)
+
+def run(args: argparse.Namespace) -> int:
+    """0 after SIGTERM or Ctrl-C; 2, with the reason, if it can't listen there."""
+    from monarch_backend.hosts import _standing
 
     try:
-        run_worker_loop_forever(address, on_ready=ready)
+        return _standing.run(
+            args.address,
+            secret_from_stdin=args.secret_from_stdin,
+            tether=args.tether,
+            detach=args.detach,
+            log=args.log,
+        )
     except (OSError, ValueError) as error:
         print(f"monarch-backend up: {error}", file=sys.stderr)
         return 2
-    return 0

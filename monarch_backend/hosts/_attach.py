@@ -52,7 +52,7 @@ class HostRegistry:
 
     def __init__(self, owner: Any, secret: bytes, bounds: Bounds) -> None:
         self._program = owner
-        self._secret, self._bounds = secret, bounds
+        self.secret, self._bounds = secret, bounds
         self.hosts: dict[str, Host] = {}
         self._answers: dict[int, Any] = {}  # of what was asked: a message, once it is there
         self._rooms: dict[int, Room] = {}
@@ -68,7 +68,7 @@ class HostRegistry:
         peer: Peer = owner.router.expect(token, "the gateway of this host")
         server = owner.owner.fork_server_address()
         plan = _agent.Plan(
-            token=token, root=owner.router.token, secret=self._secret, server=server,
+            token=token, root=owner.router.token, secret=self.secret, server=server,
             heartbeat=self._bounds.heartbeat, silence=self._bounds.silence, home=True,
         )  # fmt: skip
         self._spawner = Spawner(lambda event: self._gateway_event(peer, event), server)
@@ -212,8 +212,9 @@ def attach_to_workers(
     call hold for the whole program).
 
     Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds,
-    prove that they know the secret, and have the same versions; ValueError for what is no address, and for bounds that
-    no host could keep; RuntimeError if this program's own gateway has ended.
+    prove that they know the secret, and have the same versions; ValueError for what is no address, for bounds that no
+    host could keep, or for another secret than that of the hosts that the program has already; RuntimeError if this
+    program's own gateway has ended.
     """
     if isinstance(workers, str) or not workers:
         raise ValueError("workers is a list of addresses, of one or more hosts")
@@ -226,6 +227,11 @@ def attach_to_workers(
             if owner.root is not None:
                 raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
             owner.hosts = HostRegistry(owner, secret or find_secret(), Bounds(heartbeat, silence))
+        elif secret is not None and secret != owner.hosts.secret:
+            raise ValueError(
+                "this program has attached hosts of another secret already, and a program has one: start these hosts "
+                "with the same (MONARCH_SECRET_FILE, or a job's secret_file)"
+            )
         made = owner.hosts.attach(addresses, timeout)
     return HostMesh(Shape.of(Extent(("hosts",), (len(made),))), tuple(host.id for host in made), name)
 

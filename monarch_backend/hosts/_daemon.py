@@ -21,11 +21,12 @@ import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from monarch_backend.hosts import _agent, _messages
-from monarch_backend.hosts._address import find_secret, given_secret, is_loopback, parse_address
+from monarch_backend.hosts._address import given_secret, is_loopback, parse_address
 from monarch_backend.hosts._messages import Ask, Unwelcome, Versions, Welcome
 from monarch_backend.hosts._tls import tls_for
 from monarch_backend.mesh._spawner import Event, Exited, ProcessSpec, Spawner, SpawnFailed
 from monarch_backend.transport._carried import HOST
+from monarch_backend.transport._secret import user_secret
 from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
 
 log = logging.getLogger("monarch_backend")
@@ -47,6 +48,7 @@ class Daemon:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._spawner = Spawner(self._event, preload=PRELOAD)
+        self._closing = False
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens by the spawner's number
         self._tcp = Tcp(
@@ -69,6 +71,7 @@ class Daemon:
 
     def close(self) -> None:
         """All agents end, and all that they have started."""
+        self._closing = True
         self._tcp.close()
         self._spawner.close()
 
@@ -109,7 +112,7 @@ class Daemon:
         if isinstance(event, (Exited, SpawnFailed)):
             with self._lock:
                 token = self._agents.pop(event.id, "")
-            if isinstance(event, SpawnFailed) or event.returncode:
+            if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
                 log.warning("agent %s: %s", token[:HOST], event)
 
     def _hand_over(self, whom: bytes, connection: socket.socket, knock: bytes) -> bool:
@@ -141,23 +144,24 @@ def _without_secret() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "MONARCH_SECRET"}
 
 
-def run_worker_loop_forever(address: str = "127.0.0.1", *, on_ready: Any = None) -> None:
+def run_worker_loop_forever(address: str = "127.0.0.1", *, secret: bytes | None = None, on_ready: Any = None) -> None:
     """Make this machine a host for controllers, until SIGTERM or Ctrl-C; what runs here then ends, too.
 
-    ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 for any that is free. The job's secret comes from
-    MONARCH_SECRET or the file MONARCH_SECRET_FILE; on loopback the user's own is taken where neither is set.
+    ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 for any that is free. ``secret``: the job's, of 32
+    bytes; by default from MONARCH_SECRET or the file MONARCH_SECRET_FILE, or else the user's own, on loopback only.
     ``on_ready(host, port)`` is called once it listens.
 
     Raises ValueError for what is no address, PermissionError for one that others can reach without a secret of the
     job's, OSError if it can't be listened on.
     """
     host, port = parse_address(address)
-    if not is_loopback(host) and given_secret() is None:
+    secret = secret or given_secret()
+    if not is_loopback(host) and secret is None:
         raise PermissionError(
             f"{address} can be reached from other machines, and the job has no secret: set MONARCH_SECRET_FILE to a "
             "file of mode 600 with 64 hexadecimal digits, as of `openssl rand -hex 32`, here and for the controller"
         )
-    daemon = Daemon(find_secret())
+    daemon = Daemon(secret or user_secret())
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -33,8 +33,10 @@ from monarch_backend.launch._ranks import RankProcess, Ranks
 _log = logging.getLogger("monarch_backend")
 
 _DESCRIPTION = """torchrun, with ranks that are forked from one process that has imported torch, and failures noticed
-within milliseconds. All of torchrun's options and environment variables; the same exit codes and error files.
-There is no --controller yet, which will run the script once for a mesh of hosts; on one host, plain python does."""
+within milliseconds. All of torchrun's options and environment variables; the same exit codes and error files."""
+
+_CONTROLLER = """run the script once, on the first node, as the controller of all nodes: there,
+monarch_backend.job.host_mesh_from_env() is the mesh of hosts, and MONARCH_PROCS_PER_HOST is --nproc-per-node"""
 
 
 def run(argv: Sequence[str], ranks: Ranks | None, why_not: str) -> None:
@@ -51,7 +53,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
     parser.prog = "monarch-backend run"
     parser.description = _DESCRIPTION
-    return parser.parse_args(argv)
+    parser.add_argument("--controller", action="store_true", help=_CONTROLLER)
+    args = parser.parse_args(argv)
+    if args.controller:
+        _run_once(args)
+    return args
+
+
+def _run_once(args: argparse.Namespace) -> None:
+    """One rank for each node, which becomes a host; the first one runs the script."""
+    if args.no_python or args.run_path:
+        raise SystemExit("monarch-backend run: --controller runs a script or, with -m, a module of Python")
+    os.environ["MONARCH_PROCS_PER_HOST"] = str(torchrun.determine_local_world_size(args.nproc_per_node))
+    script = ["-m", args.training_script] if args.module else [args.training_script]
+    args.training_script_args = [*script, *args.training_script_args]
+    args.training_script, args.module, args.nproc_per_node = "monarch_backend.job.controller", True, "1"
 
 
 def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:

@@ -1,0 +1,80 @@
+"""Which process is meant, and no other that got its pid later: by its start time and the boot of its machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """A process of this machine or of another one. ``start``: clock ticks since the boot.
+
+    >>> me = Identity.of(os.getpid())
+    >>> me.runs(), Identity(me.pid, me.start - 1, me.boot).runs(), Identity(me.pid, me.start, "another").runs()
+    (True, False, False)
+    """
+
+    pid: int
+    start: int
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> Identity:
+        """Of a process of this machine. Raises ProcessLookupError."""
+        state, start = _stat(pid)
+        if state == "Z":
+            raise ProcessLookupError(f"process {pid} has ended")
+        return cls(pid, start, boot())
+
+    def runs(self) -> bool:
+        """It does, here."""
+        try:
+            return Identity.of(self.pid) == self
+        except ProcessLookupError:
+            return False
+
+    def end(self, grace: float) -> None:
+        """SIGTERM, and SIGKILL ``grace`` seconds later; nothing if it is gone. Raises PermissionError."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return
+        try:
+            if not self.runs():  # what the descriptor means can't change any more
+                return
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGTERM)
+                if not self._gone_within(grace):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                    self._gone_within(5.0)
+        finally:
+            os.close(fd)
+
+    def _gone_within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self.runs():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+def boot() -> str:
+    """Of this machine: another one after each."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """Its state, and when it was started."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        fields = []
+    if len(fields) < 20:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return fields[0].decode(), int(fields[19])

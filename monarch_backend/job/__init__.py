@@ -1,0 +1,28 @@
+"""Where a program's hosts come from: this machine, processes, ssh, or the launcher that has started the program.
+
+>>> from monarch_backend.job import LocalJob
+>>> LocalJob(["trainers"]).state().trainers
+HostMesh(this host)
+
+Rooms: what is the same for all jobs (_job.py), their file (_file.py), starting one host (_launch.py), and each kind of
+job. What a host is, hosts/ knows.
+"""
+
+from monarch_backend.job._errors import JobError
+from monarch_backend.job._job import HostStatus, Job, JobState
+from monarch_backend.job._local import LocalJob
+from monarch_backend.job._process import ProcessJob
+from monarch_backend.job._spmd import SPMDJob, host_mesh_from_env
+from monarch_backend.job._ssh import SSHJob
+
+__all__ = [
+    "HostStatus",
+    "Job",
+    "JobError",
+    "JobState",
+    "LocalJob",
+    "ProcessJob",
+    "SPMDJob",
+    "SSHJob",
+    "host_mesh_from_env",
+]

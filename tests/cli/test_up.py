@@ -1,0 +1,75 @@
+"""`monarch-backend up`: how it stands to whoever has started it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarch_backend.cli import main
+from monarch_backend.hosts._identity import Identity
+from monarch_backend.transport._secret import new_secret
+from tests.support.ranks import run_ranks
+
+UP = [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0"]
+ADDRESS = r"monarch_backend: this host is up: tcp://127\.0\.0\.1:\d+\n"
+
+
+def test_detached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who reads its output waits for its end; its log stays private."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    done = subprocess.run([*UP, "--detach"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    found = re.fullmatch(ADDRESS + r"monarch_backend: its process is (\d+) (\d+) (\S+) (.*)\n", done.stdout)
+    assert found and done.returncode == 0 and done.stderr == "", done
+    process = Identity(int(found[1]), int(found[2]), found[3])
+    assert process.runs()
+    process.end(10)
+    assert not process.runs()
+    assert Path(found[4]).is_relative_to(tmp_path) and Path(found[4]).stat().st_mode & 0o077 == 0
+
+
+def test_detached_and_can_not_listen(tmp_path: Path) -> None:
+    command = [*UP[:-1], "192.0.2.1:1", "--detach", "--secret-from-stdin", "--log", str(tmp_path / "some" / "log")]
+    done = subprocess.run(command, input=new_secret().hex(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(
+        r"monarch-backend up: can't listen on 192.0.2.1:1: .*Cannot assign requested address.*\n", done.stderr
+    ), done.stderr
+    assert (tmp_path / "some" / "log").read_text() == done.stderr
+
+
+def test_tethered() -> None:
+    process = subprocess.Popen([*UP, "--tether", "--secret-from-stdin"], stdin=-1, stdout=-1, text=True)
+    assert process.stdin and process.stdout
+    with process.stdin, process.stdout:
+        process.stdin.write(new_secret().hex() + "\n")
+        process.stdin.flush()
+        assert re.fullmatch(ADDRESS, process.stdout.readline())
+        process.stdin.close()
+        assert process.wait(20) == 0
+        assert process.stdout.read() == ""
+
+
+@pytest.mark.parametrize("line", ["", "secret\n", "ab" * 33 + "\n", "x" * 5000])
+def test_what_is_no_secret(line: str) -> None:
+    """Said at once, without a word of what it was."""
+
+    def up(_rank: int, _address: str) -> tuple[int, str]:
+        read, write = os.pipe()
+        os.write(write, line.encode())
+        os.close(write)
+        os.dup2(read, 0)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            return main([*UP[3:], "--secret-from-stdin"]), said.getvalue()
+
+    [(code, said)] = run_ranks(up, 1, backend=None)
+    assert code == 2
+    assert said == (
+        "monarch-backend up: the first line of standard input does not hold a secret of 64 hexadecimal digits\n"
+    )

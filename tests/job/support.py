@@ -1,0 +1,88 @@
+"""Programs that use jobs, as forked ranks; and what of a job is to be seen on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from monarch_backend.actor import Actor, endpoint
+from monarch_backend.mesh._program import program
+from tests.support.ranks import run_ranks
+
+MARK = "MONARCH_TEST_JOB"
+
+
+class Where(Actor):
+    """Tells where it runs."""
+
+    @endpoint
+    def host(self) -> str | None:
+        return os.environ.get("MONARCH_HOST_NAME")
+
+    @endpoint
+    def next_name(self, other: Any) -> str:
+        return str(other.machine.call_one().get(30))
+
+    @endpoint
+    def machine(self) -> str:
+        return os.uname().nodename
+
+    @endpoint
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+def in_program(fn: Callable[..., Any], *args: Any) -> Any:
+    """What ``fn(*args)`` returns in a program of its own, which then ends as programs do."""
+
+    def run(_rank: int, _address: str) -> Any:
+        try:
+            return fn(*args)
+        finally:
+            program().shutdown()  # type: ignore[attr-defined]
+            program().kill_all()  # type: ignore[attr-defined]
+
+    return run_ranks(run, 1, backend=None, timeout=60)[0]
+
+
+def marked(mark: str) -> list[str]:
+    """Pids and command lines of the processes that carry it."""
+    found, needle = [], f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if needle in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(f"{folder.name} {(folder / 'cmdline').read_text()}".replace("\0", " "))
+    return found
+
+
+def gone(mark: str, within: float = 10.0) -> bool:
+    """None of them is there any more."""
+    end = time.monotonic() + within
+    while marked(mark):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@contextlib.contextmanager
+def new_mark() -> Iterator[str]:
+    """For the environment of hosts; nothing of it may be there afterwards."""
+    mark = uuid.uuid4().hex
+    yield mark
+    assert gone(mark), marked(mark)
+
+
+def seen_by_ps(secret: str) -> list[str]:
+    """Processes that have it on their command line or in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if secret.encode() in (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes():
+                found.append(folder.name)
+    return found
