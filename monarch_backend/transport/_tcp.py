@@ -184,19 +184,16 @@ class Tcp:
 
     def listen(self, host: str, port: int = 0) -> Address:
         """Accept calls there; the address, with the port that it got. Raises OSError."""
-        try:
-            [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            listener = socket.socket(family, kind, protocol)
-        except OSError as error:
-            raise OSError(error.errno, f"can't listen on {host}: {error.strerror}") from None
+        [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
             listener.listen(128)
             listener.setblocking(False)
-        except OSError as error:
+        except BaseException:
             listener.close()
-            raise OSError(error.errno, f"can't listen on {host}, port {port}: {error.strerror}") from None
+            raise
         self._listeners.append(listener)
         self.soon(lambda: self._watch(listener))
         name: Address = listener.getsockname()[:2]

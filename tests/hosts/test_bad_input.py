@@ -159,7 +159,7 @@ def test_what_a_daemon_refuses(anywhere: Anywhere, tmp_path: Path) -> None:
 def test_a_port_that_is_taken(loopback: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        loopback.run("up_refused", [(f"127.0.0.1:{port}", {}, f"127.0.0.1, port {port}")])
+        loopback.run("up_refused", [(f"127.0.0.1:{port}", {}, f"127.0.0.1:{port}: ")])
 
 
 @pytest.mark.slow
