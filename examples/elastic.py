@@ -46,7 +46,7 @@ class Trainer(Actor):
         self.model = Transformer(dim=64, layers=2, heads=4, context=CONTEXT)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.text, _ = load_corpus()
-        self.seed, self.steps = seed, 0
+        self.seed, self.steps, self.loss = seed, 0, 0.0
 
     def batch(self, step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         starts = torch.randint(
@@ -56,9 +56,9 @@ class Trainer(Actor):
         return tokens[:, :-1], tokens[:, 1:]
 
     @endpoint
-    def ready(self) -> tuple[int, int]:
-        """Steps that this replica has behind it, and which process it is: a replacement is another one."""
-        return self.steps, os.getpid()
+    def ready(self) -> tuple[int, int, float]:
+        """Steps that this replica has behind it, which process it is (a replacement is another one), the last loss."""
+        return self.steps, os.getpid(), self.loss
 
     @endpoint
     def train(self, step: int) -> float:
@@ -74,8 +74,8 @@ class Trainer(Actor):
             weight.grad.copy_(total[at : at + weight.numel()].view_as(weight))
             at += weight.numel()
         self.optimizer.step()
-        self.steps = step + 1
-        return total[0].item()
+        self.steps, self.loss = step + 1, total[0].item()
+        return self.loss
 
     @endpoint
     def restore(self, source: int) -> None:
@@ -105,6 +105,7 @@ class Team:
     ranks: list[int]
     pids: dict[int, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)  # by step
 
     def members(self, mesh: Any) -> Any:
         """Of a mesh, those that take part; any two of three are a slice."""
@@ -118,9 +119,12 @@ class Team:
         begun = time.monotonic()
         self.members(self.procs).process_group(timeout=30).get()
         grouped = time.monotonic()
-        steps, pids = zip(*self.members(self.trainers).ready.call().get(timeout=30).values(), strict=True)
+        steps, pids, losses = zip(*self.members(self.trainers).ready.call().get(timeout=30).values(), strict=True)
         self.pids |= dict(zip(self.ranks, pids, strict=True))
-        self.members(self.trainers).restore.call(steps.index(max(steps))).get(timeout=30)
+        last = steps.index(max(steps))
+        if steps[last]:  # a step may have ended well for some, and nobody could say so
+            self.losses[steps[last] - 1] = losses[last]
+        self.members(self.trainers).restore.call(last).get(timeout=30)
         self.phases |= {"regroup": grouped - begun, "restore": time.monotonic() - grouped}
         return max(steps)
 
@@ -140,7 +144,7 @@ def survivors(team: Team, error: SupervisionError | ActorError) -> list[int]:
     end, alive = time.monotonic() + 2 * SILENCE, []
     for rank, call in calls.items():
         try:
-            _, pid = call.get(timeout=max(0.0, end - time.monotonic()))
+            _, pid, _ = call.get(timeout=max(0.0, end - time.monotonic()))
         except (SupervisionError, TimeoutError):
             continue
         if pid == team.pids[rank]:
@@ -149,8 +153,7 @@ def survivors(team: Team, error: SupervisionError | ActorError) -> list[int]:
 
 
 def train(team: Team, steps: int, faults: dict[int, Any]) -> list[float]:
-    """All steps, whatever happens; losses by step."""
-    losses: list[float] = []
+    """All steps, whatever happens; the loss of each."""
     returning: dict[int, Any] = {}
     begun, failures = 0.0, 0
     step = team.regroup(team.ranks)
@@ -187,12 +190,11 @@ def train(team: Team, steps: int, faults: dict[int, Any]) -> list[float]:
             phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in team.phases.items())
             print(f"step {step}: goes on with ranks {alive}; detect {detected:.2f} s, {phases}", flush=True)
             continue
-        del losses[step:]
-        losses.append(loss)
+        team.losses[step] = loss
         step += 1
         if step % 20 == 0:
             print(f"step {step}: loss {loss:.4f} on {len(team.ranks)} hosts", flush=True)
-    return losses
+    return [team.losses[step] for step in range(steps)]
 
 
 # ---- hosts of this machine

@@ -99,7 +99,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "delivery": (_calls, "supervision_error", _always_not_sent, "promise 2"),
     "recast": (Router, "_recast", _nothing, WAITS),
     "replies of a lost child": (Combiner, "lost", _nothing, f"that are over|{WAITS}"),
-    "no room": (Router, "_unstick", _nothing, f"{WAITS}|steps, and no end"),
+    "no room": (Router, "_unstick", _nothing, f"{WAITS}|steps, and no end|nobody whom it was for had died"),
     "where": (Router, "_there", _nothing, WAITS),
     "met": (Router, "_where", _nothing, WAITS),
     "gone, one call": (_calls.OneCall, "on_gone", _nothing, WAITS),
