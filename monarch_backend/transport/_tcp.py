@@ -49,7 +49,7 @@ MOST_OVER = 1024
 STRANGER_SECONDS = 5.0
 """Time to prove it."""
 
-SCRATCH = 64 << 20
+SCRATCH = 80 << 20
 """Bytes of a frame up to which the memory that it is read into is used again: fresh pages cost more than a network."""
 
 MOST_AT_ONCE = 1 << 20

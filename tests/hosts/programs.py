@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib
 import logging
 import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import monarch_backend.actor as ma
 from monarch_backend.actor import (
@@ -155,6 +159,78 @@ def expect_faults() -> Faults:
 
 
 # ---- basics
+
+
+class Rank(Actor):
+    """One of a torch.distributed world."""
+
+    @endpoint
+    def sum_of_ranks(self) -> tuple[float, str, str]:
+        tensor = torch.full((1000,), float(dist.get_rank()))
+        dist.all_reduce(tensor)
+        return tensor[0].item(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+
+
+class Importer(Actor):
+    """Of what a workspace has brought."""
+
+    @endpoint
+    def value(self, folder: str) -> int:
+        folder = os.path.expandvars(folder)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return int(importlib.import_module("brought").VALUE)
+
+
+def groups(*workers: str) -> None:
+    """One torch world over all hosts, and one of a slice."""
+    procs = attach_to_workers(workers).spawn_procs({"gpus": 2})
+    ranks = procs.spawn("rank", Rank)
+    size = len(procs)
+    procs.process_group().get(PATIENCE)
+    answers = list(ranks.sum_of_ranks.call().get(PATIENCE).values())
+    assert answers == [(sum(range(size)), str(rank % 2), "2") for rank in range(size)], answers
+    procs.slice(gpus=1).process_group().get(PATIENCE)
+    answers = list(ranks.slice(gpus=1).sum_of_ranks.call().get(PATIENCE).values())
+    assert answers == [(sum(range(len(workers))), "0", "1")] * len(workers), answers
+
+
+def workspace(folder: str, *workers: str) -> None:
+    """What changed is brought, once; what is gone is removed; modules are loaded again."""
+    source, to = Path(folder, "source"), f"{folder}/$MONARCH_HOST_NAME"
+    (source / "package" / "__pycache__").mkdir(parents=True)
+    (source / "brought.py").write_text("VALUE = 1\n")
+    (source / "package" / "large.bin").write_bytes(random.Random(0).randbytes(10 << 20))
+    (source / "package" / "__pycache__" / "x.pyc").write_bytes(b"")
+    (source / "script").write_text("#!/bin/sh\n")
+    (source / "script").chmod(0o755)
+    hosts = attach_to_workers(workers)
+    count = len(workers)
+    first = hosts.sync_workspace(source, to)
+    assert (first.files, first.written, first.removed) == (3, 3 * count, 0), first
+    assert first.sent > 10 << 20
+    again = hosts.sync_workspace(source, to)
+    assert (again.files, again.written, again.removed, again.sent) == (3, 0, 0, 0), again
+    copies = [Path(folder, NAMES[index + 1]) for index in range(count)]
+    for copy in copies:
+        assert sorted(p.name for p in copy.rglob("*")) == [
+            ".monarch_workspace",
+            "brought.py",
+            "large.bin",
+            "package",
+            "script",
+        ]
+        assert os.access(copy / "script", os.X_OK)
+        (copy / "own").write_text("of the host itself")
+    procs = hosts.spawn_procs({"gpus": 1})
+    importers = procs.spawn("importer", Importer)
+    assert set(importers.value.call(to).get(PATIENCE).values()) == {1}
+    (source / "brought.py").write_text("VALUE = 2\n")  # as long, and in the same second perhaps
+    (source / "script").unlink()
+    changed = hosts.sync_workspace(source, to, reload=procs)
+    assert (changed.files, changed.written, changed.removed) == (2, count, count), changed
+    assert set(importers.value.call(to).get(PATIENCE).values()) == {2}
+    assert all((copy / "own").exists() and not (copy / "script").exists() for copy in copies)
 
 
 def values(*addresses: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.actor.scripts import WarmInterpreter
@@ -48,3 +50,13 @@ def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpr
     finally:
         first.drop()
         second.drop()
+
+
+def test_one_torch_world_over_several_hosts(anywhere: tuple[World, list[str]]) -> None:
+    world, workers = anywhere
+    world.run("groups", *workers[:2])
+
+
+def test_a_workspace_is_brought(anywhere: tuple[World, list[str]], tmp_path: Path) -> None:
+    world, workers = anywhere
+    world.run("workspace", str(tmp_path), *workers[:2])
