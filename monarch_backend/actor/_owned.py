@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import re
-import resource
 import secrets
 import signal
 import sys
@@ -27,11 +26,11 @@ from monarch_backend.actor._future import Future
 from monarch_backend.actor._supervision import Intensity, Restart, check_policy
 from monarch_backend.mesh import _binding, _linux
 from monarch_backend.mesh._extent import Extent, ranks_in_words
-from monarch_backend.mesh._limits import check_spawn
+from monarch_backend.mesh._limits import allow_descriptors, check_spawn
 from monarch_backend.mesh._logs import LogCollector
 from monarch_backend.mesh._mesh_log import MeshLog
 from monarch_backend.mesh._procs import ProcCore, ProcMesh, label_of
-from monarch_backend.mesh._spawner import Exited, LostWithHost, ProcessSpec, Spawner, SpawnFailed, Started
+from monarch_backend.mesh._spawner import RANKS_HERE, Exited, LostWithHost, ProcessSpec, Spawner, SpawnFailed, Started
 from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._frames import KNOCK, Replaced, Setting, Stop
 from monarch_backend.transport._peer import Peer
@@ -187,10 +186,12 @@ class ProcessOwner:
         program = self._program
         check_policy(restart)
         _check_start(bootstrap, env)
+        if hosts is not None and proc_bind is not None:
+            raise ValueError("proc_bind is for processes of this host; on others, bind them in bootstrap=")
         count = extent.nelements
         homes = program.homes(hosts, count)
         spawner = self._spawner_of_this_process()
-        _allow_descriptors()
+        allow_descriptors()
         name = name or f"procs-{len(self._meshes)}"
         core = ProcCore(
             secrets.token_hex(8),
@@ -203,7 +204,7 @@ class ProcessOwner:
         )
         label = functools.partial(ranks_in_words, extent)
         logs = MeshLog(name, label)
-        make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count) if hosts is None else [None] * count, env)
+        make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count), env)
         siblings = program.children_of(owner_cell)
         owned = OwnedProcs(
             core, owner_cell, siblings, make, logs, Intensity(restart, program.clock) if restart else None
@@ -216,6 +217,10 @@ class ProcessOwner:
         except BaseException:
             for peer in core.peers:
                 peer.gone = "it was never started"
+            for member in owned.members.values():  # on the hosts that came first
+                self._kill(member)
+                self._by_token.pop(member.peer.token, None)
+                self._by_number.pop(member.number, None)
             raise
         self._meshes.append(owned)
         if not self._watching and self.collect_output:
@@ -236,7 +241,7 @@ class ProcessOwner:
         processors = len(os.sched_getaffinity(0))
         environment = {**os.environ, **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
-        here = host_of(program.router.token)
+        neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # on each host
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
             host = program.host(peer.token)
@@ -246,10 +251,11 @@ class ProcessOwner:
                 labels=tuple(core.extent.labels), sizes=tuple(core.extent.sizes), crowded=count + 1 > processors,
                 gateway=program.gateway if host is None else host.token,
                 tether=program.router.token if host is None else host.token,
+                neighbours=0 if host is None else neighbours,
             )  # fmt: skip
             return ProcessSpec(
                 label=core.where(rank), main=cloudpickle.dumps(functools.partial(main, plan)),
-                environment=environment if host_of(peer.token) == here else dict(env or {}),
+                environment=environment if host is None else {**(env or {}), RANKS_HERE: str(neighbours)},
                 path=path, argv=argv, cwd=cwd, bootstrap=packed, cpus=cpus[rank],
                 threads=len(cpus[rank]) if cpus[rank] else max(1, processors // count),
             )  # fmt: skip
@@ -352,6 +358,8 @@ class ProcessOwner:
             self._program.router.never_came(member.peer, how)
         elif member.peer.gone is not None:
             self._tell(member)
+        elif self._program.host(member.peer.token) is not None:  # its gateway tells of it, after its last frames
+            self._program.pump.later(UNSURE, lambda: self._program.router.never_came(member.peer, how))
 
     def member(self, peer: Peer) -> _Member | None:
         """Of a process that this one has spawned."""
@@ -511,9 +519,17 @@ class ProcessOwner:
             except Exception as error:  # no room for them any more
                 log.exception("ranks of %s can't be started anew", core.name)
                 for rank in ranks:
-                    program.router.never_came(core.peer(rank), f"it could not be started anew: {error}")
+                    self._not_started(owned, rank, str(error))
 
         program.pump.later(delay, again)
+
+    def _not_started(self, owned: OwnedProcs, rank: int, why: str) -> None:
+        """A successor that there will not be; of a host that was asked before another one failed, there is one."""
+        peer = owned.core.peer(rank)
+        if peer.token not in self._by_token:
+            member = _Member(owned.core, rank, peer, failed=why)
+            owned.members[rank] = self._by_token[peer.token] = member
+            self._program.router.never_came(peer, f"it could not be started anew: {why}")
 
     def _look_for_the_stuck(self) -> None:
         """Processes that do not even read: reported, not killed, since only the user knows what they are doing."""
@@ -747,10 +763,3 @@ def _last_words(tail: list[str]) -> tuple[str, ...]:
         if line.startswith("Fatal Python error"):
             return tuple(tail[i : i + 12])
     return tuple(tail[-8:])
-
-
-def _allow_descriptors() -> None:
-    """As many open files as the hard limit lets one have: a process of ours takes four, and the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     crowded: bool
     gateway: str = ""  # of its host, if there are others
     tether: str = ""  # the process on this host that it does not outlive
+    neighbours: int = 0  # on a host that its owner does not know: processes of the mesh there
 
 
 LAST_WORDS = 5.0
@@ -88,7 +89,8 @@ def main(plan: Plan) -> None:
     """From the fork server, after the bootstrap."""
     _worker_logging.install_worker_logging()
     _serialize.settle_in(sys.modules["__main__"])
-    program = _program.start(plan.token, plan.crowded)
+    crowded = plan.neighbours + 1 > (os.cpu_count() or 1) if plan.neighbours else plan.crowded
+    program = _program.start(plan.token, crowded)
     owner = program.router.peer(plan.owner)
     program.server_address = plan.server
     program.root = program.router.peer(plan.root, owner)

@@ -7,12 +7,14 @@ has started dies with it. What it is told stands in _messages.py.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
 import struct
 import sys
 import threading
+import time
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,7 +43,8 @@ from monarch_backend.hosts._messages import (
 from monarch_backend.hosts._output import OutputReader
 from monarch_backend.hosts._tls import tls_for
 from monarch_backend.mesh import _linux
-from monarch_backend.mesh._spawner import Event, ProcessSpec, Spawner, SpawnLimitError
+from monarch_backend.mesh._limits import allow_descriptors
+from monarch_backend.mesh._spawner import RANKS_HERE, Event, ProcessSpec, Spawner
 from monarch_backend.transport import _carried
 from monarch_backend.transport._carried import Carried, host_of
 from monarch_backend.transport._far import FarLinks
@@ -90,7 +93,9 @@ class AgentProcess:
         self._links = LocalLinks(plan.token, crowded=few_processors())
         self._pump = Pump(self._links.post, self._handle)
         self._gateway = Gateway(self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later)
-        far = FarLinks(self._links, self._pid, MYSELF, self._gateway.send, lambda send: self._router.keep(send))
+        far = FarLinks(
+            self._links, self._pid, plan.token, MYSELF, self._gateway.send, lambda send: self._router.keep(send)
+        )
         self._far = far
         self._router = Router(far, self._wait)
         self._router.wake = self._pump.wake  # type: ignore[method-assign]
@@ -108,6 +113,9 @@ class AgentProcess:
         self._hosts: dict[str, list[Remote]] = {}  # sessions by host; there are two where both sides have called
         self._known: dict[str, tuple[str, int, str, str]] = {}  # where hosts can be reached
         self._asking: dict[Remote, Attach] = {}  # daemons that are asked for an agent
+        self._until: dict[int, float] = {}  # when they have to be reached
+        self._awaited: dict[Remote, Attached] = {}  # agents that are called for the first time: what is said then
+        self._births = threading.Lock()
         self._spawner: Spawner | None = None
         self._numbers: dict[int, int] = {}  # the spawner's, by the controller's
         self._names: dict[int, int] = {}  # and the reverse
@@ -150,8 +158,11 @@ class AgentProcess:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    return
+                time.sleep(0.1)  # no descriptors, for now
+                continue
             with connection:
                 _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                 if uid != os.geteuid():
@@ -226,6 +237,9 @@ class AgentProcess:
             remotes = self._hosts.setdefault(_host_of(remote), [])
             if remote not in remotes:
                 remotes.append(remote)
+            attached = self._awaited.pop(remote, None)
+        if attached is not None:
+            self._tell(attached)
 
     def _lost(self, remote: Remote) -> None:
         asked = self._asking.pop(remote, None)
@@ -234,6 +248,12 @@ class AgentProcess:
             return
         host = _host_of(remote)
         with self._lock:
+            awaited = self._awaited.pop(remote, None)
+            if awaited is not None:
+                self._hosts.pop(host, None)
+                self._known.pop(host, None)
+                self._tell(AttachFailed(awaited.id, f"{remote}: its agent {remote.lost}"))
+                return
             remotes = self._hosts.get(host, [])
             if remote not in remotes:
                 return
@@ -266,13 +286,21 @@ class AgentProcess:
         except msgspec.DecodeError as error:
             answer = Unwelcome(f"it answered with what is no message: {error}")
         if isinstance(answer, Welcome) and not (differences := Versions.here().differences(answer.versions)):
-            known = (asked.host, asked.port, answer.token, answer.host_name)
-            self._known[host_of(answer.token)] = known
-            self._tell(Attached(asked.id, answer.token, answer.host_name))
+            self._known[host_of(answer.token)] = (asked.host, asked.port, answer.token, answer.host_name)
+            self._call_agent(asked, answer)
             return
         if isinstance(answer, Welcome):
             answer = Unwelcome(f"{', '.join(differences)}: install the same versions on both")
         self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {answer.reason}"))
+
+    def _call_agent(self, asked: Attach, answer: Welcome) -> None:
+        """At once: it is attached when it answers itself."""
+        whom = bytes.fromhex(answer.token)
+        with self._lock:
+            left = max(1.0, self._until.pop(asked.id, 0.0) - time.monotonic())
+            remote = self._tcp.call((asked.host, asked.port), self._plan.secret, whom, patience=left)
+            self._hosts[host_of(answer.token)] = [remote]
+            self._awaited[remote] = Attached(asked.id, answer.token, answer.host_name)
 
     # ---- what the controller wants
 
@@ -287,6 +315,7 @@ class AgentProcess:
         except msgspec.DecodeError as error:
             raise FrameError(f"not a message for an agent: {error}") from None
         if isinstance(message, Attach):
+            self._until[message.id] = time.monotonic() + message.patience
             self._tcp.soon(lambda: self._ask(message))
         elif isinstance(message, Finish):
             self._finish("its controller ends")
@@ -320,29 +349,31 @@ class AgentProcess:
         """What is said to everybody, and is nothing to an agent."""
 
     def _spawn(self, message: Spawn) -> None:
-        if self._spawner is None:
-            self._spawner = Spawner(self._event, self._plan.server)
-            self._output = OutputReader(lambda number, stream, data: self._tell(Output(number, stream, data)))
-        assert self._output is not None
         pipes: list[int] = []
         try:
-            out, err = os.pipe(), os.pipe()
-            pipes += [*out, *err]
-            [number] = self._spawner.spawn([self._spec(message, out[1], err[1])])
-        except (OSError, ValueError, RuntimeError, SpawnLimitError) as error:
+            if self._output is None:
+                self._output = OutputReader(lambda number, stream, data: self._tell(Output(number, stream, data)))
+            if self._spawner is None:
+                self._spawner = Spawner(self._event, self._plan.server)
+            for _ in range(2):
+                pipes += os.pipe()
+            with self._births:  # events wait until it is known whose they are
+                [number] = self._spawner.spawn([self._spec(message, pipes[1], pipes[3])])
+                self._numbers[message.id], self._names[number] = number, message.id
+                self._output.add(message.id, 1, pipes[0])
+                self._output.add(message.id, 2, pipes[2])
+        except Exception as error:
             for fd in pipes:
                 os.close(fd)
-            self._tell(SpawnFailed(message.id, str(error)))
+            self._tell(SpawnFailed(message.id, str(error) or type(error).__name__))
             return
-        self._numbers[message.id], self._names[number] = number, message.id
-        os.close(out[1])
-        os.close(err[1])
-        self._output.add(message.id, 1, out[0])
-        self._output.add(message.id, 2, err[0])
+        os.close(pipes[1])
+        os.close(pipes[3])
 
     def _spec(self, message: Spawn, stdout: int, stderr: int) -> ProcessSpec:
         """Of this host's environment and paths, with what the controller adds; where it is, if that is here, too."""
         environment = {**os.environ, **{os.fsdecode(k): os.fsdecode(v) for k, v in message.environment.items()}}
+        here = int(environment.pop(RANKS_HERE, "1"))
         theirs = [os.fsdecode(entry) for entry in message.path]
         added = [entry for entry in theirs if entry not in sys.path and os.path.exists(entry)]
         cwd = os.fsdecode(message.cwd)
@@ -350,14 +381,14 @@ class AgentProcess:
             label=message.label, main=message.main, environment=environment, path=[*added, *sys.path],
             argv=[os.fsdecode(word) for word in message.argv], cwd=cwd if os.path.isdir(cwd) else os.getcwd(),
             bootstrap=message.bootstrap, cpus=None if message.cpus is None else frozenset(message.cpus),
-            threads=message.threads, stdout=stdout, stderr=stderr,
+            threads=max(1, len(os.sched_getaffinity(0)) // here), stdout=stdout, stderr=stderr,
         )  # fmt: skip
 
     def _event(self, event: Event) -> None:
         """On the spawner's thread."""
-        number = self._names.get(event.id)
-        if number is None:  # it was faster than `_spawn`
-            self._pump.later(0.001, lambda: self._event(event))
+        with self._births:
+            number = self._names.get(event.id)
+        if number is None:
             return
         if isinstance(event, Started):
             self._pids[number] = event.pid
@@ -379,4 +410,5 @@ def _host_of(remote: Remote) -> str:
 
 def main(plan: Plan) -> None:
     """From the fork server."""
+    allow_descriptors()  # two pipes, a link and a pidfd for each process here
     AgentProcess(plan).run()

@@ -54,6 +54,7 @@ class HostRegistry:
         self._program = owner
         self.secret, self._bounds = secret, bounds
         self.hosts: dict[str, Host] = {}
+        self._lost_before: dict[str, str] = {}  # hosts, before the program knew that it has them
         self._answers: dict[int, Any] = {}  # of what was asked: a message, once it is there
         self._rooms: dict[int, Room] = {}
         self._ids = itertools.count(1)
@@ -140,6 +141,8 @@ class HostRegistry:
 
         host = Host(answer.token, answer.host_name, address, agent, RemoteSpawner(tell, owner.owner._event))
         self.hosts[host.id] = host
+        if host.id in self._lost_before:
+            self.lost(host.id, self._lost_before.pop(host.id))
         return host
 
     def _tell_everybody(self) -> None:
@@ -173,7 +176,9 @@ class HostRegistry:
     def lost(self, number: str, why: str) -> None:
         """All that was there is gone."""
         host = self.hosts.get(number)
-        if host is not None and host.lost is None:
+        if host is None:
+            self._lost_before[number] = why
+        elif host.lost is None:
             host.lost = why
             host.spawner.host_lost(why)
 
@@ -195,7 +200,7 @@ def go_through(owner: Any, gateway: str) -> None:
     def to_gateway(frame: Any) -> bool:
         return bool(links.post.send(link, *frame))
 
-    links.go_through(FarLinks(links, os.getpid(), link, to_gateway, lambda send: router.keep(send)))
+    links.go_through(FarLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
     owner.gateway = gateway
     owner.owner.tell_all(Setting("gateway", gateway))
 

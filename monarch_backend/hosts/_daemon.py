@@ -24,6 +24,7 @@ from monarch_backend.hosts import _agent, _messages
 from monarch_backend.hosts._address import given_secret, is_loopback, parse_address
 from monarch_backend.hosts._messages import Ask, Unwelcome, Versions, Welcome
 from monarch_backend.hosts._tls import tls_for
+from monarch_backend.mesh._limits import allow_descriptors
 from monarch_backend.mesh._spawner import Event, Exited, ProcessSpec, Spawner, SpawnFailed
 from monarch_backend.transport._carried import HOST
 from monarch_backend.transport._secret import user_secret
@@ -161,6 +162,7 @@ def run_worker_loop_forever(address: str = "127.0.0.1", *, secret: bytes | None 
             f"{address} can be reached from other machines, and the job has no secret: set MONARCH_SECRET_FILE to a "
             "file of mode 600 with 64 hexadecimal digits, as of `openssl rand -hex 32`, here and for the controller"
         )
+    allow_descriptors()
     daemon = Daemon(secret or user_secret())
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,6 +12,9 @@ import threading
 from collections.abc import Callable
 
 CHUNK = 64 << 10
+MOST_LEFT = 1 << 20
+"""Bytes that are read of a process that has ended: pipes hold no more."""
+
 UNTAKEN = 4 << 20
 """Bytes that the controller has not dealt with; then pipes fill up, and processes wait in print()."""
 
@@ -50,8 +53,9 @@ class OutputReader:
         for stream in (1, 2):
             with self._lock:
                 fd = self._open.get((number, stream))
-                while fd is not None and self._take(number, stream, fd):
-                    pass
+                for _ in range(MOST_LEFT // CHUNK):  # a descendant may be writing still
+                    if fd is None or not self._take(number, stream, fd):
+                        break
                 self._close(number, stream)
 
     def _run(self) -> None:

@@ -41,10 +41,10 @@ class RemoteSpawner:
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
         """Have the processes started; their ids at once. Raises RuntimeError if the host is lost."""
-        if self._lost is not None:
-            raise RuntimeError(f"no process can be started there any more: {self._lost}")
         messages = [self._message(spec) for spec in specs]
         with self._lock:
+            if self._lost is not None:
+                raise RuntimeError(f"no process can be started there any more: {self._lost}")
             for message, spec in zip(messages, specs, strict=True):
                 self._running.add(message.id)
                 wanted = {stream: fd for stream, fd in ((1, spec.stdout), (2, spec.stderr)) if fd is not None}
@@ -87,12 +87,13 @@ class RemoteSpawner:
 
     def host_lost(self, why: str) -> None:
         """Nothing comes from there any more."""
-        self._lost = why
         with self._lock:
+            self._lost = why
             running = sorted(self._running)
         for number in running:
             self._over(number)
             self._on_event(LostWithHost(number, why))
+        self._output.put(None)
 
     def close(self) -> None:
         """Kill all; the agent goes with its controller, and all of them with it."""
@@ -120,14 +121,14 @@ class RemoteSpawner:
                     files.pop(output.stream, None)
                     if not files:
                         self._files.pop(output.id, None)
-            if fd is None:
-                continue
             if not output.data:
-                os.close(fd)
+                if fd is not None:
+                    os.close(fd)
                 continue
-            view = memoryview(output.data)
-            with contextlib.suppress(OSError):
-                while view:
-                    view = view[os.write(fd, view) :]
-            if self._lost is None:
+            if fd is not None:
+                view = memoryview(output.data)
+                with contextlib.suppress(OSError):
+                    while view:
+                        view = view[os.write(fd, view) :]
+            if self._lost is None:  # also for what nobody wants: the agent counts what is under way
                 self._tell(OutputTaken(len(output.data)))

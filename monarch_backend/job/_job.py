@@ -382,8 +382,10 @@ def _refuse(addresses: Sequence[str]) -> list[bool]:
 
 
 def _lost(mesh: HostMesh) -> bool:
-    hosts = program().hosts.hosts  # type: ignore[attr-defined]
-    return any(hosts[each].lost is not None for each in mesh.hosts or ())
+    registry = program().hosts  # type: ignore[attr-defined]
+    if registry is None:  # this is a fork of the program that has attached them
+        return True
+    return any(registry.hosts[each].lost is not None for each in mesh.hosts or ())
 
 
 def _stop_using(file: JobFile) -> None:

@@ -136,3 +136,10 @@ def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
     if _linux.LINUX:
         memory = MEMORY_EACH_SPAWNED if plain else MEMORY_EACH
         check(count, System().limits(count, memory, descriptors_each))
+
+
+def allow_descriptors() -> None:
+    """As many open files as the hard limit lets one have: a process of ours takes four, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -44,6 +44,10 @@ __all__ = ["Event", "Exited", "ProcessSpec", "SpawnFailed", "SpawnLimitError", "
 _log = logging.getLogger("monarch_backend")
 
 
+RANKS_HERE = "MONARCH_RANKS_HERE"
+"""The variable that tells an agent how many processes share its host; theirs do not get it."""
+
+
 @dataclass(frozen=True)
 class LostWithHost:
     """An event, where a spawner is for another host: that is lost, and sees by itself to the end of its processes."""

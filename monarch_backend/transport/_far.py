@@ -6,6 +6,7 @@ the gateway. What a gateway does with it is _gateway.py's.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from monarch_backend.transport._carried import CALL, CARRIED, GONE, MANY, MET, R
 from monarch_backend.transport._frames import TOKEN, FrameError, Kind
 from monarch_backend.transport._links import FAR, SILENT, Receiver
 
+log = logging.getLogger("monarch_backend")
+
 Event = tuple[Any, ...]
 
 
@@ -23,26 +26,31 @@ class FarLinks:
     """Links to this host and to others.
 
     ``to_gateway(frame)`` is False where there is no room now, as with any link; ``keep(send)`` tries again until it is
-    not. ``gateway_link``: the link on which the gateway's frames come.
+    not. ``gateway_link``: the link on which the frames of the ``gateway``, which is named by its token, come.
     """
 
     def __init__(
         self,
         native: Any,
         pid: int,
+        gateway: str,
         gateway_link: int,
         to_gateway: Callable[[Carried], bool],
         keep: Callable[[Callable[[], bool]], None],
     ) -> None:
         self.token: str = native.token
         self.native = native.post  # not its methods, which are replaced by ours
-        self.pid, self.gateway_link = pid, gateway_link
+        self.pid = pid
         self._to_gateway, self._keep = to_gateway, keep
         self._here = host_of(native.token)
         self._lock = threading.Lock()
         self._tokens: list[str] = []  # by number
+        self._known: set[str] = set()  # the same
         self._numbers: dict[str, int] = {}  # of those that are called or met
         self._met: set[int] = set()
+        self._gateways = {gateway_link}  # links to it: two, if it has called us while we called it
+        self._gateway = gateway
+        self._dead = False  # it has ended: nobody else can be reached any more
 
     # ---- as any links
 
@@ -51,6 +59,8 @@ class FarLinks:
         if host_of(token) == self._here:
             return int(self.native.connect(token))
         with self._lock:
+            if self._dead:
+                return -1
             number = self._numbers.get(token)
             if number is None:
                 self._number(token)
@@ -63,6 +73,7 @@ class FarLinks:
         if number is None:
             number = self._numbers[token] = FAR + len(self._tokens)
             self._tokens.append(token)
+            self._known.add(token)
         return number
 
     def _put(self, frame: Carried) -> None:
@@ -113,17 +124,23 @@ class FarLinks:
 
     def translate(self, events: Sequence[Event]) -> Sequence[Event]:
         """What the real links have brought, with that of other hosts on the links of its senders."""
-        gateway = self.gateway_link
-        if not any(event[0] == gateway and (event[1] >= CARRIED or event[1] == Kind.GONE) for event in events):
+        if not any(event[1] >= CARRIED or event[1] < 0 for event in events):
             return events
         result: list[Event] = []
         for event in events:
-            if event[0] == gateway and event[1] >= CARRIED:
-                self._far(Carried(*event[1:]), result)
-            else:
-                if event[0] == gateway and event[1] == Kind.GONE:
+            if event[1] >= CARRIED and event[0] in self._gateways:
+                try:
+                    self._far(Carried(*event[1:]), result)
+                except (FrameError, ValueError) as error:
+                    log.error("a frame of the gateway of this host is left out: %s", error)
+                continue
+            if event[1] == Kind.MET and event[2] == self._gateway:
+                self._gateways.add(event[0])
+            elif event[1] == Kind.GONE and event[0] in self._gateways:
+                self._gateways.discard(event[0])
+                if not self._gateways:
                     self._lose_all(event[2], result)
-                result.append(event)
+            result.append(event)
         return result
 
     def _far(self, frame: Carried, result: list[Event]) -> None:
@@ -143,7 +160,7 @@ class FarLinks:
             elif kind & CARRIED and (number := self._numbers.get(sender, -1)) in self._met:
                 rest = frame.prefix[2 * TOKEN :]
                 result.append((number, kind & ~CARRIED, *frame[1:6], rest, frame.body, frame.buffers))
-            elif sender in self._tokens:
+            elif sender in self._known:
                 return  # of one whose end has been told
             else:
                 raise FrameError(f"a frame of {sender[:8]}, whom nobody here has met")
@@ -160,5 +177,6 @@ class FarLinks:
 
     def _lose_all(self, how: str, result: list[Event]) -> None:
         with self._lock:
+            self._dead = True
             for token in list(self._numbers):
                 self._lose(token, f"the gateway of this host has ended: {how}", False, result)

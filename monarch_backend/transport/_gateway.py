@@ -32,6 +32,9 @@ from monarch_backend.transport._links import SILENT
 
 log = logging.getLogger("monarch_backend")
 
+MOST_ENDED = 4096
+"""Processes whose end is remembered, for those who hear of them only now."""
+
 RETRY = 0.001
 """Seconds after which a receiver that had no room is tried again: it lets go of memory without a word."""
 
@@ -61,6 +64,7 @@ class Gateway:
         self._pairs: defaultdict[str, set[str]] = defaultdict(set)  # of one who is here, on other hosts
         self._calling: dict[str, set[str]] = {}  # one on another host -> who here has called it, without an answer
         self._asked: defaultdict[str, list[str]] = defaultdict(list)  # one here who is silent -> who elsewhere calls it
+        self._ended: dict[str, tuple[str, bool]] = {}  # how those who were here have ended lately, and whether in peace
         self._kept: dict[int, deque[Callable[[], bool]]] = {}  # by link: what had no room
 
     # ---- from this host
@@ -71,15 +75,17 @@ class Gateway:
         for event in events:
             if event[1] < CARRIED:
                 rest.append(event)
+            try:
                 if event[1] < 0:
                     self._told(event)
-                continue
-            try:
-                with self._lock:
-                    self._leaves(Carried(*event[1:]), self._by_link[event[0]][0])
+                elif event[1] >= CARRIED:
+                    with self._lock:
+                        self._leaves(Carried(*event[1:]), self._by_link[event[0]][0])
             except FrameError as error:
                 log.error("process %s: %s; it is not listened to any more", self._by_link.get(event[0]), error)
                 self._links.drop(event[0])
+            except Exception:
+                log.exception("a frame for another host could not be handled; the gateway goes on without it")
         return rest
 
     def send(self, frame: Carried) -> bool:
@@ -120,7 +126,9 @@ class Gateway:
         with self._lock:
             if kind == Kind.MET:
                 token, pid = event[2], event[3]
-                self._by_token[token], self._by_link[link] = link, (token, pid)
+                self._by_link[link] = token, pid
+                self._by_token.setdefault(token, link)  # if both have called there are two: the first one, as they do
+                self._ended.pop(token, None)
                 for caller, its_pid in self._waiting_for(token):
                     self._meet(token, caller, its_pid)
             elif kind == Kind.REFUSED:
@@ -128,12 +136,22 @@ class Gateway:
                     self._to_host(host_of(caller), _carried.word(REFUSED, caller, event[2]))
             elif kind == Kind.GONE and link in self._by_link:
                 token, _ = self._by_link.pop(link)
+                self._kept.pop(link, None)
                 if self._by_token.get(token) == link:
                     del self._by_token[token]
-                self._kept.pop(link, None)
-                for other in self._pairs.pop(token, ()):
-                    gone = _carried.word(GONE, other, token, text=event[2] or "it ended")
-                    self._to_host(host_of(other), gone._replace(rank=int(event[3])))
+                    self._has_ended(token, event[2] or "it ended", bool(event[3]))
+
+    def _has_ended(self, token: str, how: str, peace: bool) -> None:
+        self._ended[token] = how, peace
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+        for other in self._pairs.pop(token, ()):
+            self._tell_end(token, other)
+
+    def _tell_end(self, token: str, other: str) -> None:
+        """To one on another host, that this one here is gone."""
+        how, peace = self._ended.get(token, ("it is gone", False))
+        self._to_host(host_of(other), _carried.word(GONE, other, token, text=how)._replace(rank=int(peace)))
 
     def _waiting_for(self, token: str) -> list[tuple[str, int]]:
         return [(entry[:TOKEN], int(entry[TOKEN:])) for entry in self._asked.pop(token, ())]
@@ -167,9 +185,15 @@ class Gateway:
             callers.discard(to)
             if not callers:
                 del self._calling[sender]
+        if to != self.token and to not in self._by_token:
+            if (
+                frame.kind == MET
+            ):  # it has ended since it called, and the one whom it has called was told that it is here
+                self._tell_end(to, sender)
+            return
         if frame.kind == MET:
             self._pairs[to].add(sender)
-        elif frame.kind == GONE:
+        elif frame.kind == GONE and to in self._pairs:
             self._pairs[to].discard(sender)
         self._to_process(frame)
 
@@ -235,9 +259,12 @@ class Gateway:
         with self._lock:
             kept = self._kept.get(link)
             while kept:
-                if not kept[0]():
-                    self._later(RETRY, lambda: self._retry(link))
-                    return
+                try:
+                    if not kept[0]():
+                        self._later(RETRY, lambda: self._retry(link))
+                        return
+                except Exception:
+                    log.exception("a frame of another host could not be sent on; the gateway goes on without it")
                 kept.popleft()
             self._kept.pop(link, None)
 
@@ -249,12 +276,18 @@ class Gateway:
             for token, others in list(self._pairs.items()):
                 for other in [other for other in others if host_of(other) == host]:
                     others.discard(other)
+                    if not others:
+                        del self._pairs[token]
                     self._to_process(_carried.word(GONE, token, other, text=why))
             for other in [other for other in self._calling if host_of(other) == host]:
                 for caller in self._calling.pop(other):
                     self._to_process(_carried.word(REFUSED, caller, other))
-            for token in list(self._asked):
-                self._asked[token] = [entry for entry in self._asked[token] if host_of(entry) != host]
+            for token, entries in list(self._asked.items()):
+                left = [entry for entry in entries if host_of(entry) != host]
+                if left:
+                    self._asked[token] = left
+                else:
+                    del self._asked[token]
 
 
 def _owned(frame: Carried) -> Carried:

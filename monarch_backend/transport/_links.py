@@ -124,6 +124,7 @@ class LocalLinks:
         if spin not in ("", "0", "1"):
             raise ValueError(f"MONARCH_SPIN={spin!r}: 1 to wait by spinning first, 0 to sleep at once, or unset")
         self.post = _native.Post(self.host, spin == "0" if spin else crowded, UNREAD_BYTES)
+        self._crowded = crowded
         self.token: str = self.host.token
         self.connect = self.post.connect
         self.send = self.post.send
@@ -135,6 +136,6 @@ class LocalLinks:
     def go_through(self, far: Any) -> None:
         """From now on other hosts can be reached, too: ``far`` is a FarLinks that stands before these links."""
         if not os.environ.get("MONARCH_SPIN"):
-            self.post.crowd(few_processors())
+            self.post.crowd(self._crowded or few_processors())
         self.connect, self.send, self.cast = far.connect, far.send, far.cast
         self.drop, self.unread, self.translate = far.drop, far.unread, far.translate

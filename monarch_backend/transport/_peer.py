@@ -45,6 +45,7 @@ class Peer:
         "asked_by",
         "asking",
         "backlog",
+        "believed",
         "credit",
         "done",
         "epoch",
@@ -79,6 +80,7 @@ class Peer:
         self.asking = False  # its owner has been asked for it, and has not answered
         self.room: Room | None = None
         self.expected = False  # it will come to us
+        self.believed = False  # its owner says that it is there, and it is being called
         self.refusals = 0  # how often it could not be reached though its owner thought so
         self.owner: Peer | None = None  # who knows whether it is there yet
         self.gone: str | None = None

@@ -811,7 +811,12 @@ class Router:
         """It was called, did not answer, and now never will."""
         peer = self.peer(event[2])
         with self.lock:
-            if peer.link < 0 and peer.gone is None:
+            if peer.link >= 0 or peer.gone is not None:
+                return
+            if peer.believed:  # its owner has just said that it is there
+                peer.believed = False
+                self._ask_again(peer)
+            else:
                 self._ask_for(peer)
 
     def _ended(self, event: Any) -> None:
@@ -878,6 +883,7 @@ class Router:
                 if link < 0:
                     if link != SILENT:
                         self._ask_again(asked)
+                    asked.believed = link == SILENT
                     return
                 self._bind(asked, link)
             backlog, asked.backlog = asked.backlog, deque()

@@ -174,6 +174,7 @@ class Tcp:
         self._selector.register(self._nudge, selectors.EVENT_READ, None)
         self._listeners: list[socket.socket] = []
         self._closed = False
+        self._beats = 0.0  # when to tell everybody that we are alive
         self._thread = threading.Thread(target=self._run, name="monarch-hosts", daemon=True)
 
     # ---- from any thread
@@ -259,22 +260,39 @@ class Tcp:
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def _run(self) -> None:
-        turn = time.monotonic()
-        beat = turn + self.bounds.heartbeat
-        while not self._closed:
-            now = time.monotonic()
-            if now - turn > self.bounds.silence / 2:  # we were stopped, not they: what they said may lie there
-                for remote in self._remotes.values():
-                    remote.heard += now - turn
-            turn = now
-            if now >= beat:
-                self._beat(now)
-                beat = now + self.bounds.heartbeat
-            due = min([beat, *(at for at, _ in self._later)])
-            for key, events in self._selector.select(max(0.0, due - now)):
-                self._serve(key, events)
-            self._do_what_is_due()
-        self._end()
+        try:
+            turn = time.monotonic()
+            self._beats = turn + self.bounds.heartbeat
+            while not self._closed:
+                turn = self._turn(turn)
+        except BaseException:
+            log.exception("the thread of the connections between hosts has failed: all hosts are lost to this process")
+            for remote in list(self._remotes.values()):
+                self._safely(lambda remote=remote: self._lose(remote, "this side can't read connections any more"))  # type: ignore[misc]
+        finally:
+            self._end()
+
+    def _turn(self, last: float) -> float:
+        """Once around; when it began."""
+        now = time.monotonic()
+        if now - last > self.bounds.silence / 2:  # we were stopped, not they: what they said may lie there
+            for remote in list(self._remotes.values()):
+                remote.heard += now - last
+        if now >= self._beats:
+            self._safely(lambda: self._beat(now))
+            self._beats = now + self.bounds.heartbeat
+        due = now if self._soon else min([self._beats, *(at for at, _ in self._later)])
+        for key, events in self._selector.select(max(0.0, due - now)):
+            self._serve(key, events)
+        self._do_what_is_due()
+        return now
+
+    def _safely(self, call: Callable[[], object]) -> None:
+        """What fails here concerns one connection, and not the others."""
+        try:
+            call()
+        except Exception:
+            log.exception("something between hosts failed in an unknown way; the rest goes on")
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         try:
@@ -291,13 +309,13 @@ class Tcp:
                 self._drop(key.data)
 
     def _do_what_is_due(self) -> None:
-        while self._soon:
-            self._soon.popleft()()
+        for _ in range(len(self._soon)):  # not what comes meanwhile: others are to be read, too
+            self._safely(self._soon.popleft())
         now = time.monotonic()
         due = [call for at, call in self._later if at <= now]
         self._later = [(at, call) for at, call in self._later if at > now]
         for call in due:
-            call()
+            self._safely(call)
 
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -393,7 +411,7 @@ class Tcp:
         host, port = remote.address
         try:
             self._connect(remote, socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
-        except socket.gaierror:  # a name: who knows it may take long to answer
+        except (socket.gaierror, UnicodeError):  # a name: who knows it may take long to answer
             threading.Thread(target=self._look_up, args=(remote, host, port), name="monarch-names", daemon=True).start()
 
     def _look_up(self, remote: Remote, host: str, port: int) -> None:

@@ -29,7 +29,7 @@ class Process:
         self.post, self.alive = self, True
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.events: list[tuple[Any, ...]] = []
-        self.links = FarLinks(self, self.pid, 0, self._to_gateway, self.host.world.soon.append)
+        self.links = FarLinks(self, self.pid, host.token, 0, self._to_gateway, self.host.world.soon.append)
 
     def _to_gateway(self, frame: Carried) -> bool:
         body = frame.body if isinstance(frame.body, bytes) else b"".join(frame.body)
@@ -301,3 +301,54 @@ def test_bytes_of_another_host_that_are_no_frame(prefix: bytes) -> None:
 
 def test_tokens_know_their_host() -> None:
     assert host_of(token(0xABC, 1)) == "00000abc"
+
+
+def test_one_that_dies_before_its_call_is_answered() -> None:
+    world = World(2)
+    one, two = world.process(1, 1), world.process(2, 1)
+    assert one.links.connect(two.token) == SILENT
+    one.host.read()
+    while world.wires["00000001", "00000002"]:
+        world.carry("00000002", world.wires["00000001", "00000002"])
+    world.kill(one, "killed by signal 9")
+    one.host.read()
+    world.run()
+    assert [event[2] for event in two.told(Kind.GONE)] == ["killed by signal 9"]
+
+
+def test_without_its_gateway_nobody_elsewhere_can_be_called() -> None:
+    world = World(2)
+    one = world.process(1, 1)
+    one.inbox.append((0, int(Kind.GONE), "killed", False))
+    one.read()
+    assert one.links.connect(token(2, 1)) == -1
+
+
+def test_a_bad_frame_costs_no_other_one() -> None:
+    world = World(2)
+    one, two = world.process(1, 1), world.process(2, 1)
+    link = one.meet(two)
+    stranger = _carried.tokens(one.token, token(2, 9))
+    say(two, two.links.connect(one.token), b"before")
+    world.by_id["00000002"].read()
+    world.run()
+    one.inbox.append((0, Kind.CALL | _carried.CARRIED, 1, 1, 1, 0, 0, stranger, b"", None))
+    say(two, two.links.connect(one.token), b"after", 2)
+    world.run()
+    assert one.bodies() == [b"before", b"after"]
+    assert one.links.connect(two.token) == link
+
+
+def test_two_links_between_a_process_and_its_gateway() -> None:
+    """Both have called at the same time."""
+    world = World(2)
+    one, two = world.process(1, 1), world.process(2, 1)
+    host = one.host
+    host.processes[99] = one
+    host.inbox.append((99, int(Kind.MET), one.token, one.pid))
+    one.inbox.append((7, int(Kind.MET), host.token, 1))
+    world.run()
+    link = two.meet(one)
+    say(two, link, b"hello")
+    world.run()
+    assert one.bodies() == [b"hello"]
