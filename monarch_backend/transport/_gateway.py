@@ -186,9 +186,7 @@ class Gateway:
             if not callers:
                 del self._calling[sender]
         if to != self.token and to not in self._by_token:
-            if (
-                frame.kind == MET
-            ):  # it has ended since it called, and the one whom it has called was told that it is here
+            if frame.kind == MET:  # it has ended since it called, and the other one was told that it is here
                 self._tell_end(to, sender)
             return
         if frame.kind == MET:
