@@ -67,6 +67,10 @@ WANTED = 10.0
 """Seconds in which the controller that has asked for an agent calls it; it may have died, or given up, meanwhile."""
 
 
+AGENT_PATIENCE = 5.0
+"""Seconds that an agent of a host that has answered gets in any case: its fork server may be importing torch."""
+
+
 class Plan(NamedTuple):
     """What an agent is told of itself. ``server``: the host's fork server. ``home``: on the controller's own host."""
 
@@ -297,7 +301,7 @@ class AgentProcess:
         """At once: it is attached when it answers itself."""
         whom = bytes.fromhex(answer.token)
         with self._lock:
-            left = max(1.0, self._until.pop(asked.id, 0.0) - time.monotonic())
+            left = max(AGENT_PATIENCE, self._until.pop(asked.id, 0.0) - time.monotonic())
             remote = self._tcp.call((asked.host, asked.port), self._plan.secret, whom, patience=left)
             self._hosts[host_of(answer.token)] = [remote]
             self._awaited[remote] = Attached(asked.id, answer.token, answer.host_name)

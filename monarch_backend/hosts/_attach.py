@@ -31,7 +31,7 @@ from monarch_backend.transport._tcp import Bounds
 GOODBYE = 1.0
 """Seconds for it to say goodbye to other hosts."""
 
-LATE = 1.0
+LATE = 6.0
 """Seconds that the gateway has to say that time is up, and what the trouble was."""
 
 PATIENCE = 30.0
