@@ -21,6 +21,7 @@ UP = [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1
 ADDRESS = r"monarch_backend: this host is up: tcp://127\.0\.0\.1:\d+\n"
 
 
+@pytest.mark.slow
 def test_detached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody who reads its output waits for its end; its log stays private."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

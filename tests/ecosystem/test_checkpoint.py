@@ -168,6 +168,7 @@ def _load_tensors(rank: int, root: str, source: str, target: str) -> Any:
     return [state[source], state[source].full_tensor()]
 
 
+@pytest.mark.slow
 def test_resharding(tmp_path: Path) -> None:
     on_both(_save_tensors, 2, str(tmp_path))
     expected = torch.arange(35.0).reshape(5, 7).sin()

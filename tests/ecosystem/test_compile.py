@@ -278,6 +278,7 @@ def _ddp_python_reducer(rank: int) -> Any:
     return {"losses": losses, "state": model.state_dict(), "graphs": _graphs()}
 
 
+@pytest.mark.slow
 @asks_for_grad
 def test_ddp_with_collectives_in_the_compiled_backward() -> None:
     results = on_both(_ddp_python_reducer, 2)
@@ -295,6 +296,7 @@ def _fsdp(rank: int) -> Any:
     return {"losses": result["losses"], "state": {k: v.full_tensor() for k, v in result["state"].items()}}
 
 
+@pytest.mark.slow
 @asks_for_grad
 def test_fsdp2_with_compiled_layers() -> None:
     _check(on_both(_fsdp, 2))
@@ -307,6 +309,7 @@ def _tensor_parallel(rank: int) -> Any:
     return _train(_compiled(model), 0)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_step() -> None:
     results = on_both(_tensor_parallel, 2)
     assert learns(results[0]["losses"]) and results[0]["losses"] == results[1]["losses"]

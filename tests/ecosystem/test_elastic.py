@@ -67,6 +67,7 @@ def test_restart_after_a_killed_rank(die_at: int, tmp_path: Path) -> None:
         assert report["restarts"] == 1
 
 
+@pytest.mark.slow
 def test_without_restarts_left_the_job_fails_and_names_the_signal(tmp_path: Path) -> None:
     code, output = _torchrun(tmp_path, die_at=2, restarts=0)
     assert code == 1

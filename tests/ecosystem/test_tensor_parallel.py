@@ -177,6 +177,7 @@ def _two_dims(rank: int, plan: str, options: dict[str, Any]) -> Any:
     return _train(model, part=mesh["dp"].get_local_rank(), loss_cut=plan == "loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["columns and rows", "sequence", "loss"])
 def test_with_fsdp2(plan: str) -> None:
     results = on_both(_two_dims, 4, plan, {"reshard_after_forward": plan != "sequence"})

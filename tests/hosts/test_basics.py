@@ -38,6 +38,7 @@ def test_ipv6_with_tls_and_without(tls: str, world: World) -> None:
         world.run("values", daemon.address, env=env)
 
 
+@pytest.mark.slow
 def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
     """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
     first, second = two_controllers

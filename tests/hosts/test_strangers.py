@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.hosts.support import Daemon, World
 
 
+@pytest.mark.slow
 def test_a_thousand_strangers(world: World, daemons: list[Daemon]) -> None:
     world.run("strangers", daemons[0].address, daemons[0].pid)
     assert daemons[0].process.poll() is None

@@ -99,6 +99,7 @@ def killed_hosts(path: Path) -> Any:
     return said, states, same, where
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_is_missed_and_started_again(applied: ProcessJob) -> None:
     before = pids(applied)
     said, states, same, where = in_program(killed_hosts, applied.path)
@@ -120,6 +121,7 @@ def kill_while_in_use(path: Path) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_second_program_ends_it(applied: ProcessJob) -> None:
     """Last of those that have the job in common."""
     mark = applied._env[MARK]
@@ -139,6 +141,7 @@ class OneBroken(ProcessJob):
         return [first, Plan(second.mesh, second.index, "", [sys.executable, "-S", "-c", code, *ARGUMENTS])]
 
 
+@pytest.mark.slow
 def test_nothing_stays_of_a_job_that_starts_in_part(tmp_path: Path) -> None:
     with new_mark() as mark:
         job = OneBroken({"trainers": 2}, path=tmp_path / "job.json", env={MARK: mark})

@@ -145,6 +145,7 @@ def die_with_the_mesh(rank: int, size: int, port: int, mark: str, log: Path) -> 
         os._exit(code)
 
 
+@pytest.mark.slow
 def test_the_others_end_with_rank_0(tmp_path: Path) -> None:
     port = free_port()
     with new_mark() as mark:
@@ -207,6 +208,7 @@ def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         SPMDJob().apply()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (values | {"MASTER_PORT": str(free_port())}).items():

@@ -68,6 +68,7 @@ def test_from_apply_to_kill(server: Server, tmp_path: Path, mark: str) -> None:
     job.kill()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed(server: Server, tmp_path: Path, mark: str) -> None:
     """And a machine that can't be asked: what may still run is not forgotten."""
     job = new_job(server, tmp_path, mark).add_mesh("trainers", ["127.0.0.1"], listen="0.0.0.0:0")

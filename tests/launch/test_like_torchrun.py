@@ -91,6 +91,7 @@ def _traceback(launched: Launched) -> str:
     return "".join(re.findall(r"(?s)Traceback.*?ValueError.*?\n", launched.stderr.split("ChildFailedError")[0]))
 
 
+@pytest.mark.slow
 def test_restarts_and_error_files(tmp_path: Path) -> None:
     (tmp_path / "recorded.py").write_text(scripts.RECORDED)
     both = launch_both(

@@ -165,6 +165,7 @@ def _endpoint() -> str:
         return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_two_launchers_one_of_them_torchrun(tmp_path: Path) -> None:
     script = _write(tmp_path, "sum.py", scripts.SUM)
     words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={_endpoint()}", "--rdzv-id=x"]
