@@ -17,6 +17,7 @@ from monarch_backend.hosts import _agent, _messages
 from monarch_backend.hosts._address import find_secret, parse_address
 from monarch_backend.hosts._messages import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
 from monarch_backend.hosts._remote_spawner import RemoteSpawner
+from monarch_backend.hosts._tls import tls_for
 from monarch_backend.mesh._extent import Extent, Shape
 from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.mesh._program import program
@@ -59,6 +60,7 @@ class HostRegistry:
         self._rooms: dict[int, Room] = {}
         self._ids = itertools.count(1)
         self._ended = threading.Event()  # the gateway has
+        tls_for()  # what is wrong with it is said here, not by the gateway
         self.gateway = self._start_gateway()
 
     # ---- this host's gateway

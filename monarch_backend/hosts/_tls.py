@@ -1,4 +1,4 @@
-"""Whether connections between hosts are encrypted, and with what: TLS 1.3 by the job's secret, or none if so wanted.
+"""Whether connections between hosts are encrypted, and with what: TLS 1.3 by the job's secret, or the user's own files.
 
 The certificates themselves are made by transport/_certificates.py.
 """
@@ -10,14 +10,26 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+FILES = ("MONARCH_TLS_CA", "MONARCH_TLS_CERT", "MONARCH_TLS_KEY")
+"""Variables that name files in PEM: those who may be talked to, our own certificate, and its key."""
+
 
 def tls_for() -> Callable[[bytes], Any] | None:
-    """What makes the Tls of a secret; None with MONARCH_TLS=0."""
-    wanted = os.environ.get("MONARCH_TLS", "1")
+    """What makes the Tls of a secret; None with MONARCH_TLS=0. With FILES it is that of the files, for every secret.
+
+    Raises ValueError for another MONARCH_TLS or some of FILES without the others, CertificateError for bad files.
+    """
+    wanted, files = os.environ.get("MONARCH_TLS", "1"), [os.environ.get(name, "") for name in FILES]
     if wanted not in ("0", "1", ""):
         raise ValueError(f"MONARCH_TLS={wanted!r}: 0 for none, or unset")
     if wanted == "0":
         return None
     from monarch_backend.transport._certificates import Tls
 
-    return functools.cache(Tls.of_secret)
+    if not any(files):
+        return functools.cache(Tls.of_secret)
+    if not all(files):
+        missing = [name for name, file in zip(FILES, files, strict=True) if not file]
+        raise ValueError(f"{' and '.join(missing)} not set: a CA, a certificate and its key go together")
+    own = Tls.of_files(*files)
+    return lambda _: own

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from monarch_backend.hosts._tls import FILES, tls_for
 from monarch_backend.transport import _certificates
 from monarch_backend.transport._certificates import CertificateError, Tls, binding
 from monarch_backend.transport._secret import Called, Caller, Greeting, HandshakeError, name_of, new_secret
@@ -308,6 +309,24 @@ def test_hosts_with_files_of_one_authority_talk(tmp_path: Path) -> None:
     meeting.talk()
     assert binding(meeting.caller, False, one) == binding(meeting.called, True, other)
     assert one.certificate == ssl.PEM_cert_to_DER_cert((tmp_path / "one.pem").read_text())
+
+
+def test_files_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority(tmp_path)
+    made = []
+    for name in ("one", "other"):
+        for variable, file in zip(FILES, (authority.path, *authority.issue(name)), strict=True):
+            monkeypatch.setenv(variable, str(file))
+        make = tls_for()
+        assert make is not None
+        made.append(make(new_secret()))
+        assert make(new_secret()) is made[-1], "whatever the secret"
+    Meeting(made[0].client, made[1].server).talk()
+    monkeypatch.delenv("MONARCH_TLS_KEY")
+    with pytest.raises(ValueError, match="MONARCH_TLS_KEY not set: a CA, a certificate and its key go together"):
+        tls_for()
+    monkeypatch.setenv("MONARCH_TLS", "0")
+    assert tls_for() is None
 
 
 def test_the_certificate_names_the_address_if_that_is_wanted(tmp_path: Path) -> None:
