@@ -6,6 +6,7 @@ Python's own handling of Ctrl-C and Python's own end. This costs 0.1 s in place 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -144,6 +145,8 @@ class WarmInterpreter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # also for ranks that were forked meanwhile and have it open, too
         self._channel.close()
         assert self._process.stdout is not None
         self._process.stdout.close()

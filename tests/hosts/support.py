@@ -35,7 +35,7 @@ from monarch_backend.mesh._spawner import Spawner
 spawner = Spawner(print)
 spawner.start()
 print(spawner.address, flush=True)
-sys.stdin.read()
+sys.stdin.readline()
 """
 
 
@@ -81,10 +81,13 @@ class World:
             process = subprocess.Popen(
                 command, env=self.environment(0), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            self._stack.callback(process.wait)
-            self._stack.enter_context(process.stdout)  # type: ignore[arg-type]
-            self._stack.enter_context(process.stdin)  # type: ignore[arg-type]
+            assert process.stdin is not None
             assert process.stdout is not None
+            self._stack.callback(process.wait)
+            self._stack.enter_context(process.stdout)
+            self._stack.enter_context(process.stdin)
+            # A word: the end of the pipe does not come while ranks that were forked meanwhile have it open, too.
+            self._stack.callback(process.stdin.write, "end\n")
             self._server = process.stdout.readline().strip()
         while len(self._controllers) <= number:
             one = WarmInterpreter(self._server, self.command(0), self.environment(0))
