@@ -12,6 +12,7 @@ import multiprocessing.process
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from types import CodeType
@@ -26,6 +27,8 @@ def run(words: Sequence[str]) -> None:
     sys.orig_argv[:] = [sys.executable, *words]
     # Libraries ask whether they are in a process that multiprocessing has started; this one is not.
     multiprocessing.process.current_process().name = "MainProcess"
+    for number in (signal.SIGHUP, signal.SIGQUIT):  # torchrun handles them, and what it starts has them as by default
+        signal.signal(number, signal.SIG_DFL)
     _unbuffer()
     if words[1] == "-m":
         _run_module(words[2])

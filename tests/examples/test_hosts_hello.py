@@ -10,6 +10,7 @@ from tests.examples.programs import EXAMPLES, run
 SCRIPT = EXAMPLES / "hosts_hello.py"
 
 
+@pytest.mark.slow
 def test_hello_from_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`run` sees to it that no host stays."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
