@@ -204,16 +204,20 @@ class LocalHosts:
     """Daemons of their own sessions, which can be killed or made to hang with all that runs there."""
 
     def __init__(self, count: int):
-        command = [
-            sys.executable,
-            "-c",
-            "from monarch_backend.cli import main; main(['up', '--address', '127.0.0.1:0'])",
-        ]
+        # Tethered: they end with us, however we end.
+        command = [sys.executable, "-m", "monarch_backend", "up", "--address", "127.0.0.1:0", "--tether"]
         self.daemons = []
         for number in range(count):
             environment = {**os.environ, "MONARCH_HOST_NAME": f"local{number}"}
             self.daemons.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                    start_new_session=True,
+                )
             )
         self.addresses = [daemon.stdout.readline().split()[-1] for daemon in self.daemons if daemon.stdout]
 
