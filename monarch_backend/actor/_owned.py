@@ -126,6 +126,11 @@ class _Member:
     replaced: bool = False  # it has a successor, or will have
     knocked: bool = False  # it has read that it is to stop
 
+    @property
+    def is_over(self) -> bool:
+        """Its spawner has nothing more to say of it."""
+        return self.exited is not None or self.failed is not None or self.lost is not None
+
 
 @dataclass
 class OwnedProcs:
@@ -412,7 +417,7 @@ class ProcessOwner:
         ):
             # At once, so that whoever hears of the death and tries again finds the successor.
             self._replace(owned, member)
-        if member.exited is not None or member.failed is not None or member.lost is not None:
+        if member.is_over:
             self._tell(member)
         else:
             unsure = self.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
@@ -662,7 +667,7 @@ class ProcessOwner:
         return _some([str(m.peer) for owned in self._meshes for m in owned.members.values() if not m.gone])
 
     def _kill(self, member: _Member) -> None:
-        if member.spawner is not None and member.exited is None and member.failed is None:
+        if member.spawner is not None and not member.is_over:
             member.spawner.kill(member.number, signal.SIGKILL)
 
     def _settle(self, owned: OwnedProcs) -> None:
@@ -689,9 +694,7 @@ class ProcessOwner:
         with contextlib.suppress(ValueError):
             owned.siblings.remove(owned.core)
         for number, member in list(self._by_number.items()):
-            # Else its spawner still has a word to say.
-            ended = member.exited is not None or member.failed is not None or member.lost is not None
-            if member.core is owned.core and ended:
+            if member.core is owned.core and member.is_over:
                 self._by_number.pop(number, None)
         for token in (*owned.core.former, *owned.core.tokens):
             self._by_token.pop(token, None)

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -43,6 +42,7 @@ from monarch_backend.hosts._messages import (
 from monarch_backend.hosts._output import OutputReader
 from monarch_backend.hosts._tls import tls_for
 from monarch_backend.mesh import _linux
+from monarch_backend.mesh import _spawn_messages as spawn_messages
 from monarch_backend.mesh._limits import allow_descriptors
 from monarch_backend.mesh._spawner import RANKS_HERE, Event, ProcessSpec, Spawner
 from monarch_backend.transport import _carried
@@ -53,7 +53,7 @@ from monarch_backend.transport._frames import Frame, FrameError, Replaced, Setti
 from monarch_backend.transport._gateway import Gateway
 from monarch_backend.transport._links import LocalLinks, few_processors
 from monarch_backend.transport._peer import Peer, Room
-from monarch_backend.transport._pump import Pump
+from monarch_backend.transport._pump import Pump, release
 from monarch_backend.transport._router import Router
 from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
 
@@ -113,13 +113,13 @@ class AgentProcess:
         self._tcp = Tcp(
             bytes.fromhex(plan.token), self._secrets, self._arrived, self._up, self._lost, bounds=bounds, tls=tls_for()
         )
-        self._lock = threading.RLock()  # the three that follow
+        self._lock = threading.RLock()  # sessions and what is waited for: _hosts, _known, _asking, _until, _awaited
         self._hosts: dict[str, list[Remote]] = {}  # sessions by host; there are two where both sides have called
         self._known: dict[str, tuple[str, int, str, str]] = {}  # where hosts can be reached
         self._asking: dict[Remote, Attach] = {}  # daemons that are asked for an agent
         self._until: dict[int, float] = {}  # when they have to be reached
         self._awaited: dict[Remote, Attached] = {}  # agents that are called for the first time: what is said then
-        self._births = threading.Lock()
+        self._births = threading.Lock()  # held until it is known whose a new process is
         self._spawner: Spawner | None = None
         self._numbers: dict[int, int] = {}  # the spawner's, by the controller's
         self._names: dict[int, int] = {}  # and the reverse
@@ -168,8 +168,7 @@ class AgentProcess:
                 time.sleep(0.1)  # no descriptors, for now
                 continue
             with connection:
-                _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                if uid != os.geteuid():
+                if spawn_messages.peer(connection)[1] != os.geteuid():
                     continue
                 connection.settimeout(5)
                 with contextlib.suppress(OSError):
@@ -181,9 +180,7 @@ class AgentProcess:
         if not self._end.ready:
             log.info("the agent ends: %s", why)
             self._end.ready = True
-            if self._end.gate is not None and self._end.gate.locked():
-                with contextlib.suppress(RuntimeError):
-                    self._end.gate.release()
+            release(self._end)
             self._pump.wake()
 
     # ---- frames
@@ -226,9 +223,8 @@ class AgentProcess:
     # ---- hosts that come and go
 
     def _name_of(self, remote: Remote) -> str:
-        host = remote.who.hex()[: _carried.HOST]
-        known = self._known.get(host)
-        return f"{known[3]} ({known[0]})" if known else str(remote)
+        host = _host_of(remote)
+        return self._name_of_host(host) if host in self._known else str(remote)
 
     def _up(self, remote: Remote) -> None:
         asked = self._asking.get(remote)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend.hosts import _messages
-from monarch_backend.hosts._messages import Exited, Kill, KillIfDeaf, Output, OutputTaken, Spawn, SpawnFailed, Started
-from monarch_backend.mesh._spawner import LostWithHost, ProcessSpec
+from monarch_backend.hosts._messages import Exited, Kill, KillIfDeaf, Output, OutputTaken, SpawnFailed, Started
+from monarch_backend.mesh._spawner import LostWithHost, ProcessSpec, spawn_message
 
 
 class RemoteSpawner:
@@ -41,7 +41,7 @@ class RemoteSpawner:
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
         """Have the processes started; their ids at once. Raises RuntimeError if the host is lost."""
-        messages = [self._message(spec) for spec in specs]
+        messages = [spawn_message(next(self._ids), spec, None) for spec in specs]
         with self._lock:
             if self._lost is not None:
                 raise RuntimeError(f"no process can be started there any more: {self._lost}")
@@ -55,15 +55,6 @@ class RemoteSpawner:
         for message in messages:
             self._tell(message)
         return [message.id for message in messages]
-
-    def _message(self, spec: ProcessSpec) -> Spawn:
-        return Spawn(
-            id=next(self._ids), label=spec.label, main=spec.main,
-            environment={os.fsencode(name): os.fsencode(value) for name, value in spec.environment.items()},
-            path=[os.fsencode(entry) for entry in spec.path], argv=[os.fsencode(word) for word in spec.argv],
-            cwd=os.fsencode(spec.cwd), bootstrap=spec.bootstrap, cpus=None if spec.cpus is None else sorted(spec.cpus),
-            threads=spec.threads, stdout=spec.stdout is not None, stderr=spec.stderr is not None, method=None,
-        )  # fmt: skip
 
     def kill(self, number: int, signal: int = 9) -> None:
         """As Spawner.kill."""

@@ -89,25 +89,28 @@ def _start_method() -> Method | None:
     return cast("Method | None", method)
 
 
+def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spawn:
+    """What a fork server, here or on another host, is asked for."""
+    return Spawn(
+        id=number,
+        label=spec.label,
+        main=spec.main,
+        environment={os.fsencode(name): os.fsencode(value) for name, value in spec.environment.items()},
+        path=[os.fsencode(entry) for entry in spec.path],
+        argv=[os.fsencode(word) for word in spec.argv],
+        cwd=os.fsencode(spec.cwd),
+        bootstrap=spec.bootstrap,
+        cpus=None if spec.cpus is None else sorted(spec.cpus),
+        threads=spec.threads,
+        stdout=spec.stdout is not None,
+        stderr=spec.stderr is not None,
+        method=method,
+    )
+
+
 def _message(number: int, spec: ProcessSpec, method: Method | None) -> bytes:
     try:
-        message = frame(
-            Spawn(
-                id=number,
-                label=spec.label,
-                main=spec.main,
-                environment={os.fsencode(name): os.fsencode(value) for name, value in spec.environment.items()},
-                path=[os.fsencode(entry) for entry in spec.path],
-                argv=[os.fsencode(word) for word in spec.argv],
-                cwd=os.fsencode(spec.cwd),
-                bootstrap=spec.bootstrap,
-                cpus=None if spec.cpus is None else sorted(spec.cpus),
-                threads=spec.threads,
-                stdout=spec.stdout is not None,
-                stderr=spec.stderr is not None,
-                method=method,
-            )
-        )
+        message = frame(spawn_message(number, spec, method))
         check(message)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
