@@ -54,6 +54,7 @@ from monarch_backend.transport._gateway import Gateway
 from monarch_backend.transport._links import LocalLinks, few_processors
 from monarch_backend.transport._peer import Peer, Room
 from monarch_backend.transport._pump import Pump, release
+from monarch_backend.transport._relay import BRANCHES
 from monarch_backend.transport._router import Router
 from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
 
@@ -96,7 +97,9 @@ class AgentProcess:
         self._pid = os.getpid()
         self._links = LocalLinks(plan.token, crowded=few_processors())
         self._pump = Pump(self._links.post, self._handle)
-        self._gateway = Gateway(self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later)
+        self._gateway = Gateway(
+            self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later, branches=_branches()
+        )
         far = FarLinks(
             self._links, self._pid, plan.token, MYSELF, self._gateway.send, lambda send: self._router.keep(send)
         )
@@ -267,7 +270,7 @@ class AgentProcess:
         if self._plan.home:
             self._known.pop(host, None)
             self._tell(Lost(host, why))
-        self._gateway.lost_host(host, why)
+        self._gateway.lost_host(host, why, [frame for other in remotes for frame in other.undelivered])
 
     def _name_of_host(self, host: str) -> str:
         known = self._known.get(host)
@@ -401,6 +404,16 @@ class AgentProcess:
         self._numbers.pop(number, None)
         self._pids.pop(number, None)
         self._tell(msgspec.structs.replace(event, id=number))
+
+
+def _branches() -> int:
+    """Hosts that a message for many goes to straight, and that each of those sends it on to."""
+    given = os.environ.get("MONARCH_HOST_BRANCHES", "")
+    if not given:
+        return BRANCHES
+    if not given.isdecimal() or not int(given):
+        raise ValueError(f"MONARCH_HOST_BRANCHES={given!r}: a number of hosts, 1 or more")
+    return int(given)
 
 
 def _host_of(remote: Remote) -> str:
