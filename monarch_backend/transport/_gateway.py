@@ -44,8 +44,9 @@ RETRY = 0.001
 class Gateway:
     """Of one host; all methods may be called from any thread.
 
-    ``to_host(host, frame)`` sends to another gateway, and is False if that host is not connected. ``to_me(frame)``
-    takes what is for the gateway's own process. ``later(seconds, call)`` calls on the thread that reads.
+    ``to_host(host, frame)`` sends to another gateway, or to the one on the ``way(host)`` there; it is False if that
+    host is not connected. ``to_me(frame)`` takes what is for the gateway's own process. ``later(seconds, call)`` calls
+    on the thread that reads. A message for many goes straight to as many hosts as a tree has ``branches``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Gateway:
         later: Callable[[float, Callable[[], None]], object],
         *,
         branches: int = BRANCHES,
+        way: Callable[[str], str] = lambda host: host,
     ) -> None:
         self.token = token
         self._links, self._pid = links, pid
@@ -70,7 +72,8 @@ class Gateway:
         self._asked: defaultdict[str, list[str]] = defaultdict(list)  # one here who is silent -> who elsewhere calls it
         self._ended: dict[str, tuple[str, bool]] = {}  # how those who were here have ended lately, and whether in peace
         self._kept: dict[int, deque[Callable[[], bool]]] = {}  # by link: what had no room
-        self._relay = Relay(token, branches, to_host, self._for_many, self._answer, self._later_locked)
+        self._here, self._way = host_of(token), way
+        self._relay = Relay(token, branches, to_host, self._for_many, self._answer, self._later_locked, way)
 
     # ---- from this host
 
@@ -123,7 +126,7 @@ class Gateway:
         for receiver in receivers:
             by_host[host_of(receiver[0])].append(receiver)
         rows = {host: _carried.pack_rows(those) for host, those in by_host.items()}
-        if len(rows) > self._relay.branches:
+        if len(rows) > self._relay.branches or any(self._way(host) != host for host in rows):
             self._relay.send(frame, rows, rest)
             return
         for host, those in rows.items():
@@ -180,12 +183,19 @@ class Gateway:
         with self._lock:
             if is_relayed(frame.kind):
                 self._relay.handle(frame)
+            elif not is_for_many(frame.kind) and host_of(frame.to) != self._here:
+                self._goes_on(frame)
             elif is_word(frame.kind):
                 self._heard(frame)
             elif is_for_many(frame.kind):
                 self._for_many(frame)
             else:
                 self._to_process(frame)
+
+    def _goes_on(self, frame: Carried) -> None:
+        """It is for another host, which its sender reaches through this one."""
+        if not self._to_host(host_of(frame.to), _owned(frame)) and frame.kind == CALL:
+            self._to_host(host_of(frame.sender), _carried.word(REFUSED, frame.sender, frame.to))
 
     def _heard(self, frame: Carried) -> None:
         to, sender = frame.to, frame.sender

@@ -43,10 +43,16 @@ class _Cast:
     sender: str
     ref: int
     frame: Carried | None  # at the root, which may have to send it again
+    above: tuple[str, int] | None  # what those above call it
     parents: list[str]  # those above, who wait for this branch: several, if one of them was lost to another
     rows: dict[str, bytes]  # receivers, by host below this one
     branches: dict[str, list[str]] = field(default_factory=dict)  # by their first host: those that may lack it
     lost: list[str] = field(default_factory=list)  # that could not be reached from here, and are others' to reach
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Everywhere."""
+        return self.root, self.number
 
 
 @dataclass(eq=False)
@@ -69,7 +75,7 @@ class Relay:
 
     ``to_host(host, frame)`` is False if that host is not connected. ``deliver(frame)`` hands a frame for many to those
     of its receivers who are on this host, and says how many. ``answer(token, frame)`` is for a process of this host.
-    ``later(seconds, call)`` calls with the lock held.
+    ``later(seconds, call)`` calls with the lock held. ``way(host)``: the host through which that one is reached.
     """
 
     def __init__(
@@ -80,8 +86,10 @@ class Relay:
         deliver: Callable[[Carried], int],
         answer: Callable[[str, Carried], None],
         later: Callable[[float, Callable[[], None]], object],
+        way: Callable[[str], str],
     ) -> None:
         self.branches = branches
+        self._way = way
         self._token, self._here = token, host_of(token)
         self._to_host, self._deliver, self._answer, self._later = to_host, deliver, answer, later
         self._numbers = itertools.count(1)
@@ -95,60 +103,83 @@ class Relay:
 
     def send(self, frame: Carried, rows: Mapping[str, bytes], rest: bytes) -> None:
         """A frame for receivers on these hosts, of a process of this one."""
-        frame = frame._replace(prefix=rest, body=own(frame.body), buffers=own_all(frame.buffers))
-        number, sender = next(self._numbers), str(rest[TOKEN : 2 * TOKEN], "ascii")
-        cast = _Cast(self._here, number, sender, frame.ref, frame, [], dict(rows))
-        self._casts[cast.root, number] = cast
-        self._expect(cast, None, frame.kind, 0)
+        self._begin(frame._replace(prefix=rest), rows, None, 0)
+
+    def _begin(self, frame: Carried, rows: Mapping[str, bytes], above: tuple[str, int] | None, here: int) -> None:
+        """As the root; ``above``: for another one, who can't reach these hosts, and its number of it."""
+        frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
+        sender = str(frame.prefix[TOKEN : 2 * TOKEN], "ascii")
+        parents = [above[0]] if above else []
+        cast = _Cast(self._here, next(self._numbers), sender, frame.ref, frame, above, parents, dict(rows))
+        self._casts[cast.key] = cast
+        below = sum(map(_carried.count_of, rows.values()))
+        self._expect(cast, above[0] if above else None, frame.kind, here + below)
         self._hand_out(cast, frame, list(rows), self.branches)
         self._finish_if_done(cast)
 
     def _pass_on(self, frame: Carried) -> None:
         passed = Passed.unpack(frame.prefix)
-        key = passed.root, passed.number
-        sender = str(passed.rest[TOKEN : 2 * TOKEN], "ascii")
         (here, mine), *below = passed.hosts
         if here != self._here:
             raise FrameError(f"a frame for host {here}")
-        cast = self._casts.get(key)
-        if cast is not None or key in self._over:  # it has come before; whoever was above is lost
-            self._has_a_new_parent(cast, sender, frame.ref, passed)
+        many = frame._replace(kind=passed.kind, seq=0, prefix=_carried.for_many(mine, passed.rest))
+        frame = many._replace(prefix=passed.rest)
+        if passed.root == self._here:
+            self._begin(frame, dict(below), (passed.parent, passed.number), self._deliver(many))
             return
-        parent = passed.parent
-        cast = self._casts[key] = _Cast(*key, sender, frame.ref, None, [parent], dict(below))
         if below:
             frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
-        many = frame._replace(kind=passed.kind, seq=0, prefix=_carried.for_many(mine, passed.rest))
-        self._expect(cast, parent, passed.kind, self._deliver(many))
-        lost = self._hand_out(cast, many._replace(prefix=passed.rest), [host for host, _ in below], passed.branches)
+        cast = self._joined(frame, many, passed)
+        more = {host: rows for host, rows in below if host not in cast.rows}
+        cast.rows.update(more)
+        lost = self._hand_out(cast, frame, list(more), passed.branches)
         if lost:
             self._report(cast, lost)
         self._finish_if_done(cast)
 
-    def _has_a_new_parent(self, cast: _Cast | None, sender: str, ref: int, passed: Passed) -> None:
-        gather = self._gathers.get((sender, ref))
-        if gather is not None and gather.parent is not None:
-            gather.parent = passed.parent
-        key = passed.root, passed.number
-        lost = cast.lost if cast is not None else self._over[key]  # whoever was told of them may be lost, too
-        if cast is not None:
-            cast.parents.append(passed.parent)
-        if lost or cast is None:
-            self._to_host(passed.parent, _carried.arrived(*key, self._here, cast is None, lost))
+    def _joined(self, frame: Carried, many: Carried, passed: Passed) -> _Cast:
+        """It has come for the first time; or again, and whoever was above is lost."""
+        key, parent = (passed.root, passed.number), passed.parent
+        sender = str(passed.rest[TOKEN : 2 * TOKEN], "ascii")
+        cast, over = self._casts.get(key), self._over.pop(key, None)
+        if cast is None:
+            cast = self._casts[key] = _Cast(*key, sender, frame.ref, None, key, [], {}, lost=over or [])
+        cast.parents.append(parent)
+        if cast.parents == [parent] and over is None:
+            here = self._deliver(many) + sum(_carried.count_of(rows) for _, rows in passed.hosts[1:])
+            self._expect(cast, parent, passed.kind, here)
+        else:
+            gather = self._gathers.get((sender, frame.ref))
+            if gather is not None:
+                gather.parent = parent
+            if cast.lost:  # whoever was told of them may be lost, too
+                self._to_host(parent, _carried.arrived(*key, self._here, False, cast.lost))
+        return cast
 
     def _hand_out(self, cast: _Cast, frame: Carried, hosts: Sequence[str], branches: int) -> list[str]:
         """To the first one of each branch; those that can't be reached are returned."""
-        lost = []
-        for branch in split(hosts, branches):
+        near = [host for host in hosts if self._way(host) == host]
+        far = [host for host in hosts if self._way(host) != host]
+        lost = [] if cast.frame is not None else far  # there is a gateway before them, to which the root knows the way
+        for gateway in {self._way(host): None for host in far if cast.frame is not None}:
+            branch = [host for host in far if self._way(host) == gateway]
+            near = [host for host in near if host != gateway]
+            parts = [(host, cast.rows.get(host, b"")) for host in (gateway, *branch)]
+            if self._pass(cast, frame, gateway, parts, branches):
+                cast.branches.setdefault(gateway, []).extend(branch)
+        for branch in split(near, branches):
             while branch:
                 parts = [(host, cast.rows[host]) for host in branch]
-                rest = frame.prefix
-                passed = Passed(cast.root, self._here, frame.kind, branches, cast.number, parts, rest)
-                if self._to_host(branch[0], frame._replace(kind=PASS, prefix=passed.pack())):
+                if self._pass(cast, frame, cast.root, parts, branches):
                     cast.branches.setdefault(branch[0], []).extend(branch)
                     break
                 lost.append(branch.pop(0))
         return lost
+
+    def _pass(self, cast: _Cast, frame: Carried, root: str, parts: list[tuple[str, bytes]], branches: int) -> bool:
+        """Who is its own root keeps it, and tells us only that all of these have it."""
+        passed = Passed(root, self._here, frame.kind, branches, cast.number, parts, frame.prefix)
+        return self._to_host(parts[0][0], frame._replace(kind=PASS, prefix=passed.pack()))
 
     def _has_arrived(self, frame: Carried) -> None:
         root, who, lost = _carried.unpack_arrived(frame)
@@ -171,26 +202,28 @@ class Relay:
 
     def _report(self, cast: _Cast, lost: Sequence[str]) -> None:
         lost = [host for host in lost if host not in cast.lost]
+        if not lost:
+            return
         cast.lost += lost
         self._left(cast, -sum(_carried.count_of(cast.rows[host]) for host in lost))
         for parent in cast.parents:
-            self._to_host(parent, _carried.arrived(cast.root, cast.number, self._here, False, lost))
+            self._to_host(parent, _carried.arrived(*cast.key, self._here, False, lost))
 
     def _finish_if_done(self, cast: _Cast) -> None:
-        key = cast.root, cast.number
-        if cast.branches or self._casts.pop(key, None) is None:
+        if cast.branches or self._casts.pop(cast.key, None) is None:
             return
         if cast.frame is None:
-            _remember(self._over, key, cast.lost)
+            _remember(self._over, cast.key, cast.lost)
+        if cast.above is not None:
             for parent in cast.parents:
-                self._to_host(parent, _carried.arrived(*key, self._here, True, cast.lost))
+                self._to_host(parent, _carried.arrived(*cast.above, self._here, True, cast.lost))
         elif cast.sender in self._after and not self.sends(cast.sender):
             for call in self._after.pop(cast.sender):
                 call()
 
     def sends(self, sender: str) -> bool:
         """Something of this process is on its way down."""
-        return any(cast.sender == sender for cast in self._casts.values() if cast.frame is not None)
+        return any(cast.sender == sender and cast.above is None for cast in self._casts.values())
 
     def after(self, sender: str, call: Callable[[], object]) -> None:
         """When all that this process has sent down has arrived: at once, if it has."""
@@ -201,11 +234,10 @@ class Relay:
 
     # ---- up
 
-    def _expect(self, cast: _Cast, parent: str | None, kind: int, here: int) -> None:
-        """The replies to this call come here; so many of them from processes of this host."""
+    def _expect(self, cast: _Cast, parent: str | None, kind: int, count: int) -> None:
+        """So many replies to this call come here."""
         if kind == Kind.CALL | MANY and cast.ref:
-            left = here + sum(map(_carried.count_of, cast.rows.values()))
-            gather = _Gather(cast.root, parent, left)
+            gather = _Gather(cast.root, parent, count)
             for key, old in _remember(self._gathers, (cast.sender, cast.ref), gather):
                 self._send_up(key, old)
 
@@ -239,7 +271,9 @@ class Relay:
             gather.missing += replies.missing
             self._add(key, gather, replies.parts, body, buffers, replies.missing)
         else:
-            alone = _Gather(root, None if root == self._here else root, 0, replies.parts, [body], buffers)
+            caller = host_of(frame.to)  # at the root the call may be forgotten, or it was only one for others
+            to = root if root != self._here else None if caller == self._here else caller
+            alone = _Gather(root, to, 0, replies.parts, [body], buffers)
             self._send_up(key, alone)
 
     def _add(

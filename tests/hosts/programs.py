@@ -352,7 +352,7 @@ def order(*addresses: str) -> None:
 def refused(addresses: list[str], parts: list[str], good: list[str]) -> None:
     """These can't be attached, soon and for these reasons; others can be."""
     said = ""
-    with ended_within(5.0, "to be refused"):
+    with ended_within(PATIENCE / 2, "to be refused"):
         try:
             attach_to_workers(addresses, timeout=1.0, **BOUNDS)
         except ConnectionError as error:

@@ -72,8 +72,9 @@ class Host:
         self.full = 0  # times that there is no room
         self.dropped: list[int] = []
         self.gateway = Gateway(
-            self, self.token, number, self._to_host, self.mine.append, self._later, branches=world.branches
-        )
+            self, self.token, number, self._to_host, self.mine.append, self._later, branches=world.branches,
+            way=lambda host: world.way(number, host),
+        )  # fmt: skip
         for process in range(1, 4):
             self.start(process)
 
@@ -85,6 +86,7 @@ class Host:
         return process
 
     def _to_host(self, host: str, frame: Carried) -> bool:
+        host = self.world.way(self.number, host)
         if host not in self.world.by_id or host in self.world.lost or frozenset((self.id, host)) in self.world.cuts:
             return False
         self.world.carried += 1
@@ -121,7 +123,9 @@ class Host:
 class World:
     """Hosts, and wires between them; `run` moves everything until nothing moves."""
 
-    def __init__(self, count: int, seed: int = 0, branches: int = BRANCHES) -> None:
+    def __init__(self, count: int, seed: int = 0, branches: int = BRANCHES, gate: int = 0) -> None:
+        """``gate``: the host through which those before it and those after it reach each other."""
+        self.gate = gate
         self.random, self.branches = random.Random(seed), branches
         self.soon: deque[Callable[[], Any]] = deque()
         self.much_later: deque[Callable[[], Any]] = deque()  # when nothing else moves
@@ -137,6 +141,10 @@ class World:
             for there in self.by_id:
                 self.wires[here, there] = deque()
         self.run()
+
+    def way(self, number: int, host: str) -> str:
+        apart = (number - self.gate) * (int(host, 16) - self.gate) < 0
+        return f"{self.gate:08x}" if self.gate and apart else host
 
     def process(self, host: int, number: int) -> Process:
         return next(p for p in self.by_id[f"{host:08x}"].processes.values() if p.token == token(host, number))
@@ -347,6 +355,23 @@ def test_without_its_gateway_nobody_elsewhere_can_be_called() -> None:
     one.inbox.append((0, int(Kind.GONE), "killed", False))
     one.read()
     assert one.links.connect(token(2, 1)) == -1
+
+
+def test_two_meet_through_a_third_host() -> None:
+    world = World(3, gate=2)
+    one, two = world.process(1, 1), world.process(3, 1)
+    link = one.meet(two)
+    say(one, link, b"hello")
+    say(two, two.links.connect(one.token), b"hello back")
+    world.run()
+    assert (one.bodies(), two.bodies()) == ([b"hello back"], [b"hello"])
+    assert one.links.connect(token(3, 99)) == SILENT
+    assert one.links.connect(token(9, 1)) == SILENT  # which the host between does not know
+    world.run()
+    assert sorted(event[2] for event in one.told(Kind.REFUSED)) == [token(3, 99), token(9, 1)]
+    world.kill(two)
+    world.run()
+    assert [event[2] for event in one.told(Kind.GONE)] == ["killed"]
 
 
 def test_a_bad_frame_costs_no_other_one() -> None:

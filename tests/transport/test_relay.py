@@ -18,8 +18,8 @@ REF = 8
 class Tree:
     """One process of host 1 and those of all other hosts, which have met it."""
 
-    def __init__(self, count: int, branches: int, seed: int = 0, each: int = 1) -> None:
-        self.world = World(count, seed, branches)
+    def __init__(self, count: int, branches: int, seed: int = 0, each: int = 1, gate: int = 0) -> None:
+        self.world = World(count, seed, branches, gate)
         self.root = self.world.process(1, 1)
         self.others = [
             self.world.process(host, number) for host in range(2, count + 1) for number in range(1, each + 1)
@@ -198,9 +198,50 @@ def test_the_word_of_an_end_comes_after_what_is_on_its_way(seed: int) -> None:
         assert other.events[-1][1] == Kind.GONE
 
 
+@pytest.mark.parametrize(("count", "gate"), [(6, 2), (40, 2), (40, 5), (12, 12)])
+def test_hosts_behind_another_one(count: int, gate: int) -> None:
+    """They get it from the one before them, which gets it once."""
+    tree = Tree(count, 3, gate=gate)
+    before = tree.frames()
+    tree.cast()
+    while tree.root.host.inbox:
+        tree.root.host.read()
+    assert len(tree.world.wires["00000001", f"{gate:08x}"]) == (gate < count)
+    tree.world.run_to_rest()
+    assert tree.frames() - before == 2 * (count - 1)
+    for rank, other in enumerate(tree.others):
+        [event] = other.told(Kind.CALL)
+        assert event[5] == rank
+        tree.reply(other)
+    tree.world.run_to_rest()
+    assert sorted(tree.replies()) == [(rank, b"", b"%d" % rank) for rank in range(len(tree.others))]
+    assert tree.frames() - before == 3 * (count - 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_hosts_behind_another_one_are_lost(seed: int) -> None:
+    tree = Tree(16, 2, seed, gate=seed % 4 + 2)
+    world, chance = tree.world, tree.world.random
+    gate, lost = world.gate, set()
+    for _ in range(6):
+        tree.cast(ref=0, body=b"%d" % tree.sent)
+        for _ in range(chance.randrange(60)):
+            world.step()
+        if chance.random() < 0.5:
+            lost.add(host := chance.choice([host for host in range(2, 17) if host not in {*lost, gate}]))
+            world.lose(host, "crashed")
+        else:
+            world.cut(*chance.sample([host for host in range(gate + 1, 17) if host not in lost], 2))
+    world.run()
+    for other in tree.others:
+        if other.host.number not in lost:
+            assert set(other.bodies()) == {b"%d" % number for number in range(6)}, other.host.number
+
+
 @pytest.mark.slow
 def test_many_seeds() -> None:
     for seed in range(1000, 2500):
+        test_hosts_behind_another_one_are_lost(seed)
         test_hosts_are_lost_while_it_goes_down(seed)
         test_replies_find_another_way(seed)
 
