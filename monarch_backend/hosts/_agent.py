@@ -73,15 +73,18 @@ AGENT_PATIENCE = 5.0
 
 
 class Plan(NamedTuple):
-    """What an agent is told of itself. ``server``: the host's fork server. ``home``: on the controller's own host."""
+    """What an agent is told of itself. ``server``: the host's fork server.
+
+    ``asker``: the gateway that has asked for it, which is the way to the controller; "" on the controller's own host.
+    """
 
     token: str
     root: str
+    asker: str
     secret: bytes
     server: str
     heartbeat: float
     silence: float
-    home: bool
 
 
 def meeting_point(token: str) -> str:
@@ -98,8 +101,9 @@ class AgentProcess:
         self._links = LocalLinks(plan.token, crowded=few_processors())
         self._pump = Pump(self._links.post, self._handle)
         self._gateway = Gateway(
-            self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later, branches=_branches()
-        )
+            self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later,
+            branches=_branches(), way=self._way,
+        )  # fmt: skip
         far = FarLinks(
             self._links, self._pid, plan.token, MYSELF, self._gateway.send, lambda send: self._router.keep(send)
         )
@@ -116,9 +120,14 @@ class AgentProcess:
         self._tcp = Tcp(
             bytes.fromhex(plan.token), self._secrets, self._arrived, self._up, self._lost, bounds=bounds, tls=tls_for()
         )
-        self._lock = threading.RLock()  # sessions and what is waited for: _hosts, _known, _asking, _until, _awaited
+        # Sessions and what is waited for: _hosts, _known, _ways, _attached, _asking, _until, _awaited.
+        self._lock = threading.RLock()
         self._hosts: dict[str, list[Remote]] = {}  # sessions by host; there are two where both sides have called
         self._known: dict[str, tuple[str, int, str, str]] = {}  # where hosts can be reached
+        self._ways: dict[str, str] = {}  # through which others
+        self._attached: set[str] = set()  # by this agent
+        if plan.asker and host_of(plan.asker) != host_of(plan.root):
+            self._ways[host_of(plan.root)] = host_of(plan.asker)
         self._asking: dict[Remote, Attach] = {}  # daemons that are asked for an agent
         self._until: dict[int, float] = {}  # when they have to be reached
         self._awaited: dict[Remote, Attached] = {}  # agents that are called for the first time: what is said then
@@ -135,7 +144,7 @@ class AgentProcess:
         """Until the controller is gone."""
         self._pump.start()
         self._tcp.start()
-        if self._plan.home:
+        if not self._plan.asker:
             self._stay_with_the_controller()
         else:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -150,7 +159,7 @@ class AgentProcess:
         self._links.host.leave()
 
     def _end_if_nobody_came(self) -> None:
-        if host_of(self._plan.root) not in self._hosts:
+        if host_of(self._plan.asker) not in self._hosts:
             self._finish("its controller has never called")
 
     def _stay_with_the_controller(self) -> None:
@@ -192,14 +201,19 @@ class AgentProcess:
         return self._pump.wait(room, seconds)
 
     def _handle(self, events: list[Any]) -> None:
-        rest = self._gateway.handle(events)
-        if rest:
-            self._router.handle(rest)
+        for event in events:  # one by one: a way that is told comes before the frame that takes it
+            rest = self._gateway.handle((event,))
+            if rest:
+                self._router.handle(rest)
 
     def _to_me(self, frame: Carried) -> None:
         self._pump.later(0.0, lambda: self._router.handle(self._far.translate([(MYSELF, *frame)])))
 
+    def _way(self, host: str) -> str:
+        return self._ways.get(host, host)
+
     def _to_host(self, host: str, frame: Carried) -> bool:
+        host = self._way(host)
         with self._lock:
             remotes = self._hosts.get(host)
             if remotes is None:
@@ -265,12 +279,15 @@ class AgentProcess:
             if other is not remote:
                 self._tcp.hang_up(other)
         why = f"host {self._name_of_host(host)} is lost: {remote.lost}"
-        if host == host_of(self._plan.root):
+        if host == host_of(self._plan.asker):
             self._finish(why)
-        if self._plan.home:
-            self._known.pop(host, None)
-            self._tell(Lost(host, why))
-        self._gateway.lost_host(host, why, [frame for other in remotes for frame in other.undelivered])
+        undelivered = [frame for other in remotes for frame in other.undelivered]
+        for each in (host, *(far for far, way in list(self._ways.items()) if way == host)):
+            if host in self._attached:
+                self._tell(Lost(each, why))
+                self._known.pop(each, None)
+                self._ways.pop(each, None)
+            self._gateway.lost_host(each, why, undelivered if each == host else ())
 
     def _name_of_host(self, host: str) -> str:
         known = self._known.get(host)
@@ -303,7 +320,8 @@ class AgentProcess:
             left = max(AGENT_PATIENCE, self._until.pop(asked.id, 0.0) - time.monotonic())
             remote = self._tcp.call((asked.host, asked.port), self._plan.secret, whom, patience=left)
             self._hosts[host_of(answer.token)] = [remote]
-            self._awaited[remote] = Attached(asked.id, answer.token, answer.host_name)
+            self._attached.add(host_of(answer.token))
+            self._awaited[remote] = Attached(asked.id, answer.token, answer.host_name, answer.workers)
 
     # ---- what the controller wants
 
@@ -324,6 +342,11 @@ class AgentProcess:
             self._finish("its controller ends")
         elif isinstance(message, Hosts):
             self._known.update(message.known)
+            self._ways.update(message.ways)
+        elif isinstance(message, Lost):
+            self._known.pop(message.host, None)
+            self._ways.pop(message.host, None)
+            self._gateway.lost_host(message.host, message.reason)
         elif isinstance(message, Spawn):
             self._spawn(message)
         elif isinstance(message, Kill):

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -46,8 +47,8 @@ PRELOAD = (
 class Daemon:
     """A host's; `start` says where it listens."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, secret: bytes, workers: Sequence[str] = ()) -> None:
+        self._secret, self._workers = secret, tuple(workers)
         self._spawner = Spawner(self._event, preload=PRELOAD)
         self._closing = False
         self._lock = threading.Lock()
@@ -94,8 +95,8 @@ class Daemon:
             return Unwelcome(f"{', '.join(differences)}: install the same versions on both")
         token = secrets.token_hex(14) + "0000"
         plan = _agent.Plan(
-            token=token, root=ask.root, secret=self._secret, server=self._spawner.address,
-            heartbeat=ask.heartbeat, silence=ask.silence, home=False,
+            token=token, root=ask.root, asker=ask.token, secret=self._secret, server=self._spawner.address,
+            heartbeat=ask.heartbeat, silence=ask.silence,
         )  # fmt: skip
         spec = ProcessSpec(
             label=f"agent {token[:HOST]}", main=cloudpickle.dumps(functools.partial(_agent.main, plan)),
@@ -107,7 +108,7 @@ class Daemon:
             return Unwelcome(f"no agent can be started: {error}")
         with self._lock:
             self._agents[number] = token
-        return Welcome(token, _messages.host_name(), here)
+        return Welcome(token, _messages.host_name(), here, self._workers)
 
     def _event(self, event: Event) -> None:
         if isinstance(event, (Exited, SpawnFailed)):
@@ -145,17 +146,22 @@ def _without_secret() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "MONARCH_SECRET"}
 
 
-def run_worker_loop_forever(address: str = "127.0.0.1", *, secret: bytes | None = None, on_ready: Any = None) -> None:
+def run_worker_loop_forever(
+    address: str = "127.0.0.1", *, secret: bytes | None = None, workers: Sequence[str] = (), on_ready: Any = None
+) -> None:
     """Make this machine a host for controllers, until SIGTERM or Ctrl-C; what runs here then ends, too.
 
     ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 for any that is free. ``secret``: the job's, of 32
     bytes; by default from MONARCH_SECRET or the file MONARCH_SECRET_FILE, or else the user's own, on loopback only.
-    ``on_ready(host, port)`` is called once it listens.
+    ``workers``: addresses of hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)``
+    is called once it listens.
 
     Raises ValueError for what is no address, PermissionError for one that others can reach without a secret of the
     job's, OSError if it can't be listened on.
     """
     host, port = parse_address(address)
+    for worker in workers:
+        parse_address(worker)
     secret = secret or given_secret()
     if not is_loopback(host) and secret is None:
         raise PermissionError(
@@ -163,7 +169,7 @@ def run_worker_loop_forever(address: str = "127.0.0.1", *, secret: bytes | None 
             "file of mode 600 with 64 hexadecimal digits, as of `openssl rand -hex 32`, here and for the controller"
         )
     allow_descriptors()
-    daemon = Daemon(secret or user_secret())
+    daemon = Daemon(secret or user_secret(), workers)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -70,9 +70,9 @@ class World:
         """What a daemon listens on, and any port."""
         return f"{self.where.address(index) if self.where is not None else '127.0.0.1'}:0"
 
-    def daemon(self, index: int, **options: Any) -> Daemon:
-        """A daemon that lasts as long as the world, unless it ends before."""
-        return self._stack.enter_context(Daemon(self, index, **options))
+    def daemon(self, index: int, *words: str, **options: Any) -> Daemon:
+        """A daemon that lasts as long as the world, unless it ends before; ``words`` are added to its command."""
+        return self._stack.enter_context(Daemon(self, index, *words, **options))
 
     def controller(self, number: int = 0) -> WarmInterpreter:
         """An interpreter on host 0; several may run scripts at the same time."""
@@ -116,12 +116,15 @@ class Daemon:
     """`monarch-backend up` on a host, which listens once this is made."""
 
     def __init__(
-        self, world: World, index: int, *, address: str = "", env: Mapping[str, str] | None = None, source: str = UP
-    ) -> None:
+        self, world: World, index: int, *words: str, address: str = "", env: Mapping[str, str] | None = None,
+        source: str = UP,
+    ) -> None:  # fmt: skip
         self._log = world.folder / f"up{len(list(world.folder.iterdir()))}"
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(
-                world.command(index, sys.executable, "-c", source, "up", "--address", address or world.address(index)),
+                world.command(
+                    index, sys.executable, "-c", source, "up", "--address", address or world.address(index), *words
+                ),
                 env={**world.environment(index), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
