@@ -24,7 +24,7 @@ PATIENCE = 30.0
 STARTING = 90.0
 """Seconds for a daemon to import torch twice, on a machine that has other things to do."""
 
-NAMES = ("alpha", "beta", "gamma", "delta")
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota")
 """Of the hosts 0, 1, ...; controllers run on host 0."""
 
 UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
