@@ -49,9 +49,6 @@ class RemoteSpawner:
                 self._running.add(message.id)
                 wanted = {stream: fd for stream, fd in ((1, spec.stdout), (2, spec.stderr)) if fd is not None}
                 self._files[message.id] = {stream: os.dup(fd) for stream, fd in wanted.items()}
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write, name="monarch-remote-output", daemon=True)
-                self._writer.start()
         for message in messages:
             self._tell(message)
         return [message.id for message in messages]
@@ -70,7 +67,7 @@ class RemoteSpawner:
         """A message of the agent's. Raises msgspec.DecodeError for what is none."""
         message = _messages.decode(body)
         if isinstance(message, Output):
-            self._output.put(message)
+            self._put(message)
         elif isinstance(message, (Started, Exited, SpawnFailed)):
             if not isinstance(message, Started):
                 self._over(message.id)
@@ -100,7 +97,14 @@ class RemoteSpawner:
             self._running.discard(number)
             streams = list(self._files.get(number, ()))
         for stream in streams:
-            self._output.put(Output(number, stream, b""))
+            self._put(Output(number, stream, b""))
+
+    def _put(self, output: Output) -> None:
+        self._output.put(output)
+        with self._lock:
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, name="monarch-remote-output", daemon=True)
+                self._writer.start()
 
     def _write(self) -> None:
         """On a thread of its own: the reader of these pipes may take its time."""
