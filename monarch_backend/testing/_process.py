@@ -80,7 +80,7 @@ class SimulatedProgram(Program):
         """In a turn of its own, in which it may wait."""
         self.process.soon(call)
 
-    def _set(self, peer: Any, message: Any, frame: Any) -> None:
+    def _set(self, _peer: Any, message: Any, _frame: Any) -> None:
         """Settings are of a whole process, such as its level of logging: there is none. But it may have a gateway."""
         if message.name == "gateway":
             self.aside(lambda: self._go_through(str(message.value)))
