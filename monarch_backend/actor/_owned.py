@@ -30,7 +30,16 @@ from monarch_backend.mesh._limits import allow_descriptors, check_spawn
 from monarch_backend.mesh._logs import LogCollector
 from monarch_backend.mesh._mesh_log import MeshLog
 from monarch_backend.mesh._procs import ProcCore, ProcMesh, label_of
-from monarch_backend.mesh._spawner import RANKS_HERE, Exited, LostWithHost, ProcessSpec, Spawner, SpawnFailed, Started
+from monarch_backend.mesh._spawner import (
+    RANKS_HERE,
+    Exited,
+    HostLostError,
+    LostWithHost,
+    ProcessSpec,
+    Spawner,
+    SpawnFailed,
+    Started,
+)
 from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._frames import KNOCK, Replaced, Setting, Stop
 from monarch_backend.transport._peer import Peer
@@ -522,7 +531,8 @@ class ProcessOwner:
             try:
                 self._start(owned, ranks)
             except Exception as error:  # no room for them any more
-                log.exception("ranks of %s can't be started anew", core.name)
+                if not isinstance(error, HostLostError):  # in the meantime: there may be others
+                    log.exception("ranks of %s can't be started anew", core.name)
                 for rank in ranks:
                     self._not_started(owned, rank, str(error))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from monarch_backend.hosts import _messages
 from monarch_backend.hosts._messages import Exited, Kill, KillIfDeaf, Output, OutputTaken, SpawnFailed, Started
-from monarch_backend.mesh._spawner import LostWithHost, ProcessSpec, spawn_message
+from monarch_backend.mesh._spawner import HostLostError, LostWithHost, ProcessSpec, spawn_message
 
 
 class RemoteSpawner:
@@ -40,11 +40,11 @@ class RemoteSpawner:
         return ""
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
-        """Have the processes started; their ids at once. Raises RuntimeError if the host is lost."""
+        """Have the processes started; their ids at once. Raises HostLostError if it is."""
         messages = [spawn_message(next(self._ids), spec, None) for spec in specs]
         with self._lock:
             if self._lost is not None:
-                raise RuntimeError(f"no process can be started there any more: {self._lost}")
+                raise HostLostError(f"no process can be started there any more: {self._lost}")
             for message, spec in zip(messages, specs, strict=True):
                 self._running.add(message.id)
                 wanted = {stream: fd for stream, fd in ((1, spec.stdout), (2, spec.stderr)) if fd is not None}
