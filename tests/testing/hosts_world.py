@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from monarch_backend.actor import Restart, this_host
+from monarch_backend.actor import Future, Restart, this_host
 from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.testing import SimulatedProcess, Simulation
 from monarch_backend.transport._carried import host_of
@@ -40,11 +40,18 @@ class HostsWatch(Watch):
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
         self.hit: dict[str, float] = {}  # hosts that were lost, and in how many seconds everybody knows
+        self.lost_at: dict[str, float] = {}
         self.parted: set[frozenset[str]] = set()
         self.silence = False  # there has been some: what is under way may be late
 
     def bound(self, token: str) -> float:
         return SILENT if self.silence else self.hit.get(host_of(token), BOUND)
+
+    def overdue(self, message: Message) -> bool:
+        if isinstance(message.result, Future):
+            return True  # the first death is enough
+        ends = [(self.dead.get(token, self.lost_at.get(host_of(token), 0.0)), token) for token in message.homes.values()]
+        return all(at + self.bound(token) <= self.simulation.now for at, token in ends)
 
     def apart(self, message: Message, key: Key) -> bool:
         one, other = host_of(message.sender.process.token), host_of(message.homes[key])
@@ -56,6 +63,7 @@ class HostsWatch(Watch):
     def lose(self, host: str, seconds: float) -> None:
         """This host is lost from now on."""
         self.hit[host] = max(seconds, self.hit.get(host, 0.0))
+        self.lost_at.setdefault(host, self.simulation.now)
         for message in list(self.waiting.values()):
             for token in set(message.homes.values()):
                 if host_of(token) == host:
@@ -68,8 +76,8 @@ class HostsFaults(Faults):
     def __init__(self, watch: HostsWatch) -> None:
         super().__init__(watch)
         self.hosts = watch
+        self.procs: dict[str, Any] = {}
         self._with_host: set[Key] = set()
-        self._born: set[Key] = set()
 
     def process_died(self, process: SimulatedProcess) -> None:
         if host_of(process.token) in self.hosts.hit:
@@ -81,10 +89,13 @@ class HostsFaults(Faults):
 
     def compare(self, told: list[Any]) -> None:
         born = {(process.mesh, process.rank) for process in self.watch.simulation.processes}
+        for name, procs in self.procs.items():
+            core = procs._core
+            tokens = [*core.former.items(), *zip(core.tokens, range(len(core.tokens)), strict=True)]
+            self._with_host |= {(name, rank) for token, rank in tokens if host_of(token) in self.hosts.hit}
         for mesh in self.meshes.values():
             if mesh.procs is None and mesh.boss is None and mesh.policy == "none" and mesh.name != "self":
                 for key in {(mesh.name, rank) for rank in range(mesh.size)} - born:  # the order never reached its host
-                    self._with_host.add(key)
                     self.most[key] += 1
                     self.least[key] += not mesh.stopped
         super().compare(told)
@@ -114,10 +125,12 @@ class HostsWorld(World):
     """One run."""
 
     watch: HostsWatch
+    faults: HostsFaults
 
     def __init__(self, simulation: Simulation, plan: Plan, more: HostsPlan) -> None:
         super().__init__(simulation, plan, HostsFaults(HostsWatch(simulation)))
         self.more = more
+        self.faults.procs = self.procs
         self.hosts = simulation.attach(more.hosts, heartbeat=HEARTBEAT, silence=SILENCE)
         self.left = more.hosts // 2  # that may be lost
 
