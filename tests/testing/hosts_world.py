@@ -21,8 +21,9 @@ from tests.testing.watch import BOUND, Key, Message, Watch
 from tests.testing.world import Plan, World
 
 HEARTBEAT, SILENCE = 1.0, 3.0
-CLOSED = 2.0
-"""Seconds until all have heard of a host whose processes have died: a connection is closed, and does not come back."""
+CLOSED = SILENCE + 0.5
+"""Seconds until all have heard of a host whose processes have died. A connection is closed, and does not come back
+within one; who talks to it for the first time tries for as long as silence may last."""
 
 SILENT = HEARTBEAT + SILENCE + 1.0
 """Seconds until all have heard of a host of which nothing is heard."""
@@ -48,10 +49,21 @@ class HostsWatch(Watch):
         return SILENT if self.silence else self.hit.get(host_of(token), BOUND)
 
     def overdue(self, message: Message) -> bool:
-        if isinstance(message.result, Future):
-            return True  # the first death is enough
-        ends = [(self.dead.get(token, self.lost_at.get(host_of(token), 0.0)), token) for token in message.homes.values()]
-        return all(at + self.bound(token) <= self.simulation.now for at, token in ends)
+        here, now = host_of(message.sender.process.token), self.simulation.now
+        if here in self.hit and self.lost_at[here] + SILENT > now:
+            return False
+        late = [self._known_at(token) <= now for token in message.homes.values() if self._may_be_gone(here, token)]
+        every = message.one_of or not isinstance(message.result, Future)  # others fail with the first death
+        return bool(late) and (all(late) if every else any(late))
+
+    def _may_be_gone(self, here: str, token: str) -> bool:
+        there = host_of(token)
+        return (token in self.dead or there in self.hit) and frozenset((here, there)) not in self.parted
+
+    def _known_at(self, token: str) -> float:
+        """When everybody has heard of its end."""
+        ends = self.dead.get(token, 0.0), self.lost_at.get(host_of(token), 0.0)
+        return max(ends) + self.bound(token)
 
     def apart(self, message: Message, key: Key) -> bool:
         one, other = host_of(message.sender.process.token), host_of(message.homes[key])
@@ -124,6 +136,7 @@ class HostsPlan:
 class HostsWorld(World):
     """One run."""
 
+    POLICIES = (5, 3, 1, 0)  # an order that never reached its host is a death that only the controller knows of
     watch: HostsWatch
     faults: HostsFaults
 

@@ -297,7 +297,11 @@ class Watch:
         while self._late and self._late[0][0] < self.simulation.now:
             _, tag = heapq.heappop(self._late)
             message = self.waiting.get(tag)
-            if message is not None and message.sender.process.alive and not message.done and self.overdue(message):
+            if message is None or not message.sender.process.alive or message.done:
+                continue
+            if not self.overdue(message):
+                heapq.heappush(self._late, (self.simulation.now + BOUND, tag))
+            else:
                 raise AssertionError(f"promise 3: {message} still waits, too long after the death of a receiver")
 
     def settled(self) -> None:

@@ -64,6 +64,8 @@ class Plan:
 class World:
     """One run."""
 
+    POLICIES: tuple[int, ...] = (5, 2, 1, 2)  # how often the large mesh of processes has each of them
+
     def __init__(self, simulation: Simulation, plan: Plan, faults: Faults | None = None) -> None:
         self.simulation, self.plan = simulation, plan
         self.rng = simulation.random
@@ -105,7 +107,7 @@ class World:
 
     def spawn(self) -> None:
         rng = self.rng
-        self.spawn_procs("m", self.plan.size, rng.choices(POLICY_NAMES, (5, 2, 1, 2))[0])
+        self.spawn_procs("m", self.plan.size, rng.choices(POLICY_NAMES, self.POLICIES)[0])
         self.spawn_actors("leaves", "m", Probe, policy=rng.choices(POLICY_NAMES, (5, 2, 1, 2))[0])
         self.spawn_procs("w", rng.randrange(2, 8))
         self.spawn_actors("relays", "w", Probe)
