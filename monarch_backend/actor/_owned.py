@@ -30,7 +30,16 @@ from monarch_backend.mesh._limits import allow_descriptors, check_spawn
 from monarch_backend.mesh._logs import LogCollector
 from monarch_backend.mesh._mesh_log import MeshLog
 from monarch_backend.mesh._procs import ProcCore, ProcMesh, label_of
-from monarch_backend.mesh._spawner import RANKS_HERE, Exited, LostWithHost, ProcessSpec, Spawner, SpawnFailed, Started
+from monarch_backend.mesh._spawner import (
+    RANKS_HERE,
+    Exited,
+    HostLostError,
+    LostWithHost,
+    ProcessSpec,
+    Spawner,
+    SpawnFailed,
+    Started,
+)
 from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._frames import KNOCK, Replaced, Setting, Stop
 from monarch_backend.transport._peer import Peer
@@ -504,7 +513,7 @@ class ProcessOwner:
             old.replaced = True
             if old is not member and not old.gone:
                 self._kill(old)
-            token = _token(old.peer.epoch + 1, program.home_again(old.peer.token, core.tokens))
+            token = _token(core.peer(rank).epoch + 1, program.home_again(old.peer.token, core.tokens))
             program.router.expect(token, old.peer.label)  # before anybody sends to it
             core.replace(rank, token)
             for peer in list(program.router.peers.values()):
@@ -516,15 +525,22 @@ class ProcessOwner:
                     actors.dead.pop(other, None)
                     program.construct(actors, other)
 
+        chosen = {rank: core.tokens[rank] for rank in ranks}
+
+        def wanted() -> list[int]:  # those that have not been replaced once more
+            return [rank for rank, token in chosen.items() if core.tokens[rank] == token]
+
         def again() -> None:
             if core.stopped is not None or program.closing:
                 return
             try:
-                self._start(owned, ranks)
+                self._start(owned, wanted())
             except Exception as error:  # no room for them any more
-                log.exception("ranks of %s can't be started anew", core.name)
+                if not isinstance(error, HostLostError):  # in the meantime: there may be others
+                    log.exception("ranks of %s can't be started anew", core.name)
                 for rank in ranks:
-                    self._not_started(owned, rank, str(error))
+                    if rank in wanted():
+                        self._not_started(owned, rank, str(error))
 
         program.pump.later(delay, again)
 

@@ -220,7 +220,8 @@ class AgentProcess:
                 known = self._known.get(host)
                 if known is None:
                     return False
-                remotes = [self._tcp.call(known[:2], self._plan.secret, bytes.fromhex(known[2]))]
+                whom, patience = bytes.fromhex(known[2]), self._plan.silence  # it is up, or lost, and then nobody waits
+                remotes = [self._tcp.call(known[:2], self._plan.secret, whom, patience=patience)]
                 self._hosts[host] = remotes
         self._tcp.send(remotes[0], *_carried.pack(frame))
         return True

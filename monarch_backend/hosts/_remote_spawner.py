@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend.hosts._messages import Exited, Kill, KillIfDeaf, Output, OutputTaken, SpawnFailed, Started
-from monarch_backend.mesh._spawner import LostWithHost, ProcessSpec, spawn_message
+from monarch_backend.mesh._spawner import HostLostError, LostWithHost, ProcessSpec, spawn_message
 
 
 class RemoteSpawner:
@@ -39,18 +39,15 @@ class RemoteSpawner:
         return ""
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
-        """Have the processes started; their ids at once. Raises RuntimeError if the host is lost."""
+        """Have the processes started; their ids at once. Raises HostLostError if it is."""
         messages = [spawn_message(next(self._ids), spec, None) for spec in specs]
         with self._lock:
             if self._lost is not None:
-                raise RuntimeError(f"no process can be started there any more: {self._lost}")
+                raise HostLostError(f"no process can be started there any more: {self._lost}")
             for message, spec in zip(messages, specs, strict=True):
                 self._running.add(message.id)
                 wanted = {stream: fd for stream, fd in ((1, spec.stdout), (2, spec.stderr)) if fd is not None}
                 self._files[message.id] = {stream: os.dup(fd) for stream, fd in wanted.items()}
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write, name="monarch-remote-output", daemon=True)
-                self._writer.start()
         for message in messages:
             self._tell(message)
         return [message.id for message in messages]
@@ -68,7 +65,7 @@ class RemoteSpawner:
     def heard(self, message: Any) -> None:
         """A message of the agent's."""
         if isinstance(message, Output):
-            self._output.put(message)
+            self._put(message)
         elif isinstance(message, (Started, Exited, SpawnFailed)):
             if not isinstance(message, Started):
                 self._over(message.id)
@@ -98,7 +95,14 @@ class RemoteSpawner:
             self._running.discard(number)
             streams = list(self._files.get(number, ()))
         for stream in streams:
-            self._output.put(Output(number, stream, b""))
+            self._put(Output(number, stream, b""))
+
+    def _put(self, output: Output) -> None:
+        self._output.put(output)
+        with self._lock:
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, name="monarch-remote-output", daemon=True)
+                self._writer.start()
 
     def _write(self) -> None:
         """On a thread of its own: the reader of these pipes may take its time."""

@@ -56,6 +56,10 @@ class LostWithHost:
     reason: str
 
 
+class HostLostError(RuntimeError):
+    """Nothing can be started there any more: the host is lost."""
+
+
 @dataclass(frozen=True)
 class ProcessSpec:
     """A process to be.

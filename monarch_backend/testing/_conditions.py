@@ -20,6 +20,8 @@ class Conditions:
     late: float = 0.02
     """Share of frames that take longer, up to ``latest``; those behind them wait, other senders' do not."""
     latest: float = 5e-3
+    far: float = 200e-6
+    """On the way from one host to another, typically; late as often as others."""
     turn: float = 20e-6
     """Until an actor takes the next message, typically; it is late as often as frames are."""
     noticed: float = 5e-3
@@ -63,6 +65,11 @@ class Conditions:
         """Seconds that one frame takes."""
         chance = rng.random()
         return self.latest * rng.random() if chance < self.late else self.delay * (0.5 + chance)
+
+    def travel_far(self, rng: random.Random) -> float:
+        """Seconds that one frame takes to another host."""
+        chance = rng.random()
+        return self.latest * rng.random() if chance < self.late else self.far * (0.5 + chance)
 
     def pause(self, rng: random.Random) -> float:
         """Seconds until an actor, or a thread that was just started, gets to work."""

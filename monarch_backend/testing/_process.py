@@ -6,6 +6,7 @@ something to do. A turn that waits runs the world meanwhile, on top of its own s
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,14 +16,16 @@ from monarch_backend.actor._actor import blueprint
 from monarch_backend.actor._cell import Cell
 from monarch_backend.actor._errors import CancelledError, in_words
 from monarch_backend.actor._program import Program
+from monarch_backend.hosts._attach import go_through
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.testing._spawner import SimulatedSpawner
-from monarch_backend.testing._wires import SimulatedLinks
+from monarch_backend.testing._wires import SimulatedLinks, SimulatedLocalLinks
 from monarch_backend.transport._pump import Timer
 
 if TYPE_CHECKING:
     from monarch_backend.actor._worker import Plan
     from monarch_backend.testing._simulator import Simulation
+    from monarch_backend.transport._peer import Peer
 
 
 class ProcessDied(BaseException):
@@ -65,7 +68,8 @@ class SimulatedProgram(Program):
 
     def __init__(self, process: SimulatedProcess) -> None:
         self.process = process
-        super().__init__(process.links, process.pump, process.simulation.agenda)
+        self.joining: Peer | None = None  # the owner on another host, until it has been met
+        super().__init__(SimulatedLocalLinks(process.links), process.pump, process.simulation.agenda)
         self.pid = process.pid
         self.run_cell = process.run_cell
         self.owner.collect_output = False
@@ -76,8 +80,24 @@ class SimulatedProgram(Program):
         """In a turn of its own, in which it may wait."""
         self.process.soon(call)
 
-    def _set(self, peer: Any, message: Any, frame: Any) -> None:
-        """Settings are of a whole process, such as its level of logging: there is none."""
+    def _set(self, _peer: Any, message: Any, _frame: Any) -> None:
+        """Settings are of a whole process, such as its level of logging: there is none. But it may have a gateway."""
+        if message.name == "gateway":
+            self.aside(lambda: self._go_through(str(message.value)))
+
+    def _go_through(self, gateway: str) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended, and ours will hear of it from its owner
+            go_through(self, gateway)
+
+    def _met(self, peer: Peer) -> None:
+        if peer is self.joining:
+            self.joining = None
+        super()._met(peer)
+
+    def _gone(self, peer: Peer) -> None:
+        super()._gone(peer)
+        if peer is self.joining:
+            self.process.die(1, "the owner is gone")
 
     def exit_now(self, reason: str) -> NoReturn:
         """This process is gone with the next instruction."""
@@ -153,7 +173,7 @@ class SimulatedProcess:
         self.doorbells: list[Doorbell] = []
         self.links = SimulatedLinks(simulation, self)
         self.pump = SimulatedPump(self)
-        self.program: SimulatedProgram
+        self.program: Any = None  # a SimulatedProgram; None before its beginning, and in what serves a host
 
     def __repr__(self) -> str:
         state = "running" if self.alive else self.end or "not started"
@@ -171,7 +191,10 @@ class SimulatedProcess:
         """What monarch_backend.actor._worker.main does: join its mesh."""
         program = self.program
         owner = program.router.peer(plan.owner)
-        program.router.link_to(owner)
+        if plan.gateway:
+            program._go_through(plan.gateway)
+        if program.router.link_to(owner) < 0 and plan.tether != plan.owner:
+            program.joining = owner
         if owner.gone is not None:
             self.die(1, "the owner is gone")
             return
@@ -256,4 +279,9 @@ class SimulatedProcess:
         """An event arrives."""
         if self.alive:
             self.simulation.note(self, sender, event)
-            self.run(self.program.router.handle, (event,), reading=True)
+            self.run(self.handle, event, reading=True)
+
+    def handle(self, event: tuple[Any, ...]) -> None:
+        """On the thread that reads."""
+        program = self.program
+        program.router.handle(program.links.translate((event,)))

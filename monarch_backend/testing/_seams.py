@@ -34,7 +34,7 @@ def _pid_here() -> int:
     return running.pid if running is not None else 0
 
 
-class _Secrets:
+class Secrets:
     """The part of `secrets` that names processes and actors, from the seed."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -50,7 +50,7 @@ def simulated_seams(
     rng: random.Random, tuning: Mapping[str, int | None], on_fault: Callable[[Any], object]
 ) -> Iterator[None]:
     """Until the end, nothing is left to chance but ``rng``; ``tuning`` are constants of the router."""
-    secrets = _Secrets(rng)
+    secrets = Secrets(rng)
     changes: list[tuple[Any, str, Any]] = [
         (_program, "secrets", secrets),
         (_owned, "secrets", secrets),

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from monarch_backend.actor._actor_mesh import ActorMesh
+    from monarch_backend.mesh._hosts import HostMesh
     from monarch_backend.mesh._procs import ProcMesh
+    from monarch_backend.testing._hosts import SimulatedHost, SimulatedHosts
 
 MOST_WAITS = 24
 """Turns that may wait on top of each other, each on the stack of the one below."""
@@ -71,6 +73,7 @@ class Simulation:
         self.errors: list[str] = []
         self.on_step: list[Callable[[], object]] = []
         self.on_death: list[Callable[[SimulatedProcess], object]] = []
+        self.hosts: SimulatedHosts | None = None  # once there are some
         self._trace = Trace(steps)
         self._pids = itertools.count(100_001)
         self._tuning = {
@@ -182,6 +185,40 @@ class Simulation:
                 process.die(-signal)
             else:
                 process.on_kill(signal)
+
+    def attach(self, count: int, name: str = "hosts", *, heartbeat: float = 1.0, silence: float = 3.0) -> HostMesh:
+        """So many machines besides this one, attached as by ``attach_to_workers``."""
+        from monarch_backend.testing._hosts import SimulatedHosts  # what it brings along costs others nothing
+
+        if self.hosts is None:
+            self.hosts = SimulatedHosts(self)
+            self._undo.enter_context(self.hosts.seams())
+        return self.hosts.attach(count, name, heartbeat, silence)
+
+    def kill_hosts(self, hosts: HostMesh) -> None:
+        """These machines are switched off, with all that runs there."""
+        for host in self._hosts_of(hosts):
+            host.kill()
+
+    def kill_agents(self, hosts: HostMesh) -> None:
+        """The agents of these machines die; what they have started goes with them."""
+        for host in self._hosts_of(hosts):
+            host.kill_agents()
+
+    def cut(self, hosts: HostMesh, others: HostMesh | None = None, seconds: float | None = None) -> None:
+        """From now on nothing passes between each of these hosts and each of ``others``, or anybody else.
+
+        That is silence: nobody says so. For so many seconds, or for good. ``this_host()`` is the controller's own.
+        """
+        assert self.hosts is not None, "there are no hosts yet: attach some"
+        for one in self._hosts_of(hosts):
+            for other in self.hosts.all if others is None else self._hosts_of(others):
+                if one is not other:
+                    self.hosts.cut(one, other, seconds)
+
+    def _hosts_of(self, hosts: HostMesh) -> list[SimulatedHost]:
+        assert self.hosts is not None, "there are no hosts yet: attach some"
+        return self.hosts.of(hosts)
 
     def trace(self) -> str:
         """The last steps, a line each."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from monarch_backend.actor._worker import main as worker_main
 from monarch_backend.mesh._spawner import Exited, ProcessSpec, SpawnFailed, Started
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ class SimulatedSpawner:
         parent, simulation = self._parent, self._parent.simulation
         rng, conditions = simulation.random, simulation.conditions
         number = len(self._children) + 1
-        plan = cloudpickle.loads(spec.main).args[0]
+        main = cloudpickle.loads(spec.main)
+        plan = main.args[0]
+        if main.func is not worker_main:  # an agent: how it fares is its host's
+            return self._ask_for_agent(number, plan)
         child = self._children[number] = simulation.born(
             plan.token, f"{spec.label} of {plan.name}", plan.name, plan.rank
         )
@@ -58,6 +62,14 @@ class SimulatedSpawner:
         simulation.agenda.add(conditions.starting * rng.random(), start)
         return number
 
+    def _ask_for_agent(self, number: int, plan: Any) -> int:
+        simulation = self._parent.simulation
+        assert simulation.hosts is not None
+        child = self._children[number] = simulation.hosts.agent(self._parent, plan)
+        child.on_exit = lambda returncode: self._tell(Exited(number, child.pid, returncode))
+        self._tell(Started(number, child.pid, "fork"))
+        return number
+
     def kill(self, number: int, signal: int = signals.SIGKILL) -> None:
         """Send a signal, which ends the process; one not started yet is not started."""
         child, simulation = self._children[number], self._parent.simulation
@@ -69,6 +81,9 @@ class SimulatedSpawner:
             simulation.lost(child, "was not started")
         else:
             simulation.agenda.add(simulation.conditions.travel(simulation.random), lambda: child.die(-signal))
+
+    def start(self) -> None:
+        """Nothing: there is no fork server."""
 
     def close(self) -> None:
         """Kill all processes of this spawner."""

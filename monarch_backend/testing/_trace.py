@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from monarch_backend.transport import _frames
-from monarch_backend.transport._frames import FrameError, Kind
+from monarch_backend.transport import _carried, _frames
+from monarch_backend.transport._frames import TOKEN, FrameError, Kind
 
 if TYPE_CHECKING:
     from monarch_backend.testing._process import SimulatedProcess
@@ -36,6 +36,8 @@ def _line(time: float, process: SimulatedProcess, what: Any, event: tuple[Any, .
 
 
 def _told(event: tuple[Any, ...]) -> str:
+    if event[1] >= _carried.CARRIED:
+        return _told_far(event)
     kind = Kind(event[1])
     if kind is Kind.MET:
         return "MET"
@@ -46,6 +48,20 @@ def _told(event: tuple[Any, ...]) -> str:
     _, _, target, ref, seq, rank, epoch, prefix, body, _ = event
     place = f"target={target} ref={ref} seq={seq} rank={rank} epoch={epoch}"
     return f"{kind.name} {place} {_content(kind, prefix)} +{len(body)} bytes"
+
+
+def _told_far(event: tuple[Any, ...]) -> str:
+    """Of or for a process on another host."""
+    if _carried.is_word(event[1]):
+        name = {_carried.CALL: "CALL", _carried.MET: "MET", _carried.REFUSED: "REFUSED"}.get(event[1], "GONE")
+        return f"far {name} {event[7].decode()}"
+    rest, kind = event[7], event[1] & ~(_carried.CARRIED | _carried.MANY)
+    many = 0
+    if _carried.is_for_many(event[1]):
+        rows, rest = _carried.unpack_receivers(rest)
+        many = len(rows)
+    way = f"from {rest[TOKEN : 2 * TOKEN].decode()} to {many or rest[:TOKEN].decode()}"
+    return f"far {way}: {_told((*event[:1], kind, *event[2:7], rest[2 * TOKEN :], *event[8:]))}"
 
 
 def _content(kind: Kind, prefix: bytes) -> str:

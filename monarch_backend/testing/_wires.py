@@ -8,9 +8,10 @@ nothing. How long it all takes is drawn at random.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._frames import Kind
 from monarch_backend.transport._links import SILENT, Receiver
 
@@ -69,7 +70,7 @@ class SimulatedLinks:
         """A link to the process with this token; -1 if it can't be reached, SILENT if it does not answer yet."""
         other = self._simulation.by_token.get(token)
         known = self._by_token.get(token)
-        if other is None or not self._process.alive:
+        if other is None or not self._process.alive or self._is_elsewhere(token):
             return -1
         if known is not None and not other.links.out[self.out[known].number].reported:
             return self._cross(other, known)
@@ -77,11 +78,15 @@ class SimulatedLinks:
             return -1
         if token not in self._called:
             rng, conditions = self._simulation.random, self._simulation.conditions
-            if rng.random() >= conditions.silent:
+            if other.program is None or rng.random() >= conditions.silent:  # a gateway always answers at once
                 return self._join(other)
             self._called.add(token)
             self._simulation.agenda.add(conditions.latest * rng.random(), lambda: self._answered(other))
         return SILENT
+
+    def _is_elsewhere(self, token: str) -> bool:
+        """It is on another host, where no shared memory leads to."""
+        return bool(self._simulation.hosts) and host_of(token) != host_of(self.token)
 
     def _answered(self, other: SimulatedProcess) -> None:
         """It has stood still, and goes on or has died."""
@@ -187,3 +192,18 @@ class SimulatedLinks:
                 if wire.queue and rng.random() < conditions.kept_back:
                     wire.cut(rng.randrange(len(wire.queue) + 1))
                 wire.put((wire.number, int(Kind.GONE), epitaph, peace), conditions.noticed * rng.random())
+
+
+class SimulatedLocalLinks:
+    """What LocalLinks is to a Post: the links of a process to its host, and to others once there is a gateway."""
+
+    def __init__(self, post: SimulatedLinks) -> None:
+        self.post, self.token = post, post.token
+        self.connect, self.send, self.cast = post.connect, post.send, post.cast
+        self.drop, self.unread = post.drop, post.unread
+        self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
+
+    def go_through(self, far: Any) -> None:
+        """From now on other hosts can be reached, too: ``far`` is a FarLinks that stands before these links."""
+        self.connect, self.send, self.cast = far.connect, far.send, far.cast
+        self.drop, self.unread, self.translate = far.drop, far.unread, far.translate

@@ -157,7 +157,7 @@ class Gateway:
         self._ended[token] = how, peace
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
-        for other in self._pairs.pop(token, ()):
+        for other in sorted(self._pairs.pop(token, ())):  # in an order that depends on no hash
             self._tell_end(token, other)
 
     def _tell_end(self, token: str, other: str) -> None:
@@ -308,13 +308,13 @@ class Gateway:
         with self._lock:
             self._relay.lost_host(host, undelivered)
             for token, others in list(self._pairs.items()):
-                for other in [other for other in others if host_of(other) == host]:
+                for other in sorted(other for other in others if host_of(other) == host):
                     others.discard(other)
                     if not others:
                         del self._pairs[token]
                     self._to_process(_carried.word(GONE, token, other, text=why))
             for other in [other for other in self._calling if host_of(other) == host]:
-                for caller in self._calling.pop(other):
+                for caller in sorted(self._calling.pop(other)):
                     self._to_process(_carried.word(REFUSED, caller, other))
             for token, entries in list(self._asked.items()):
                 left = [entry for entry in entries if host_of(entry) != host]

@@ -108,6 +108,8 @@ class Faults:
 
     def process_died(self, process: SimulatedProcess) -> None:
         """In whatever way."""
+        if not process.mesh:
+            return  # the main program, or what serves a host
         mesh, key = self.meshes[process.mesh], (process.mesh, process.rank)
         self.codes[key].add(process.returncode)
         for other in self.meshes.values():
@@ -188,11 +190,17 @@ class Faults:
         return first == key or self.meshes[first[0]].boss == key
 
     def _checked_process(self, key: Key, death: Any) -> None:
+        if self.lost_with_host(key, death):
+            return
         if None in self.codes[key] and "could not be started" in death.what:
             return
         if self.codes[key] and "can't be reached" in death.what:
             return  # as others see it that have never met it
         assert death.returncode in self.codes[key], f"promise 7: {death} of {key}, which ended with {self.codes[key]}"
+
+    def lost_with_host(self, key: Key, death: Any) -> bool:
+        """It tells of the loss of a whole host."""
+        return False
 
 
 def _root(failure: BaseException) -> BaseException:

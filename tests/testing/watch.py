@@ -124,12 +124,24 @@ class Watch:
         self.waiting[message.tag] = message
         for token in set(message.homes.values()):
             if token in self.dead:
-                self._hurry(message.tag)
+                self._hurry(message.tag, token)
         if isinstance(result, Future):
             result.add_done_callback(partial(self._answered, message))
 
-    def _hurry(self, tag: Tag) -> None:
-        heapq.heappush(self._late, (self.simulation.now + BOUND, tag))
+    def _hurry(self, tag: Tag, token: str) -> None:
+        heapq.heappush(self._late, (self.simulation.now + self.bound(token), tag))
+
+    def bound(self, token: str) -> float:
+        """Seconds in which everybody has heard of the end of this process."""
+        return BOUND
+
+    def overdue(self, message: Message) -> bool:
+        """Nobody else is waited for whose end may be heard of later."""
+        return True
+
+    def apart(self, message: Message, key: Key) -> bool:
+        """The network may have lost it, or the answer to it, though both live."""
+        return False
 
     # ---- what becomes of it
 
@@ -194,7 +206,7 @@ class Watch:
             self.violations.append(f"promise 2: {message} failed with an exception of {key}, which did not execute it")
 
     def _not_answered(self, message: Message, error: SupervisionError, keys: list[Key]) -> None:
-        if not any(message.homes[key] in self.dead or key in self.troubled for key in keys):
+        if not any(message.homes[key] in self.dead or key in self.troubled or self.apart(message, key) for key in keys):
             self.violations.append(f"{message} failed, and nobody whom it was for had died: {error}")
         if error.delivery == "unknown":
             return
@@ -251,9 +263,17 @@ class Watch:
     def died(self, process: SimulatedProcess) -> None:
         """A process has ended."""
         self.dead[process.token] = self.simulation.now
+        self.hurry(process.token)
+
+    def hurry(self, token: str) -> None:
+        """Whoever waits for this process must hear of its end soon."""
         for tag, message in self.waiting.items():
-            if process.token in message.homes.values():
-                self._hurry(tag)
+            if token in message.homes.values():
+                self._hurry(tag, token)
+
+    def is_gone(self, token: str) -> bool:
+        """This process has ended, or will never be there."""
+        return token in self.dead
 
     def lost(self, key: Key) -> bool:
         """Whether the process has ended in which this actor was built, or it never was."""
@@ -277,8 +297,12 @@ class Watch:
         while self._late and self._late[0][0] < self.simulation.now:
             _, tag = heapq.heappop(self._late)
             message = self.waiting.get(tag)
-            if message is not None and message.sender.process.alive and not message.done:
-                raise AssertionError(f"promise 3: {message} still waits, {BOUND} s after the death of a receiver")
+            if message is None or not message.sender.process.alive or message.done:
+                continue
+            if not self.overdue(message):
+                heapq.heappush(self._late, (self.simulation.now + BOUND, tag))
+            else:
+                raise AssertionError(f"promise 3: {message} still waits, too long after the death of a receiver")
 
     def settled(self) -> None:
         """When nothing is under way: every caller has its answer, and all who could get a message have it."""
@@ -305,7 +329,7 @@ class Watch:
     def _nothing_kept(self) -> None:
         """Nobody remembers what is over."""
         for process in self.simulation.processes:
-            if process.alive:
+            if process.alive and process.program is not None:
                 program, router = process.program, process.program.router
                 kept = {"calls": program.pending, "casts": router._casts, "combiners": router.combiners}
                 kept["pieces"] = router._whole
@@ -334,7 +358,7 @@ class Watch:
         if message.given_up or message.one_of:
             return
         for key, token in message.homes.items():
-            excused = token in self.dead or key in self.excused or key in message.unsent
+            excused = token in self.dead or key in self.excused or key in message.unsent or self.apart(message, key)
             if key not in message.ran and (message.must or not excused) and not self._never_sent(message):
                 self.violations.append(f"promise 3: {key} lives and never got {message}")
 

@@ -7,6 +7,7 @@ deaths is in faults.py.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +64,13 @@ class Plan:
 class World:
     """One run."""
 
-    def __init__(self, simulation: Simulation, plan: Plan) -> None:
+    POLICIES: tuple[int, ...] = (5, 2, 1, 2)  # how often the large mesh of processes has each of them
+
+    def __init__(self, simulation: Simulation, plan: Plan, faults: Faults | None = None) -> None:
         self.simulation, self.plan = simulation, plan
         self.rng = simulation.random
-        self.watch = Watch(simulation)
-        self.faults = Faults(self.watch)
+        self.faults = faults or Faults(Watch(simulation))
+        self.watch = self.faults.watch
         self.main = self.watch.sender("main")
         self.tight = plan.window is not None  # who may wait for whom has to be thought of
         self.waiting = ""  # what actors of this world wait for while they work, once one does
@@ -81,8 +84,11 @@ class World:
 
     def spawn_procs(self, name: str, size: int, policy: Policy = "none") -> None:
         self.faults.add(Mesh(name, size, policy))
-        self.procs[name] = this_host().spawn_procs({"gpus": size}, name=name, restart=POLICIES[policy])
+        self.procs[name] = self.start_procs(name, size, POLICIES[policy])
         self.promises.append((f"{name}.initialized", self.procs[name].initialized))
+
+    def start_procs(self, name: str, size: int, restart: Restart | None) -> Any:
+        return this_host().spawn_procs({"gpus": size}, name=name, restart=restart)
 
     def spawn_actors(self, name: str, procs: str, cls: type, *args: Any, policy: Policy = "none") -> None:
         home = self.faults.meshes[procs]
@@ -101,7 +107,7 @@ class World:
 
     def spawn(self) -> None:
         rng = self.rng
-        self.spawn_procs("m", self.plan.size, rng.choices(POLICY_NAMES, (5, 2, 1, 2))[0])
+        self.spawn_procs("m", self.plan.size, rng.choices(POLICY_NAMES, self.POLICIES)[0])
         self.spawn_actors("leaves", "m", Probe, policy=rng.choices(POLICY_NAMES, (5, 2, 1, 2))[0])
         self.spawn_procs("w", rng.randrange(2, 8))
         self.spawn_actors("relays", "w", Probe)
@@ -156,10 +162,13 @@ class World:
 
     def act(self) -> None:
         """Something."""
-        harm = [self.kill, self.kill, self.kill_in_a_cast, self.kill_in_a_cast, self.fell, self.fell, self.stop]
         calls = [self.one, self.one, self.many, self.many, self.burst, self.relay, self.relay, self.ask, self.lead]
         others = [self.give_up, self.shout, self.find, self.spawn_late]
-        self.rng.choice(harm if self.rng.random() < self.plan.violence else calls + others)()
+        self.rng.choice(self.harm() if self.rng.random() < self.plan.violence else calls + others)()
+
+    def harm(self) -> list[Callable[[], None]]:
+        """What hurts, the more often the more often it is there."""
+        return [self.kill, self.kill, self.kill_in_a_cast, self.kill_in_a_cast, self.fell, self.fell, self.stop]
 
     def _mesh(self) -> Any:
         return self.actors[self.rng.choices(("leaves", "relays"), (5, 1))[0]]
@@ -304,7 +313,7 @@ class World:
 
     def _survivors(self, mesh: Any) -> Any:
         core, watch = mesh._core, self.watch
-        lost = [r for r in range(len(mesh)) if (core.name, r) in watch.excused or core.peer(r).token in watch.dead]
+        lost = [r for r in range(len(mesh)) if (core.name, r) in watch.excused or watch.is_gone(core.peer(r).token)]
         return mesh.without(lost) if len(lost) < len(mesh) else None
 
     def epilogue(self) -> None:
@@ -332,7 +341,7 @@ class World:
         self.simulation.run()
         for what, future in self.promises:
             assert future.ready, f"promise 3: {what} is not done, and nothing is under way"
-        alive = [process for process in self.simulation.processes if process.alive]
+        alive = [process for process in self.simulation.processes if process.alive and process.program is not None]
         assert alive == [self.simulation.controller], f"still there: {alive}"
         assert len(self.simulation.faults) == told, f"promise 7: told of {self.simulation.faults[told:]} after the end"
         assert not self.simulation.errors, "\n".join(self.simulation.errors)
