@@ -86,6 +86,11 @@ class Plan(NamedTuple):
     heartbeat: float
     silence: float
 
+    @property
+    def home(self) -> bool:
+        """On the controller's own host."""
+        return not self.asker
+
 
 def meeting_point(token: str) -> str:
     """Where the host's daemon hands connections over to its agent: an abstract socket, of this user only."""
@@ -144,7 +149,7 @@ class AgentProcess:
         """Until the controller is gone."""
         self._pump.start()
         self._tcp.start()
-        if not self._plan.asker:
+        if self._plan.home:
             self._stay_with_the_controller()
         else:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
