@@ -277,23 +277,29 @@ class AgentProcess:
                 self._known.pop(host, None)
                 self._tell(AttachFailed(awaited.id, f"{remote}: its agent {remote.lost}"))
                 return
-            remotes = self._hosts.get(host, [])
-            if remote not in remotes:
+            if remote not in self._hosts.get(host, []):
                 return
-            del self._hosts[host]
-        for other in remotes:  # it is lost as a whole, and finds us lost as a whole
-            if other is not remote:
-                self._tcp.hang_up(other)
-        why = f"host {self._name_of_host(host)} is lost: {remote.lost}"
+        self._lost_host(host, f"host {self._name_of_host(host)} is lost: {remote.lost}", host in self._attached)
+
+    def _lost_host(self, host: str, why: str, for_good: bool) -> None:
+        """It, and those behind it; ``for_good``: not only to this one."""
+        with self._lock:
+            remotes = self._hosts.pop(host, [])
+        for remote in remotes:  # it is lost as a whole, and finds us lost as a whole
+            if remote.lost is None:
+                self._tcp.hang_up(remote)
         if host == host_of(self._plan.asker):
             self._finish(why)
-        undelivered = [frame for other in remotes for frame in other.undelivered]
+        undelivered = [frame for remote in remotes for frame in remote.undelivered]
         for each in (host, *(far for far, way in list(self._ways.items()) if way == host)):
-            if host in self._attached:
-                self._tell(Lost(each, why))
+            if for_good:
                 self._known.pop(each, None)
                 self._ways.pop(each, None)
+            if host in self._attached:
+                self._tell(Lost(each, why))
             self._gateway.lost_host(each, why, undelivered if each == host else ())
+        if for_good:
+            self._attached.discard(host)
 
     def _name_of_host(self, host: str) -> str:
         known = self._known.get(host)
@@ -350,9 +356,7 @@ class AgentProcess:
             self._known.update(message.known)
             self._ways.update(message.ways)
         elif isinstance(message, Lost):
-            self._known.pop(message.host, None)
-            self._ways.pop(message.host, None)
-            self._gateway.lost_host(message.host, message.reason)
+            self._lost_host(message.host, message.reason, for_good=True)
         elif isinstance(message, Spawn):
             self._spawn(message)
         elif isinstance(message, Kill):

@@ -202,10 +202,9 @@ class HostRegistry:
         elif host.lost is None:
             host.lost = why
             host.spawner.host_lost(why)
-            if host.through is not None:  # only its gateway has seen it
-                others = [other.agent for other in self.hosts.values() if other.lost is None]
-                for agent in (self.gateway, *others):
-                    self._say(agent, Lost(number, why))
+            others = [other.agent for other in self.hosts.values() if other.lost is None]
+            for agent in (self.gateway, *others):  # they may not have talked to it, or not see that it is lost
+                self._say(agent, Lost(number, why))
 
     def close(self) -> None:
         """Agents end with their controller; the gateway of this host tells them."""

@@ -143,7 +143,7 @@ class Finish(msgspec.Struct, tag="finish", frozen=True):
 class Lost(msgspec.Struct, tag="lost", frozen=True):
     """A gateway to its controller, which has asked it to reach this host: it is lost, and why.
 
-    And the controller to all, of a host that they reach through another one.
+    And the controller to all: what it has lost is lost to everybody.
     """
 
     host: str

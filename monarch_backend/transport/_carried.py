@@ -52,6 +52,16 @@ def is_for_many(kind: int) -> bool:
     return bool(kind & MANY) and not is_word(kind)
 
 
+def to_host(frame: Carried) -> str:
+    """Where it is for: those of a frame for many that goes between gateways are on the same host. Raises FrameError."""
+    if not is_for_many(frame.kind):
+        return host_of(frame.to)
+    text = frame.prefix[_COUNT.size : _COUNT.size + HOST]
+    if len(text) < HOST or not text.isascii():
+        raise FrameError("a frame for many without receivers")
+    return str(text, "ascii")
+
+
 class Carried(NamedTuple):
     """A frame, as it travels. ``prefix`` begins with the tokens of its receiver and its sender."""
 

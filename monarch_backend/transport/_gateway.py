@@ -157,14 +157,14 @@ class Gateway:
         self._ended[token] = how, peace
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
+        self._relay.ends(token)
         for other in sorted(self._pairs.pop(token, ())):  # in an order that depends on no hash
             self._tell_end(token, other)
 
     def _tell_end(self, token: str, other: str) -> None:
-        """To one on another host, that this one here is gone: after all that it has sent."""
+        """To one on another host, that this one here is gone."""
         how, peace = self._ended.get(token, ("it is gone", False))
-        word = _carried.word(GONE, other, token, text=how)._replace(rank=int(peace))
-        self._relay.after(token, lambda: self._to_host(host_of(other), word))
+        self._to_host(host_of(other), _carried.word(GONE, other, token, text=how)._replace(rank=int(peace)))
 
     def _waiting_for(self, token: str) -> list[tuple[str, int]]:
         return [(entry[:TOKEN], int(entry[TOKEN:])) for entry in self._asked.pop(token, ())]
@@ -183,8 +183,8 @@ class Gateway:
         with self._lock:
             if is_relayed(frame.kind):
                 self._relay.handle(frame)
-            elif not is_for_many(frame.kind) and host_of(frame.to) != self._here:
-                self._goes_on(frame)
+            elif (host := _carried.to_host(frame)) != self._here:
+                self._goes_on(frame, host)
             elif is_word(frame.kind):
                 self._heard(frame)
             elif is_for_many(frame.kind):
@@ -192,9 +192,9 @@ class Gateway:
             else:
                 self._to_process(frame)
 
-    def _goes_on(self, frame: Carried) -> None:
+    def _goes_on(self, frame: Carried, host: str) -> None:
         """It is for another host, which its sender reaches through this one."""
-        if not self._to_host(host_of(frame.to), _owned(frame)) and frame.kind == CALL:
+        if not self._to_host(host, _owned(frame)) and frame.kind == CALL:
             self._to_host(host_of(frame.sender), _carried.word(REFUSED, frame.sender, frame.to))
 
     def _heard(self, frame: Carried) -> None:

@@ -97,7 +97,6 @@ class Relay:
         # Casts of other roots that all below have, but those that could not be reached; the oldest first.
         self._over: dict[tuple[str, int], list[str]] = {}
         self._gathers: dict[tuple[str, int], _Gather] = {}  # by caller and the number of its call, the oldest first
-        self._after: dict[str, list[Callable[[], object]]] = {}  # what is to be said when a sender's casts have arrived
 
     # ---- down
 
@@ -217,20 +216,14 @@ class Relay:
         if cast.above is not None:
             for parent in cast.parents:
                 self._to_host(parent, _carried.arrived(*cast.above, self._here, True, cast.lost))
-        elif cast.sender in self._after and not self.sends(cast.sender):
-            for call in self._after.pop(cast.sender):
-                call()
 
-    def sends(self, sender: str) -> bool:
-        """Something of this process is on its way down."""
-        return any(cast.sender == sender and cast.above is None for cast in self._casts.values())
-
-    def after(self, sender: str, call: Callable[[], object]) -> None:
-        """When all that this process has sent down has arrived: at once, if it has."""
-        if self.sends(sender):
-            self._after.setdefault(sender, []).append(call)
-        else:
-            call()
+    def ends(self, sender: str) -> None:
+        """This process has ended, and others are about to be told: what they may lack of it goes straight, before."""
+        for cast in self._casts.values():
+            if cast.sender == sender and cast.frame is not None and cast.above is None:
+                for host in {host: None for branch in cast.branches.values() for host in branch}:
+                    prefix = _carried.for_many(cast.rows[host], cast.frame.prefix)
+                    self._to_host(host, cast.frame._replace(prefix=prefix))
 
     # ---- up
 
