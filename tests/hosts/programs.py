@@ -233,6 +233,13 @@ def workspace(folder: str, *workers: str) -> None:
     assert all((copy / "own").exists() and not (copy / "script").exists() for copy in copies)
 
 
+def hello(*addresses: str) -> None:
+    """Everybody answers."""
+    _, procs, workers = begin(addresses)
+    assert list(workers.echo.call("hello").get(PATIENCE).values()) == ["hello"] * 2 * len(addresses)
+    procs.stop().get(PATIENCE)
+
+
 def values(*addresses: str) -> None:
     """Who is where, in the order of ranks; slices; one after the other."""
     hosts, procs, workers = begin(addresses)
