@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from monarch_backend.actor import Future, Restart, this_host
+from monarch_backend.actor import Restart, this_host
 from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.testing import SimulatedProcess, Simulation
 from monarch_backend.transport._carried import host_of
@@ -53,8 +53,7 @@ class HostsWatch(Watch):
         if here in self.hit and self.lost_at[here] + SILENT > now:
             return False
         late = [self._known_at(token) <= now for token in message.homes.values() if self._may_be_gone(here, token)]
-        every = message.one_of or not isinstance(message.result, Future)  # others fail with the first death
-        return bool(late) and (all(late) if every else any(late))
+        return bool(late) and all(late)  # who has died first may have answered before
 
     def _may_be_gone(self, here: str, token: str) -> bool:
         there = host_of(token)
