@@ -52,12 +52,11 @@ class HostsWatch(Watch):
         here, now = host_of(message.sender.process.token), self.simulation.now
         if here in self.hit and self.lost_at[here] + SILENT > now:
             return False
-        late = [self._known_at(token) <= now for token in message.homes.values() if self._may_be_gone(here, token)]
+        tokens = set(message.homes.values())
+        if any(frozenset((here, host_of(token))) in self.parted for token in tokens):
+            return False  # which is no death: it answers late, or never
+        late = [self._known_at(token) <= now for token in tokens if token in self.dead or host_of(token) in self.hit]
         return bool(late) and all(late)  # who has died first may have answered before
-
-    def _may_be_gone(self, here: str, token: str) -> bool:
-        there = host_of(token)
-        return (token in self.dead or there in self.hit) and frozenset((here, there)) not in self.parted
 
     def _known_at(self, token: str) -> float:
         """When everybody has heard of its end."""
