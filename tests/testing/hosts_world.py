@@ -16,7 +16,7 @@ from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.testing import SimulatedProcess, Simulation
 from monarch_backend.transport._carried import host_of
 from tests.testing import actors
-from tests.testing.faults import Faults, Mesh
+from tests.testing.faults import Faults
 from tests.testing.watch import BOUND, Key, Message, Watch
 from tests.testing.world import Plan, World
 
