@@ -160,7 +160,7 @@ class SimulatedTcp:
                 remote.trouble = "connection refused"
                 self.later(AGAIN, lambda: self.connect(remote))
         elif other is None or not other._accepts(remote):
-            self._lose(remote, "it does not know us any more")
+            self._lose(remote, "it has given up this connection, which was broken for too long")
         else:
             line = network.lines.setdefault(remote.id, Line(remote.id, self, other))
             self._open(line, remote, other._remotes[remote.id])

@@ -294,3 +294,16 @@ def test_a_host_is_lost_while_all_ranks_are_started_anew() -> None:
         simulation.run()
         assert [p.label for p in simulation.processes if p.alive and p.program is not None] == ["the main program"]
         assert simulation.errors == []
+
+
+def test_the_controllers_own_gateway_dies() -> None:
+    """With it all ways to other hosts are gone: what is there ends, and what is here goes on."""
+    with Simulation(1, QUIET) as simulation:
+        _, procs, counters = _mesh(simulation, 3)
+        here = this_host().spawn_procs({"gpus": 2}, name="here").spawn("near", Counter)
+        simulation.kill_agents(this_host())
+        assert "the gateway of this host has ended" in str(counters.add.call().exception())
+        simulation.run(2.0)
+        assert not any(process.alive for process in simulation.processes_of(procs))
+        assert len(simulation.faults) == 3
+        assert len(here.add.call().get()) == 2
