@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from monarch_backend.actor import Restart, this_host
+from monarch_backend.actor import MeshFailure, Restart, this_host
 from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.testing import SimulatedProcess, Simulation
 from monarch_backend.transport._carried import host_of
 from tests.testing import actors
 from tests.testing.faults import Faults
-from tests.testing.watch import BOUND, Key, Message, Watch
+from tests.testing.watch import BOUND, Key, Message, Sender, Watch
 from tests.testing.world import Plan, World
 
 HEARTBEAT, SILENCE = 1.0, 3.0
@@ -47,6 +47,9 @@ class HostsWatch(Watch):
 
     def bound(self, token: str) -> float:
         return SILENT if self.silence else self.hit.get(host_of(token), BOUND)
+
+    def is_cut_off(self, sender: Sender) -> bool:
+        return host_of(sender.process.token) in self.hit
 
     def overdue(self, message: Message) -> bool:
         here, now = host_of(message.sender.process.token), self.simulation.now
@@ -93,6 +96,10 @@ class HostsFaults(Faults):
         if host_of(process.token) in self.hosts.hit:
             self._with_host.add((process.mesh, process.rank))
         super().process_died(process)
+
+    def asked(self, boss: Key, failure: MeshFailure, handled: bool) -> None:
+        super().asked(boss, failure, handled)
+        self.most[boss] = max(self.most[boss], int(not handled))  # perhaps of a process that was never there
 
     def lost_with_host(self, key: Key, death: Any) -> bool:
         return key in self._with_host and death.returncode is None and ("is lost" in death.what or "gone" in death.what)

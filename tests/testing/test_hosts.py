@@ -19,7 +19,7 @@ from monarch_backend.transport._session import Session, SessionError
 from tests.testing import hosts_world
 from tests.testing.seeds import run_in_interpreters
 
-SEEDS = 60
+SEEDS = 40
 MANY_SEEDS, BIG_CHUNK = 1200, 300
 SIZES = ("hosts:any", "hosts:4", "hosts:6", "hosts:16")
 QUIET = Conditions(late=0.0, kept_back=0.0, crossing=0.0)
