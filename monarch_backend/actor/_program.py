@@ -99,6 +99,7 @@ class Program:
         self.server_address = ""  # of the fork server, in a worker
         self.gateway = ""  # token of this host's, once there are other hosts
         self.hosts: Any = None  # a HostRegistry, in a controller that has attached some
+        self.known_hosts: dict[str, str] = {}  # names of others, by number, that have come with meshes
         self.run_cell: Callable[[Cell], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
@@ -198,6 +199,7 @@ class Program:
         core = self.procs.get(data.id)
         if core is not None and not _is_newer(data, core):
             return core
+        self.known_hosts.update(data.host_names)
         owner = self.router.peer(data.owner)
         with self.naming:  # which takes no other lock
             core = self.procs.get(data.id)
@@ -280,7 +282,14 @@ class Program:
         if host_of(token) == host_of(self.router.token):
             return HOST
         host = self.host(token)
-        return host_of(token) if host is None else str(host.name)
+        return self.known_hosts.get(host_of(token), host_of(token)) if host is None else str(host.name)
+
+    def host_names(self, tokens: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """See MeshProgram.host_names."""
+        if not self.gateway:  # whoever gets them is on this host
+            return ()
+        numbers = sorted({host_of(token) for token in tokens})
+        return tuple((number, name) for number in numbers if (name := self.host_name(number)) != number)
 
     def homes(self, hosts: tuple[str, ...] | None, count: int) -> list[str]:
         """The host of each rank. Raises RuntimeError for hosts that are lost, or that another process has attached."""

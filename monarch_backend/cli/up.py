@@ -15,6 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "MONARCH_SECRET_FILE or MONARCH_SECRET, or on standard input (default: %(default)s)",
     )
     parser.add_argument(
+        "--workers",
+        default="",
+        metavar="HOST:PORT,...",
+        help="hosts that can be reached from here, for controllers that can reach only this one: "
+        "attach('tcp://HOST:PORT') of this one is a mesh of them",
+    )
+    parser.add_argument(
         "--secret-from-stdin", action="store_true", help="the first line of standard input is the job's secret"
     )
     parser.add_argument(
@@ -41,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             tether=args.tether,
             detach=args.detach,
             log=args.log,
+            workers=[word.strip() for word in args.workers.split(",") if word.strip()],
         )
     except (OSError, ValueError) as error:
         print(f"monarch-backend up: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ Rooms: the daemon of a host (_daemon.py), the agent of one controller there (_ag
 them (_attach.py, _remote_spawner.py). How frames travel is transport's; meshes are mesh's.
 """
 
-from monarch_backend.hosts._attach import attach_to_workers
+from monarch_backend.hosts._attach import attach, attach_to_workers
 from monarch_backend.hosts._daemon import run_worker_loop_forever
 
-__all__ = ["attach_to_workers", "run_worker_loop_forever"]
+__all__ = ["attach", "attach_to_workers", "run_worker_loop_forever"]

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from monarch_backend.transport._secret import parse_secret, read_secret, user_secret
+from monarch_backend.transport._secret import parse_secret, read_secrets, user_secret
 
 PORT = 26600
 
@@ -32,13 +32,21 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def given_secret() -> bytes | None:
-    """The job's secret, from MONARCH_SECRET or the file named by MONARCH_SECRET_FILE. Raises ValueError, OSError."""
+def given_secrets() -> list[bytes]:
+    """From MONARCH_SECRET or the file named by MONARCH_SECRET_FILE; a host may have several, one for each job.
+
+    Raises ValueError, OSError.
+    """
     if text := os.environ.get("MONARCH_SECRET"):
-        return parse_secret(text, "MONARCH_SECRET")
+        return [parse_secret(text, "MONARCH_SECRET")]
     if path := os.environ.get("MONARCH_SECRET_FILE"):
-        return read_secret(Path(path))
-    return None
+        return read_secrets(Path(path))
+    return []
+
+
+def given_secret() -> bytes | None:
+    """The job's: the first one."""
+    return next(iter(given_secrets()), None)
 
 
 def find_secret() -> bytes:

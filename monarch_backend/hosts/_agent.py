@@ -54,6 +54,7 @@ from monarch_backend.transport._gateway import Gateway
 from monarch_backend.transport._links import LocalLinks, few_processors
 from monarch_backend.transport._peer import Peer, Room
 from monarch_backend.transport._pump import Pump, release
+from monarch_backend.transport._relay import BRANCHES
 from monarch_backend.transport._router import Router
 from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
 
@@ -72,15 +73,23 @@ AGENT_PATIENCE = 5.0
 
 
 class Plan(NamedTuple):
-    """What an agent is told of itself. ``server``: the host's fork server. ``home``: on the controller's own host."""
+    """What an agent is told of itself. ``server``: the host's fork server.
+
+    ``asker``: the gateway that has asked for it, which is the way to the controller; "" on the controller's own host.
+    """
 
     token: str
     root: str
+    asker: str
     secret: bytes
     server: str
     heartbeat: float
     silence: float
-    home: bool
+
+    @property
+    def home(self) -> bool:
+        """On the controller's own host."""
+        return not self.asker
 
 
 def meeting_point(token: str) -> str:
@@ -96,7 +105,10 @@ class AgentProcess:
         self._pid = os.getpid()
         self._links = LocalLinks(plan.token, crowded=few_processors())
         self._pump = Pump(self._links.post, self._handle)
-        self._gateway = Gateway(self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later)
+        self._gateway = Gateway(
+            self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later,
+            branches=_branches(), way=self._way,
+        )  # fmt: skip
         far = FarLinks(
             self._links, self._pid, plan.token, MYSELF, self._gateway.send, lambda send: self._router.keep(send)
         )
@@ -113,9 +125,14 @@ class AgentProcess:
         self._tcp = Tcp(
             bytes.fromhex(plan.token), self._secrets, self._arrived, self._up, self._lost, bounds=bounds, tls=tls_for()
         )
-        self._lock = threading.RLock()  # sessions and what is waited for: _hosts, _known, _asking, _until, _awaited
+        # Sessions and what is waited for: _hosts, _known, _ways, _attached, _asking, _until, _awaited.
+        self._lock = threading.RLock()
         self._hosts: dict[str, list[Remote]] = {}  # sessions by host; there are two where both sides have called
         self._known: dict[str, tuple[str, int, str, str]] = {}  # where hosts can be reached
+        self._ways: dict[str, str] = {}  # through which others
+        self._attached: set[str] = set()  # by this agent
+        if plan.asker and host_of(plan.asker) != host_of(plan.root):
+            self._ways[host_of(plan.root)] = host_of(plan.asker)
         self._asking: dict[Remote, Attach] = {}  # daemons that are asked for an agent
         self._until: dict[int, float] = {}  # when they have to be reached
         self._awaited: dict[Remote, Attached] = {}  # agents that are called for the first time: what is said then
@@ -147,7 +164,7 @@ class AgentProcess:
         self._links.host.leave()
 
     def _end_if_nobody_came(self) -> None:
-        if host_of(self._plan.root) not in self._hosts:
+        if host_of(self._plan.asker) not in self._hosts:
             self._finish("its controller has never called")
 
     def _stay_with_the_controller(self) -> None:
@@ -189,14 +206,19 @@ class AgentProcess:
         return self._pump.wait(room, seconds)
 
     def _handle(self, events: list[Any]) -> None:
-        rest = self._gateway.handle(events)
-        if rest:
-            self._router.handle(rest)
+        for event in events:  # one by one: a way that is told comes before the frame that takes it
+            rest = self._gateway.handle((event,))
+            if rest:
+                self._router.handle(rest)
 
     def _to_me(self, frame: Carried) -> None:
         self._pump.later(0.0, lambda: self._router.handle(self._far.translate([(MYSELF, *frame)])))
 
+    def _way(self, host: str) -> str:
+        return self._ways.get(host, host)
+
     def _to_host(self, host: str, frame: Carried) -> bool:
+        host = self._way(host)
         with self._lock:
             remotes = self._hosts.get(host)
             if remotes is None:
@@ -255,20 +277,29 @@ class AgentProcess:
                 self._known.pop(host, None)
                 self._tell(AttachFailed(awaited.id, f"{remote}: its agent {remote.lost}"))
                 return
-            remotes = self._hosts.get(host, [])
-            if remote not in remotes:
+            if remote not in self._hosts.get(host, []):
                 return
-            del self._hosts[host]
-        for other in remotes:  # it is lost as a whole, and finds us lost as a whole
-            if other is not remote:
-                self._tcp.hang_up(other)
-        why = f"host {self._name_of_host(host)} is lost: {remote.lost}"
-        if host == host_of(self._plan.root):
+        self._lost_host(host, f"host {self._name_of_host(host)} is lost: {remote.lost}", host in self._attached)
+
+    def _lost_host(self, host: str, why: str, for_good: bool) -> None:
+        """It, and those behind it; ``for_good``: not only to this one."""
+        with self._lock:
+            remotes = self._hosts.pop(host, [])
+        for remote in remotes:  # it is lost as a whole, and finds us lost as a whole
+            if remote.lost is None:
+                self._tcp.hang_up(remote)
+        if host == host_of(self._plan.asker):
             self._finish(why)
-        if self._plan.home:
-            self._known.pop(host, None)
-            self._tell(Lost(host, why))
-        self._gateway.lost_host(host, why)
+        undelivered = [frame for remote in remotes for frame in remote.undelivered]
+        for each in (host, *(far for far, way in list(self._ways.items()) if way == host)):
+            if for_good:
+                self._known.pop(each, None)
+                self._ways.pop(each, None)
+            if host in self._attached:
+                self._tell(Lost(each, why))
+            self._gateway.lost_host(each, why, undelivered if each == host else ())
+        if for_good:
+            self._attached.discard(host)
 
     def _name_of_host(self, host: str) -> str:
         known = self._known.get(host)
@@ -301,7 +332,8 @@ class AgentProcess:
             left = max(AGENT_PATIENCE, self._until.pop(asked.id, 0.0) - time.monotonic())
             remote = self._tcp.call((asked.host, asked.port), self._plan.secret, whom, patience=left)
             self._hosts[host_of(answer.token)] = [remote]
-            self._awaited[remote] = Attached(asked.id, answer.token, answer.host_name)
+            self._attached.add(host_of(answer.token))
+            self._awaited[remote] = Attached(asked.id, answer.token, answer.host_name, answer.workers)
 
     # ---- what the controller wants
 
@@ -322,6 +354,9 @@ class AgentProcess:
             self._finish("its controller ends")
         elif isinstance(message, Hosts):
             self._known.update(message.known)
+            self._ways.update(message.ways)
+        elif isinstance(message, Lost):
+            self._lost_host(message.host, message.reason, for_good=True)
         elif isinstance(message, Spawn):
             self._spawn(message)
         elif isinstance(message, Kill):
@@ -402,6 +437,16 @@ class AgentProcess:
         self._numbers.pop(number, None)
         self._pids.pop(number, None)
         self._tell(msgspec.structs.replace(event, id=number))
+
+
+def _branches() -> int:
+    """Hosts that a message for many goes to straight, and that each of those sends it on to."""
+    given = os.environ.get("MONARCH_HOST_BRANCHES", "")
+    if not given:
+        return BRANCHES
+    if not given.isdecimal() or not int(given):
+        raise ValueError(f"MONARCH_HOST_BRANCHES={given!r}: a number of hosts, 1 or more")
+    return int(given)
 
 
 def _host_of(remote: Remote) -> str:

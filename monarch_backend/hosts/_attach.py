@@ -42,9 +42,12 @@ PATIENCE = 30.0
 class Host:
     """Another machine, as its controller knows it."""
 
-    def __init__(self, token: str, name: str, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner) -> None:
-        self.id, self.token, self.name, self.address = host_of(token), token, name, address
-        self.agent, self.spawner = agent, spawner
+    def __init__(
+        self, answer: Attached, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner, through: Host | None
+    ) -> None:
+        self.id, self.token, self.name, self.address = host_of(answer.token), answer.token, answer.host_name, address
+        self.agent, self.spawner, self.workers = agent, spawner, answer.workers
+        self.through = through  # the host that can reach it, if this one can't
         self.lost: str | None = None  # why, once it is
 
 
@@ -71,8 +74,8 @@ class HostRegistry:
         peer: Peer = owner.router.expect(token, "the gateway of this host")
         server = owner.owner.fork_server_address()
         plan = _agent.Plan(
-            token=token, root=owner.router.token, secret=self.secret, server=server,
-            heartbeat=self._bounds.heartbeat, silence=self._bounds.silence, home=True,
+            token=token, root=owner.router.token, asker="", secret=self.secret, server=server,
+            heartbeat=self._bounds.heartbeat, silence=self._bounds.silence,
         )  # fmt: skip
         self._spawner = Spawner(lambda event: self._gateway_event(peer, event), server)
         owner.end_first()
@@ -102,18 +105,24 @@ class HostRegistry:
 
     # ---- hosts
 
-    def attach(self, addresses: Sequence[tuple[str, int]], patience: float) -> list[Host]:
+    def attach(self, addresses: Sequence[tuple[str, int]], patience: float, through: Host | None = None) -> list[Host]:
         """In this order. Raises ConnectionError, naming each that can't be reached or does not fit, and why."""
         numbers = [next(self._ids) for _ in addresses]
+        asked = self.gateway if through is None else through.agent
         for number, (host, port) in zip(numbers, addresses, strict=True):
-            self._program.router.tell(
-                self.gateway, AgentFrame(), _messages.encode(Attach(number, host, port, patience))
-            )
-        self._until(lambda: all(n in self._answers for n in numbers) or self.gateway.gone is not None, patience + LATE)
+            self._say(asked, Attach(number, host, port, patience))
+
+        def over() -> bool:
+            lost = through is not None and through.lost is not None
+            return lost or self.gateway.gone is not None or all(number in self._answers for number in numbers)
+
+        self._until(over, patience + LATE)
         if self.gateway.gone is not None:
             raise RuntimeError(
                 f"the gateway of this host has ended, and with it all ways to others: {self.gateway.gone}"
             )
+        if through is not None and through.lost is not None:
+            raise ConnectionError(through.lost)
         answers = [self._answers.pop(number, None) for number in numbers]
         failed = [
             answer.reason if answer is not None else f"{address[0]}:{address[1]}: no answer within {patience:g} s"
@@ -123,51 +132,61 @@ class HostRegistry:
         if failed:
             self._dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
             raise ConnectionError(f"{len(failed)} of {len(addresses)} hosts can't be attached: " + "; ".join(failed))
-        made = [self._add(answer, address) for answer, address in zip(answers, addresses, strict=True)]
+        made = [self._add(answer, address, through) for answer, address in zip(answers, addresses, strict=True)]
         self._tell_everybody()
         return made
+
+    def _say(self, agent: Peer, message: Any) -> None:
+        self._program.router.tell(agent, AgentFrame(), _messages.encode(message))
 
     def _dismiss(self, agents: Sequence[str]) -> None:
         """They were made for nothing."""
         for token in agents:
-            router = self._program.router
-            router.tell(router.peer(token), AgentFrame(), _messages.encode(Finish()))
+            self._say(self._program.router.peer(token), Finish())
 
-    def _add(self, answer: Attached, address: tuple[str, int]) -> Host:
+    def leave(self, host: Host) -> None:
+        """It is not needed after all."""
+        self._dismiss([host.token])
+
+    def _add(self, answer: Attached, address: tuple[str, int], through: Host | None) -> Host:
         owner = self._program
         agent = owner.router.peer(answer.token)
         agent.label = f"the agent of {answer.host_name}"
 
-        def tell(message: Any) -> None:
-            owner.router.tell(agent, AgentFrame(), _messages.encode(message))
-
-        host = Host(answer.token, answer.host_name, address, agent, RemoteSpawner(tell, owner.owner._event))
+        spawner = RemoteSpawner(functools.partial(self._say, agent), owner.owner._event)
+        host = Host(answer, address, agent, spawner, through)
         self.hosts[host.id] = host
         if host.id in self._lost_before:
             self.lost(host.id, self._lost_before.pop(host.id))
         return host
 
     def _tell_everybody(self) -> None:
-        known = {
-            host.id: (host.address[0], host.address[1], host.token, host.name)
-            for host in self.hosts.values()
-            if host.lost is None
-        }
-        for peer in [self.gateway, *(host.agent for host in self.hosts.values() if host.lost is None)]:
-            self._program.router.tell(peer, AgentFrame(), _messages.encode(Hosts(known)))
+        alive = [host for host in self.hosts.values() if host.lost is None]
+        known = {host.id: (*host.address, host.token, host.name) for host in alive}
+        self._say(self.gateway, Hosts(known, {h.id: h.through.id for h in alive if h.through is not None}))
+        for host in alive:
+            self._say(host.agent, Hosts(known, self._ways_of(host, alive)))
+
+    def _ways_of(self, host: Host, alive: Sequence[Host]) -> dict[str, str]:
+        """To hosts that it can't call: who has a host before it reaches all others through that one."""
+        home = host_of(self._program.router.token)
+        if host.through is not None:
+            gateway = host.through.id
+            return {home: gateway} | {h.id: gateway for h in alive if h.id != gateway and h.through is not host.through}
+        return {h.id: home for h in alive if h.through is not None and h.through is not host}
 
     def _heard(self, peer: Peer, _: AgentFrame, frame: Frame) -> None:
-        if peer is self.gateway:
-            message = _messages.decode(frame.body)
-            if isinstance(message, (Attached, AttachFailed)):
-                self._answers[message.id] = message
-                self._program.pump.wake()
-            elif isinstance(message, Lost):
-                self.lost(message.host, message.reason)
-            return
         host = self.hosts.get(host_of(peer.token))
-        if host is not None and host.agent is peer:
-            host.spawner.heard(frame.body)
+        if peer is not self.gateway and (host is None or host.agent is not peer):
+            return
+        message = _messages.decode(frame.body)
+        if isinstance(message, (Attached, AttachFailed)):
+            self._answers[message.id] = message
+            self._program.pump.wake()
+        elif isinstance(message, Lost):
+            self.lost(message.host, message.reason)
+        elif host is not None:
+            host.spawner.heard(message)
 
     def gone(self, peer: Peer) -> None:
         """An agent, perhaps."""
@@ -183,10 +202,13 @@ class HostRegistry:
         elif host.lost is None:
             host.lost = why
             host.spawner.host_lost(why)
+            others = [other.agent for other in self.hosts.values() if other.lost is None]
+            for agent in (self.gateway, *others):  # they may not have talked to it, or not see that it is lost
+                self._say(agent, Lost(number, why))
 
     def close(self) -> None:
         """Agents end with their controller; the gateway of this host tells them."""
-        self._program.router.tell(self.gateway, AgentFrame(), _messages.encode(Finish()))
+        self._say(self.gateway, Finish())
         self._ended.wait(GOODBYE)
         self._spawner.close()
 
@@ -223,24 +245,67 @@ def attach_to_workers(
     host could keep, or for another secret than that of the hosts that the program has already; RuntimeError if this
     program's own gateway has ended.
     """
+    addresses = _addresses(workers)
+    with _attaching:
+        made = _registry(secret, heartbeat, silence).attach(addresses, timeout)
+    return _mesh_of(made, name)
+
+
+def attach(
+    address: str, workers: Sequence[str] | None = None, name: str = "hosts", *, secret: bytes | None = None,
+    timeout: float = 15.0, heartbeat: float = 1.0, silence: float = 3.0,
+) -> HostMesh:  # fmt: skip
+    """A HostMesh of machines that can be reached from one machine only, as from the login node of a cluster.
+
+    ``address``: of that one, on which `monarch-backend up` runs as on the others; all that is said to them goes through
+    it. ``workers``: their addresses, as it sees them; by default those that it was started with (``--workers``). It is
+    in the mesh only if it is among them. The rest is as with `attach_to_workers`.
+
+    Raises what that one raises, and ValueError if nobody says which workers.
+    """
+    addresses = [] if workers is None else _addresses(workers)
+    with _attaching:
+        registry = _registry(secret, heartbeat, silence)
+        [gateway] = registry.attach([parse_address(address)], timeout)
+        try:
+            if workers is None and not gateway.workers:
+                raise ValueError(
+                    f"{address} was started without --workers, and attach without workers: say in one place which "
+                    "hosts can be reached through it"
+                )
+            made = registry.attach(addresses or _addresses(gateway.workers), timeout, gateway)
+        except BaseException:
+            registry.leave(gateway)
+            raise
+    return _mesh_of(made, name)
+
+
+def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:
     if isinstance(workers, str) or not workers:
         raise ValueError("workers is a list of addresses, of one or more hosts")
+    return [parse_address(worker) for worker in workers]
+
+
+def _registry(secret: bytes | None, heartbeat: float, silence: float) -> HostRegistry:
+    """The program's; the first one to ask makes it."""
     if not 0 < heartbeat <= silence / 3:  # one word may come late, and one be lost
         raise ValueError(f"heartbeat={heartbeat:g} and silence={silence:g}: silence is at least three heartbeats")
-    addresses = [parse_address(worker) for worker in workers]
     owner: Any = program()
-    with _attaching:
-        if owner.hosts is None:
-            if owner.root is not None:
-                raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
-            owner.hosts = HostRegistry(owner, secret or find_secret(), Bounds(heartbeat, silence))
-        elif secret is not None and secret != owner.hosts.secret:
-            raise ValueError(
-                "this program has attached hosts of another secret already, and a program has one: start these hosts "
-                "with the same (MONARCH_SECRET_FILE, or a job's secret_file)"
-            )
-        made = owner.hosts.attach(addresses, timeout)
-    return HostMesh(Shape.of(Extent(("hosts",), (len(made),))), tuple(host.id for host in made), name)
+    if owner.hosts is None:
+        if owner.root is not None:
+            raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
+        owner.hosts = HostRegistry(owner, secret or find_secret(), Bounds(heartbeat, silence))
+    elif secret is not None and secret != owner.hosts.secret:
+        raise ValueError(
+            "this program has attached hosts of another secret already, and a program has one: start these hosts "
+            "with the same (MONARCH_SECRET_FILE, or a job's secret_file)"
+        )
+    registry: HostRegistry = owner.hosts
+    return registry
+
+
+def _mesh_of(hosts: Sequence[Host], name: str) -> HostMesh:
+    return HostMesh(Shape.of(Extent(("hosts",), (len(hosts),))), tuple(host.id for host in hosts), name)
 
 
 _attaching = threading.Lock()

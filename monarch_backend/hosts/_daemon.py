@@ -15,13 +15,14 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from monarch_backend.hosts import _agent, _messages
-from monarch_backend.hosts._address import given_secret, is_loopback, parse_address
+from monarch_backend.hosts._address import given_secrets, is_loopback, parse_address
 from monarch_backend.hosts._messages import Ask, Unwelcome, Versions, Welcome
 from monarch_backend.hosts._tls import tls_for
 from monarch_backend.mesh._limits import allow_descriptors
@@ -46,15 +47,15 @@ PRELOAD = (
 class Daemon:
     """A host's; `start` says where it listens."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, *known: bytes, workers: Sequence[str] = ()) -> None:
+        self._workers = tuple(workers)
         self._spawner = Spawner(self._event, preload=PRELOAD)
         self._closing = False
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens by the spawner's number
         self._tcp = Tcp(
             os.urandom(16),
-            secrets_by_name(secret),
+            secrets_by_name(*known),
             self._asked,
             lambda _: None,
             lambda _: None,
@@ -86,16 +87,17 @@ class Daemon:
             log.warning("%s said what is no question: %s", remote, error)
             self._tcp.hang_up(remote)
             return
-        self._tcp.send(remote, b"", [_messages.encode(self._answer(ask))])
+        self._tcp.send(remote, b"", [_messages.encode(self._answer(ask, remote.secret))])
 
-    def _answer(self, ask: Ask) -> Welcome | Unwelcome:
+    def _answer(self, ask: Ask, secret: bytes) -> Welcome | Unwelcome:
+        """``secret``: of the job, which has proved that it knows it."""
         here = Versions.here()
         if differences := ask.versions.differences(here):
             return Unwelcome(f"{', '.join(differences)}: install the same versions on both")
         token = secrets.token_hex(14) + "0000"
         plan = _agent.Plan(
-            token=token, root=ask.root, secret=self._secret, server=self._spawner.address,
-            heartbeat=ask.heartbeat, silence=ask.silence, home=False,
+            token=token, root=ask.root, asker=ask.token, secret=secret, server=self._spawner.address,
+            heartbeat=ask.heartbeat, silence=ask.silence,
         )  # fmt: skip
         spec = ProcessSpec(
             label=f"agent {token[:HOST]}", main=cloudpickle.dumps(functools.partial(_agent.main, plan)),
@@ -107,7 +109,7 @@ class Daemon:
             return Unwelcome(f"no agent can be started: {error}")
         with self._lock:
             self._agents[number] = token
-        return Welcome(token, _messages.host_name(), here)
+        return Welcome(token, _messages.host_name(), here, self._workers)
 
     def _event(self, event: Event) -> None:
         if isinstance(event, (Exited, SpawnFailed)):
@@ -145,25 +147,35 @@ def _without_secret() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "MONARCH_SECRET"}
 
 
-def run_worker_loop_forever(address: str = "127.0.0.1", *, secret: bytes | None = None, on_ready: Any = None) -> None:
+def run_worker_loop_forever(
+    address: str = "127.0.0.1",
+    *,
+    secret: bytes | Sequence[bytes] | None = None,
+    workers: Sequence[str] = (),
+    on_ready: Any = None,
+) -> None:
     """Make this machine a host for controllers, until SIGTERM or Ctrl-C; what runs here then ends, too.
 
     ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 for any that is free. ``secret``: the job's, of 32
-    bytes; by default from MONARCH_SECRET or the file MONARCH_SECRET_FILE, or else the user's own, on loopback only.
-    ``on_ready(host, port)`` is called once it listens.
+    bytes, or those of several jobs, which get nothing of each other; by default from MONARCH_SECRET or the file
+    MONARCH_SECRET_FILE, which has one in each line, or else the user's own, on loopback only.
+    ``workers``: addresses of hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)``
+    is called once it listens.
 
     Raises ValueError for what is no address, PermissionError for one that others can reach without a secret of the
     job's, OSError if it can't be listened on.
     """
     host, port = parse_address(address)
-    secret = secret or given_secret()
-    if not is_loopback(host) and secret is None:
+    for worker in workers:
+        parse_address(worker)
+    known = [secret] if isinstance(secret, bytes) else list(secret or given_secrets())
+    if not is_loopback(host) and not known:
         raise PermissionError(
             f"{address} can be reached from other machines, and the job has no secret: set MONARCH_SECRET_FILE to a "
             "file of mode 600 with 64 hexadecimal digits, as of `openssl rand -hex 32`, here and for the controller"
         )
     allow_descriptors()
-    daemon = Daemon(secret or user_secret())
+    daemon = Daemon(*(known or [user_secret()]), workers=workers)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -50,7 +50,7 @@ class Versions(msgspec.Struct, frozen=True):
 class Ask(msgspec.Struct, tag="ask", frozen=True):
     """A controller to a daemon: an agent, please."""
 
-    token: str  # of the controller's gateway
+    token: str  # of the gateway that asks: the controller's, or one that the controller has on another host
     root: str
     versions: Versions
     heartbeat: float
@@ -63,11 +63,12 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The daemon's answer: call this one at the same address."""
+    """The daemon's answer: call this one at the same address. ``workers``: addresses that can be reached from there."""
 
     token: str
     host_name: str
     versions: Versions
+    workers: tuple[str, ...] = ()
 
 
 class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
@@ -77,7 +78,7 @@ class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
-    """A controller to its own gateway: reach the host at this address, within so many seconds."""
+    """A controller to its own gateway, or one elsewhere: reach the host at this address, within so many seconds."""
 
     id: int
     host: str
@@ -91,6 +92,7 @@ class Attached(msgspec.Struct, tag="attached", frozen=True):
     id: int
     token: str
     host_name: str
+    workers: tuple[str, ...] = ()
 
 
 class AttachFailed(msgspec.Struct, tag="attach_failed", frozen=True):
@@ -101,9 +103,13 @@ class AttachFailed(msgspec.Struct, tag="attach_failed", frozen=True):
 
 
 class Hosts(msgspec.Struct, tag="hosts", frozen=True):
-    """To every agent: where the others are. By host: address, port, the agent's token, its name for people."""
+    """To every agent: where the others are. By host: address, port, the agent's token, its name for people.
+
+    ``ways``: which other host those are reached through that can't be called.
+    """
 
     known: dict[str, tuple[str, int, str, str]]
+    ways: dict[str, str]
 
 
 class KillIfDeaf(msgspec.Struct, tag="kill_if_deaf", frozen=True):
@@ -135,7 +141,10 @@ class Finish(msgspec.Struct, tag="finish", frozen=True):
 
 
 class Lost(msgspec.Struct, tag="lost", frozen=True):
-    """A controller's own gateway to it: this host is lost, and why."""
+    """A gateway to its controller, which has asked it to reach this host: it is lost, and why.
+
+    And the controller to all: what it has lost is lost to everybody.
+    """
 
     host: str
     reason: str

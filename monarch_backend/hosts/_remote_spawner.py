@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend.hosts import _messages
 from monarch_backend.hosts._messages import Exited, Kill, KillIfDeaf, Output, OutputTaken, SpawnFailed, Started
 from monarch_backend.mesh._spawner import HostLostError, LostWithHost, ProcessSpec, spawn_message
 
@@ -63,9 +62,8 @@ class RemoteSpawner:
         if self._lost is None:
             self._tell(KillIfDeaf(number, knocked))
 
-    def heard(self, body: Any) -> None:
-        """A message of the agent's. Raises msgspec.DecodeError for what is none."""
-        message = _messages.decode(body)
+    def heard(self, message: Any) -> None:
+        """A message of the agent's."""
         if isinstance(message, Output):
             self._put(message)
         elif isinstance(message, (Started, Exited, SpawnFailed)):

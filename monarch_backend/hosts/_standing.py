@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from monarch_backend.hosts._daemon import run_worker_loop_forever
@@ -27,11 +28,14 @@ NOTED_WITHIN = 600.0
 """Seconds that a starter may take to note a detached host before it ends: the connection may have been cut."""
 
 
-def run(address: str, *, secret_from_stdin: bool, tether: bool, detach: bool, log: str | None) -> int:
+def run(
+    address: str, *, secret_from_stdin: bool, tether: bool, detach: bool, log: str | None, workers: Sequence[str] = ()
+) -> int:
     """A host, until it is told to end; with ``detach`` until it stands alone. An exit code; raises OSError, ValueError.
 
     ``secret_from_stdin``: the first line there is the job's secret. ``tether``: end with standard input, unless there
-    is a line "stay". ``detach``: go on in a session of its own, with the output in ``log``.
+    is a line "stay". ``detach``: go on in a session of its own, with the output in ``log``. ``workers``: addresses of
+    hosts that can be reached through this one.
     """
     if detach:
         where = log_file(log)
@@ -42,8 +46,8 @@ def run(address: str, *, secret_from_stdin: bool, tether: bool, detach: bool, lo
             return _see_it_off(child, done, where)
         os.close(done)
         os.setsid()
-        return _Host(tell, where).run(address, secret_from_stdin, tether)
-    return _Host(None, None).run(address, secret_from_stdin, tether)
+        return _Host(tell, where).run(address, secret_from_stdin, tether, workers)
+    return _Host(None, None).run(address, secret_from_stdin, tether, workers)
 
 
 class _Host:
@@ -53,7 +57,7 @@ class _Host:
         self._done, self._log = done, log
         self._in, self._out = os.dup(0), os.dup(1)
 
-    def run(self, address: str, secret_from_stdin: bool, tether: bool) -> int:
+    def run(self, address: str, secret_from_stdin: bool, tether: bool, workers: Sequence[str]) -> int:
         """As above."""
         self._leave_streams()
         secret = None
@@ -73,7 +77,7 @@ class _Host:
                 self._stand_alone()
 
         try:
-            run_worker_loop_forever(address, secret=secret, on_ready=ready)
+            run_worker_loop_forever(address, secret=secret, workers=workers, on_ready=ready)
         except (OSError, ValueError) as error:
             where = f"can't listen on {address}: " if getattr(error, "errno", None) in _ADDRESS else ""
             print(f"monarch-backend up: {where}{error}", file=sys.stderr)

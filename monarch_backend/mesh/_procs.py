@@ -33,6 +33,7 @@ class ProcReference(NamedTuple):
     owner: str
     tokens: tuple[str, ...]
     server: str
+    host_names: tuple[tuple[str, str], ...] = ()  # by number: failures name hosts where nobody has attached them, too
 
 
 @dataclass(eq=False)
@@ -102,6 +103,7 @@ class ProcCore:
             self.owner.token,
             tuple(self.tokens),
             self.server,
+            program().host_names(self.tokens),
         )
 
 

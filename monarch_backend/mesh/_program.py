@@ -28,6 +28,10 @@ class MeshProgram(Protocol):
         """The one ProcCore of a mesh in this process, made from a travelling reference if need be."""
         ...
 
+    def host_names(self, tokens: Any) -> tuple[tuple[str, str], ...]:
+        """Numbers and names of the hosts of these processes, as far as they are known here."""
+        ...
+
     def process_group(self, procs: Any, backend: str, timeout: float) -> Any:
         """Make the processes the ranks of a torch process group; a Future."""
         ...

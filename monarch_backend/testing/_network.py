@@ -205,7 +205,6 @@ class SimulatedTcp:
         if not self._forget(remote):
             return
         remote.lost = why
-        remote.waiting.clear()
         line = self._network.lines.get(remote.id)
         if line is not None:
             self._network.closed(line, self)

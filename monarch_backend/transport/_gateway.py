@@ -1,8 +1,8 @@
 """A host's gateway: passes frames between the processes of its host and the gateways of others.
 
 It knows who is here (they have a link to it), which hosts can be reached, and which pairs of processes have met: those
-it tells of ends, of a process here or of a whole host. It looks at no message. Sockets are _tcp.py's, layouts
-_carried.py's.
+it tells of ends, of a process here or of a whole host. It looks at no message. What is for very many hosts goes down a
+tree, which is _relay.py's; sockets are _tcp.py's, layouts _carried.py's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from monarch_backend.transport import _carried
@@ -25,10 +25,12 @@ from monarch_backend.transport._carried import (
     Carried,
     host_of,
     is_for_many,
+    is_relayed,
     is_word,
 )
 from monarch_backend.transport._frames import TOKEN, FrameError, Kind
 from monarch_backend.transport._links import SILENT
+from monarch_backend.transport._relay import BRANCHES, Relay
 
 log = logging.getLogger("monarch_backend")
 
@@ -42,8 +44,9 @@ RETRY = 0.001
 class Gateway:
     """Of one host; all methods may be called from any thread.
 
-    ``to_host(host, frame)`` sends to another gateway, and is False if that host is not connected. ``to_me(frame)``
-    takes what is for the gateway's own process. ``later(seconds, call)`` calls on the thread that reads.
+    ``to_host(host, frame)`` sends to another gateway, or to the one on the ``way(host)`` there; it is False if that
+    host is not connected. ``to_me(frame)`` takes what is for the gateway's own process. ``later(seconds, call)`` calls
+    on the thread that reads. A message for many goes straight to as many hosts as a tree has ``branches``.
     """
 
     def __init__(
@@ -54,6 +57,9 @@ class Gateway:
         to_host: Callable[[str, Carried], bool],
         to_me: Callable[[Carried], None],
         later: Callable[[float, Callable[[], None]], object],
+        *,
+        branches: int = BRANCHES,
+        way: Callable[[str], str] = lambda host: host,
     ) -> None:
         self.token = token
         self._links, self._pid = links, pid
@@ -66,6 +72,8 @@ class Gateway:
         self._asked: defaultdict[str, list[str]] = defaultdict(list)  # one here who is silent -> who elsewhere calls it
         self._ended: dict[str, tuple[str, bool]] = {}  # how those who were here have ended lately, and whether in peace
         self._kept: dict[int, deque[Callable[[], bool]]] = {}  # by link: what had no room
+        self._here, self._way = host_of(token), way
+        self._relay = Relay(token, branches, to_host, self._for_many, self._answer, self._later_locked, way)
 
     # ---- from this host
 
@@ -101,7 +109,7 @@ class Gateway:
             self._calls(frame)
         elif is_for_many(frame.kind):
             self._leaves_for_many(frame)
-        else:
+        elif not self._relay.reply(frame):
             self._to_host(host_of(frame.to), frame)
 
     def _calls(self, frame: Carried) -> None:
@@ -112,13 +120,17 @@ class Gateway:
             self._to_process(_carried.word(REFUSED, sender, to))
 
     def _leaves_for_many(self, frame: Carried) -> None:
-        """One frame for each host."""
-        rows, rest = _carried.unpack_receivers(frame.prefix)
+        """One frame for each host, or down a tree of them."""
+        receivers, rest = _carried.unpack_receivers(frame.prefix)
         by_host: defaultdict[str, list[tuple[str, int, int, int]]] = defaultdict(list)
-        for row in rows:
-            by_host[host_of(row[0])].append(row)
-        for host, those in by_host.items():
-            self._to_host(host, frame._replace(prefix=_carried.pack_receivers(those) + rest))
+        for receiver in receivers:
+            by_host[host_of(receiver[0])].append(receiver)
+        rows = {host: _carried.pack_rows(those) for host, those in by_host.items()}
+        if len(rows) > self._relay.branches or any(self._way(host) != host for host in rows):
+            self._relay.send(frame, rows, rest)
+            return
+        for host, those in rows.items():
+            self._to_host(host, frame._replace(prefix=_carried.for_many(those, rest)))
 
     def _told(self, event: Any) -> None:
         """Somebody of this host has come, does not come, or has gone."""
@@ -145,6 +157,7 @@ class Gateway:
         self._ended[token] = how, peace
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
+        self._relay.ends(token)
         for other in sorted(self._pairs.pop(token, ())):  # in an order that depends on no hash
             self._tell_end(token, other)
 
@@ -168,12 +181,21 @@ class Gateway:
         """A frame of another gateway; ``body`` need not be there afterwards. Raises FrameError."""
         frame = _carried.unpack(prefix, body)
         with self._lock:
-            if is_word(frame.kind):
+            if is_relayed(frame.kind):
+                self._relay.handle(frame)
+            elif (host := _carried.to_host(frame)) != self._here:
+                self._goes_on(frame, host)
+            elif is_word(frame.kind):
                 self._heard(frame)
             elif is_for_many(frame.kind):
                 self._for_many(frame)
             else:
                 self._to_process(frame)
+
+    def _goes_on(self, frame: Carried, host: str) -> None:
+        """It is for another host, which its sender reaches through this one."""
+        if not self._to_host(host, _owned(frame)) and frame.kind == CALL:
+            self._to_host(host_of(frame.sender), _carried.word(REFUSED, frame.sender, frame.to))
 
     def _heard(self, frame: Carried) -> None:
         to, sender = frame.to, frame.sender
@@ -211,24 +233,37 @@ class Gateway:
         self._to_process(_carried.word(MET, token, caller, pid))
         self._to_host(host_of(caller), _carried.word(MET, caller, token, mine))
 
-    def _for_many(self, frame: Carried) -> None:
-        """One copy in shared memory for all receivers of this host."""
+    def _for_many(self, frame: Carried) -> int:
+        """One copy in shared memory for all receivers of this host; how many of them are there."""
         rows, rest = _carried.unpack_receivers(frame.prefix)
         kind = frame.kind & ~MANY | CARRIED
-        there = []
+        there, mine = [], 0
         for token, seq, rank, epoch in rows:
             one = frame._replace(kind=kind, seq=seq, rank=rank, epoch=epoch, prefix=rest)
             if token == self.token:
                 self._to_me(_owned(one))
+                mine += 1
             elif (link := self._by_token.get(token)) is not None:
                 there.append((link, one))
         receivers = [(link, one.seq, one.rank, one.epoch) for link, one in there]
         free = receivers and not any(link in self._kept for link, *_ in receivers)
         cast = self._links.cast
-        if free and cast(receivers, kind, frame.target, frame.ref, rest, [frame.body], frame.buffers):
-            return
-        for link, one in there:
-            self._put(link, one)
+        if not free or not cast(receivers, kind, frame.target, frame.ref, rest, [frame.body], frame.buffers):
+            for link, one in there:
+                self._put(link, one)
+        return len(there) + mine
+
+    def _answer(self, token: str, frame: Carried) -> None:
+        """A frame of the gateway's own, to a process of this host."""
+        if (link := self._by_token.get(token)) is not None:
+            self._put(link, frame)
+
+    def _later_locked(self, seconds: float, call: Callable[[], None]) -> None:
+        def locked() -> None:
+            with self._lock:
+                call()
+
+        self._later(seconds, locked)
 
     def _to_process(self, frame: Carried) -> None:
         token = frame.to
@@ -268,9 +303,10 @@ class Gateway:
 
     # ---- hosts
 
-    def lost_host(self, host: str, why: str) -> None:
-        """Whoever here knows somebody there hears of it."""
+    def lost_host(self, host: str, why: str, undelivered: Iterable[tuple[bytes, Any]] = ()) -> None:
+        """Whoever here knows somebody there hears of it. ``undelivered``: frames that may not have come there."""
         with self._lock:
+            self._relay.lost_host(host, undelivered)
             for token, others in list(self._pairs.items()):
                 for other in sorted(other for other in others if host_of(other) == host):
                     others.discard(other)

@@ -19,7 +19,7 @@ from typing import Any
 
 SECRET_BYTES = 32
 MAGIC = b"mona"
-_MOST_TEXT = 1 << 10  # characters of a file that could still hold a secret and some space around it
+_MOST_TEXT = 1 << 13  # characters of a file that could still hold a secret, or a hundred, and some space around
 PROTOCOL = 1
 """Of the bytes between hosts. Hosts of different protocols tell each other so, and part."""
 
@@ -78,11 +78,17 @@ def _create(path: Path, text: str) -> None:
 
 def read_secret(path: Path) -> bytes:
     """From a file of 64 hexadecimal digits that only we can read. Raises PermissionError or ValueError."""
+    return read_secrets(path)[0]
+
+
+def read_secrets(path: Path) -> list[bytes]:
+    """One or more of them, a line each."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise PermissionError(f"{path} holds a secret and must be yours alone: chown it, and chmod 600 {path}")
-        return parse_secret(file.read(_MOST_TEXT).decode("ascii", "replace"), str(path))
+        text = file.read(_MOST_TEXT).decode("ascii", "replace")
+    return [parse_secret(line, str(path)) for line in text.strip().split("\n")]
 
 
 def parse_secret(text: str, source: str) -> bytes:

@@ -98,6 +98,7 @@ class Remote:
         self.lock = threading.RLock()  # session, waiting, connection
         self.waiting: deque[tuple[bytes, Sequence[Any]]] = deque()  # while the session is full
         self.connection: _Connection | None = None
+        self.attempt: _Connection | None = None  # to become that: nobody has proved anything on it yet
         self.heard = until  # when something last came from it
         self.silence = 0.0  # how long it may be silent
         self.pause = 0.0
@@ -108,6 +109,12 @@ class Remote:
         self.trouble = ""  # why there is no connection
         self.closed = False  # by the other side, without a goodbye
         self.lost: str | None = None  # why, once it is
+
+    @property
+    def undelivered(self) -> list[tuple[bytes, Sequence[Any]]]:
+        """Prefixes and bodies of frames that are not known to have come there."""
+        with self.lock:
+            return [*self.session.undelivered, *self.waiting]
 
     def __str__(self) -> str:
         return f"{self.address[0]}:{self.address[1]}" if self.address else f"host {self.who.hex()[:8]}"
@@ -334,9 +341,17 @@ class Tcp:
             if now - remote.heard > remote.silence:
                 self._lose_the_silent(remote, now)
                 continue
+            self._give_up_attempt(remote, now)
             with remote.lock:
                 if remote.connection is not None and remote.up:
                     self._write(remote.connection, [remote.session.word()])
+
+    def _give_up_attempt(self, remote: Remote, now: float) -> None:
+        """Where the end of a connection was lost on its way nothing is sent, and nothing ever comes: call again."""
+        attempt, most = remote.attempt, self.bounds.silence / (2 if remote.up else 1)
+        if attempt is not None and not attempt.gone and now - attempt.since > most:
+            remote.trouble = f"it did not answer a connection for {now - attempt.since:.1f} s"
+            self._drop(attempt)
 
     def _lose_the_silent(self, remote: Remote, now: float) -> None:
         how = "nothing was heard from it" if remote.up else "it did not answer"
@@ -349,7 +364,6 @@ class Tcp:
         self._forget(remote)
         with remote.lock:
             remote.lost = why
-            remote.waiting.clear()
             connection, remote.connection = remote.connection, None
         if connection is not None:
             self._drop(connection)
@@ -400,6 +414,7 @@ class Tcp:
             connection.reader = self._called(connection, knock)
         else:
             connection.name, connection.remote, connection.connecting = str(remote), remote, True
+            remote.attempt = connection
             connection.reader = self._caller(connection, remote)
         self._selector.register(plain, selectors.EVENT_READ | selectors.EVENT_WRITE * connection.connecting, connection)
         if remote is None:
@@ -713,6 +728,8 @@ class Tcp:
         with remote.lock:
             former, remote.connection = remote.connection, connection
             connection.remote = remote
+            if remote.attempt is connection:
+                remote.attempt = None
             first, remote.up, remote.who, remote.pause = not remote.up, True, other.who, 0.0
             remote.times += 1
             remote.trouble, remote.closed = "", False

@@ -41,7 +41,7 @@ from monarch_backend.actor import (
     endpoint,
 )
 from monarch_backend.actor._program import program
-from monarch_backend.hosts import attach_to_workers
+from monarch_backend.hosts import attach, attach_to_workers
 from monarch_backend.mesh._hosts import HostMesh
 from tests.actor.actors import resident_bytes, until
 from tests.actor.support import Faults
@@ -233,6 +233,13 @@ def workspace(folder: str, *workers: str) -> None:
     assert all((copy / "own").exists() and not (copy / "script").exists() for copy in copies)
 
 
+def hello(*addresses: str) -> None:
+    """Everybody answers."""
+    _, procs, workers = begin(addresses)
+    assert list(workers.echo.call("hello").get(PATIENCE).values()) == ["hello"] * 2 * len(addresses)
+    procs.stop().get(PATIENCE)
+
+
 def values(*addresses: str) -> None:
     """Who is where, in the order of ranks; slices; one after the other."""
     hosts, procs, workers = begin(addresses)
@@ -352,7 +359,7 @@ def order(*addresses: str) -> None:
 def refused(addresses: list[str], parts: list[str], good: list[str]) -> None:
     """These can't be attached, soon and for these reasons; others can be."""
     said = ""
-    with ended_within(5.0, "to be refused"):
+    with ended_within(PATIENCE / 2, "to be refused"):
         try:
             attach_to_workers(addresses, timeout=1.0, **BOUNDS)
         except ConnectionError as error:
@@ -555,6 +562,52 @@ def cut_between(addresses: list[str], cables: list[int]) -> None:
     assert first.ask.call_one(second, 1).get(PATIENCE) == 1
     assert second.ask.call_one(first, 2).get(PATIENCE) == 2
     faults.none()
+
+
+def through_another(gateway: str, workers: list[str], cables: list[int]) -> None:
+    """The controller reaches only the first host, and the others through it; they are lost, and so is their way."""
+    faults, wires = expect_faults(), Cables(cables)
+    wires.cut_off(0, [2, 3])
+    try:
+        hosts = attach(gateway, **BOUNDS)  # type: ignore[arg-type]
+        procs = hosts.spawn_procs({"gpus": 2}, name="procs")
+        there = procs.spawn("workers", Worker)
+        assert [place[0] for place in there.place.call().get(PATIENCE).values()] == ["gamma", "gamma", "delta", "delta"]
+        near = attach_to_workers([gateway], **BOUNDS).spawn_procs({"gpus": 1}).spawn("near", Worker)  # type: ignore[arg-type]
+        here = ma.this_host().spawn_procs({"gpus": 1}).spawn("here", Worker)
+        one, two = there.slice(hosts=0, gpus=0), there.slice(hosts=1, gpus=1)
+        for asker, asked in ((one, two), (here, two), (two, here), (near, one), (one, near)):
+            assert asker.ask.call_one(asked, "a").get(PATIENCE) == "a"
+        payload = os.urandom(3 << 20)
+        assert all(answer == payload for answer in there.echo.call(payload).get(PATIENCE).values())
+        for number in range(200):
+            there.note.broadcast(number)
+        assert list(there.take_seen.call().get(PATIENCE).values()) == [list(range(200))] * 4
+        procs.process_group().get(PATIENCE)
+        assert list(procs.spawn("rank", Rank).sum_of_ranks.call().get(PATIENCE).values())[3][0] == 6.0
+        pids = list(there.pid.call().get(PATIENCE).values())
+        waiters = procs.spawn("waiters", Waiter)
+        waiting = waiters.slice(hosts=1, gpus=0).wait.call_one()
+        until(lambda: waiters.slice(hosts=1, gpus=0).waits.call_one().get(PATIENCE) == 1, "it waits")
+        began = time.monotonic()
+        os.kill(agents()["delta"], signal.SIGKILL)
+        assert "delta" in str(failed(waiting))
+        measured("kill -9 of an agent behind another host, to its controller's error", began, 3.0)
+        assert {rank for _ in range(2) for rank in faults.next().ranks} == {2, 3}
+        assert isinstance(here.ask.call_one(two, 1).exception(PATIENCE), ActorError)
+        assert here.ask.call_one(one, 1).get(PATIENCE) == 1
+        again = attach(gateway, workers[1:], **BOUNDS).spawn_procs({"gpus": 1}).spawn("again", Worker)  # type: ignore[arg-type]
+        assert again.place.call_one().get(PATIENCE)[0] == "delta"
+        pids.append(again.pid.call_one().get(PATIENCE))
+        for agent in [host.agent.pid for host in program().hosts.hosts.values() if host.name == "beta"]:
+            os.kill(agent, signal.SIGKILL)
+        lost: set[int] = set()
+        while not lost >= {0, 1}:
+            lost.update(faults.next().ranks)
+        assert "lost" in str(failed(one.echo.call_one(1)))
+        until_gone(pids, PATIENCE)
+    finally:
+        wires.heal(0)
 
 
 def spare(addresses: list[str], daemons: list[int]) -> None:

@@ -24,7 +24,7 @@ PATIENCE = 30.0
 STARTING = 90.0
 """Seconds for a daemon to import torch twice, on a machine that has other things to do."""
 
-NAMES = ("alpha", "beta", "gamma", "delta")
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota")
 """Of the hosts 0, 1, ...; controllers run on host 0."""
 
 UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
@@ -70,9 +70,9 @@ class World:
         """What a daemon listens on, and any port."""
         return f"{self.where.address(index) if self.where is not None else '127.0.0.1'}:0"
 
-    def daemon(self, index: int, **options: Any) -> Daemon:
-        """A daemon that lasts as long as the world, unless it ends before."""
-        return self._stack.enter_context(Daemon(self, index, **options))
+    def daemon(self, index: int, *words: str, **options: Any) -> Daemon:
+        """A daemon that lasts as long as the world, unless it ends before; ``words`` are added to its command."""
+        return self._stack.enter_context(Daemon(self, index, *words, **options))
 
     def controller(self, number: int = 0) -> WarmInterpreter:
         """An interpreter on host 0; several may run scripts at the same time."""
@@ -94,15 +94,18 @@ class World:
             self._controllers.append(self._stack.enter_context(one))
         return self._controllers[number]
 
-    def start(self, program: str, *arguments: Any, number: int = 0, env: Mapping[str, str] | None = None) -> Run:
-        """Begin a program of programs.py, which gets these arguments."""
-        source = f"import json\nfrom tests.hosts.programs import {program}\n"
+    def start(
+        self, program: str, *arguments: Any, number: int = 0, env: Mapping[str, str] | None = None,
+        module: str = "programs",
+    ) -> Run:  # fmt: skip
+        """Begin a program of programs.py, or another module here, which gets these arguments."""
+        source = f"import json\nfrom tests.hosts.{module} import {program}\n"
         source += f"{program}(*json.loads({json.dumps(arguments)!r}))\n"
         return self.controller(number).start(self.folder / f"script{number}.py", source, env=env)
 
-    def run(self, program: str, *arguments: Any, env: Mapping[str, str] | None = None) -> Run:
+    def run(self, program: str, *arguments: Any, env: Mapping[str, str] | None = None, module: str = "programs") -> Run:
         """Run a program to its end, which must be a good one."""
-        self.start(program, *arguments, env=env)
+        self.start(program, *arguments, env=env, module=module)
         try:
             run = self.controller().finish()
             print(run.out)
@@ -116,12 +119,15 @@ class Daemon:
     """`monarch-backend up` on a host, which listens once this is made."""
 
     def __init__(
-        self, world: World, index: int, *, address: str = "", env: Mapping[str, str] | None = None, source: str = UP
-    ) -> None:
+        self, world: World, index: int, *words: str, address: str = "", env: Mapping[str, str] | None = None,
+        source: str = UP,
+    ) -> None:  # fmt: skip
         self._log = world.folder / f"up{len(list(world.folder.iterdir()))}"
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(
-                world.command(index, sys.executable, "-c", source, "up", "--address", address or world.address(index)),
+                world.command(
+                    index, sys.executable, "-c", source, "up", "--address", address or world.address(index), *words
+                ),
                 env={**world.environment(index), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,35 @@ def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpr
     finally:
         first.drop()
         second.drop()
+
+
+def test_controllers_of_two_secrets(
+    world: World, two_controllers: list[WarmInterpreter], workers: list[str], tmp_path: Path
+) -> None:
+    """One host for both jobs at once; who knows only one secret is no host of the other job."""
+    both = tmp_path / "both"
+    secrets = [world.secret.read_text().strip(), os.urandom(32).hex()]
+    for path, text in ((both, "\n".join(secrets)), (tmp_path / "other", secrets[1])):
+        with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(text)
+    other = {"MONARCH_SECRET_FILE": str(tmp_path / "other")}
+    with world.daemon(1, env={"MONARCH_SECRET_FILE": str(both)}) as host:
+        first, second = two_controllers
+        try:
+            world.start("values", host.address)
+            world.start("hello", host.address, number=1, env=other)
+            for controller in (second, first):
+                run = controller.finish()
+                assert run.returncode == 0, run.err
+        finally:
+            first.drop()
+            second.drop()
+        world.start("hello", workers[1], env=other)
+        try:
+            run = world.controller().finish()
+            assert run.returncode == 1 and "secret" in run.err, run.err
+        finally:
+            world.controller().drop()
 
 
 def test_one_torch_world_over_several_hosts(anywhere: tuple[World, list[str]]) -> None:

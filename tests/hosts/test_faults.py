@@ -65,6 +65,12 @@ def test_two_hosts_do_not_hear_each_other(world: World, daemons: list[Daemon]) -
     world.run("cut_between", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
 
 
+def test_hosts_that_only_one_host_reaches(world: World, workers: list[str]) -> None:
+    assert world.where is not None
+    with world.daemon(1, "--workers", ",".join(workers[1:])) as gateway:
+        world.run("through_another", gateway.address, workers[1:], world.where.cables.pids)
+
+
 def test_ranks_move_to_a_host_that_is_left(world: World, daemons: list[Daemon]) -> None:
     world.run("spare", [daemon.address for daemon in daemons[:2]], [daemon.pid for daemon in daemons])
 

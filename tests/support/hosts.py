@@ -166,7 +166,7 @@ class Hosts:
 
     def name(self, index: int) -> str:
         """The hostname of a host."""
-        return f"host-{'abcdefgh'[index]}"
+        return f"host-{'abcdefghi'[index]}"
 
     def address(self, index: int) -> str:
         """The address of a host's eth0."""

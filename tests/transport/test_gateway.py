@@ -15,6 +15,7 @@ from monarch_backend.transport._far import FarLinks
 from monarch_backend.transport._frames import FrameError, Kind
 from monarch_backend.transport._gateway import Gateway
 from monarch_backend.transport._links import FAR, SILENT
+from monarch_backend.transport._relay import BRANCHES, MOMENT
 
 
 def token(host: int, process: int) -> str:
@@ -70,7 +71,10 @@ class Host:
         self.mine: list[Carried] = []
         self.full = 0  # times that there is no room
         self.dropped: list[int] = []
-        self.gateway = Gateway(self, self.token, number, self._to_host, self.mine.append, self._later)
+        self.gateway = Gateway(
+            self, self.token, number, self._to_host, self.mine.append, self._later, branches=world.branches,
+            way=lambda host: world.way(number, host),
+        )  # fmt: skip
         for process in range(1, 4):
             self.start(process)
 
@@ -82,14 +86,16 @@ class Host:
         return process
 
     def _to_host(self, host: str, frame: Carried) -> bool:
-        if host not in self.world.by_id or host in self.world.lost:
+        host = self.world.way(self.number, host)
+        if host not in self.world.by_id or host in self.world.lost or frozenset((self.id, host)) in self.world.cuts:
             return False
+        self.world.carried += 1
         prefix, body = _carried.pack(frame)
         self.world.wires[self.id, host].append((prefix, b"".join(body)))
         return True
 
-    def _later(self, _: float, call: Callable[[], None]) -> None:
-        self.world.soon.append(call)
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        (self.world.soon if seconds < MOMENT else self.world.much_later).append(call)
 
     def connect(self, token: str) -> int:
         return self.links.get(token, -1)
@@ -102,8 +108,9 @@ class Host:
             self.full -= 1
             return False
         data = body if isinstance(body, bytes) else b"".join(bytes(part) for part in body)
+        own = [bytearray(buffer) for buffer in buffers] if buffers else None
         for link, seq, rank, epoch in to:
-            self.processes[link].inbox.append((0, kind, target, ref, seq, rank, epoch, prefix, data, buffers))
+            self.processes[link].inbox.append((0, kind, target, ref, seq, rank, epoch, prefix, data, own))
         return True
 
     def drop(self, link: int) -> None:
@@ -116,10 +123,15 @@ class Host:
 class World:
     """Hosts, and wires between them; `run` moves everything until nothing moves."""
 
-    def __init__(self, count: int, seed: int = 0) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, count: int, seed: int = 0, branches: int = BRANCHES, gate: int = 0) -> None:
+        """``gate``: the host through which those before it and those after it reach each other."""
+        self.gate = gate
+        self.random, self.branches = random.Random(seed), branches
         self.soon: deque[Callable[[], Any]] = deque()
+        self.much_later: deque[Callable[[], Any]] = deque()  # when nothing else moves
         self.lost: set[str] = set()
+        self.cuts: set[frozenset[str]] = set()
+        self.carried = 0
         self.by_id: dict[str, Host] = {}
         self.wires: dict[tuple[str, str], deque[tuple[bytes, bytes]]] = {}
         for number in range(1, count + 1):
@@ -129,6 +141,10 @@ class World:
             for there in self.by_id:
                 self.wires[here, there] = deque()
         self.run()
+
+    def way(self, number: int, host: str) -> str:
+        apart = (number - self.gate) * (int(host, 16) - self.gate) < 0
+        return f"{self.gate:08x}" if self.gate and apart else host
 
     def process(self, host: int, number: int) -> Process:
         return next(p for p in self.by_id[f"{host:08x}"].processes.values() if p.token == token(host, number))
@@ -154,9 +170,15 @@ class World:
         self.by_id[there].gateway.arrived(prefix, memoryview(scratch))
         scratch[:] = bytes(len(scratch))  # whoever still looks at it sees that it is gone
 
-    def run(self) -> None:
+    def run_to_rest(self) -> None:
         while self.step():
             pass
+
+    def run(self) -> None:
+        self.run_to_rest()
+        while self.much_later:
+            self.much_later.popleft()()
+            self.run_to_rest()
 
     def kill(self, process: Process, how: str = "killed", peace: bool = False) -> None:
         host = process.host
@@ -165,12 +187,23 @@ class World:
     def lose(self, number: int, why: str) -> None:
         lost = f"{number:08x}"
         self.lost.add(lost)
-        for (here, there), wire in self.wires.items():
-            if lost in (here, there):
-                wire.clear()
         for host in self.by_id.values():
             if host.id != lost:
-                host.gateway.lost_host(lost, why)
+                self._cut(host, lost, why)
+
+    def cut(self, one: int, other: int) -> None:
+        """They lose each other."""
+        hosts = self.by_id[f"{one:08x}"], self.by_id[f"{other:08x}"]
+        self.cuts.add(frozenset(host.id for host in hosts))
+        for host, lost in (hosts, hosts[::-1]):
+            self.soon.append(lambda host=host, lost=lost: self._cut(host, lost.id, "cut"))  # type: ignore[misc]
+
+    def _cut(self, host: Host, lost: str, why: str) -> None:
+        wire = self.wires[host.id, lost]
+        undelivered = list(wire)
+        wire.clear()
+        self.wires[lost, host.id].clear() if lost in self.lost else None
+        host.gateway.lost_host(lost, why, undelivered)
 
 
 def say(process: Process, link: int, text: bytes, seq: int = 1) -> None:
@@ -322,6 +355,23 @@ def test_without_its_gateway_nobody_elsewhere_can_be_called() -> None:
     one.inbox.append((0, int(Kind.GONE), "killed", False))
     one.read()
     assert one.links.connect(token(2, 1)) == -1
+
+
+def test_two_meet_through_a_third_host() -> None:
+    world = World(3, gate=2)
+    one, two = world.process(1, 1), world.process(3, 1)
+    link = one.meet(two)
+    say(one, link, b"hello")
+    say(two, two.links.connect(one.token), b"hello back")
+    world.run()
+    assert (one.bodies(), two.bodies()) == ([b"hello back"], [b"hello"])
+    assert one.links.connect(token(3, 99)) == SILENT
+    assert one.links.connect(token(9, 1)) == SILENT  # which the host between does not know
+    world.run()
+    assert sorted(event[2] for event in one.told(Kind.REFUSED)) == [token(3, 99), token(9, 1)]
+    world.kill(two)
+    world.run()
+    assert [event[2] for event in one.told(Kind.GONE)] == ["killed"]
 
 
 def test_a_bad_frame_costs_no_other_one() -> None:

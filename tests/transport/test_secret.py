@@ -23,6 +23,7 @@ from monarch_backend.transport._secret import (
     new_secret,
     parse_secret,
     read_secret,
+    read_secrets,
     user_secret,
 )
 from tests.support.ranks import run_ranks
@@ -97,6 +98,18 @@ def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> No
         read_secret(path)
     path.chmod(0o400)
     assert len(read_secret(path)) == 32
+
+
+def test_a_file_of_several(tmp_path: Path) -> None:
+    known = [new_secret() for _ in range(3)]
+    path = tmp_path / "secret"
+    path.write_text("".join(f"{secret.hex()}\n" for secret in known))
+    path.chmod(0o600)
+    assert read_secrets(path) == known
+    assert read_secret(path) == known[0]
+    path.write_text(f"{known[0].hex()}\n\n{known[1].hex()}")
+    with pytest.raises(ValueError, match="does not hold a secret"):
+        read_secrets(path)
 
 
 def test_a_file_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,21 @@ def test_nobody_there(sides: Callable[..., Side]) -> None:
     assert "refused" in str(remote.lost)
 
 
+def test_a_connection_that_nobody_answers_is_given_up_for_another(sides: Callable[..., Side]) -> None:
+    """As when its other end was reset while the network was cut: nothing ever comes, and nothing says so."""
+    secret, bounds = new_secret(), Bounds(heartbeat=0.05, silence=0.3, patience=10.0, pause=0.01)
+    here, there = sides(secret, bounds=bounds), sides(secret, bounds=bounds)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+        remote = here.tcp.call(server.getsockname(), secret)
+        with server.accept()[0]:
+            second, _ = server.accept()
+            there.tcp.take_over(second, b"")
+            assert here.up.get(timeout=10) is remote
+    here.tcp.send(remote, b"at last", [])
+    assert there.frames.get(timeout=10) == (b"at last", b"")
+
+
 def test_strangers_hold_up_nobody(sides: Callable[..., Side]) -> None:
     secret = new_secret()
     here, there = sides(secret), sides(secret)

@@ -1,0 +1,26 @@
+"""Random faults on four hosts at work: no call runs twice, order holds, all futures complete, nothing is left running.
+
+More of them: ``make test-schedules COUNT=200``. One again: ``python -m tests.hosts.schedules SEED``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hosts import schedules
+from tests.hosts.support import Daemon, World
+
+SEEDS = 3
+MANY_SEEDS, CHUNK = 36, 6
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_schedule_of_faults(seed: int, world: World, daemons: list[Daemon]) -> None:
+    schedules.run(world, daemons, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, CHUNK))
+def test_many_schedules_of_faults(first: int, world: World, daemons: list[Daemon]) -> None:
+    for seed in range(first, first + CHUNK):
+        schedules.run(world, daemons, seed)
