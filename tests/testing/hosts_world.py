@@ -125,6 +125,7 @@ class HostsPlan:
     hosts: int
     each: int  # processes of the large mesh on each
     far: float
+    branches: int
     end: bool  # by the death of the controller
 
     @classmethod
@@ -134,6 +135,7 @@ class HostsPlan:
             hosts=hosts,
             each=rng.choice((1, 1, 2)) if hosts > 16 else rng.randrange(1, 1 + 24 // hosts),
             far=rng.choice((20e-6, 200e-6, 2e-3)),
+            branches=rng.choice((2, 2, 3, 8)),
             end=rng.random() < 0.3,
         )
 
@@ -254,6 +256,7 @@ def run(seed: int, hosts: int | None = None) -> HostsWorld:
         most_in_one=plan.most_in_one,
         place=plan.place if plan.window is not None else None,
         large=plan.large,
+        branches=more.branches,
     )
     with simulation:
         world = HostsWorld(simulation, plan, more)
