@@ -34,6 +34,18 @@ steps, and the same seed fails the same way. ``simulation.later`` has something 
 death in the middle of a call. To look at every step, append a function to ``simulation.on_step``; tests/testing/ of
 this project checks its promises like that.
 
+Other machines are there, too, with all that happens between a controller and its hosts:
+
+>>> with Simulation(seed=7) as simulation:
+...     hosts = simulation.attach(4)
+...     adders = hosts.spawn_procs({"gpus": 2}).spawn("adders", Adder, 40)
+...     simulation.cut(hosts.slice(hosts=1), seconds=0.5)  # nobody takes that for a loss
+...     print(set(adders.add.call(2).get().values()), simulation.now > 0.5)
+...     simulation.kill_hosts(hosts.slice(hosts=1))
+...     print(adders.add.call(3).exception().failure.deaths[0].host)
+{42} True
+host2
+
 What it cannot do: actors need plain ``def`` endpoints, and share this process with its globals. Time passes only
 between their messages: time.sleep holds up everybody, and threads of theirs are not simulated. What waits in an actor
 (for a future, or a generator for its reader) runs the others on top of its own stack, and goes on only when those that

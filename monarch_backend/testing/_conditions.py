@@ -22,6 +22,8 @@ class Conditions:
     latest: float = 5e-3
     far: float = 200e-6
     """On the way from one host to another, typically; late as often as others."""
+    gateway: float = 0.0
+    """Of its one thread that a gateway spends on each frame that it sends to another host, or gets from there."""
     turn: float = 20e-6
     """Until an actor takes the next message, typically; it is late as often as frames are."""
     noticed: float = 5e-3

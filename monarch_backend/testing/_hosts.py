@@ -220,6 +220,8 @@ class SimulatedHosts:
             *((module, "Spawner", spawner) for module in (_agent, _attach, _daemon)),
             *((module, "Tcp", tcp) for module in (_agent, _daemon)),
         ]
+        if simulation.branches is not None:
+            changes.append((_agent, "BRANCHES", simulation.branches))
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         for module, name, value in changes:
             setattr(module, name, value)

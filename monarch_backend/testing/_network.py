@@ -6,6 +6,7 @@ order. Who is told of a loss, and when, follows transport/_tcp.py. What frames m
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,14 +44,14 @@ class Line:
         if not self.open:
             return
         simulation, number, other = sender.process.simulation, self.number, self.other(sender)
-        at = simulation.agenda.time + simulation.conditions.travel_far(simulation.random)
+        at = sender.spend() + simulation.conditions.travel_far(simulation.random)
         at = self.last[sender] = max(at, self.last[sender])
 
         def arrives() -> None:
             if self.open and self.number == number:
                 other.process.run(other.arrived, self, parts, reading=True)
 
-        simulation.agenda.add_at(at, arrives)
+        simulation.agenda.add_at(at, lambda: other.take(arrives))
 
 
 class SimulatedTcp:
@@ -77,6 +78,9 @@ class SimulatedTcp:
         self._over: set[bytes] = set()  # sessions that were lost
         self._told: set[bytes] = set()  # sessions in which a word is due
         self.later = process.pump.later
+        self.sent = self.received = 0  # frames, for whoever counts them
+        self._free = 0.0  # when its thread has done what it has to do
+        self._inbox: deque[Callable[[], None]] = deque()  # what waits for that
         process.tcp = network.by_who[who] = self
 
     # ---- as Tcp
@@ -109,6 +113,7 @@ class SimulatedTcp:
         if remote.waiting or remote.session.full:
             remote.waiting.append((prefix, body))
             return
+        self.sent += 1
         parts, line = remote.session.send(prefix, body), self._network.lines.get(remote.id)
         if line is not None:
             line.put(self, parts)
@@ -155,7 +160,7 @@ class SimulatedTcp:
                 remote.trouble = "connection refused"
                 self.later(AGAIN, lambda: self.connect(remote))
         elif other is None or not other._accepts(remote):
-            self._lose(remote, "it does not know us any more")
+            self._lose(remote, "it has given up this connection, which was broken for too long")
         else:
             line = network.lines.setdefault(remote.id, Line(remote.id, self, other))
             self._open(line, remote, other._remotes[remote.id])
@@ -230,6 +235,32 @@ class SimulatedTcp:
             if line is not None:
                 self._network.closed(line, self)
 
+    # ---- its thread
+
+    def spend(self) -> float:
+        """One more frame to deal with; when that will be done."""
+        agenda = self.process.simulation.agenda
+        self._free = max(self._free, agenda.time) + self.process.simulation.conditions.gateway
+        return self._free
+
+    def take(self, arrives: Callable[[], None]) -> None:
+        """A frame is there; it is looked at when those before it have been."""
+        if not self.process.simulation.conditions.gateway:
+            arrives()
+            return
+        self._inbox.append(arrives)
+        if len(self._inbox) == 1:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        self.process.simulation.agenda.add_at(self.spend(), self._look)
+
+    def _look(self) -> None:
+        self._inbox[0]()
+        self._inbox.popleft()
+        if self._inbox:
+            self._look_later()
+
     # ---- what comes
 
     def arrived(self, line: Line, parts: Sequence[Any]) -> None:
@@ -255,6 +286,7 @@ class SimulatedTcp:
             self.later(self.bounds.heartbeat, lambda: self._tell(line, remote))
         if taken:
             scratch = bytearray(b"".join(parts[1:]))
+            self.received += 1
             self._on_frame(remote, first[HEAD_BYTES:], memoryview(scratch))
             scratch[:] = bytes(len(scratch))  # whoever still looks at it sees that it is gone
 

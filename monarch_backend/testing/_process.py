@@ -278,6 +278,7 @@ class SimulatedProcess:
     def receive(self, event: tuple[Any, ...], sender: SimulatedProcess) -> None:
         """An event arrives."""
         if self.alive:
+            self.links.received += event[1] >= 0
             self.simulation.note(self, sender, event)
             self.run(self.handle, event, reading=True)
 

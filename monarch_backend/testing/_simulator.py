@@ -42,8 +42,9 @@ class Simulation:
     `step`.
 
     ``conditions`` say how hard the world is. ``window``, ``fanout``, ``direct``, ``most_in_one``, ``place``, ``large``
-    replace numbers of the router, so that few processes and small messages meet what takes many otherwise: full
-    windows, deep trees, messages in pieces. ``steps`` is how many of the last steps `trace` tells of.
+    replace numbers of the router, ``branches`` that of the gateways' trees, so that few processes and small messages
+    meet what takes many otherwise: full windows, deep trees, messages in pieces. ``steps`` is how many of the last
+    steps `trace` tells of.
 
     Failures that nobody handled are in ``faults`` (they end a real program); what monarch_backend logged as an error is
     in ``errors``. ``on_step`` and ``on_death`` are lists of functions that are called after every step, and with every
@@ -61,6 +62,7 @@ class Simulation:
         most_in_one: int | None = None,
         place: int | None = None,
         large: int | None = None,
+        branches: int | None = None,
         steps: int = 50,
     ) -> None:
         self.seed = seed
@@ -73,6 +75,7 @@ class Simulation:
         self.errors: list[str] = []
         self.on_step: list[Callable[[], object]] = []
         self.on_death: list[Callable[[SimulatedProcess], object]] = []
+        self.branches = branches
         self.hosts: SimulatedHosts | None = None  # once there are some
         self._trace = Trace(steps)
         self._pids = itertools.count(100_001)

@@ -62,6 +62,7 @@ class SimulatedLinks:
     def __init__(self, simulation: Simulation, process: SimulatedProcess) -> None:
         self.token = process.token
         self.out: list[Wire] = []  # by number of the link
+        self.sent = self.received = 0  # frames, for whoever counts them
         self._simulation, self._process = simulation, process
         self._by_token: dict[str, int] = {}
         self._called: set[str] = set()
@@ -159,6 +160,7 @@ class SimulatedLinks:
             if link < 0:
                 raise IndexError(f"there is no link {link}")
             wire = self.out[link]
+            self.sent += 1
             if not wire.closed:
                 own = [bytearray(buffer) for buffer in buffers] if buffers else None
                 event = (wire.number, int(kind), target, ref, seq, rank, epoch, bytes(prefix), body, own)

@@ -94,6 +94,8 @@ class Probe(Actor):
         return taken
 
     def _found(self, future: Any) -> None:
+        if future.exception() is not None and here.watch.is_cut_off(self.sender):
+            return
         here.watch.send(self.sender, "call_one", future.result(), "take")
 
     @endpoint

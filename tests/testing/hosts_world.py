@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from monarch_backend.actor import Future, Restart, this_host
+from monarch_backend.actor import MeshFailure, Restart, this_host
 from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.testing import SimulatedProcess, Simulation
 from monarch_backend.transport._carried import host_of
 from tests.testing import actors
 from tests.testing.faults import Faults
-from tests.testing.watch import BOUND, Key, Message, Watch
+from tests.testing.watch import BOUND, Key, Message, Sender, Watch
 from tests.testing.world import Plan, World
 
 HEARTBEAT, SILENCE = 1.0, 3.0
@@ -48,17 +48,18 @@ class HostsWatch(Watch):
     def bound(self, token: str) -> float:
         return SILENT if self.silence else self.hit.get(host_of(token), BOUND)
 
+    def is_cut_off(self, sender: Sender) -> bool:
+        return host_of(sender.process.token) in self.hit
+
     def overdue(self, message: Message) -> bool:
         here, now = host_of(message.sender.process.token), self.simulation.now
         if here in self.hit and self.lost_at[here] + SILENT > now:
             return False
-        late = [self._known_at(token) <= now for token in message.homes.values() if self._may_be_gone(here, token)]
-        every = message.one_of or not isinstance(message.result, Future)  # others fail with the first death
-        return bool(late) and (all(late) if every else any(late))
-
-    def _may_be_gone(self, here: str, token: str) -> bool:
-        there = host_of(token)
-        return (token in self.dead or there in self.hit) and frozenset((here, there)) not in self.parted
+        tokens = set(message.homes.values())
+        if any(frozenset((here, host_of(token))) in self.parted for token in tokens):
+            return False  # which is no death: it answers late, or never
+        late = [self._known_at(token) <= now for token in tokens if token in self.dead or host_of(token) in self.hit]
+        return bool(late) and all(late)  # who has died first may have answered before
 
     def _known_at(self, token: str) -> float:
         """When everybody has heard of its end."""
@@ -96,6 +97,10 @@ class HostsFaults(Faults):
             self._with_host.add((process.mesh, process.rank))
         super().process_died(process)
 
+    def asked(self, boss: Key, failure: MeshFailure, handled: bool) -> None:
+        super().asked(boss, failure, handled)
+        self.most[boss] = max(self.most[boss], int(not handled))  # perhaps of a process that was never there
+
     def lost_with_host(self, key: Key, death: Any) -> bool:
         return key in self._with_host and death.returncode is None and ("is lost" in death.what or "gone" in death.what)
 
@@ -120,6 +125,7 @@ class HostsPlan:
     hosts: int
     each: int  # processes of the large mesh on each
     far: float
+    branches: int
     end: bool  # by the death of the controller
 
     @classmethod
@@ -129,6 +135,7 @@ class HostsPlan:
             hosts=hosts,
             each=rng.choice((1, 1, 2)) if hosts > 16 else rng.randrange(1, 1 + 24 // hosts),
             far=rng.choice((20e-6, 200e-6, 2e-3)),
+            branches=rng.choice((2, 2, 3, 8)),
             end=rng.random() < 0.3,
         )
 
@@ -249,6 +256,7 @@ def run(seed: int, hosts: int | None = None) -> HostsWorld:
         most_in_one=plan.most_in_one,
         place=plan.place if plan.window is not None else None,
         large=plan.large,
+        branches=more.branches,
     )
     with simulation:
         world = HostsWorld(simulation, plan, more)

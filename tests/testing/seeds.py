@@ -1,6 +1,8 @@
 """Many random worlds, in interpreters of their own: nothing of pytest's process is in them, and a crash has a stack.
 
-``python -m tests.testing.seeds FIRST LAST [SIZE...]``: up to LAST, the sizes in turn, "any" for what the seed draws.
+``python -m tests.testing.seeds FIRST LAST [SIZE...] [--wide]``: up to LAST, the sizes in turn. A size is a number of
+processes, "any" for what the seed draws, or a number of hosts, as "hosts:64" or "hosts:any". With ``--wide``, in an
+interpreter for each processor.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.testing import world
+from tests.testing import hosts_world, world
 
+MODULE = "tests.testing.seeds"
 SECONDS = 900
+HOSTS = "hosts:"
 
 
 def run(first: int, last: int, *sizes: str) -> None:
@@ -20,25 +24,43 @@ def run(first: int, last: int, *sizes: str) -> None:
     for seed in range(first, last):
         size = sizes[seed % len(sizes)] if sizes else "any"
         try:
-            world.run(seed, None if size == "any" else int(size))
+            _run_one(seed, size)
         except BaseException:
             print(f"again: python -m tests.testing.seeds {seed} {seed + 1} {size}", flush=True)
             raise
 
 
-def run_in_interpreters(seeds: range, *sizes: str) -> None:
+def _run_one(seed: int, size: str) -> None:
+    count = size.removeprefix(HOSTS)
+    number = None if count == "any" else int(count)
+    if size.startswith(HOSTS):
+        hosts_world.run(seed, number)
+    else:
+        world.run(seed, number)
+
+
+def run_in_interpreters(seeds: range, *sizes: str, seconds: float | None = SECONDS) -> None:
     """All of them, in as many interpreters as there are processors. Raises AssertionError with what one said."""
     count = len(os.sched_getaffinity(0))
 
     def part(number: int) -> None:
         mine = seeds[len(seeds) * number // count : len(seeds) * (number + 1) // count]
-        command = [sys.executable, "-X", "faulthandler", "-m", __name__, str(mine.start), str(mine.stop), *sizes]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+        command = [sys.executable, "-X", "faulthandler", "-m", MODULE, str(mine.start), str(mine.stop), *sizes]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
         assert done.returncode == 0, f"{mine} ended with {done.returncode}:\n{done.stdout}"
 
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(part, range(count)))
 
 
+def main() -> None:
+    """From the command line."""
+    first, last, *sizes = [word for word in sys.argv[1:] if word != "--wide"]
+    if "--wide" in sys.argv:
+        run_in_interpreters(range(int(first), int(last)), *sizes, seconds=None)
+    else:
+        run(int(first), int(last), *sizes)
+
+
 if __name__ == "__main__":
-    run(*map(int, sys.argv[1:3]), *sys.argv[3:])
+    main()

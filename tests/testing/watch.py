@@ -135,6 +135,10 @@ class Watch:
         """Seconds in which everybody has heard of the end of this process."""
         return BOUND
 
+    def is_cut_off(self, sender: Sender) -> bool:
+        """It may fail to reach the program."""
+        return False
+
     def overdue(self, message: Message) -> bool:
         """Nobody else is waited for whose end may be heard of later."""
         return True

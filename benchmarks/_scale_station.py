@@ -1,0 +1,24 @@
+"""The actor of scale.py, in a module of its own: a program's main file travels, with all that it refers to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from monarch_backend.actor import Actor, endpoint
+
+
+class Times:
+    """When the last one was reached, and how many were, in simulated seconds."""
+
+    now: Any = None
+    last = 0.0
+    reached = 0
+
+
+class Station(Actor):
+    """Answers at once."""
+
+    @endpoint
+    def work(self) -> None:
+        Times.reached += 1
+        Times.last = Times.now()

@@ -1,0 +1,309 @@
+"""Hosts in the simulator: the promises in worlds with hosts, that checks can fail, and what single faults do."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import Actor, Restart, SupervisionError, current_rank, endpoint, this_host
+from monarch_backend.hosts import _agent
+from monarch_backend.testing import Conditions, Simulation, SimulationError
+from monarch_backend.transport import _carried
+from monarch_backend.transport._far import FarLinks
+from monarch_backend.transport._gateway import Gateway
+from monarch_backend.transport._session import Session, SessionError
+from tests.testing import hosts_world
+from tests.testing.seeds import run_in_interpreters
+
+SEEDS = 40
+MANY_SEEDS, BIG_CHUNK = 1200, 300
+SIZES = ("hosts:any", "hosts:4", "hosts:6", "hosts:16")
+QUIET = Conditions(late=0.0, kept_back=0.0, crossing=0.0)
+
+
+class Counter(Actor):
+    """Counts what it is sent."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @endpoint
+    def add(self) -> tuple[int, int]:
+        self.count += 1
+        return current_rank().rank, self.count
+
+    @endpoint
+    def ask(self, others: Any) -> Any:
+        return others.add.call().get()
+
+
+def _mesh(simulation: Simulation, hosts: int, each: int = 1, **options: Any) -> tuple[Any, Any, Any]:
+    machines = simulation.attach(hosts)
+    procs = machines.spawn_procs({"gpus": each}, name="procs", **options)
+    counters = procs.spawn("counters", Counter)
+    counters.initialized.get()
+    return machines, procs, counters
+
+
+# ---- the promises
+
+
+def test_promises() -> None:
+    run_in_interpreters(range(SEEDS), "hosts:any", "hosts:4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
+def test_promises_of_many_seeds(first: int) -> None:
+    run_in_interpreters(range(first, first + BIG_CHUNK), *SIZES)
+
+
+def test_64_hosts() -> None:
+    ran = hosts_world.run(5, 64)
+    assert ran.watch.executed > 200
+    assert len([process for process in ran.simulation.processes if process.program is None]) == 64 * 2 + 1
+
+
+def _digest(seed: int) -> str:
+    """Of all that happens in a run, to the last byte."""
+    digest = hashlib.sha256()
+
+    class Listening(Simulation):
+        def note(self, process: Any, what: Any, event: Any = None) -> None:
+            digest.update(repr((self.now, process.label, getattr(what, "label", what), event)).encode())
+            super().note(process, what, event)
+
+    ordinary, hosts_world.Simulation = hosts_world.Simulation, Listening  # type: ignore[misc]
+    try:
+        hosts_world.run(seed, 6)
+    finally:
+        hosts_world.Simulation = ordinary  # type: ignore[misc]
+    return digest.hexdigest()
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    assert _digest(3) == _digest(3)
+    assert _digest(3) != _digest(4)
+
+
+# ---- the checks can fail: each of these breaks the code in one place
+
+
+def _forgets_the_last(gateway: Gateway, frame: Any) -> None:
+    rows, rest = _carried.unpack_receivers(frame.prefix)
+    _FOR_MANY(gateway, frame._replace(prefix=_carried.pack_receivers(rows[:-1] or rows) + rest))
+
+
+def _gives_up(gateway: Gateway, link: int, frame: Any) -> None:
+    """What finds no room is lost."""
+    gateway._links.send(link, *frame._replace(body=[frame.body]))
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _nothing_again(_: Session, __: int) -> Any:
+    return iter(())
+
+
+_FOR_MANY = Gateway._for_many
+WAITS = "promise 3|nothing that is waited for can happen"
+
+BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "a receiver of many is left out": (Gateway, "_for_many", _forgets_the_last, WAITS),
+    "ends are not told": (Gateway, "_has_ended", _nothing, WAITS),
+    "the loss of a host is not told": (Gateway, "lost_host", _nothing, WAITS),
+    "what finds no room is lost": (Gateway, "_put", _gives_up, WAITS),
+    "a break loses what was under way": (Session, "resume", _nothing_again, "comes after frame"),
+    "a process hears of no end": (FarLinks, "_lose", _nothing, WAITS),
+    "agents do not mind silence": (_agent.AgentProcess, "_lost", _nothing, "promise"),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_break_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, broken, promise = BREAKS[what]
+    monkeypatch.setattr(where, name, broken)
+    error = _first_failure(range(60), 6)
+    assert any(word in str(error) for word in promise.split("|")), error
+
+
+def _first_failure(seeds: range, hosts: int) -> Exception:
+    for seed in seeds:
+        try:
+            hosts_world.run(seed, hosts)
+        except (AssertionError, SimulationError, SessionError) as error:
+            return error
+    raise AssertionError(f"none of {len(seeds)} seeds has noticed it")
+
+
+# ---- single faults
+
+
+def _services(simulation: Simulation) -> list[Any]:
+    return [process for process in simulation.processes if process.program is None and process.alive]
+
+
+def test_the_real_protocol_without_a_thread() -> None:
+    before = threading.active_count()
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 8, 2)
+        assert counters.sizes == {"hosts": 8, "gpus": 2}
+        assert list(counters.add.call().get().values()) == [(rank, 1) for rank in range(16)]
+        hosts = {_carried.host_of(process.token) for process in simulation.processes_of(counters)}
+        assert hosts == set(machines.hosts)
+        assert len(_services(simulation)) == 8 * 2 + 1
+        assert threading.active_count() == before
+        simulation.run()
+    assert simulation.errors == []
+
+
+def test_a_process_of_a_host_dies() -> None:
+    with Simulation(1, QUIET) as simulation:
+        _, _, counters = _mesh(simulation, 3, 2)
+        call, died = counters.add.call(), simulation.now
+        simulation.kill(counters.slice(hosts=1, gpus=0))
+        error = call.exception()
+        assert isinstance(error, SupervisionError)
+        assert simulation.now - died < 0.1
+        assert "host2" in str(error)
+        assert "SIGKILL" in str(error)
+
+
+def test_a_host_is_switched_off() -> None:
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 3)
+        call, died = counters.add.call(), simulation.now
+        simulation.kill_hosts(machines.slice(hosts=1))
+        assert isinstance(call.exception(), SupervisionError)
+        assert simulation.now - died < 1.2
+        assert "nobody listens there" in str(call.exception())
+        assert len(counters.without([1]).add.call().get()) == 2
+
+
+def test_the_agent_of_a_host_dies() -> None:
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 3, 2)
+        lost = simulation.processes_of(counters.slice(hosts=1))
+        simulation.kill_agents(machines.slice(hosts=1))
+        assert isinstance(counters.add.call().exception(), SupervisionError)
+        simulation.run()
+        assert not any(process.alive for process in lost)
+        assert sorted(failure.deaths[0].rank for failure in simulation.faults) == [2, 3]
+
+
+def test_silence_for_good() -> None:
+    """Both sides notice when the bound is over; what is there ends, and nothing that was under way ran twice."""
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 3)
+        [process] = simulation.processes_of(counters.slice(hosts=1))
+        began = simulation.now
+        simulation.cut(machines.slice(hosts=1))
+        assert isinstance(counters.add.call().exception(), SupervisionError)
+        assert 2.0 < simulation.now - began < 4.1
+        assert "nothing was heard from it" in str(simulation.faults or counters.add.call().exception())
+        simulation.run(4.1 - (simulation.now - began))
+        assert not process.alive
+        assert len(simulation.faults) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pause_loses_nothing(seed: int) -> None:
+    with Simulation(seed) as simulation:
+        machines, _, counters = _mesh(simulation, 4)
+        calls = [counters.add.call() for _ in range(3)]
+        simulation.run(1e-4)
+        simulation.cut(machines.slice(hosts=slice(1, 3)), seconds=0.8)
+        calls += [counters.add.call() for _ in range(3)]
+        counts = [[count for _, count in call.get().values()] for call in calls]
+        assert counts == [[number] * 4 for number in range(1, 7)]
+        assert 0.8 < simulation.now < 2.0
+        simulation.run()
+        assert simulation.faults == []
+
+
+def test_two_hosts_are_cut_off_from_each_other() -> None:
+    """They lose each other, and the controller neither; what they have not begun goes on when the network is back."""
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 3)
+        one, other = counters.slice(hosts=0), counters.slice(hosts=1)
+        assert len(one.ask.call_one(other).get()) == 1
+        simulation.cut(machines.slice(hosts=0), machines.slice(hosts=1))
+        asked = one.ask.call_one(other)
+        assert "nothing was heard from it" in str(asked.exception())
+        assert len(counters.add.call().get()) == 3
+        assert simulation.faults == []
+
+
+def test_a_host_that_was_never_called_before_is_lost_within_the_bound() -> None:
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 3)
+        simulation.kill_hosts(machines.slice(hosts=1))
+        began = simulation.now
+        assert counters.slice(hosts=0).ask.call_one(counters.slice(hosts=1)).exception() is not None
+        assert simulation.now - began < 3.1
+
+
+def test_nothing_is_left_when_the_controller_dies() -> None:
+    with Simulation(1) as simulation:
+        _, _, counters = _mesh(simulation, 5, 2)
+        counters.add.broadcast()
+        simulation.controller.die(-9)
+        simulation.run(2.0)
+        left = [process for process in simulation.processes if process.alive]
+        assert [process.label for process in left] == [f"the daemon of host{number}" for number in range(1, 6)]
+
+
+def test_nothing_is_left_when_the_controller_is_cut_off() -> None:
+    with Simulation(1) as simulation:
+        _, _, counters = _mesh(simulation, 5, 2)
+        simulation.cut(this_host())
+        simulation.run(4.5)
+        assert not any(process.alive for process in simulation.processes_of(counters))
+        assert len(_services(simulation)) == 5 + 1  # daemons, and the controller's own gateway
+
+
+def test_ranks_go_on_on_another_host() -> None:
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 3, 2, restart=Restart(backoff=0.01))
+        simulation.kill_hosts(machines.slice(hosts=1))
+        assert isinstance(counters.add.call().exception(), SupervisionError)
+        simulation.run(1.0)
+        assert len(counters.add.call().get()) == 6
+        assert {process.token[:8] for process in simulation.processes_of(counters)} < set(machines.hosts)
+        assert simulation.faults == []
+
+
+def test_a_host_is_lost_while_all_ranks_are_started_anew() -> None:
+    """Each successor is started once: what was started in vain would run on, unknown to anybody."""
+    with Simulation(1, QUIET) as simulation:
+        policy = Restart("all", max_restarts=100, within=1e9, backoff=0.5, most_backoff=0.5)
+        machines, procs, counters = _mesh(simulation, 4, 2, restart=policy)
+        simulation.kill(counters.slice(hosts=0, gpus=0))
+        simulation.later(0.2, lambda: simulation.kill_hosts(machines.slice(hosts=slice(2, 4))))
+        simulation.run()
+        assert len(counters.add.call().get()) == 8
+        tokens = [process.token for process in simulation.processes if process.alive and process.program is not None]
+        assert len(tokens) == len(set(tokens)) == 8 + 1
+        procs.stop().get()
+        simulation.run()
+        assert [p.label for p in simulation.processes if p.alive and p.program is not None] == ["the main program"]
+        assert simulation.errors == []
+
+
+def test_the_controllers_own_gateway_dies() -> None:
+    """With it all ways to other hosts are gone: what is there ends, and what is here goes on."""
+    with Simulation(1, QUIET) as simulation:
+        _, procs, counters = _mesh(simulation, 3)
+        here = this_host().spawn_procs({"gpus": 2}, name="here").spawn("near", Counter)
+        simulation.kill_agents(this_host())
+        assert "the gateway of this host has ended" in str(counters.add.call().exception())
+        simulation.run(2.0)
+        assert not any(process.alive for process in simulation.processes_of(procs))
+        assert len(simulation.faults) == 3
+        assert len(here.add.call().get()) == 2
