@@ -52,6 +52,9 @@ SHORT, LONG = (0.05, 0.35), (1.6, 2.2)
 HARMLESS = 0.45
 """Seconds of trouble, all in all, in which no host may be given up."""
 
+LINK_UP = 1.0
+"""Seconds that Linux may take until a link that was down carries anything: it looks at links once a second."""
+
 LATEST = 3 * BOUNDS["silence"]
 """Seconds after the last fault in which everybody knows what became of his calls."""
 
@@ -173,7 +176,7 @@ class Harm:
             wires.heal(who)
         else:
             wires.heal(who, [other for pair in fault.pairs for other in pair if other != who])
-        lasted = time.monotonic() - self._begun.pop(fault)
+        lasted = time.monotonic() - self._begun.pop(fault) + (LINK_UP if fault.kind == "unplug" else 0.0)
         for pair in fault.pairs:
             self.troubled[pair] += lasted
 
@@ -308,9 +311,9 @@ def _names_it(told: Told) -> None:
     """A typed error names host and rank."""
     if told.error:
         for part in (
+            "Error: ledgers.",
             f"hosts {told.rank // GPUS} gpus {told.rank % GPUS}",
             NAMES[host_of(told.rank)],
-            "Error: ledgers.",
         ):
             assert part in told.error, f"{part!r} is not in: {told}"
 
