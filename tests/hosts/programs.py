@@ -560,7 +560,7 @@ def cut_between(addresses: list[str], cables: list[int]) -> None:
 
 
 def cut_before_they_meet(addresses: list[str], cables: list[int]) -> None:
-    """Two hosts that have never talked to each other can't: who tries is told, no later than about one that was lost."""
+    """Two hosts that have never talked to each other can't: who tries is told as soon as if the other were lost."""
     faults, wires = expect_faults(), Cables(cables)
     _, _, workers = begin(addresses)
     workers.echo.call("up").get(PATIENCE)
