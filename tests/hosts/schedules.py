@@ -273,21 +273,29 @@ def _goes_on(ledgers: ActorMesh) -> None:
 
 def _check_failures(faults: Sequence[Fault], harm: Harm, told: Sequence[MeshFailure], failed: set[int]) -> None:
     """Those, and only those, are lost that had to be."""
-    must, may = set[int](), set[int]()
-    for fault in faults:
-        if fault.kind == "kill worker":
-            must.add(fault.who)
-        if fault.kind == "kill agent":
-            must |= {rank for rank in range(GPUS * len(HOSTS)) if host_of(rank) == fault.who}
+    must = _bound_to_be_lost(faults)
     may = must | {rank for rank in range(GPUS * len(HOSTS)) if harm.parted(0, host_of(rank))}
     lost = {rank for failure in told for rank in failure.ranks}
-    assert must <= lost, f"ranks {sorted(must - lost)} were killed, and no failure says so"
+    assert must <= lost, f"ranks {sorted(must - lost)} had to be lost, and no failure says so"
     assert lost | failed <= may, f"ranks {sorted((lost | failed) - may)} are lost, and should not be"
     for failure in told:
         assert failure.mesh_name == "procs", failure
         for death in failure.deaths:
             assert death.host == NAMES[host_of(death.rank)], f"rank {death.rank} was not on {death.host}"
             assert f"hosts {death.rank // GPUS} gpus {death.rank % GPUS}" in death.where, death
+
+
+def _bound_to_be_lost(faults: Sequence[Fault]) -> set[int]:
+    """Ranks that are killed, or whose host is silent for too long; what shares its ways with others may be healed."""
+    found = set[int]()
+    for fault in faults:
+        alone = all(other is fault or other.pairs.isdisjoint(fault.pairs) for other in faults)
+        silent = alone and (0, fault.who) in fault.pairs and fault.seconds >= LONG[0]
+        if fault.kind == "kill worker":
+            found.add(fault.who)
+        elif fault.kind == "kill agent" or silent:
+            found |= {rank for rank in range(GPUS * len(HOSTS)) if host_of(rank) == fault.who}
+    return found
 
 
 def _check_told(harm: Harm, caller: Caller, folder: str, lost: set[int]) -> None:
