@@ -7,11 +7,13 @@ STAMP := $(VENV)/.installed
 VERSION ?= 2.14.1
 # Of make fuzz, for each target.
 SECONDS ?= 300
+# Of make test-schedules.
+COUNT ?= 200
 FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-sanitizers test-gpu test-xla test-torch fuzz lint format bench clean
+.PHONY: help setup demo test test-fast test-slow test-schedules test-sanitizers test-gpu test-xla test-torch fuzz lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +41,9 @@ test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-ra
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py
+
+test-schedules: $(STAMP)  ## random faults on four hosts at work, 3 s each: make test-schedules COUNT=200
+	$(BIN)/python -m tests.hosts.schedules 0 $(COUNT)
 
 test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason where there is none
 	$(BIN)/python -m pytest -m gpu

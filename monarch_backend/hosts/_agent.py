@@ -72,6 +72,10 @@ AGENT_PATIENCE = 5.0
 """Seconds that an agent of a host that has answered gets in any case: its fork server may be importing torch."""
 
 
+MEETING = 3.0
+"""Seconds that the agent of another host gets at least to answer the first call; then its host is lost to this one."""
+
+
 class Plan(NamedTuple):
     """What an agent is told of itself. ``server``: the host's fork server.
 
@@ -225,8 +229,8 @@ class AgentProcess:
                 known = self._known.get(host)
                 if known is None:
                     return False
-                whom, patience = bytes.fromhex(known[2]), self._plan.silence  # it is up, or lost, and then nobody waits
-                remotes = [self._tcp.call(known[:2], self._plan.secret, whom, patience=patience)]
+                patience = max(MEETING, self._plan.silence)
+                remotes = [self._tcp.call(known[:2], self._plan.secret, bytes.fromhex(known[2]), patience=patience)]
                 self._hosts[host] = remotes
         self._tcp.send(remotes[0], *_carried.pack(frame))
         return True

@@ -173,7 +173,7 @@ class FarLinks:
             self._met.discard(number)
             result.append((number, int(Kind.GONE), how, peace))
         else:
-            result.append((0, int(Kind.REFUSED), token))
+            result.append((0, int(Kind.REFUSED), token, how))
 
     def _lose_all(self, how: str, result: list[Event]) -> None:
         with self._lock:

@@ -69,6 +69,7 @@ class Gateway:
         self._by_link: dict[int, tuple[str, int]] = {}  # their tokens and pids
         self._pairs: defaultdict[str, set[str]] = defaultdict(set)  # of one who is here, on other hosts
         self._calling: dict[str, set[str]] = {}  # one on another host -> who here has called it, without an answer
+        self._given_up: defaultdict[str, set[str]] = defaultdict(set)  # by one who is here: who was never reached
         self._asked: defaultdict[str, list[str]] = defaultdict(list)  # one here who is silent -> who elsewhere calls it
         self._ended: dict[str, tuple[str, bool]] = {}  # how those who were here have ended lately, and whether in peace
         self._kept: dict[int, deque[Callable[[], bool]]] = {}  # by link: what had no room
@@ -155,6 +156,7 @@ class Gateway:
 
     def _has_ended(self, token: str, how: str, peace: bool) -> None:
         self._ended[token] = how, peace
+        self._given_up.pop(token, None)
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
         self._relay.ends(token)
@@ -218,6 +220,10 @@ class Gateway:
         self._to_process(frame)
 
     def _is_called(self, token: str, caller: str, pid: int) -> None:
+        if caller in self._given_up.get(token, ()):  # it would be heard, and not answered
+            why = "it has given up this process, whose host was lost to it"
+            self._to_host(host_of(caller), _carried.word(GONE, caller, token, text=why))
+            return
         if token == self.token or token in self._by_token:
             self._meet(token, caller, pid)
             return
@@ -315,7 +321,8 @@ class Gateway:
                     self._to_process(_carried.word(GONE, token, other, text=why))
             for other in [other for other in self._calling if host_of(other) == host]:
                 for caller in sorted(self._calling.pop(other)):
-                    self._to_process(_carried.word(REFUSED, caller, other))
+                    self._given_up[caller].add(other)
+                    self._to_process(_carried.word(GONE, caller, other, text=why))
             for token, entries in list(self._asked.items()):
                 left = [entry for entry in entries if host_of(entry) != host]
                 if left:

@@ -808,12 +808,14 @@ class Router:
         self.on_met(peer)
 
     def _refused(self, event: Any) -> None:
-        """It was called, did not answer, and now never will."""
+        """It was called, did not answer, and now never will; if it is said why, nobody needs to be asked."""
         peer = self.peer(event[2])
         with self.lock:
             if peer.link >= 0 or peer.gone is not None:
                 return
-            if peer.believed:  # its owner has just said that it is there
+            if len(event) > 3:
+                self.never_came(peer, event[3])
+            elif peer.believed:  # its owner has just said that it is there
                 peer.believed = False
                 self._ask_again(peer)
             else:

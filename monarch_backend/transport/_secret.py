@@ -163,7 +163,9 @@ class Caller:
         if refusal == Refusal.SECRET:
             raise HandshakeError("it does not know this job's secret: give both sides the same file or variable")
         if refusal == Refusal.SESSION:
-            raise HandshakeError("it has given up this connection, which was broken for too long")
+            raise HandshakeError(
+                "its process has ended, or has given up this connection, which was broken for too long"
+            )
         said = (self.hello(), head, self._binding)
         if refusal or not hmac.compare_digest(proof, _proof(self._secret, b"called", *said)):
             raise HandshakeError("it could not prove that it knows this job's secret: somebody stands in between?")

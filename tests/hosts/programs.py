@@ -440,6 +440,7 @@ def worker_killed(*addresses: str) -> None:
     theirs = waiting[1].exception(PATIENCE)
     measured("kill -9 of a worker, to the error of an actor on another host", began, 1.0)
     assert isinstance(theirs, ActorError) and isinstance(theirs.__cause__, SupervisionError), theirs
+    assert (theirs.__cause__.host, theirs.__cause__.rank) == ("gamma", 3), theirs.__cause__
     failure = faults.next()
     assert failure.ranks == (3,) and failure.mesh_name == "procs", failure
     assert failure.deaths[0].host == "gamma" and failure.deaths[0].signal == 9
@@ -485,6 +486,7 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
         theirs = theirs.exception(PATIENCE)
         measured(f"{how}, to the error of an actor on another host", began, most)
         assert isinstance(theirs, ActorError) and isinstance(theirs.__cause__, SupervisionError), theirs
+        assert theirs.__cause__.host == "gamma", theirs.__cause__
         if how == "agent stopped":  # who is stopped can't end anything, until it goes on and finds out
             os.kill(agent, signal.SIGCONT)
         measured(f"{how}, to the end of what ran there", began, most + until_gone(pids[2:], most + 2.0))
@@ -608,6 +610,27 @@ def through_another(gateway: str, workers: list[str], cables: list[int]) -> None
         until_gone(pids, PATIENCE)
     finally:
         wires.heal(0)
+
+
+def cut_before_they_meet(addresses: list[str], cables: list[int]) -> None:
+    """Two hosts that have never talked to each other can't: who tries is told as soon as if the other were lost."""
+    faults, wires = expect_faults(), Cables(cables)
+    _, _, workers = begin(addresses)
+    workers.echo.call("up").get(PATIENCE)
+    one, other = workers.slice(hosts=0, gpus=0), workers.slice(hosts=1, gpus=0)
+    wires.cut_off(1, [2])
+    try:
+        began = time.monotonic()
+        error = one.ask.call_one(other, 1).exception(PATIENCE)
+        measured("call of a host that can't be reached, to the error", began, 5.0)
+        assert isinstance(error, ActorError) and isinstance(error.__cause__, SupervisionError), error
+        assert list(workers.echo.call("on").get(PATIENCE).values()) == ["on"] * 4
+    finally:
+        wires.heal(1)
+    error = other.ask.call_one(one, 2).exception(PATIENCE)  # who was given up is told so
+    assert isinstance(error, ActorError) and "given up" in str(error.__cause__), error
+    assert other.ask.call_one(workers.slice(hosts=0, gpus=1), 3).get(PATIENCE) == 3
+    faults.none()
 
 
 def spare(addresses: list[str], daemons: list[int]) -> None:

@@ -71,6 +71,12 @@ def test_hosts_that_only_one_host_reaches(world: World, workers: list[str]) -> N
         world.run("through_another", gateway.address, workers[1:], world.where.cables.pids)
 
 
+@pytest.mark.slow
+def test_two_hosts_that_have_never_met_do_not_hear_each_other(world: World, daemons: list[Daemon]) -> None:
+    assert world.where is not None
+    world.run("cut_before_they_meet", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
+
+
 def test_ranks_move_to_a_host_that_is_left(world: World, daemons: list[Daemon]) -> None:
     world.run("spare", [daemon.address for daemon in daemons[:2]], [daemon.pid for daemon in daemons])
 

@@ -290,9 +290,24 @@ def test_a_lost_host_is_told_to_all_who_know_somebody_there() -> None:
     world.lose(2, "host beta is lost")
     world.run()
     assert [event[2] for event in one.told(Kind.GONE)] == ["host beta is lost"]
-    assert [event[2] for event in one.told(Kind.REFUSED)] == [token(2, 2)]
+    assert [event[2:] for event in one.told(Kind.REFUSED)] == [(token(2, 2), "host beta is lost")]
     assert three.told(Kind.GONE) == []
     assert one.meet(three) >= FAR
+
+
+def test_who_was_given_up_before_it_was_met_is_told_when_it_calls() -> None:
+    world = World(2)
+    one, two = world.process(1, 1), world.process(2, 1)
+    assert one.links.connect(two.token) == SILENT
+    one.host.read()
+    world.lose(2, "host beta is lost")
+    world.run()
+    world.lost.clear()  # it was out of reach of the other one only
+    assert two.links.connect(one.token) == SILENT
+    world.run()
+    [(_, _, whom, why)] = two.told(Kind.REFUSED)
+    assert whom == one.token
+    assert "given up" in why
 
 
 def test_a_gateway_that_ends_takes_all_far_links_with_it() -> None:
