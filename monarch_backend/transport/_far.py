@@ -48,6 +48,7 @@ class FarLinks:
         self._known: set[str] = set()  # the same
         self._numbers: dict[str, int] = {}  # of those that are called or met
         self._met: set[int] = set()
+        self._early: dict[int, list[Event]] = {}  # that came down a tree, before the word that their sender was met
         self._gateways = {gateway_link}  # links to it: two, if it has called us while we called it
         self._gateway = gateway
         self._dead = False  # it has ended: nobody else can be reached any more
@@ -151,15 +152,17 @@ class FarLinks:
                 if number not in self._met:
                     self._met.add(number)
                     result.append((number, int(Kind.MET), sender, frame.ref))
+                    result.extend(self._early.pop(number, ()))
             elif kind == REFUSED:
                 if self._numbers.get(sender) not in self._met:
-                    self._numbers.pop(sender, None)
+                    self._early.pop(self._numbers.pop(sender, -1), None)
                     result.append((0, int(Kind.REFUSED), sender))
             elif kind == GONE:
                 self._lose(sender, str(frame.prefix[2 * TOKEN :], "utf-8", "replace"), bool(frame.rank), result)
-            elif kind & CARRIED and (number := self._numbers.get(sender, -1)) in self._met:
+            elif kind & CARRIED and (number := self._numbers.get(sender, -1)) >= 0:
                 rest = frame.prefix[2 * TOKEN :]
-                result.append((number, kind & ~CARRIED, *frame[1:6], rest, frame.body, frame.buffers))
+                event = (number, kind & ~CARRIED, *frame[1:6], rest, frame.body, frame.buffers)
+                (result if number in self._met else self._early.setdefault(number, [])).append(event)
             elif sender in self._known:
                 return  # of one whose end has been told
             else:
@@ -169,6 +172,7 @@ class FarLinks:
         number = self._numbers.pop(token, None)
         if number is None:
             return
+        self._early.pop(number, None)
         if number in self._met:
             self._met.discard(number)
             result.append((number, int(Kind.GONE), how, peace))

@@ -224,6 +224,20 @@ def test_two_meet_and_talk() -> None:
     assert one.bodies() == [b"hello back"]
 
 
+def test_what_overtakes_the_word_that_they_have_met_waits_for_it() -> None:
+    """Down a tree it comes through other hosts, and the word comes straight."""
+    world = World(2)
+    one, two = world.process(1, 1), world.process(2, 1)
+    assert one.links.connect(two.token) == SILENT
+    prefix = _carried.tokens(one.token, two.token) + b"prefix"
+    one.inbox.append((0, int(Kind.CALL) | _carried.CARRIED, 7, 8, 1, 3, 0, prefix, b"early", None))
+    one.read()
+    assert one.events == []
+    world.run()
+    assert [event[1] for event in one.events] == [Kind.MET, Kind.CALL]
+    assert one.bodies() == [b"early"]
+
+
 def test_one_that_is_not_there_refuses() -> None:
     world = World(2)
     one = world.process(1, 1)
