@@ -11,7 +11,7 @@ from tests.hosts import schedules
 from tests.hosts.support import Daemon, World
 
 SEEDS = 3
-MANY_SEEDS, CHUNK = 36, 6
+MANY_SEEDS, CHUNK = 20, 5
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
