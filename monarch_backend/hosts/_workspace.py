@@ -83,12 +83,14 @@ class Keeper(Actor):
     def __init__(self, to: str) -> None:
         self._root = Path(os.path.expanduser(os.path.expandvars(to)))
         self._fresh: dict[str, bytes] = {}
+        self._lacking: set[str] = set()
 
     @endpoint
     def lacks(self, files: dict[str, Entry]) -> set[str]:
         """Hashes of content that is not here."""
         self._root.mkdir(parents=True, exist_ok=True)
-        return {entry.digest for name, entry in files.items() if not self._is_here(name, entry)}
+        self._lacking = {name for name, entry in files.items() if not self._is_here(name, entry)}
+        return {files[name].digest for name in self._lacking}
 
     def _is_here(self, name: str, entry: Entry) -> bool:
         path = self._root / name
@@ -108,7 +110,7 @@ class Keeper(Actor):
         written = 0
         for name, entry in files.items():
             path = self._root / name
-            if not self._is_here(name, entry):
+            if name in self._lacking:
                 _write(path, self._fresh[entry.digest])
                 _forget_bytecode(path)
                 written += 1
