@@ -65,7 +65,8 @@ def test_promises_of_many_seeds(first: int) -> None:
 def test_64_hosts() -> None:
     ran = hosts_world.run(1001, 64)
     assert ran.watch.executed > 200
-    assert len([process for process in ran.simulation.processes if process.program is None]) == 64 * 2 + 1
+    assert ran.simulation.hosts is not None
+    assert len(ran.simulation.hosts.all) == 64 + 1
 
 
 def _digest(seed: int) -> str:
