@@ -513,12 +513,15 @@ class ProcessOwner:
             old.replaced = True
             if old is not member and not old.gone:
                 self._kill(old)
-            token = _token(core.peer(rank).epoch + 1, program.home_again(old.peer.token, core.tokens))
+            former = core.peer(rank)
+            token = _token(former.epoch + 1, program.home_again(old.peer.token, core.tokens))
             program.router.expect(token, old.peer.label)  # before anybody sends to it
             core.replace(rank, token)
             for peer in list(program.router.peers.values()):
                 if peer.link >= 0 and peer.gone is None:
                     program.router.tell(peer, Replaced(core.id, rank, core.tokens[rank]))
+            if former.token not in self._by_token:  # and never will be: who waits for it is told
+                program.router.never_came(former, "it was replaced before it was started")
         for actors in list(owned.actors):
             for other, base in enumerate(actors.bases):
                 if base in ranks and actors.stopped is None:

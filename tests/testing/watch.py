@@ -210,7 +210,8 @@ class Watch:
             self.violations.append(f"promise 2: {message} failed with an exception of {key}, which did not execute it")
 
     def _not_answered(self, message: Message, error: SupervisionError, keys: list[Key]) -> None:
-        if not any(message.homes[key] in self.dead or key in self.troubled or self.apart(message, key) for key in keys):
+        lost = (self.is_gone(message.homes[key]) or key in self.troubled or self.apart(message, key) for key in keys)
+        if not any(lost):
             self.violations.append(f"{message} failed, and nobody whom it was for had died: {error}")
         if error.delivery == "unknown":
             return
@@ -362,7 +363,7 @@ class Watch:
         if message.given_up or message.one_of:
             return
         for key, token in message.homes.items():
-            excused = token in self.dead or key in self.excused or key in message.unsent or self.apart(message, key)
+            excused = self.is_gone(token) or key in self.excused or key in message.unsent or self.apart(message, key)
             if key not in message.ran and (message.must or not excused) and not self._never_sent(message):
                 self.violations.append(f"promise 3: {key} lives and never got {message}")
 
