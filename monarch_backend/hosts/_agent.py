@@ -294,14 +294,13 @@ class AgentProcess:
                 self._tcp.hang_up(remote)
         if host == host_of(self._plan.asker):
             self._finish(why)
-        undelivered = [frame for remote in remotes for frame in remote.undelivered]
         for each in (host, *(far for far, way in list(self._ways.items()) if way == host)):
             if for_good:
                 self._known.pop(each, None)
                 self._ways.pop(each, None)
             if host in self._attached:
                 self._tell(Lost(each, why))
-            self._gateway.lost_host(each, why, undelivered if each == host else ())
+            self._gateway.lost_host(each, why)
         if for_good:
             self._attached.discard(host)
 

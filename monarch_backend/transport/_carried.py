@@ -28,7 +28,7 @@ HOST = 8
 _HEAD = struct.Struct("!BxHIIQQQQ")  # kind, buffers, rank, epoch, target, ref, seq, bytes of the body
 _RECEIVER = struct.Struct(f"!{TOKEN}sQII")  # token, seq, rank, epoch
 _COUNT = struct.Struct("!I")
-_PASS = struct.Struct(f"!{HOST}s{HOST}sBIQI")  # root, parent, kind, branches, number, hosts
+_PASS = struct.Struct(f"!{HOST}s{HOST}sBIQQI")  # root, parent, kind, branches, number, over, hosts
 _PART = struct.Struct(f"!{HOST}sI")  # host, receivers
 
 
@@ -145,20 +145,24 @@ def unpack(prefix: bytes, view: memoryview) -> Carried:
 
 
 class Passed(NamedTuple):
-    """The prefix of a PASS. ``hosts``: this one, and those below it, each with its receivers as they are packed."""
+    """The prefix of a PASS. ``hosts``: this one, and those below it, each with its receivers as they are packed.
+
+    ``over``: the root has all replies to its casts before this number.
+    """
 
     root: str
     parent: str
     kind: int
     branches: int
     number: int
+    over: int
     hosts: list[tuple[str, bytes]]
     rest: bytes
 
     def pack(self) -> bytes:
         """Its bytes."""
         head = _PASS.pack(
-            self.root.encode(), self.parent.encode(), self.kind, self.branches, self.number, len(self.hosts)
+            self.root.encode(), self.parent.encode(), self.kind, self.branches, self.number, self.over, len(self.hosts)
         )
         table = b"".join(_PART.pack(host.encode(), count_of(rows)) for host, rows in self.hosts)
         return b"".join((head, table, *(rows for _, rows in self.hosts), self.rest))
@@ -167,14 +171,14 @@ class Passed(NamedTuple):
     def unpack(cls, prefix: bytes) -> Passed:
         """Raises FrameError."""
         try:
-            root, parent, kind, branches, number, count = _PASS.unpack_from(prefix)
+            root, parent, kind, branches, number, over, count = _PASS.unpack_from(prefix)
             at = _PASS.size + count * _PART.size
             hosts = []
             for place in range(_PASS.size, at, _PART.size):
                 host, receivers = _PART.unpack_from(prefix, place)
                 hosts.append((str(host, "ascii"), prefix[at : at + receivers * _RECEIVER.size]))
                 at += receivers * _RECEIVER.size
-            passed = cls(str(root, "ascii"), str(parent, "ascii"), kind, branches, number, hosts, prefix[at:])
+            passed = cls(str(root, "ascii"), str(parent, "ascii"), kind, branches, number, over, hosts, prefix[at:])
         except (struct.error, UnicodeDecodeError) as error:
             raise FrameError(f"a frame for a tree that can't be read: {error}") from None
         if at > len(prefix) or not hosts or not branches or not is_for_many(kind):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend.transport import _carried
@@ -110,7 +110,7 @@ class Gateway:
             self._calls(frame)
         elif is_for_many(frame.kind):
             self._leaves_for_many(frame)
-        elif not self._relay.reply(frame):
+        elif not self._relay.replies.reply(frame):
             self._to_host(host_of(frame.to), frame)
 
     def _calls(self, frame: Carried) -> None:
@@ -192,6 +192,7 @@ class Gateway:
             elif is_for_many(frame.kind):
                 self._for_many(frame)
             else:
+                self._relay.replies.saw(frame)
                 self._to_process(frame)
 
     def _goes_on(self, frame: Carried, host: str) -> None:
@@ -309,10 +310,10 @@ class Gateway:
 
     # ---- hosts
 
-    def lost_host(self, host: str, why: str, undelivered: Iterable[tuple[bytes, Any]] = ()) -> None:
-        """Whoever here knows somebody there hears of it. ``undelivered``: frames that may not have come there."""
+    def lost_host(self, host: str, why: str) -> None:
+        """Whoever here knows somebody there hears of it."""
         with self._lock:
-            self._relay.lost_host(host, undelivered)
+            self._relay.lost_host(host)
             for token, others in list(self._pairs.items()):
                 for other in sorted(other for other in others if host_of(other) == host):
                     others.discard(other)

@@ -1,37 +1,27 @@
-"""A message to many hosts, down a tree of their gateways, and the replies on their way up: one copy to each host.
+"""A message to many hosts, down a tree of their gateways: one copy to each host.
 
 The gateway of the sender is the root. It keeps the message until every branch has said that all below have it: what is
 below a host that is lost gets it from the root itself, and receivers take nothing twice, since their routers number
-what they get. Replies wait a moment for others that go the same way. Who is on a host is _gateway.py's.
+what they get. How the replies come up is _gather.py's, who is on a host _gateway.py's.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from monarch_backend.transport import _carried, _frames
+from monarch_backend.transport import _carried
 from monarch_backend.transport._bodies import own, own_all
-from monarch_backend.transport._carried import ARRIVED, CARRIED, COMBINED, HOST, MANY, PASS, Carried, Passed, host_of
-from monarch_backend.transport._frames import TOKEN, FrameError, Kind, Part, Replies, Status
-from monarch_backend.transport._links import epoch_of
+from monarch_backend.transport._carried import ARRIVED, COMBINED, MANY, PASS, Carried, Passed, host_of
+from monarch_backend.transport._frames import TOKEN, FrameError, Kind
+from monarch_backend.transport._gather import Gatherer
 
 BRANCHES = 8
 """Hosts that one gateway sends a message for many to; up to so many get it straight."""
 
-MOMENT = 0.005
-"""Seconds that replies wait for others, if not all that are to come are there."""
-
-MOST_WAITING = 4 << 20
-"""Bytes of replies that wait for others."""
-
-MOST_REPLY = 32 << 10
-"""Bytes of a reply that goes with others; a larger one goes alone, straight."""
-
 MOST_REMEMBERED = 4096
-"""Messages that have arrived and calls whose replies may still come, each: whoever is not remembered is no loss."""
+"""Messages that have arrived, and may come once more from another host: then they are passed on once more."""
 
 
 @dataclass(eq=False)
@@ -55,21 +45,6 @@ class _Cast:
         return self.root, self.number
 
 
-@dataclass(eq=False)
-class _Gather:
-    """Replies to one call, on their way up."""
-
-    root: str
-    parent: str | None  # None: this is the root
-    left: int  # that are still to come
-    parts: list[Part] = field(default_factory=list)
-    bodies: list[bytes] = field(default_factory=list)
-    buffers: list[bytearray] = field(default_factory=list)
-    missing: int = 0  # that have gone another way
-    size: int = 0
-    timed: bool = False
-
-
 class Relay:
     """Of one gateway, under whose lock all methods are called.
 
@@ -91,12 +66,12 @@ class Relay:
         self.branches = branches
         self._way = way
         self._token, self._here = token, host_of(token)
-        self._to_host, self._deliver, self._answer, self._later = to_host, deliver, answer, later
+        self._to_host, self._deliver = to_host, deliver
+        self.replies = Gatherer(token, to_host, answer, later)
         self._numbers = itertools.count(1)
         self._casts: dict[tuple[str, int], _Cast] = {}
         # Casts of other roots that all below have, but those that could not be reached; the oldest first.
         self._over: dict[tuple[str, int], list[str]] = {}
-        self._gathers: dict[tuple[str, int], _Gather] = {}  # by caller and the number of its call, the oldest first
 
     # ---- down
 
@@ -112,7 +87,7 @@ class Relay:
         cast = _Cast(self._here, next(self._numbers), sender, frame.ref, frame, above, parents, dict(rows))
         self._casts[cast.key] = cast
         below = sum(map(_carried.count_of, rows.values()))
-        self._expect(cast, above[0] if above else None, frame.kind, here + below)
+        self._expect(cast, frame.kind, above[0] if above else None, here + below)
         self._hand_out(cast, frame, list(rows), self.branches)
         self._finish_if_done(cast)
 
@@ -126,6 +101,7 @@ class Relay:
         if passed.root == self._here:
             self._begin(frame, dict(below), (passed.parent, passed.number), self._deliver(many))
             return
+        self.replies.are_over(passed.root, passed.over)
         if below:
             frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
         cast = self._joined(frame, many, passed)
@@ -146,11 +122,9 @@ class Relay:
         cast.parents.append(parent)
         if cast.parents == [parent] and over is None:
             here = self._deliver(many) + sum(_carried.count_of(rows) for _, rows in passed.hosts[1:])
-            self._expect(cast, parent, passed.kind, here)
+            self._expect(cast, passed.kind, parent, here)
         else:
-            gather = self._gathers.get((sender, frame.ref))
-            if gather is not None:
-                gather.parent = parent
+            self.replies.has_parent((sender, frame.ref), parent)
             if cast.lost:  # whoever was told of them may be lost, too
                 self._to_host(parent, _carried.arrived(*key, self._here, False, cast.lost))
         return cast
@@ -177,7 +151,8 @@ class Relay:
 
     def _pass(self, cast: _Cast, frame: Carried, root: str, parts: list[tuple[str, bytes]], branches: int) -> bool:
         """Who is its own root keeps it, and tells us only that all of these have it."""
-        passed = Passed(root, self._here, frame.kind, branches, cast.number, parts, frame.prefix)
+        over = self.replies.over(cast.root, cast.number)
+        passed = Passed(root, self._here, frame.kind, branches, cast.number, over, parts, frame.prefix)
         return self._to_host(parts[0][0], frame._replace(kind=PASS, prefix=passed.pack()))
 
     def _has_arrived(self, frame: Carried) -> None:
@@ -204,7 +179,7 @@ class Relay:
         if not lost:
             return
         cast.lost += lost
-        self._left(cast, -sum(_carried.count_of(cast.rows[host]) for host in lost))
+        self.replies.fewer((cast.sender, cast.ref), sum(_carried.count_of(cast.rows[host]) for host in lost))
         for parent in cast.parents:
             self._to_host(parent, _carried.arrived(*cast.key, self._here, False, lost))
 
@@ -212,116 +187,34 @@ class Relay:
         if cast.branches or self._casts.pop(cast.key, None) is None:
             return
         if cast.frame is None:
-            _remember(self._over, cast.key, cast.lost)
+            self._over[cast.key] = cast.lost
+            if len(self._over) > MOST_REMEMBERED:
+                del self._over[next(iter(self._over))]
         if cast.above is not None:
             for parent in cast.parents:
                 self._to_host(parent, _carried.arrived(*cast.above, self._here, True, cast.lost))
 
+    def _expect(self, cast: _Cast, kind: int, parent: str | None, count: int) -> None:
+        if kind == Kind.CALL | MANY and cast.ref:
+            self.replies.expect((cast.sender, cast.ref), cast.root, cast.number, parent, count)
+
     def ends(self, sender: str) -> None:
         """This process has ended, and others are about to be told: what they may lack of it goes straight, before."""
+        self.replies.ends(sender)
         for cast in self._casts.values():
             if cast.sender == sender and cast.frame is not None and cast.above is None:
                 for host in {host: None for branch in cast.branches.values() for host in branch}:
                     prefix = _carried.for_many(cast.rows[host], cast.frame.prefix)
                     self._to_host(host, cast.frame._replace(prefix=prefix))
 
-    # ---- up
-
-    def _expect(self, cast: _Cast, parent: str | None, kind: int, count: int) -> None:
-        """So many replies to this call come here."""
-        if kind == Kind.CALL | MANY and cast.ref:
-            gather = _Gather(cast.root, parent, count)
-            for key, old in _remember(self._gathers, (cast.sender, cast.ref), gather):
-                self._send_up(key, old)
-
-    def reply(self, frame: Carried) -> bool:
-        """One of a process of this host; False if it is to go straight."""
-        if frame.kind != Kind.REPLY | CARRIED:
-            return False
-        key = frame.to, frame.ref
-        gather = self._gathers.get(key)
-        status = frame.prefix[2 * TOKEN :]
-        if gather is None or status == Status.ITEM:  # more come after it
-            return False
-        body = own(frame.body)
-        buffers = own_all(frame.buffers) or []
-        size = len(body) + sum(map(len, buffers))
-        if size > MOST_REPLY or status != Status.VALUE:
-            gather.missing += 1
-            self._came(key, gather, 1)
-            return False
-        self._add(key, gather, [Part(frame.rank, status, len(body), len(buffers))], body, buffers)
-        return True
-
-    def _comes_up(self, frame: Carried) -> None:
-        """Replies of a host below; or ours to give to whom they are for."""
-        rest = frame.prefix[2 * TOKEN :]
-        root, replies = str(rest[:HOST], "ascii", "replace"), _frames.decode_replies(rest[HOST:])
-        key = frame.to, frame.ref
-        gather = self._gathers.get(key)
-        body, buffers = own(frame.body), own_all(frame.buffers) or []
-        if gather is not None:
-            gather.missing += replies.missing
-            self._add(key, gather, replies.parts, body, buffers, replies.missing)
-        else:
-            caller = host_of(frame.to)  # at the root the call may be forgotten, or it was only one for others
-            to = root if root != self._here else None if caller == self._here else caller
-            alone = _Gather(root, to, 0, replies.parts, [body], buffers)
-            self._send_up(key, alone)
-
-    def _add(
-        self, key: tuple[str, int], gather: _Gather, parts: list[Part], body: bytes, buffers: list[bytearray],
-        missing: int = 0,
-    ) -> None:  # fmt: skip
-        gather.parts += parts
-        gather.bodies.append(body)
-        gather.buffers += buffers
-        gather.size += len(body) + sum(map(len, buffers))
-        self._came(key, gather, len(parts) + missing)
-
-    def _came(self, key: tuple[str, int], gather: _Gather, count: int) -> None:
-        gather.left -= count
-        if gather.left <= 0:
-            self._gathers.pop(key, None)
-        if gather.left <= 0 or gather.size > MOST_WAITING:
-            self._send_up(key, gather)
-        elif (gather.parts or gather.missing) and not gather.timed:
-            gather.timed = True
-            self._later(MOMENT, lambda: self._moment_is_over(key, gather))
-
-    def _moment_is_over(self, key: tuple[str, int], gather: _Gather) -> None:
-        gather.timed = False
-        self._send_up(key, gather)
-
-    def _left(self, cast: _Cast, change: int) -> None:
-        gather = self._gathers.get((cast.sender, cast.ref))
-        if gather is not None:
-            self._came((cast.sender, cast.ref), gather, -change)
-
-    def _send_up(self, key: tuple[str, int], gather: _Gather) -> None:
-        if not gather.parts and not gather.missing:
-            return
-        caller, ref = key
-        parts, body, buffers = gather.parts, b"".join(gather.bodies), gather.buffers or None
-        replies = _frames.encode(Replies(caller, parts, gather.missing))
-        gather.parts, gather.bodies, gather.buffers, gather.size, gather.missing = [], [], [], 0, 0
-        if gather.parent is None:
-            if parts:
-                self._answer(caller, Carried(Kind.REPLIES, 0, ref, 0, 0, epoch_of(caller), replies, body, buffers))
-            return
-        prefix = _carried.tokens(caller, self._token) + gather.root.encode() + replies
-        frame = Carried(COMBINED, 0, ref, 0, 0, 0, prefix, body, buffers)
-        if not self._to_host(gather.parent, frame):
-            self._to_host(gather.root, frame)
-
     # ---- what comes, and who goes
 
     def handle(self, frame: Carried) -> None:
         """A frame of another gateway, of the tree. Raises FrameError."""
-        {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self._comes_up}[frame.kind](frame)
+        {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self.replies.come_up}[frame.kind](frame)
 
-    def lost_host(self, lost: str, undelivered: Iterable[tuple[bytes, Any]]) -> None:
-        """This host is not connected any more; ``undelivered`` was sent there, and may not have come."""
+    def lost_host(self, lost: str) -> None:
+        """This host is not connected any more."""
         for cast in list(self._casts.values()):
             branch = cast.branches.pop(lost, None)
             cast.parents = [cast.root if parent == lost else parent for parent in cast.parents]
@@ -331,15 +224,7 @@ class Relay:
                 assert cast.frame is not None
                 self._hand_out(cast, cast.frame, [host for host in branch if host != lost], self.branches)
             self._finish_if_done(cast)
-        for gather in self._gathers.values():
-            if gather.parent == lost:
-                gather.parent = gather.root
-        for prefix, body in undelivered:
-            if prefix[:1] == bytes([COMBINED]):
-                frame = _carried.unpack(prefix, memoryview(own(body)))
-                root = str(frame.prefix[2 * TOKEN : 2 * TOKEN + HOST], "ascii")
-                if root != lost:
-                    self._to_host(root, frame)
+        self.replies.lost_host(lost)
 
 
 def split(hosts: Sequence[str], branches: int) -> list[list[str]]:
@@ -350,13 +235,3 @@ def split(hosts: Sequence[str], branches: int) -> list[list[str]]:
     """
     count, parts = len(hosts), min(branches, len(hosts))
     return [list(hosts[count * i // parts : count * (i + 1) // parts]) for i in range(parts)]
-
-
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> list[tuple[Any, Any]]:
-    """And forget the oldest; what was forgotten."""
-    known[key] = value
-    forgotten = []
-    while len(known) > MOST_REMEMBERED:
-        oldest = next(iter(known))
-        forgotten.append((oldest, known.pop(oldest)))
-    return forgotten

@@ -152,11 +152,6 @@ class Session:
         self._untold += head.prefix + head.body + KEEPING
         return True
 
-    @property
-    def undelivered(self) -> list[tuple[bytes, Sequence[Any]]]:
-        """Prefixes and bodies of frames that the other side is not known to have."""
-        return [(prefix, body) for _, prefix, body, _ in self._kept]
-
     def resume(self, received: int) -> Iterator[list[Any]]:
         """What the other side has missed, on a new connection. Raises SessionError if that is not there any more."""
         first = self._kept[0][0] if self._kept else self._sent + 1

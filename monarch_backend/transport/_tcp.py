@@ -110,12 +110,6 @@ class Remote:
         self.closed = False  # by the other side, without a goodbye
         self.lost: str | None = None  # why, once it is
 
-    @property
-    def undelivered(self) -> list[tuple[bytes, Sequence[Any]]]:
-        """Prefixes and bodies of frames that are not known to have come there."""
-        with self.lock:
-            return [*self.session.undelivered, *self.waiting]
-
     def __str__(self) -> str:
         return f"{self.address[0]}:{self.address[1]}" if self.address else f"host {self.who.hex()[:8]}"
 
@@ -364,6 +358,7 @@ class Tcp:
         self._forget(remote)
         with remote.lock:
             remote.lost = why
+            remote.waiting.clear()
             connection, remote.connection = remote.connection, None
         if connection is not None:
             self._drop(connection)

@@ -14,8 +14,9 @@ from monarch_backend.transport._carried import Carried, host_of
 from monarch_backend.transport._far import FarLinks
 from monarch_backend.transport._frames import FrameError, Kind
 from monarch_backend.transport._gateway import Gateway
+from monarch_backend.transport._gather import MOMENT
 from monarch_backend.transport._links import FAR, SILENT
-from monarch_backend.transport._relay import BRANCHES, MOMENT
+from monarch_backend.transport._relay import BRANCHES
 
 
 def token(host: int, process: int) -> str:
@@ -199,11 +200,10 @@ class World:
             self.soon.append(lambda host=host, lost=lost: self._cut(host, lost.id, "cut"))  # type: ignore[misc]
 
     def _cut(self, host: Host, lost: str, why: str) -> None:
-        wire = self.wires[host.id, lost]
-        undelivered = list(wire)
-        wire.clear()
-        self.wires[lost, host.id].clear() if lost in self.lost else None
-        host.gateway.lost_host(lost, why, undelivered)
+        self.wires[host.id, lost].clear()
+        if lost in self.lost:
+            self.wires[lost, host.id].clear()
+        host.gateway.lost_host(lost, why)
 
 
 def say(process: Process, link: int, text: bytes, seq: int = 1) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _carried, _relay
+from monarch_backend.transport import _carried, _gather
 from monarch_backend.transport._carried import CARRIED, PASS, Passed
 from monarch_backend.transport._frames import FrameError, Kind, decode_replies
 from monarch_backend.transport._relay import split
@@ -38,10 +38,12 @@ class Tree:
         text = body or b"%d" % rank
         assert other.links.send(link, Kind.REPLY, 0, ref, 0, rank, 0, status, text, [bytearray(text)])
 
-    def replies(self) -> list[tuple[int, bytes, bytes]]:
+    def replies(self, ref: int = REF) -> list[tuple[int, bytes, bytes]]:
         """Ranks, statuses and bodies, of those that came together and those that came alone."""
         found: list[tuple[int, bytes, bytes]] = []
         for event in self.root.events:
+            if event[3] != ref:
+                continue
             if event[1] == Kind.REPLY:
                 assert bytes(event[9][0]) == event[8]
                 found.append((event[5], event[7], event[8]))
@@ -98,14 +100,14 @@ def test_replies_come_together(seed: int) -> None:
     tree.world.run()
     assert sorted(tree.replies()) == [(rank, b"", b"%d" % rank) for rank in range(len(tree.others))]
     assert not [event for event in tree.root.events if event[1] == Kind.REPLY]
-    assert all(not host.gateway._relay._gathers for host in tree.world.by_id.values())
+    assert all(not host.gateway._relay.replies._gathers for host in tree.world.by_id.values())
 
 
 def test_an_error_and_a_large_reply_go_straight() -> None:
     tree = Tree(10, 2)
     tree.cast()
     tree.world.run_to_rest()
-    large = bytes(_relay.MOST_REPLY + 1)
+    large = bytes(_gather.MOST_REPLY + 1)
     tree.reply(tree.others[3], b"E")
     tree.reply(tree.others[5], b"", large)
     tree.world.run_to_rest()
@@ -184,6 +186,67 @@ def test_replies_find_another_way(seed: int) -> None:
     assert {rank for rank, *_ in tree.replies()} == set(range(len(tree.others)))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_hosts_are_lost_with_the_replies_of_others(seed: int) -> None:
+    """Those who have replied live, and so does who waits for all of them."""
+    tree = Tree(16, 2, seed, gate=seed % 2 * 3)
+    world, chance = tree.world, tree.world.random
+    lost: set[int] = set()
+    calls: dict[int, list[Process]] = {}
+    for ref in range(1, 7):
+        tree.cast(ref=ref)
+        if chance.random() < 0.5:
+            world.run_to_rest()
+        calls[ref] = [other for other in tree.others if other.host.number not in lost]
+        for _ in range(chance.randrange(60)):
+            older = chance.choice(list(calls))
+            ready = [other for other in calls[older] if len(other.bodies()) >= older]
+            if ready:
+                other = chance.choice(ready)
+                calls[older].remove(other)
+                tree.reply(other, ref=older)
+            world.step()
+        if chance.random() < 0.5:
+            lost.add(host := chance.choice([host for host in range(2, 17) if host not in {*lost, world.gate}]))
+            world.lose(host, "crashed")
+    world.run()
+    for ref, late in calls.items():
+        for other in late:
+            if other.host.number not in lost:
+                tree.reply(other, ref=ref)
+    world.run()
+    left = [tree.others.index(other) for other in tree.others if other.host.number not in lost]
+    for ref in calls:
+        assert {rank for rank, *_ in tree.replies(ref)} >= set(left), ref
+
+
+def test_replies_that_have_arrived_are_not_kept() -> None:
+    tree = Tree(16, 2)
+    for ref in range(1, 4):
+        tree.cast(ref=ref)
+        tree.world.run_to_rest()
+        for other in tree.others:
+            tree.reply(other, ref=ref, body=bytes(1000))
+        tree.world.run_to_rest()
+        gatherers = [host.gateway._relay.replies for host in tree.world.by_id.values()]
+        assert any(gatherer._kept for gatherer in gatherers)
+        assert {number for gatherer in gatherers for _, number in gatherer._kept} == {ref}
+    tree.cast(ref=0)
+    tree.world.run_to_rest()
+    assert not any(gatherer._kept or gatherer._size for gatherer in gatherers)
+
+
+def test_replies_for_which_there_is_no_room_go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gather, "MOST_KEPT", 0)
+    tree = Tree(16, 2)
+    tree.cast()
+    tree.world.run_to_rest()
+    for other in tree.others:
+        tree.reply(other)
+    tree.world.run()
+    assert sorted(rank for rank, *_ in tree.replies()) == list(range(15))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_word_of_an_end_comes_after_what_is_on_its_way(seed: int) -> None:
     tree = Tree(12, 2, seed)
@@ -244,19 +307,20 @@ def test_many_seeds() -> None:
         test_hosts_behind_another_one_are_lost(seed)
         test_hosts_are_lost_while_it_goes_down(seed)
         test_replies_find_another_way(seed)
+        test_hosts_are_lost_with_the_replies_of_others(seed)
 
 
 def test_calls_that_nobody_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_relay, "MOST_REMEMBERED", 10)
+    monkeypatch.setattr(_gather, "MOST_CALLS", 10)
     tree = Tree(5, 2)
     for ref in range(1, 50):
         tree.cast(ref=ref)
         tree.world.run()
-    assert all(len(host.gateway._relay._gathers) <= 10 for host in tree.world.by_id.values())
+    assert all(len(host.gateway._relay.replies._gathers) <= 10 for host in tree.world.by_id.values())
     for other in tree.others:
         tree.reply(other, ref=1)
     tree.world.run()
-    assert len(tree.replies()) == 4
+    assert len(tree.replies(1)) == 4
 
 
 @pytest.mark.parametrize("what", ["short", "nobody", "of another host", "no branches", "not for many"])
@@ -265,7 +329,7 @@ def test_what_is_no_frame_of_a_tree(what: str) -> None:
     row = _carried.pack_rows([(token(1, 1), 1, 0, 0)])
     hosts = [] if what == "nobody" else [("00000002" if what == "of another host" else "00000001", row)]
     kind = Kind.CALL | (CARRIED if what == "not for many" else _carried.MANY)
-    passed = Passed("00000002", "00000002", kind, 0 if what == "no branches" else 2, 1, hosts, b"")
+    passed = Passed("00000002", "00000002", kind, 0 if what == "no branches" else 2, 1, 0, hosts, b"")
     prefix = passed.pack()
     frame = _carried.Carried(PASS, 0, 0, 0, 0, 0, prefix[:-9] if what == "short" else prefix, b"", None)
     with pytest.raises(FrameError):
