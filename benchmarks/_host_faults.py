@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import tempfile
 import time
@@ -16,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _host_stations import STATIONS, Silent, Station, kill, stations
+from _host_stations import STATIONS, Ended, Silent, Station, daemon, kill, stations
 
 from tests.support.hosts import Hosts, address, hosts
 
 PEER = Path(__file__).resolve().parents[1] / ".envs" / "peer-torchmonarch" / "bin" / "python"
-OURS, RUN = [sys.executable, "-m", "monarch_backend"], [sys.executable, "-m", "monarch_backend", "run"]
+RUN = [sys.executable, "-m", "monarch_backend", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PORT = 26603
 SETTLED = 1.5  # seconds until a fault: between two heartbeats, as ever
@@ -63,7 +64,7 @@ class Waiting:
 
 
 def _actors(make: Make, there: str) -> Waiting:
-    make(1, *OURS, "up", "--address", there, MONARCH_TLS="1").hear()
+    daemon(make, there, "1")
     caller = make(0, sys.executable, STATIONS / "ours.py", there, MONARCH_TLS="1")
     return Waiting(caller, _pending(caller))
 
@@ -139,6 +140,8 @@ def _word(waits: Station, begun: float, limit: float) -> tuple[float | None, str
         end, text = json.loads(waits.hear(begun + limit - time.time()))
     except Silent:
         return None, ""
+    except Ended:
+        return math.nan, ""
     return end - begun, str(text)
 
 
@@ -151,7 +154,7 @@ def _end(waits: Station, begun: float, limit: float) -> float | None:
 
 @dataclass
 class Heard:
-    """What all rounds have found; None is a round in which there was no word of it."""
+    """What all rounds have found; None is a round without a word in time, NaN one that ended without a word."""
 
     limit: float
     seconds: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # of (who hears, the fault)
@@ -174,5 +177,9 @@ class Heard:
         return lines
 
     def _cell(self, who: str, fault: str) -> str:
-        values = self.seconds.get((who, fault), [])
-        return ", ".join(f"> {self.limit:g}" if value is None else f"{value:.3f}" for value in values)
+        return ", ".join(map(self._text, self.seconds.get((who, fault), [])))
+
+    def _text(self, value: float | None) -> str:
+        if value is None:
+            return f"> {self.limit:g}"
+        return "ended without a word" if math.isnan(value) else f"{value:.3f}"

@@ -121,3 +121,8 @@ def stations(where: Hosts, **env: str) -> Iterator[Callable[..., Station]]:
                 station.process.communicate()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def daemon(make: Callable[..., Station], address: str, tls: str) -> None:
+    """Ours on host 1, ready for controllers."""
+    make(1, sys.executable, "-m", "monarch_backend", "up", "--address", address, MONARCH_TLS=tls).hear()

@@ -3,12 +3,14 @@
     python tools/peer_env.py torchmonarch       # once: that peer's own environment
     python benchmarks/hosts.py [--rounds N] [--faults N] [--limit SECONDS] [--out FILE]
 
-Needs root, iproute2 and iperf3. Calls: ours with and without TLS, torch.distributed.rpc, iperf3, a socket.
-Each case goes round all of them, round after round; figures are medians over all rounds, in brackets the median of the
-rounds' ratios to the floor: a bare socket for round trips, iperf3 for bandwidth.
+Needs root, iproute2 and iperf3.
 
-Faults are on host 1, and what counts is when host 0 hears of them, with everybody's default bounds (ours: a heartbeat
-each second, lost after three):
+Calls: ours with and without TLS, torch.distributed.rpc, iperf3, a socket. Each case goes round all of them, round after
+round; figures are medians over all rounds, beside the median of the rounds' ratios to the floor: a bare socket for
+round trips, iperf3 for bandwidth.
+
+Faults: on host 1, and what counts is when host 0 hears of them, with everybody's default bounds (ours: a heartbeat each
+second, lost after three):
 
 the call raises          an endpoint's call that the controller waits for, ours and torchmonarch's
 the rank raises          two ranks, an all_reduce each 50 ms, under `monarch-backend run` with backend="monarch" and
@@ -33,18 +35,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _host_faults import absent, detect
-from _host_stations import STATIONS, Station, stations
+from _host_stations import STATIONS, Station, daemon, stations
 
 from tests.support.hosts import Hosts, hosts, refusal
 
 MIB = 64
 CALLS = 300
-
-
-def daemon(make: Callable[..., Station], address: str, tls: str) -> Station:
-    made = make(1, sys.executable, "-m", "monarch_backend", "up", "--address", address, MONARCH_TLS=tls)
-    made.hear()
-    return made
 
 
 def iperf(where: Hosts, seconds: float = 1.0) -> float:
