@@ -1,16 +1,26 @@
-"""Two hosts, as network namespaces of one machine: ours with and without TLS, torch.distributed.rpc, iperf3, a socket.
+"""Two hosts, as namespaces of one machine: how fast calls between them are, and how soon a fault is heard of.
 
-    python benchmarks/hosts.py [--rounds N] [--out FILE]        needs root, iproute2 and iperf3
+    python tools/peer_env.py torchmonarch       # once: that peer's own environment
+    python benchmarks/hosts.py [--rounds N] [--faults N] [--limit SECONDS] [--out FILE]
 
-Each case goes round all of them, round after round; figures are medians over all rounds, in brackets the median of the
-rounds' ratios to the floor: a bare socket for round trips, iperf3 for bandwidth. Detection is from the fault until the
-error is raised in the controller, with the default bounds (a heartbeat each second, lost after three).
+Needs root, iproute2 and iperf3.
+
+Calls: ours with and without TLS, torch.distributed.rpc, iperf3, a socket. Each case goes round all of them, round after
+round; figures are medians over all rounds, beside the median of the rounds' ratios to the floor: a bare socket for
+round trips, iperf3 for bandwidth.
+
+Faults: on host 1, and what counts is when host 0 hears of them, with everybody's default bounds (ours: a heartbeat each
+second, lost after three):
+
+the call raises          an endpoint's call that the controller waits for, ours and torchmonarch's
+the rank raises          two ranks, an all_reduce each 50 ms, under `monarch-backend run` with backend="monarch" and
+                         under torchrun with gloo; the surviving rank has its error
+the launcher has ended   the same, and the launcher on host 0 has reported the failure; no restarts
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -19,72 +29,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from _host_faults import absent, detect
+from _host_stations import STATIONS, Station, daemon, stations
+
 from tests.support.hosts import Hosts, hosts, refusal
 
-STATIONS = Path(__file__).parent / "host_stations"
 MIB = 64
 CALLS = 300
-
-
-class Station:
-    """A process in a host that times calls when it is told to."""
-
-    def __init__(self, where: Hosts, host: int, *command: Any, **env: str) -> None:
-        self.process = subprocess.Popen(
-            ["nsenter", f"--net=/proc/{where.pids[host]}/ns/net", *map(str, command)], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **env}, start_new_session=True,
-        )  # fmt: skip
-
-    def hear(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.process.args} has ended")
-        return line
-
-    def ask(self, *case: Any) -> list[float]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(case) + "\n")
-        self.process.stdin.flush()
-        times: list[float] = json.loads(self.hear())
-        return times
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
-@contextlib.contextmanager
-def stations(where: Hosts, secret: str) -> Iterator[Callable[..., Station]]:
-    made: list[Station] = []
-
-    def make(host: int, *command: Any, **env: str) -> Station:
-        made.append(Station(where, host, *command, MONARCH_SECRET_FILE=secret, MONARCH_HOST_NAME=f"host{host}", **env))
-        return made[-1]
-
-    try:
-        yield make
-    finally:
-        for station in reversed(made):
-            station.close()
-
-
-def daemon(make: Callable[..., Station], address: str, tls: str) -> Station:
-    made = make(1, sys.executable, "-m", "monarch_backend", "up", "--address", address, MONARCH_TLS=tls)
-    made.hear()
-    return made
 
 
 def iperf(where: Hosts, seconds: float = 1.0) -> float:
@@ -133,41 +89,8 @@ def measure(where: Hosts, make: Callable[..., Station], rounds: int) -> dict[str
     return found
 
 
-def detect(
-    where: Hosts, make: Callable[..., Station], port: int, fault: Callable[[Station, int], None]
-) -> tuple[float, str]:
-    """Seconds from a fault until the controller's call raises."""
-    up = daemon(make, f"{where.address(1)}:{port}", "1")
-    caller = make(0, sys.executable, STATIONS / "ours.py", f"{where.address(1)}:{port}", MONARCH_TLS="1")
-    pid = int(caller.hear())
-    assert caller.process.stdin is not None
-    caller.process.stdin.write(json.dumps(["death", 0, 0]) + "\n")
-    caller.process.stdin.flush()
-    caller.hear()
-    time.sleep(1.5)  # between two heartbeats, as ever
-    begun = time.time()
-    fault(up, pid)
-    end, text = json.loads(caller.hear())
-    return end - begun, str(text)
-
-
-def faults(where: Hosts) -> dict[str, Callable[[Station, int], None]]:
-    def kill(_: Station, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-
-    def kill_host(up: Station, _: int) -> None:
-        os.kill(up.process.pid, signal.SIGKILL)
-
-    def cut(_: Station, __: int) -> None:
-        subprocess.run(
-            ["nsenter", f"--net=/proc/{where.pids[1]}/ns/net", "ip", "link", "set", "eth0", "down"], check=True
-        )
-
-    return {"worker killed": kill, "host's processes killed": kill_host, "network cut": cut}
-
-
-def table(found: dict[str, dict[str, list[float]]], detected: dict[str, tuple[list[float], str]]) -> str:
-    lines = [f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}", ""]
+def rates(found: dict[str, dict[str, list[float]]]) -> list[str]:
+    lines: list[str] = []
     for case, by_name in found.items():
         floor = by_name.get("iperf3") or by_name["bare socket"]
         lines += [f"| {case} | median | to the floor |", "| --- | ---: | ---: |"]
@@ -175,35 +98,45 @@ def table(found: dict[str, dict[str, list[float]]], detected: dict[str, tuple[li
             ratio = statistics.median(value / base for value, base in zip(values, floor, strict=True))
             lines.append(f"| {name} | {statistics.median(values):.2f} | {ratio:.2f} |")
         lines.append("")
-    lines += ["| fault | seconds until the error | what it says |", "| --- | --- | --- |"]
-    for name, (times, text) in detected.items():
-        lines.append(f"| {name} | {', '.join(f'{t:.3f}' for t in times)} | {text} |")
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="of calls; 0: none")
+    parser.add_argument("--faults", type=int, default=3, help="rounds of each fault in each system; 0: none")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds in which a fault must be heard of")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def _stop(*_: object) -> None:
+    sys.exit(143)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = _arguments()
     if why := refusal():
         raise SystemExit(why)
-    detected: dict[str, tuple[list[float], str]] = {}
+    signal.signal(signal.SIGTERM, _stop)
+    lines = [f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}", ""]
     with tempfile.NamedTemporaryFile("w") as secret:  # mode 600
         secret.write(os.urandom(32).hex())
         secret.flush()
-        with hosts(2) as where, stations(where, secret.name) as make:
-            found = measure(where, make, args.rounds)
-        for name in ("worker killed", "host's processes killed", "network cut"):
-            for _ in range(3):
-                with hosts(2) as where, stations(where, secret.name) as make:
-                    seconds, text = detect(where, make, 26603, faults(where)[name])
-                    detected.setdefault(name, ([], text))[0].append(seconds)
-    text = table(found, detected)
+        if args.rounds:
+            with hosts(2) as where, stations(where, MONARCH_SECRET_FILE=secret.name) as make:
+                lines += rates(measure(where, make, args.rounds))
+        if args.faults:
+            lines += detect(args.faults, args.limit, secret.name).tables()
+            lines += ["", *(f"- {name}: {why}" for name, why in absent().items())]
+    text = "\n".join(lines).rstrip() + "\n"
     print(text)
     if args.out:
         args.out.write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

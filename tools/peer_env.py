@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Builds a virtual environment with another actor library, for benchmarks/actors.py to compare with.
+"""Builds a virtual environment with another actor library, for benchmarks/actors.py and hosts.py to compare with.
 
     python tools/peer_env.py torchmonarch ray     # makes .envs/peer-torchmonarch and .envs/peer-ray; again: no change
 
 Each has the torch of constraints.txt, for the CPU, put there before the library so that pip does not fetch another
 one; how a CUDA build of torch becomes one for the CPU is in torch_env.py. This checkout is not installed in them.
-What is measured, and how, is in benchmarks/actor_peers.
+What is measured, and how, is in benchmarks/actor_peers and host_stations.
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""Faults of a host, and how soon other hosts hear of them: our actors and launcher, torchmonarch, torchrun.
+
+Every system has something on host 0 that waits for something on host 1, where the fault is. What is measured is from
+the fault until a word of it is there; who says nothing within the limit is ended. Defaults everywhere, but for
+`--max-restarts=0`. Rates are not measured here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from _host_stations import STATIONS, Ended, Silent, Station, daemon, kill, stations
+
+from tests.support.hosts import Hosts, address, hosts
+
+PEER = Path(__file__).resolve().parents[1] / ".envs" / "peer-torchmonarch" / "bin" / "python"
+RUN = [sys.executable, "-m", "monarch_backend", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+PORT = 26603
+SETTLED = 1.5  # seconds until a fault: between two heartbeats, as ever
+WORDS = 300
+
+Make = Callable[..., Station]
+Fault = Callable[[Hosts, int], float]  # given the worker's pid, on host 1; returns when it happened
+
+
+def _kill(_: Hosts, pid: int) -> float:
+    begun = time.time()
+    kill([pid])
+    return begun
+
+
+def _kill_host(where: Hosts, _: int) -> float:
+    pids = sorted(where.processes(1))  # who was started first goes first, and can't speak for the others
+    begun = time.time()
+    kill(pids)
+    return begun
+
+
+def _cut(where: Hosts, _: int) -> float:
+    begun = time.time()
+    where.cables.ip(1, "link set eth0 down")
+    return begun
+
+
+FAULTS: dict[str, Fault] = {"worker killed": _kill, "host's processes killed": _kill_host, "network cut": _cut}
+
+
+@dataclass
+class Waiting:
+    """A system that runs: who waits on host 0 and says so when it hears, and the worker on host 1."""
+
+    waits: Station
+    worker: int
+    launcher: bool = False  # it is one, so its end counts as well
+
+
+def _actors(make: Make, there: str) -> Waiting:
+    daemon(make, there, "1")
+    caller = make(0, sys.executable, STATIONS / "ours.py", there, MONARCH_TLS="1")
+    return Waiting(caller, _pending(caller))
+
+
+def _torchmonarch(make: Make, there: str) -> Waiting:
+    script, here = STATIONS / "torchmonarch_peer.py", f"tcp://{address(0)}:{PORT}"
+    make(1, PEER, script, "serve", f"tcp://{there}", PYTHONPATH="").hear()
+    caller = make(0, PEER, script, "call", f"tcp://{there}", here, PYTHONPATH="")
+    return Waiting(caller, _pending(caller))
+
+
+def _pending(caller: Station) -> int:
+    """The pid of the worker that a call waits for from now on."""
+    pid = int(caller.hear())
+    caller.tell("death", 0, 0)
+    caller.hear()
+    return pid
+
+
+def _launched(command: Sequence[str], backend: str, make: Make, _: str) -> Waiting:
+    def launcher(host: int) -> Station:
+        words = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", f"--local-addr={address(host)}"]
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{PORT}", "--rdzv-id=faults"]
+        return make(host, *command, *words, STATIONS / "rank.py", backend, GLOO_SOCKET_IFNAME="eth0")
+
+    launchers = [launcher(0), launcher(1)]
+    _, worker = (int(each.hear()) for each in launchers)
+    return Waiting(launchers[0], worker, launcher=True)
+
+
+SYSTEMS: dict[str, Callable[[Make, str], Waiting]] = {
+    "ours: the call raises": _actors,
+    "torchmonarch: the call raises": _torchmonarch,
+    "monarch-backend run, monarch": functools.partial(_launched, RUN, "monarch"),
+    "torchrun, gloo": functools.partial(_launched, TORCHRUN, "gloo"),
+}
+
+
+def absent() -> dict[str, str]:
+    """The systems that can't be measured here, and why."""
+    if PEER.exists():
+        return {}
+    return {"torchmonarch: the call raises": "not installed; run: python tools/peer_env.py torchmonarch"}
+
+
+def detect(rounds: int, limit: float, secret: str) -> Heard:
+    """All faults in all systems, round after round and each round from another system on."""
+    heard, names = Heard(limit), [name for name in SYSTEMS if name not in absent()]
+    for fault in FAULTS:
+        for turn in range(rounds):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                print(f"{fault}, round {turn + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
+                _once(name, fault, secret, heard)
+    return heard
+
+
+def _once(name: str, fault: str, secret: str, heard: Heard) -> None:
+    with tempfile.TemporaryDirectory(prefix="mbh-", ignore_cleanup_errors=True) as folder, hosts(2) as where:
+        with stations(where, MONARCH_SECRET_FILE=secret, OMP_NUM_THREADS="1", TMPDIR=folder) as make:
+            system = SYSTEMS[name](make, f"{address(1)}:{PORT}")
+            time.sleep(SETTLED)
+            begun = FAULTS[fault](where, system.worker)
+            seconds, words = _word(system.waits, begun, heard.limit)
+            heard.add(f"{name}: the rank raises" if system.launcher else name, fault, seconds, words)
+            if system.launcher:
+                heard.add(f"{name}: the launcher has ended", fault, _end(system.waits, begun, heard.limit))
+
+
+def _word(waits: Station, begun: float, limit: float) -> tuple[float | None, str]:
+    """When it heard of the fault, by its own clock, and what."""
+    try:
+        end, text = json.loads(waits.hear(begun + limit - time.time()))
+    except Silent:
+        return None, ""
+    except Ended:
+        return math.nan, ""
+    return end - begun, str(text)
+
+
+def _end(waits: Station, begun: float, limit: float) -> float | None:
+    try:
+        return waits.end(begun + limit - time.time()) - begun
+    except Silent:
+        return None
+
+
+@dataclass
+class Heard:
+    """What all rounds have found; None is a round without a word in time, NaN one that ended without a word."""
+
+    limit: float
+    seconds: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # of (who hears, the fault)
+    words: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def add(self, who: str, fault: str, seconds: float | None, words: str = "") -> None:
+        """One more round."""
+        self.seconds.setdefault((who, fault), []).append(seconds)
+        if words:
+            self.words[who, fault] = " ".join(words.replace("|", "/").split())[:WORDS]
+
+    def tables(self) -> list[str]:
+        """As Markdown."""
+        lines = ["| seconds until | " + " | ".join(FAULTS) + " |", "| --- |" + " --- |" * len(FAULTS)]
+        for who in dict.fromkeys(who for who, _ in self.seconds):
+            lines.append(f"| {who} | " + " | ".join(self._cell(who, fault) for fault in FAULTS) + " |")
+        lines += ["", "| seconds until | fault | what it says |", "| --- | --- | --- |"]
+        for who, fault in sorted(self.words, key=list(self.seconds).index):
+            lines.append(f"| {who} | {fault} | {self.words[who, fault]} |")
+        return lines
+
+    def _cell(self, who: str, fault: str) -> str:
+        return ", ".join(map(self._text, self.seconds.get((who, fault), [])))
+
+    def _text(self, value: float | None) -> str:
+        if value is None:
+            return f"> {self.limit:g}"
+        return "ended without a word" if math.isnan(value) else f"{value:.3f}"
