@@ -83,6 +83,8 @@ bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables a
 	$(BIN)/python benchmarks/collectives.py --ddp
 	-$(BIN)/python tools/peer_env.py torchmonarch ray
 	$(BIN)/python benchmarks/actors.py
+	-$(BIN)/python benchmarks/hosts.py
+	$(BIN)/python benchmarks/scale.py
 
 # DeepSpeed builds only beside the torch that is there; without it, as without any peer, the benchmark goes on.
 $(VENV)/.bench: $(STAMP)
