@@ -279,10 +279,12 @@ class AgentProcess:
             if awaited is not None:
                 self._hosts.pop(host, None)
                 self._known.pop(host, None)
-                self._tell(AttachFailed(awaited.id, f"{remote}: its agent {remote.lost}"))
+                self._attached.discard(host)
+            elif remote not in self._hosts.get(host, []):
                 return
-            if remote not in self._hosts.get(host, []):
-                return
+        if awaited is not None:  # without the lock: whoever is told may be reached through another host, of ours
+            self._tell(AttachFailed(awaited.id, f"{remote}: its agent {remote.lost}"))
+            return
         self._lost_host(host, f"host {self._name_of_host(host)} is lost: {remote.lost}", host in self._attached)
 
     def _lost_host(self, host: str, why: str, for_good: bool) -> None:

@@ -62,6 +62,7 @@ class HostRegistry:
         self._answers: dict[int, Any] = {}  # of what was asked: a message, once it is there
         self._rooms: dict[int, Room] = {}
         self._ids = itertools.count(1)
+        self._lock = threading.Lock()  # hosts and their loss; nothing is sent under it
         self._ended = threading.Event()  # the gateway has
         tls_for()  # what is wrong with it is said here, not by the gateway
         self.gateway = self._start_gateway()
@@ -155,25 +156,41 @@ class HostRegistry:
 
         spawner = RemoteSpawner(functools.partial(self._say, agent), owner.owner._event)
         host = Host(answer, address, agent, spawner, through)
-        self.hosts[host.id] = host
-        if host.id in self._lost_before:
-            self.lost(host.id, self._lost_before.pop(host.id))
+        with self._lock:
+            self.hosts[host.id] = host
+            why = self._lost_before.pop(host.id, None)
+        if why is not None:
+            self.lost(host.id, why)
         return host
 
+    def _alive(self) -> list[Host]:
+        with self._lock:
+            return [host for host in self.hosts.values() if host.lost is None]
+
     def _tell_everybody(self) -> None:
-        alive = [host for host in self.hosts.values() if host.lost is None]
+        alive = self._alive()
         known = {host.id: (*host.address, host.token, host.name) for host in alive}
         self._say(self.gateway, Hosts(known, {h.id: h.through.id for h in alive if h.through is not None}))
         for host in alive:
             self._say(host.agent, Hosts(known, self._ways_of(host, alive)))
+        for host in alive:
+            if host.lost is not None:  # in the meantime: they may have heard of that before
+                self._tell_of_loss(host)
 
     def _ways_of(self, host: Host, alive: Sequence[Host]) -> dict[str, str]:
-        """To hosts that it can't call: who has a host before it reaches all others through that one."""
+        """To hosts that it may not reach: each way is its way back, so that a break is one for both.
+
+        Who has a host before it reaches all others through that one; that one reaches those before it straight, and
+        others, as these reach it, through the controller's own host.
+        """
         home = host_of(self._program.router.token)
         if host.through is not None:
             gateway = host.through.id
             return {home: gateway} | {h.id: gateway for h in alive if h.id != gateway and h.through is not host.through}
-        return {h.id: home for h in alive if h.through is not None and h.through is not host}
+        gateways = [h.through for h in alive if h.through is not None]
+        if host in gateways:
+            return {h.id: home for h in alive if h is not host and h.through is not host}
+        return {h.id: home for h in alive if h.through is not None or h in gateways}
 
     def _heard(self, peer: Peer, _: AgentFrame, frame: Frame) -> None:
         host = self.hosts.get(host_of(peer.token))
@@ -196,15 +213,20 @@ class HostRegistry:
 
     def lost(self, number: str, why: str) -> None:
         """All that was there is gone."""
-        host = self.hosts.get(number)
-        if host is None:
-            self._lost_before[number] = why
-        elif host.lost is None:
+        with self._lock:
+            host = self.hosts.get(number)
+            if host is None:
+                self._lost_before[number] = why
+            if host is None or host.lost is not None:
+                return
             host.lost = why
-            host.spawner.host_lost(why)
-            others = [other.agent for other in self.hosts.values() if other.lost is None]
-            for agent in (self.gateway, *others):  # they may not have talked to it, or not see that it is lost
-                self._say(agent, Lost(number, why))
+        host.spawner.host_lost(why)
+        self._tell_of_loss(host)
+
+    def _tell_of_loss(self, host: Host) -> None:
+        """They may not have talked to it, or not see that it is lost."""
+        for agent in (self.gateway, *(other.agent for other in self._alive())):
+            self._say(agent, Lost(host.id, host.lost or ""))
 
     def close(self) -> None:
         """Agents end with their controller; the gateway of this host tells them."""

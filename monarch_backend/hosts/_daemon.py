@@ -143,8 +143,8 @@ class Daemon:
 
 
 def _without_secret() -> dict[str, str]:
-    """The environment for what this host runs; the secret is the daemon's and its agents'."""
-    return {name: value for name, value in os.environ.items() if name != "MONARCH_SECRET"}
+    """The environment for what this host runs; the secrets, of other jobs as well, are the daemon's and its agents'."""
+    return {name: value for name, value in os.environ.items() if name not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
 
 
 def run_worker_loop_forever(
@@ -166,6 +166,8 @@ def run_worker_loop_forever(
     job's, OSError if it can't be listened on.
     """
     host, port = parse_address(address)
+    if isinstance(workers, str):
+        raise ValueError("workers is a list of addresses")
     for worker in workers:
         parse_address(worker)
     known = [secret] if isinstance(secret, bytes) else list(secret or given_secrets())

@@ -197,6 +197,8 @@ class Gateway:
 
     def _goes_on(self, frame: Carried, host: str) -> None:
         """It is for another host, which its sender reaches through this one."""
+        if frame.kind == GONE:
+            self._relay.replies.hurry()
         if not self._to_host(host, _owned(frame)) and frame.kind == CALL:
             self._to_host(host_of(frame.sender), _carried.word(REFUSED, frame.sender, frame.to))
 
@@ -216,8 +218,10 @@ class Gateway:
             return
         if frame.kind == MET:
             self._pairs[to].add(sender)
-        elif frame.kind == GONE and to in self._pairs:
-            self._pairs[to].discard(sender)
+        elif frame.kind == GONE:
+            self._relay.replies.hurry()
+            if to in self._pairs:
+                self._pairs[to].discard(sender)
         self._to_process(frame)
 
     def _is_called(self, token: str, caller: str, pid: int) -> None:

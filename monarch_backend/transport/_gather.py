@@ -65,6 +65,7 @@ class Gatherer:
         self._token, self._here = token, host_of(token)
         self._to_host, self._answer, self._later = to_host, answer, later
         self._gathers: dict[Call, _Gather] = {}  # the oldest first
+        self._waiting: dict[_Gather, Call] = {}  # those with replies
         self._open: dict[int, Call] = {}  # by number: casts of this root of which replies are missing
         self._over: dict[str, int] = {}  # by root: of casts before this one nobody keeps replies
         self._kept: dict[tuple[str, int], list[tuple[str, Carried]]] = {}  # by cast: what was sent to whom
@@ -178,15 +179,27 @@ class Gatherer:
             self._end(call, gather)
         elif gather.left <= 0 or gather.size > MOST_WAITING:
             self._send_up(call, gather)
-        elif (gather.parts or gather.missing) and not gather.timed:
-            gather.timed = True
-            self._later(MOMENT, lambda: self._moment_is_over(call, gather))
+        elif gather.parts or gather.missing:
+            self._waiting[gather] = call
+            if not gather.timed:
+                gather.timed = True
+                self._later(MOMENT, lambda: self._moment_is_over(call, gather))
 
     def _moment_is_over(self, call: Call, gather: _Gather) -> None:
         gather.timed = False
         self._send_up(call, gather)
 
-    def _send_up(self, call: Call, gather: _Gather) -> None:
+    def hurry(self) -> None:
+        """The word of an end is to go out: replies of whoever it is may wait here, or above; they go first."""
+        for gather, call in list(self._waiting.items()):
+            self._send_up(call, gather, straight=True)
+        kept, self._kept, self._size = self._kept, {}, 0
+        for (root, _), sent in kept.items():
+            for _, frame in sent:
+                self._to_host(root, frame)
+
+    def _send_up(self, call: Call, gather: _Gather, straight: bool = False) -> None:
+        self._waiting.pop(gather, None)
         if not gather.parts and not gather.missing:
             return
         caller, ref = call
@@ -200,7 +213,7 @@ class Gatherer:
         prefix = _carried.tokens(caller, self._token) + gather.root.encode() + replies
         frame = Carried(COMBINED, 0, ref, 0, 0, 0, prefix, body, buffers)
         to = gather.parent
-        if to != gather.root and gather.seen is None and not self._keep(gather, frame):
+        if to != gather.root and gather.seen is None and (straight or not self._keep(gather, frame)):
             to = gather.root
         self._to_host(to, frame)
 
@@ -221,6 +234,7 @@ class Gatherer:
         for call, gather in list(self._gathers.items()):
             if gather.root == lost:
                 del self._gathers[call]
+                self._waiting.pop(gather, None)
             elif gather.parent == lost and gather.seen is None:
                 gather.parent = gather.root
         for key in [key for key in self._kept if key[0] == lost]:

@@ -37,7 +37,9 @@ class _Cast:
     parents: list[str]  # those above, who wait for this branch: several, if one of them was lost to another
     rows: dict[str, bytes]  # receivers, by host below this one
     branches: dict[str, list[str]] = field(default_factory=dict)  # by their first host: those that may lack it
+    turns: dict[str, int] = field(default_factory=dict)  # how often each of these was sent it, and has not answered
     lost: list[str] = field(default_factory=list)  # that could not be reached from here, and are others' to reach
+    alone: set[str] = field(default_factory=set)  # at the root: those of others that it has sent it to itself
 
     @property
     def key(self) -> tuple[str, int]:
@@ -153,7 +155,11 @@ class Relay:
         """Who is its own root keeps it, and tells us only that all of these have it."""
         over = self.replies.over(cast.root, cast.number)
         passed = Passed(root, self._here, frame.kind, branches, cast.number, over, parts, frame.prefix)
-        return self._to_host(parts[0][0], frame._replace(kind=PASS, prefix=passed.pack()))
+        head = parts[0][0]
+        if not self._to_host(head, frame._replace(kind=PASS, prefix=passed.pack())):
+            return False
+        cast.turns[head] = cast.turns.get(head, 0) + 1
+        return True
 
     def _has_arrived(self, frame: Carried) -> None:
         root, who, lost = _carried.unpack_arrived(frame)
@@ -162,17 +168,22 @@ class Relay:
             return
         if lost:
             self._take_over(cast, [host for host in lost if host in cast.rows])
-        if frame.rank:
-            cast.branches.pop(who, None)
+        if frame.rank:  # an answer to each time that it was sent: there may have been more in the last one
+            cast.turns[who] = cast.turns.get(who, 0) - 1
+            if cast.turns[who] <= 0:
+                cast.branches.pop(who, None)
+                del cast.turns[who]
         self._finish_if_done(cast)
 
     def _take_over(self, cast: _Cast, hosts: list[str]) -> None:
         """These did not get it from the one above them: the root sends it straight, and others tell it so."""
         if cast.frame is None:
             self._report(cast, hosts)
-        else:
-            self._hand_out(cast, cast.frame, hosts[:1], 1)  # alone: it may be what is wrong
-            self._hand_out(cast, cast.frame, hosts[1:], self.branches)
+            return
+        hosts = [host for host in hosts if host not in cast.alone]  # two that lack each other would report for ever
+        cast.alone.update(hosts[:1])
+        self._hand_out(cast, cast.frame, hosts[:1], 1)  # alone: it may be what is wrong
+        self._hand_out(cast, cast.frame, hosts[1:], self.branches)
 
     def _report(self, cast: _Cast, lost: Sequence[str]) -> None:
         lost = [host for host in lost if host not in cast.lost]
@@ -201,6 +212,7 @@ class Relay:
     def ends(self, sender: str) -> None:
         """This process has ended, and others are about to be told: what they may lack of it goes straight, before."""
         self.replies.ends(sender)
+        self.replies.hurry()
         for cast in self._casts.values():
             if cast.sender == sender and cast.frame is not None and cast.above is None:
                 for host in {host: None for branch in cast.branches.values() for host in branch}:
@@ -217,7 +229,8 @@ class Relay:
         """This host is not connected any more."""
         for cast in list(self._casts.values()):
             branch = cast.branches.pop(lost, None)
-            cast.parents = [cast.root if parent == lost else parent for parent in cast.parents]
+            cast.turns.pop(lost, None)
+            cast.parents = [parent for parent in cast.parents if parent != lost]  # the root sends it here once more
             if branch and cast.frame is None:  # who is not the root has lost only its own way there
                 self._report(cast, branch)
             elif branch:

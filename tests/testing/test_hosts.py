@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from monarch_backend.actor import Actor, Restart, SupervisionError, current_rank, endpoint, this_host
-from monarch_backend.hosts import _agent
+from monarch_backend.hosts import _agent, attach
 from monarch_backend.testing import Conditions, Simulation, SimulationError
+from monarch_backend.testing._hosts import SECRET
 from monarch_backend.transport import _carried
 from monarch_backend.transport._far import FarLinks
 from monarch_backend.transport._gateway import Gateway
@@ -238,6 +239,25 @@ def test_two_hosts_are_cut_off_from_each_other() -> None:
         asked = one.ask.call_one(other)
         assert "nothing was heard from it" in str(asked.exception())
         assert len(counters.add.call().get()) == 3
+        assert simulation.faults == []
+
+
+@pytest.mark.parametrize("when", ["before they meet", "afterwards"])
+def test_a_host_and_others_behind_a_gateway_that_it_can_t_reach(when: str) -> None:
+    """What they say goes through the controller's own host, both ways."""
+    with Simulation(1, QUIET) as simulation:
+        machines, _, direct = _mesh(simulation, 1)
+        assert simulation.hosts is not None
+        made = [simulation.hosts._make() for _ in range(3)]
+        first, *others = [f"tcp://{host.address[0]}:{host.address[1]}" for host in made if host.address is not None]
+        behind = attach(first, others, secret=SECRET).spawn_procs({"gpus": 1}, name="behind").spawn("behind", Counter)
+        behind.initialized.get()
+        one, (before,) = behind.slice(hosts=1), simulation.hosts.of(machines)
+        if when == "afterwards":
+            assert len(one.ask.call_one(direct).get()) == 1
+        simulation.hosts.cut(before, made[0], None)
+        for asker, asked in ((direct, one), (one, direct), (direct, behind)):
+            assert len(asker.ask.call_one(asked).get()) == len(asked)
         assert simulation.faults == []
 
 

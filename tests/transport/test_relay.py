@@ -220,6 +220,48 @@ def test_hosts_are_lost_with_the_replies_of_others(seed: int) -> None:
         assert {rank for rank, *_ in tree.replies(ref)} >= set(left), ref
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_who_replies_and_dies_has_replied(seed: int) -> None:
+    tree = Tree(16, 2, seed, gate=seed % 2 * 3)
+    tree.cast()
+    tree.world.run_to_rest()
+    for other in tree.others[:-1]:
+        tree.reply(other)
+        other.host.read()
+        for _ in range(tree.world.random.randrange(4)):
+            tree.world.step()
+    victims = tree.world.random.sample(tree.others[:-1], 3)
+    for victim in victims:
+        tree.world.kill(victim)
+    tree.world.run()
+    for victim in victims:
+        link = tree.links[tree.others.index(victim)]
+        [end] = [at for at, event in enumerate(tree.root.events) if event[:2] == (link, Kind.GONE)]
+        rank = tree.others.index(victim)
+        before = [event for event in tree.root.events[:end] if event[1] == Kind.REPLIES]
+        assert any(rank == part[0] for event in before for part in together(event))
+
+
+def test_two_that_lack_each_other_do_not_report_it_for_ever() -> None:
+    """Each was to pass it on to the other, once, and those above them were lost."""
+    tree = Tree(16, 2, 182)
+    world = tree.world
+    for seed in range(300):
+        world.random.seed(seed)
+        tree.cast(ref=0)
+        for _ in range(world.random.randrange(30)):
+            world.step()
+        world.cuts.clear()
+        for _ in range(4):
+            world.cut(*world.random.sample(range(2, 17), 2))
+        for _ in range(5000):
+            if not world.step():
+                break
+        else:
+            raise AssertionError("it does not come to rest")
+    assert not tree.world.by_id["00000001"].gateway._relay._casts
+
+
 def test_replies_that_have_arrived_are_not_kept() -> None:
     tree = Tree(16, 2)
     for ref in range(1, 4):
