@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +20,10 @@ torch.set_num_threads(1)
 # torch's TCPStore asks the name server about every client, on its only thread: each answer that is lost would hold up a
 # test for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
+# A shell starts what it puts into the background with SIGINT ignored, and so would be all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _POOLS: dict[int, RankPool] = {}
 

@@ -218,15 +218,6 @@ def test_an_actor_waits_for_another_one_of_its_own_mesh(recorders: ActorMesh, sa
         assert mesh.by_sender.call_one().get(PATIENCE) == {"first": [0, *range(6)]}
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """It is noticed: a shell starts what it puts into the background with SIGINT ignored, and tests may run there."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_waiting_for_memory(stopped: ActorMesh, said: Said) -> None:
     def interrupt() -> None:
         until(lambda: FULL in said, "the sender says that it waits")
