@@ -8,6 +8,8 @@ import pytest
 from tests.examples.programs import EXAMPLES, Outputs, run, run_several
 
 SCRIPT = EXAMPLES / "actor_learner.py"
+# The parameter server's is in the ordinary run.
+pytestmark = pytest.mark.slow
 LAST = re.compile(r"^reward ([\d.]+) at the start, ([\d.]+) at the end; the most lag was (\d+)$", re.MULTILINE)
 
 

@@ -20,7 +20,7 @@ def _matrix(rank: int, collective: str) -> list[str]:
     return [text for dtype in DTYPES for text in _run_cells(rank, collective, dtype)[1]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_matrix(collective: str, world_size: int) -> None:
     failures = [text for texts in run_ranks(_matrix, world_size, collective, env=OFF) for text in texts]

@@ -67,6 +67,7 @@ def test_a_hung_test_fails_with_its_stacks() -> None:
     assert "in test_monitored_barrier_gloo" in outcome.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_monarch(suite: GetSuite, name: str) -> None:
     outcome = suite().run(name)
@@ -78,6 +79,7 @@ def test_monarch(suite: GetSuite, name: str) -> None:
         pytest.skip(f"{outcome.why} ({why})")
 
 
+@pytest.mark.slow
 def test_as_many_as_gloo(suite: GetSuite) -> None:
     if torch_version() not in GLOO_PASSES:
         pytest.skip("no number recorded for this torch; the slow target measures Gloo beside us")
