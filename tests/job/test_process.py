@@ -147,7 +147,7 @@ def test_nothing_stays_of_a_job_that_starts_in_part(tmp_path: Path) -> None:
         job = OneBroken({"trainers": 2}, path=tmp_path / "job.json", env={MARK: mark})
         with pytest.raises(JobError, match=r"trainers\[1\] has ended before it listened \(exit 3\): no such device"):
             job.apply()
-        assert gone(mark, 0.5), marked(mark)
+        assert gone(mark, 5.0), marked(mark)
     assert not list(tmp_path.glob("job.[js]*[nt]"))
 
 
@@ -156,7 +156,7 @@ def test_nothing_stays_of_a_job_that_starts_too_late(tmp_path: Path) -> None:
         job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={MARK: mark})
         with pytest.raises(JobError, match=r"trainers\[0\] did not say in time that it listens"):
             job.apply(timeout=0.2)
-        assert gone(mark, 0.5), marked(mark)
+        assert gone(mark, 5.0), marked(mark)
     assert not job.path.exists()
 
 
