@@ -116,10 +116,10 @@ def assert_agrees(losses: dict, reference: dict, steps: int) -> None:
 
 
 # The run that is killed below is an fsdp one, and its curve is compared as well.
-SLOW = [pytest.param("fsdp", 2, marks=pytest.mark.slow), pytest.param("fsdp+tp", 4, marks=pytest.mark.slow)]
+SLOW = [pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("tp", 2), ("fsdp", 2), ("fsdp+tp", 4))]
 
 
-@pytest.mark.parametrize(("parallel", "nproc"), [("ddp", 2), ("tp", 2), *SLOW])
+@pytest.mark.parametrize(("parallel", "nproc"), [("ddp", 2), *SLOW])
 def test_parallelisms_agree_with_one_process(lab: Lab, reference: dict, parallel: str, nproc: int) -> None:
     losses = lab.train(parallel, nproc, parallel)
     assert losses["world_size"] == nproc

@@ -10,7 +10,7 @@ import pytest
 from tests.hosts import schedules
 from tests.hosts.support import Daemon, World
 
-SEEDS = 3
+SEEDS = 2
 MANY_SEEDS, CHUNK = 20, 5
 
 
