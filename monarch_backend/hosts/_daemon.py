@@ -6,6 +6,7 @@ does is _agent.py's; all of them end with the daemon.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -178,13 +179,35 @@ def run_worker_loop_forever(
         )
     allow_descriptors()
     daemon = Daemon(*(known or [user_secret()]), workers=workers)
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    try:
-        where = daemon.start(host, port)
-        if on_ready is not None:
-            on_ready(*where)
-        ended.wait()
-    finally:
-        daemon.close()
+    with _signals(signal.SIGTERM, signal.SIGINT) as told_to_end:
+        try:
+            where = daemon.start(host, port)
+            if on_ready is not None:
+                on_ready(*where)
+            told_to_end()
+        finally:
+            daemon.close()
+
+
+@contextlib.contextmanager
+def _signals(*numbers: int) -> Iterator[Callable[[], None]]:
+    """What waits for one of these signals, also for one that has come before.
+
+    They are read from a socket: who waits for a lock misses a signal that comes in the moment before it begins to.
+    """
+    told, tell = socket.socketpair()
+    with told, tell:
+        tell.setblocking(False)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        before = signal.set_wakeup_fd(tell.fileno())
+
+        def wait() -> None:
+            while told.recv(1)[0] not in numbers:
+                pass
+
+        try:
+            yield wait
+        finally:
+            signal.set_wakeup_fd(before)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

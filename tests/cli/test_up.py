@@ -6,13 +6,16 @@ import contextlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from monarch_backend.cli import main
+from monarch_backend.hosts import _daemon
 from monarch_backend.hosts._identity import Identity
 from monarch_backend.transport._secret import new_secret
 from tests.support.ranks import run_ranks
@@ -74,3 +77,16 @@ def test_what_is_no_secret(line: str) -> None:
     assert said == (
         "monarch-backend up: the first line of standard input does not hold a secret of 64 hexadecimal digits\n"
     )
+
+
+def test_a_signal_that_comes_before_anybody_waits_is_not_missed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(20):
+        with _daemon._signals(signal.SIGTERM, signal.SIGINT) as told_to_end:
+            os.kill(os.getpid(), signal.SIGTERM)
+            thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+            thread.start()
+            told_to_end()
+            told_to_end()
+            thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
