@@ -18,7 +18,7 @@ from monarch_backend.hosts._remote_spawner import RemoteSpawner
 from monarch_backend.mesh._spawner import ProcessSpec, spawn_message
 from monarch_backend.testing._network import Network, SimulatedTcp
 from monarch_backend.testing._process import SimulatedProcess
-from monarch_backend.testing._seams import Secrets
+from monarch_backend.testing._seams import Secrets, replaced
 from monarch_backend.testing._wires import SimulatedLocalLinks
 from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._tcp import Address
@@ -222,14 +222,8 @@ class SimulatedHosts:
         ]
         if simulation.branches is not None:
             changes.append((_agent, "BRANCHES", simulation.branches))
-        before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-        for module, name, value in changes:
-            setattr(module, name, value)
-        try:
+        with replaced(changes):
             yield
-        finally:
-            for module, name, value in before:
-                setattr(module, name, value)
 
     # ---- what there is
 

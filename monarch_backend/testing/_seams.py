@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import monarch_backend.actor as public
@@ -46,6 +46,19 @@ class Secrets:
 
 
 @contextlib.contextmanager
+def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Until the end, these attributes of modules and classes have other values."""
+    before = [(where, name, getattr(where, name)) for where, name, _ in changes]
+    for where, name, value in changes:
+        setattr(where, name, value)
+    try:
+        yield
+    finally:
+        for where, name, value in before:
+            setattr(where, name, value)
+
+
+@contextlib.contextmanager
 def simulated_seams(
     rng: random.Random, tuning: Mapping[str, int | None], on_fault: Callable[[Any], object]
 ) -> Iterator[None]:
@@ -60,15 +73,11 @@ def simulated_seams(
         (_procs, "ranks_in_words", _ranks_in_words),
         *((_router, name, value) for name, value in tuning.items() if value is not None),
     ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     cell, message = _context.cell.set(None), _context.message.set(None)
-    for module, name, value in changes:
-        setattr(module, name, value)
     try:
-        yield
+        with replaced(changes):
+            yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
         _context.message.reset(message)
         _context.cell.reset(cell)
 

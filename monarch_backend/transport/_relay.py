@@ -67,7 +67,7 @@ class Relay:
     ) -> None:
         self.branches = branches
         self._way = way
-        self._token, self._here = token, host_of(token)
+        self._here = host_of(token)
         self._to_host, self._deliver = to_host, deliver
         self.replies = Gatherer(token, to_host, answer, later)
         self._numbers = itertools.count(1)

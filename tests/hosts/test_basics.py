@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,18 +42,24 @@ def test_ipv6_with_tls_and_without(tls: str, world: World) -> None:
 
 
 @pytest.mark.slow
-def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
-    """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
-    first, second = two_controllers
+@contextlib.contextmanager
+def _ending_well(controllers: list[WarmInterpreter]) -> Iterator[None]:
+    """What the block starts on each of them comes to a good end."""
     try:
-        world.start("order", *workers)
-        world.start("values", *workers, number=1)
-        for controller in (second, first):
+        yield
+        for controller in reversed(controllers):
             run = controller.finish()
             assert run.returncode == 0, run.err
     finally:
-        first.drop()
-        second.drop()
+        for controller in controllers:
+            controller.drop()
+
+
+def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
+    """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
+    with _ending_well(two_controllers):
+        world.start("order", *workers)
+        world.start("values", *workers, number=1)
 
 
 def test_controllers_of_two_secrets(
@@ -65,16 +73,9 @@ def test_controllers_of_two_secrets(
             file.write(text)
     other = {"MONARCH_SECRET_FILE": str(tmp_path / "other")}
     with world.daemon(1, env={"MONARCH_SECRET_FILE": str(both)}) as host:
-        first, second = two_controllers
-        try:
+        with _ending_well(two_controllers):
             world.start("values", host.address)
             world.start("hello", host.address, number=1, env=other)
-            for controller in (second, first):
-                run = controller.finish()
-                assert run.returncode == 0, run.err
-        finally:
-            first.drop()
-            second.drop()
         world.start("hello", workers[1], env=other)
         try:
             run = world.controller().finish()

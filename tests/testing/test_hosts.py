@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from monarch_backend.transport._far import FarLinks
 from monarch_backend.transport._gateway import Gateway
 from monarch_backend.transport._session import Session, SessionError
 from tests.testing import hosts_world
+from tests.testing.digests import digest_of
 from tests.testing.seeds import run_in_interpreters
 
 SEEDS = 24
@@ -70,26 +70,9 @@ def test_64_hosts() -> None:
     assert len(ran.simulation.hosts.all) == 64 + 1
 
 
-def _digest(seed: int) -> str:
-    """Of all that happens in a run, to the last byte."""
-    digest = hashlib.sha256()
-
-    class Listening(Simulation):
-        def note(self, process: Any, what: Any, event: Any = None) -> None:
-            digest.update(repr((self.now, process.label, getattr(what, "label", what), event)).encode())
-            super().note(process, what, event)
-
-    ordinary, hosts_world.Simulation = hosts_world.Simulation, Listening  # type: ignore[misc]
-    try:
-        hosts_world.run(seed, 6)
-    finally:
-        hosts_world.Simulation = ordinary  # type: ignore[misc]
-    return digest.hexdigest()
-
-
 def test_the_same_seed_is_the_same_run() -> None:
-    assert _digest(3) == _digest(3)
-    assert _digest(3) != _digest(4)
+    assert digest_of(hosts_world, 3, 6) == digest_of(hosts_world, 3, 6)
+    assert digest_of(hosts_world, 3, 6) != digest_of(hosts_world, 4, 6)
 
 
 # ---- the checks can fail: each of these breaks the code in one place

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import hashlib
 import importlib
 import os
 import pkgutil
@@ -38,6 +37,7 @@ from monarch_backend.testing import Conditions, Simulation, SimulationError
 from monarch_backend.transport import _router
 from monarch_backend.transport._frames import Kind
 from tests.testing import world
+from tests.testing.digests import digest_of
 
 QUIET = Conditions(late=0.0, kept_back=0.0, crossing=0.0)
 
@@ -115,20 +115,7 @@ def _mesh(count: int, cls: type = Recorder, **options: Any) -> tuple[Any, Any]:
 
 
 def _digest(seed: int) -> str:
-    """Of all that happens in a run, to the last byte."""
-    digest = hashlib.sha256()
-
-    class Listening(Simulation):
-        def note(self, process: Any, what: Any, event: Any = None) -> None:
-            digest.update(repr((self.now, process.label, getattr(what, "label", what), event)).encode())
-            super().note(process, what, event)
-
-    ordinary, world.Simulation = world.Simulation, Listening
-    try:
-        world.run(seed, 24)
-    finally:
-        world.Simulation = ordinary
-    return digest.hexdigest()
+    return digest_of(world, seed, 24)
 
 
 def test_the_same_seed_is_the_same_run() -> None:
