@@ -69,20 +69,20 @@ def measure(where: Hosts, make: Callable[..., Station], rounds: int) -> dict[str
     callers["torch rpc"] = make(
         0, python, STATIONS / "rpc.py", 0, where.address(0), 29400, TP_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0"
     )
-    make(1, python, STATIONS / "floor.py", "listen", there, 29401).hear()
-    callers["bare socket"] = make(0, python, STATIONS / "floor.py", "call", there, 29401)
+    for name, port, *tls in ("bare socket", 29401), ("bare TLS socket", 29402, "tls"):
+        make(1, python, STATIONS / "floor.py", "listen", there, port, *tls).hear()
+        callers[name] = make(0, python, STATIONS / "floor.py", "call", there, port, *tls)
     for caller in callers.values():
         caller.hear()
     found: dict[str, dict[str, list[float]]] = {"round trip, us": {}, f"{MIB} MiB, GB/s": {}}
     for number in range(-1, rounds):  # the first one warms up
         for name, caller in callers.items():
             times = caller.ask("call", CALLS, 0)
-            sizes = caller.ask("call", 3, MIB << 20) if name != "bare socket" else []
+            sizes = caller.ask("call", 3, MIB << 20)
             if number >= 0:
                 found["round trip, us"].setdefault(name, []).append(statistics.median(times) * 1e6)
-                if sizes:
-                    rate = (MIB << 20) / statistics.median(sizes) / 1e9
-                    found[f"{MIB} MiB, GB/s"].setdefault(name, []).append(rate)
+                rate = (MIB << 20) / statistics.median(sizes) / 1e9
+                found[f"{MIB} MiB, GB/s"].setdefault(name, []).append(rate)
         rate = iperf(where) / 1e9
         if number >= 0:
             found[f"{MIB} MiB, GB/s"].setdefault("iperf3", []).append(rate)

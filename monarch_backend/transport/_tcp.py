@@ -55,6 +55,9 @@ SCRATCH = 80 << 20
 MOST_AT_ONCE = 1 << 20
 """Bytes that are given to a TLS connection in one piece."""
 
+MOST_OF_ONE = 4 << 20
+"""Bytes that are read of one connection, before others have their turn."""
+
 QUIET_SECONDS = 1.0
 """Between two lines of the log about strangers."""
 
@@ -576,7 +579,8 @@ class Tcp:
 
     def _read(self, connection: _Connection) -> None:
         """What is there, but not for ever: others have something, too."""
-        for _ in range(64):
+        left = MOST_OF_ONE
+        while left > 0:
             if connection.gone or connection.shaking:
                 return
             try:
@@ -587,6 +591,7 @@ class Tcp:
                 raise EOFError("it has closed the connection")
             if connection.remote is not None and connection.remote.up:
                 connection.remote.heard = time.monotonic()
+            left -= max(count, 1 << 10)  # many small frames take their time, too
             connection.filled += count
             if connection.filled == len(connection.into):
                 self._advance(connection, connection.owned)
@@ -598,7 +603,21 @@ class Tcp:
         if connection.remote is None or not isinstance(connection.socket, ssl.SSLSocket):
             return connection.socket.recv_into(into)
         with connection.remote.lock:  # OpenSSL's objects are not for two threads
-            return connection.socket.recv_into(into)
+            return self._decrypt(connection.socket, into[:MOST_AT_ONCE])
+
+    @staticmethod
+    def _decrypt(secured: ssl.SSLSocket, into: memoryview) -> int:
+        """Record by record until nothing more is there; what a record costs in Python counts, at 16 KiB each."""
+        filled, wanted = secured.recv_into(into), len(into)
+        try:
+            while 0 < filled < wanted:
+                count = secured.recv_into(into[filled:])
+                if count == 0:
+                    break
+                filled += count
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        return filled
 
     def _advance(self, connection: _Connection, value: Any) -> None:
         """Give the reader what it has asked for, until it asks for something that is not there."""
