@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.rdma import _placements
-from monarch_backend.rdma._regions import Box, Piece, has_dense_rows, local_shape, pieces
+from monarch_backend.rdma._regions import Box, Piece, local_shape, overlaps_itself, pieces
 
 LARGEST_VALUE = 1 << 16  # bytes of a pickled value that is no tensor; it is sent with every description
 
@@ -89,7 +89,7 @@ def check_value(name: str, value: Any) -> bytes:
 def local(name: str, tensor: Tensor) -> Local:
     """Where the bytes of this rank's part of a tensor lie.
 
-    Raises ValueError, with the tensor's name, for what is no dense part of a tensor in CPU memory.
+    Raises ValueError, with the tensor's name, for what is no part of a tensor in CPU memory.
     """
     try:
         return _local(tensor)
@@ -117,10 +117,10 @@ def _local(tensor: Tensor) -> Local:
             )
     if not mine.numel():
         held = ()
-    if held and not has_dense_rows(mine.shape, mine.stride()):
+    if held and overlaps_itself(mine.shape, mine.stride()):
         raise ValueError(
-            f"its elements do not lie side by side (shape {tuple(mine.shape)}, strides {mine.stride()}): use a "
-            "contiguous() copy, or a view with whole rows"
+            f"some of its elements share their place in memory (shape {tuple(mine.shape)}, strides {mine.stride()}, as "
+            "expand() makes them): use a copy, .contiguous()"
         )
     return Local(mine, shape, held, tuple(stride * mine.element_size() for stride in mine.stride()))
 

@@ -223,20 +223,20 @@ class LayoutError(ValueError):
     """Two layouts in memory between which there are no runs of bytes."""
 
 
-def has_dense_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie side by side in one dimension, and no two of them in the same place. Strides in elements.
+def overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a tensor may lie in the same place, as those of an expanded one do.
 
-    >>> has_dense_rows((4, 3), (8, 1)), has_dense_rows((4, 3), (1, 4)), has_dense_rows((4, 3), (0, 1))
-    (True, True, False)
+    >>> overlaps_itself((4, 3), (8, 1)), overlaps_itself((4, 3), (1, 4)), overlaps_itself((4, 3), (0, 1))
+    (False, False, True)
     """
     if 0 in sizes:
-        return True
+        return False
     needed = 1
     for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1):
-        if stride < needed or (needed == 1 and stride > 1):
-            return False
+        if stride < needed:
+            return True
         needed = stride * size
-    return True
+    return False
 
 
 def segments(

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from monarch_backend import _native
 from monarch_backend.actor import Future, ValueMesh, current_rank
-from monarch_backend.rdma import _transfers
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._local import Leaf, Local, check_value, leaves, local, offset_in
 from monarch_backend.rdma._regions import (
@@ -31,6 +29,8 @@ from monarch_backend.rdma._regions import (
     uncovered,
     without,
 )
+from monarch_backend.rdma._transfers import Part, engine
+from monarch_backend.transport._carried import host_of
 
 _SHOWN = 8  # names, ranks or boxes in a message
 
@@ -54,10 +54,7 @@ class StatePart:
     a buffer.
     """
 
-    def __init__(
-        self, host: str, tensors: dict[str, TensorPart], values: dict[str, Any], buffers: list[RDMABuffer]
-    ) -> None:
-        self._host = host
+    def __init__(self, tensors: dict[str, TensorPart], values: dict[str, Any], buffers: list[RDMABuffer]) -> None:
         self._tensors = tensors
         self._values = values
         self._buffers = buffers
@@ -103,7 +100,7 @@ class Plan:
 
     def __init__(
         self,
-        parts: list[tuple[RDMABuffer, list[Segment]]],
+        parts: list[Part],
         bytes_by_rank: dict[int, int],
         keep: list[Tensor],
         values: list[tuple[Leaf, Any]],
@@ -122,7 +119,7 @@ class Plan:
         """All bytes that a `read` fetches."""
         return sum(self.bytes_by_rank.values())
 
-    def read(self, timeout: float | None = None) -> Future[Any]:
+    def read(self, timeout: float | None = None) -> Future[None]:
         """Fetch everything, in one batch with one completion; the future fails if any of it does.
 
         Tensors must not be used before the future is done. After an error their contents are undefined. What the
@@ -130,10 +127,10 @@ class Plan:
         """
         for leaf, value in self._values:
             leaf.holder[leaf.key] = value
-        return _transfers.read(self._parts, self._keep, timeout)
+        return engine().start(self._parts, self._keep, timeout)
 
     def __repr__(self) -> str:
-        count = sum(len(part) for _, part in self._parts)
+        count = sum(len(part.segments) for part in self._parts)
         return f"<Plan {self.nbytes} bytes in {count} runs from ranks {_some(self.bytes_by_rank)}>"
 
 
@@ -185,8 +182,8 @@ class ShardedState:
         up to 64 KiB, which travel in the description as they are now, and mappings of all that, whose names are joined
         by ``/``.
 
-        Raises ValueError, with the name, for tensors that are not in CPU memory, not dense in at least one dimension,
-        a `Partial` sum, or cut as no placement says.
+        Raises ValueError, with the name, for tensors that are not in CPU memory, expanded, a `Partial` sum, or cut
+        as no placement says.
         """
         tensors: dict[str, tuple[torch.dtype, Local]] = {}
         values = {}
@@ -197,7 +194,7 @@ class ShardedState:
                 check_value(name, leaf.value)
                 values[name] = leaf.value
         ranges = _memory(held for _, held in tensors.values())
-        buffers = [RDMABuffer(memory) for memory, _ in ranges.values()]
+        buffers = _buffers(memory for memory, _ in ranges.values())
         index = {storage: i for i, storage in enumerate(ranges)}
         parts = {}
         for name, (dtype, held) in tensors.items():
@@ -205,7 +202,7 @@ class ShardedState:
             if held.pieces:
                 storage = held.tensor.untyped_storage().data_ptr()
                 parts[name] = part._replace(buffer=index[storage], start=part.address - ranges[storage][1])
-        return StatePart(_native.boot_id(), parts, values, buffers)
+        return StatePart(parts, values, buffers)
 
     @staticmethod
     def merge(parts: ValueMesh[StatePart] | Iterable[StatePart]) -> ShardedState:
@@ -225,17 +222,17 @@ class ShardedState:
 
     def read_into(
         self, state_dict: Mapping[str, Any], timeout: float | None = None, *, strict: bool = True
-    ) -> Future[Any]:
+    ) -> Future[None]:
         """Fill this rank's state dict: `plan` and `Plan.read` in one."""
         return self.plan(state_dict, strict=strict).read(timeout)
 
     def plan(self, state_dict: Mapping[str, Any], *, strict: bool = True, reader: int | None = None) -> Plan:
         """Find out which bytes this rank's state dict needs and where they are.
 
-        Local tensors are filled in place; they may be views, as long as their rows are dense. `reader` is this
-        reader's number among all readers: of several owners that have the same bytes, those on its own host are taken
-        first, and different readers take different ones. By default it is the rank in torch's process group, or in the
-        mesh of actors where there is none.
+        Local tensors are filled in place. They may be views; each run of bytes that is whole on both sides costs as
+        much as a small copy. `reader` is this reader's number among all readers: of several owners that have the same
+        bytes, those on its own host are taken first, and different readers take different ones. By default it is the
+        rank in torch's process group, or in the mesh of actors where there is none.
 
         Raises ValueError, with names, where shape, dtype or kind of a value differ from the owners', where a local
         tensor cannot be filled in place, and with strict=True where the names are not the same on both sides.
@@ -303,6 +300,19 @@ def _memory(held: Iterable[Local]) -> dict[int, tuple[Tensor, int]]:
     return memory
 
 
+def _buffers(memory: Iterable[Tensor]) -> list[RDMABuffer]:
+    """All of them or none."""
+    buffers: list[RDMABuffer] = []
+    try:
+        for one in memory:
+            buffers.append(RDMABuffer(one))
+    except BaseException:
+        for buffer in buffers:
+            buffer.drop()
+        raise
+    return buffers
+
+
 def _extent(held: Local) -> tuple[int, int]:
     """The addresses of its first byte, and of the one after its last."""
     first, itemsize = held.tensor.data_ptr(), held.tensor.element_size()
@@ -319,7 +329,9 @@ def _agreed_values(parts: list[StatePart], tensors: Mapping[str, object]) -> dic
     for rank, part in enumerate(parts):
         for name, value in part._values.items():
             if name in tensors:
-                raise ValueError(f"{name}: rank {rank} says it is a {type(value).__name__}, others that it is a tensor")
+                raise ValueError(
+                    f"{name}: rank {rank} says it is of type {type(value).__name__}, others that it is a tensor"
+                )
             pickled[name][check_value(name, value)].append(rank)
             values.setdefault(name, value)
     for name, ranks in pickled.items():
@@ -360,7 +372,8 @@ class _Reading:
     def __init__(self, state: ShardedState, reader: int) -> None:
         self._state = state
         self._reader = reader
-        self._near = {rank for rank, part in enumerate(state._parts) if part._host == _native.boot_id()}
+        host = host_of(engine().program.router.token)
+        self._near = {rank for rank, part in enumerate(state._parts) if _is_on(host, part)}
         self._runs: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # by rank and buffer
         self._values: list[tuple[Leaf, Any]] = []
         self._filled: dict[tuple[object, ...], str] = {}  # destinations, and the names they have
@@ -440,7 +453,7 @@ class _Reading:
     def plan(self, missing: list[str], unexpected: list[str]) -> Plan:
         parts, by_rank = [], defaultdict[int, int](int)
         for (rank, buffer), runs in sorted(self._runs.items()):
-            parts.append((self._state._parts[rank]._buffers[buffer], merged(runs)))
+            parts.append(Part(self._state._parts[rank]._buffers[buffer]._handle, False, merged(runs)))
             by_rank[rank] += sum(size for _, _, size in runs)
         self._refuse_overlaps()
         return Plan(parts, dict(by_rank), self._keep, self._values, missing, unexpected)
@@ -467,6 +480,10 @@ def _check_same(name: str, tensor: Tensor, owned: TensorPart) -> None:
             f"{name}: its dtype is {tensor.dtype} here and {owned.dtype} at its owners, and bytes are moved as they "
             "are: cast on one side first"
         )
+
+
+def _is_on(host: str, part: StatePart) -> bool:
+    return any(host_of(buffer._handle.token) == host for buffer in part._buffers[:1])
 
 
 def _reader() -> int:
