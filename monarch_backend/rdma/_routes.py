@@ -80,7 +80,7 @@ class Here:
 class SameHost:
     """To memory of a process of this host: mapped, by the kernel, or by a thread of that process."""
 
-    quick = 256 << 10
+    quick = 1 << 20
     name = "same host"
 
     def __init__(self, registry: Registry) -> None:

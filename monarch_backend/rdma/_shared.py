@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     >>> weights.shape, weights.sum().item()
     (torch.Size([2, 3]), 6.0)
     """
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     made = torch.empty(shape, dtype=dtype, device="meta")  # torch's own checks of the arguments
     if made.numel() == 0:
         return torch.empty(made.shape, dtype=made.dtype)
@@ -33,7 +34,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
         room = _native.Room(registry().host, math.prod(made.shape) * made.itemsize)
     except MemoryError:
         raise RDMAError(
-            f"there is no room for {made.nbytes} bytes in the shared memory of this process: torch.empty has it, and can "
-            "be registered as well"
+            f"there is no room for {made.nbytes} bytes in the shared memory of this process: torch.empty has it, and "
+            "can be registered as well"
         ) from None
     return torch.frombuffer(room, dtype=made.dtype).view(made.shape)
