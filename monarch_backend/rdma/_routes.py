@@ -144,5 +144,7 @@ def _say(handle: Handle, how: str) -> None:
 
 
 def patient(timeout: float | None) -> Any:
-    """What ends a transfer before its time."""
+    """What ends a transfer before its time. Raises ValueError for a negative time."""
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: seconds, 0 or more, or None")
     return _native.Patient(timeout)

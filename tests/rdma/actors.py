@@ -22,13 +22,19 @@ class RouteCase:
     name: str  # as RDMABuffer.backend
     environment: dict[str, str] = field(default_factory=dict)
     shared: bool = False  # the memory is that of rdma.empty
+    way: int = -1  # as enum Way (csrc/memory/near.h)
 
 
 ROUTES = {
-    "kernel": RouteCase("same host"),
-    "mapped": RouteCase("same host", shared=True),
-    "thread": RouteCase("same host", {"MONARCH_CMA": "0"}),
+    "kernel": RouteCase("same host", way=1),
+    "mapped": RouteCase("same host", shared=True, way=0),
+    "thread": RouteCase("same host", {"MONARCH_CMA": "0"}, way=2),
 }
+
+
+def take(route: str) -> None:
+    """The bootstrap of a process that is to take this route."""
+    os.environ.update(ROUTES[route].environment)
 
 
 def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
@@ -96,6 +102,11 @@ class Process(Actor):
         return buffer.backend
 
     @endpoint
+    def way(self, buffer: RDMABuffer) -> int:
+        handle = buffer._handle
+        return int(rdma._registry.registry().native.way(handle.token, handle.ticket))
+
+    @endpoint
     def read(self, buffer: RDMABuffer, kind: str = "tensor", seed: int = 1, timeout: float | None = 30) -> bool:
         into = memory(kind, buffer.size(), shared=False)
         buffer.read_into(into, timeout=timeout).get()
@@ -152,6 +163,22 @@ class Process(Actor):
             except rdma.RDMAError as error:
                 return f"{type(error).__name__} after {time.monotonic() - begun:.3f} s: {error}"
         return "it went on"
+
+    @endpoint
+    def cancel_after(self, buffer: RDMABuffer, seconds: float) -> str:
+        """Begin to read, and change one's mind."""
+        future = buffer.read_into(torch.empty(buffer.size(), dtype=torch.uint8))
+        try:
+            future.get(seconds)
+        except TimeoutError:
+            future.cancel()
+        error = future.exception()
+        return "done" if error is None else type(error).__name__
+
+    @endpoint
+    def add_within(self, buffer: RDMABuffer, seconds: float) -> str:
+        error = buffer.fetch_add(1, timeout=seconds).exception()
+        return "done" if error is None else type(error).__name__
 
     @endpoint
     def hold_interpreter(self, seconds: float) -> float:
