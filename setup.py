@@ -6,8 +6,8 @@ from glob import glob
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
-# Shared memory and channels stand on what Linux has.
-linux = ["csrc/shm", "csrc/shm/python", "csrc/channel", "csrc/channel/python"]
+# Shared memory, channels and registered memory stand on what Linux has.
+linux = ["csrc/shm", "csrc/shm/python", "csrc/channel", "csrc/channel/python", "csrc/memory", "csrc/memory/python"]
 folders = ["csrc", *(linux if sys.platform == "linux" else [])]
 
 native = Pybind11Extension(

@@ -255,3 +255,56 @@ class Post:
 
     def kept_back(self) -> int:
         """Bytes of frames that wait for room in a ring."""
+
+class Patient:
+    """What ends a transfer before its time: a deadline in so many seconds, a cancellation."""
+
+    def __init__(self, seconds: float | None = None) -> None: ...
+    def cancel(self) -> None: ...
+
+class View:
+    """Memory that an object with the buffer protocol lends, for as long as this lives."""
+
+    def __init__(self, lender: object) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def readonly(self) -> bool: ...
+    @property
+    def contiguous(self) -> bool: ...
+
+class Memory:
+    """Memory that this process has registered, and its ways to that of others on this host."""
+
+    def __init__(self, host: Host, kernel: bool = True) -> None: ...
+    def add(self, address: int, nbytes: int, writable: bool) -> tuple[int, int, int]: ...
+    def drop(self, ticket: tuple[int, int, int], seconds: float) -> int: ...
+    def user_of(self, ticket: tuple[int, int, int]) -> int: ...
+    def count(self) -> int: ...
+    def move(
+        self,
+        token: str,
+        ticket: tuple[int, int, int],
+        write: bool,
+        segments: Sequence[tuple[int, int, int]],
+        patient: Patient,
+    ) -> tuple[int, int, int, int]: ...
+    def change(
+        self,
+        token: str,
+        ticket: tuple[int, int, int],
+        access: int,
+        offset: int,
+        operand: int,
+        expected: int,
+        patient: Patient,
+    ) -> tuple[int, int, int, int]: ...
+    def move_here(
+        self, ticket: tuple[int, int, int], write: bool, segments: Sequence[tuple[int, int, int]]
+    ) -> tuple[int, int, int, int]: ...
+    def change_here(
+        self, ticket: tuple[int, int, int], access: int, offset: int, operand: int, expected: int
+    ) -> tuple[int, int, int, int]: ...
+    def way(self, token: str, ticket: tuple[int, int, int]) -> int: ...

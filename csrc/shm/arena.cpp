@@ -38,7 +38,8 @@ Arena::Arena(std::size_t size) : fd_(memfd_create("monarch", MFD_CLOEXEC | MFD_A
     throw error;
   }
   mapping_ = new Mapping(fd_, size);
-  new (mapping_->at(0)) ArenaHeader{};
+  auto* header = new (mapping_->at(0)) ArenaHeader{};
+  header->self.store(reinterpret_cast<std::uintptr_t>(&header->self));
   free_[page] = size - page;
 }
 

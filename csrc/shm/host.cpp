@@ -313,7 +313,7 @@ Room::~Room() {
   if (offset_ != 0) host_->release(offset_);
 }
 
-std::shared_ptr<Peer> Host::find(const std::string& token) {
+std::shared_ptr<Peer> Host::known(const std::string& token) {
   const std::lock_guard lock(mutex_);
   const auto found = peers_.find(token);
   return found == peers_.end() ? nullptr : found->second;
@@ -354,7 +354,7 @@ std::shared_ptr<Peer> Host::adopt(int link, std::uint64_t gift, const Hello& hel
 std::shared_ptr<Peer> Host::connect(const std::string& token, double seconds, bool* waiting) {
   // One that stood still between being called and answering has hung up on us, or we on it: it is called again.
   for (int attempt = 0; attempt < 3; ++attempt) {
-    if (auto known = find(token)) return known;
+    if (auto known = this->known(token)) return known;
     if (token.size() != Hello{}.token.size()) return nullptr;
     if (waiting != nullptr && (*waiting = calls(token))) return nullptr;
     const Hello ours = hello();

@@ -31,6 +31,7 @@ struct Peer {
   int pidfd = -1;  // -1 where the kernel has none, or the process is not ours to see
   std::unique_ptr<Mapping> mapping;
   std::atomic<int> state{alive};
+  std::atomic<int> readable{0};    // by process_vm_readv: 1, or -1 if not; 0: nobody has tried
   std::atomic<bool> ended{false};  // not only lost to us: it runs no more, and writes to nothing
   std::string epitaph;  // "killed by signal 9", written before `state`
   std::uint64_t gift_sent = 0;      // what we told it when we met, see Host::Manners
@@ -66,6 +67,8 @@ class Host {
   // One that is there and does not answer for so many seconds stands still, for now. With `waiting` given the call goes
   // on without us, and `arrived` or `refused` follow; else it is given up.
   std::shared_ptr<Peer> connect(const std::string& token, double seconds = 1.0, bool* waiting = nullptr);
+  // The peer that we have met; nullptr if we have not, or it is gone.
+  std::shared_ptr<Peer> known(const std::string& token);
   // The peer that connected to us; waits until it has, or for `seconds`.
   std::shared_ptr<Peer> accepted(const std::string& token, double seconds);
 
@@ -109,7 +112,6 @@ class Host {
   bool sweep();
   void lost(Peer& peer);
   struct Hello hello();
-  std::shared_ptr<Peer> find(const std::string& token);
 
   std::string token_, tether_;
   Manners manners_;

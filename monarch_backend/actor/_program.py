@@ -100,6 +100,9 @@ class Program:
         self.gateway = ""  # token of this host's, once there are other hosts
         self.hosts: Any = None  # a HostRegistry, in a controller that has attached some
         self.known_hosts: dict[str, str] = {}  # names of others, by number, that have come with meshes
+        self.settings: dict[str, Callable[[Peer, Any], None]] = {}  # what rooms above do with a Setting of theirs
+        self.memory: Any = None  # what is registered here, and what moves it: rdma/ puts them there
+        self.mover: Any = None
         self.run_cell: Callable[[Cell], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
@@ -536,6 +539,8 @@ class Program:
             from monarch_backend.actor import _spmd
 
             self.aside(lambda: _spmd.abort_groups(str(message.value)))
+        elif message.name in self.settings:
+            self.settings[message.name](peer, message.value)
 
     def exit_now(self, reason: str) -> None:
         """This process is gone with the next instruction."""

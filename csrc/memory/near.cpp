@@ -1,0 +1,296 @@
+#include "memory/near.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "shm/copy.h"
+
+namespace monarch {
+
+namespace {
+
+constexpr std::uint64_t piece = 4 << 20;    // bytes after which somebody looks whether it is still wanted, and still there
+constexpr std::uint64_t room_bytes = 1 << 20;
+constexpr std::size_t most_parts = 256;     // of one system call
+constexpr auto tick = std::chrono::milliseconds(20);  // nobody rings when a peer dies, or when a caller changes his mind
+
+Result ended(Outcome outcome, Refusal refusal = Refusal::none, int error = 0) { return {outcome, refusal, error, 0}; }
+
+}  // namespace
+
+struct Near::Transfer {
+  std::shared_ptr<Peer> peer;
+  TableMemory& table;
+  const Ticket& ticket;
+  Access access;
+  const std::vector<Segment>& segments;
+  const Patient& patient;
+  Claimed claimed;
+
+  // Why it can't go on.
+  Result state() const {
+    if (patient.cancelled.load(std::memory_order_relaxed)) return ended(Outcome::cancelled);
+    if (peer->state.load(std::memory_order_acquire) != Peer::alive) return ended(Outcome::lost);
+    if (claimed.entry() == nullptr) return ended(Outcome::refused, claimed.refusal());
+    if (!claimed.still_there()) return ended(Outcome::refused, Refusal::dropped);
+    if (Clock::now() >= patient.deadline) return ended(Outcome::late);
+    return {};
+  }
+  Result check() const {
+    Result result = state();
+    for (auto it = segments.begin(); result.outcome == Outcome::done && it != segments.end(); ++it) {
+      const Refusal refusal = claimed.entry()->check(ticket, it->offset, it->bytes, access);
+      if (refusal != Refusal::none) result = ended(Outcome::refused, refusal);
+    }
+    return result;
+  }
+};
+
+// The same namespaces, the same user, no Yama and no seccomp filter in between: what it has registered shows it best,
+// but may not be readable for other reasons; its own table is.
+bool Near::kernel_lets_us(Peer& peer) {
+  if (!kernel_) return false;
+  int known = peer.readable.load(std::memory_order_relaxed);
+  if (known == 0) {
+    std::uint64_t seen = 0;
+    const std::uint64_t at = peer.mapping->header().self.load(std::memory_order_relaxed);
+    const iovec here{&seen, sizeof seen}, there{reinterpret_cast<void*>(at), sizeof seen};
+    known = process_vm_readv(peer.pid, &here, 1, &there, 1, 0) == sizeof seen && seen == at ? 1 : -1;
+    peer.readable.store(known, std::memory_order_relaxed);
+  }
+  return known == 1;
+}
+
+Way Near::way(Peer& peer, const Ticket& ticket) {
+  TableMemory* table = table_of(peer);
+  const bool mapped = table != nullptr && ticket.slot < most_registrations && table->entries[ticket.slot].shared_at.load() != 0;
+  return mapped ? Way::mapped : kernel_lets_us(peer) ? Way::kernel : Way::thread;
+}
+
+Result Near::move(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, const std::vector<Segment>& segments, const Patient& patient) {
+  TableMemory* table = table_of(*peer);
+  if (table == nullptr) {
+    return peer->state.load() == Peer::alive ? ended(Outcome::refused, Refusal::dropped) : ended(Outcome::lost);
+  }
+  Transfer transfer{peer, *table, ticket, access, segments, patient, Claimed(*table, ticket)};
+  if (const Result result = transfer.check(); result.outcome != Outcome::done) return result;
+  const Entry& entry = *transfer.claimed.entry();
+  const std::uint64_t shared_at = entry.shared_at.load(std::memory_order_relaxed), bytes = entry.bytes.load(std::memory_order_relaxed);
+  if (shared_at != 0 && bytes <= peer->mapping->size() && shared_at <= peer->mapping->size() - bytes) {
+    return by_mapping(transfer, peer->mapping->at(shared_at));
+  }
+  return kernel_lets_us(*peer) ? by_kernel(transfer, entry.address.load(std::memory_order_relaxed)) : by_thread(transfer);
+}
+
+Result Near::by_mapping(Transfer& transfer, const char* base) {
+  std::uint64_t copied = 0;
+  for (const Segment& segment : transfer.segments) {
+    char* there = const_cast<char*>(base) + segment.offset;
+    for (std::uint64_t at = 0; at < segment.bytes; at += piece) {
+      const std::uint64_t bytes = std::min(piece, segment.bytes - at);
+      const bool reads = transfer.access == Access::read;
+      put(reads ? segment.local + at : there + at, reads ? there + at : segment.local + at, bytes, segment.bytes);
+      if ((copied += bytes) < piece) continue;
+      copied = 0;
+      if (const Result result = transfer.state(); result.outcome != Outcome::done) return result;
+    }
+  }
+  return {};
+}
+
+Result Near::by_kernel(Transfer& transfer, std::uint64_t base) {
+  std::array<iovec, most_parts> here, there;
+  std::size_t segment = 0;
+  std::uint64_t at = 0;  // in it
+  while (segment < transfer.segments.size()) {
+    std::size_t count = 0;
+    std::uint64_t bytes = 0, from = at;
+    for (std::size_t i = segment; i < transfer.segments.size() && count < most_parts && bytes < piece; ++i, from = 0) {
+      const Segment& part = transfer.segments[i];
+      const std::uint64_t length = std::min(part.bytes - from, piece - bytes);
+      if (length == 0) continue;
+      here[count] = {part.local + from, length};
+      there[count++] = {reinterpret_cast<void*>(base + part.offset + from), length};
+      bytes += length;
+    }
+    if (count == 0) break;
+    const auto call = transfer.access == Access::read ? process_vm_readv : process_vm_writev;
+    const ssize_t moved = call(transfer.peer->pid, here.data(), count, there.data(), count, 0);
+    if (moved <= 0) {
+      if (moved < 0 && errno == ESRCH) return ended(Outcome::lost);
+      return ended(Outcome::failed, Refusal::none, moved < 0 ? errno : EFAULT);
+    }
+    for (auto left = static_cast<std::uint64_t>(moved); segment < transfer.segments.size();) {
+      const std::uint64_t rest = transfer.segments[segment].bytes - at;
+      if (left < rest) {
+        at += left;
+        break;
+      }
+      left -= rest, at = 0, ++segment;
+    }
+    if (segment == transfer.segments.size()) break;
+    if (const Result result = transfer.state(); result.outcome != Outcome::done) return result;
+  }
+  return {};
+}
+
+// Something asked of the peer's thread, with a room for what it brings or takes. Both outlive whoever gave up while the
+// thread was at it.
+class Near::Question {
+ public:
+  Question(std::shared_ptr<Host> host, std::uint64_t room) : host_(std::move(host)), room_(room) {}
+  ~Question() {
+    std::uint32_t state = Request::asked;
+    if (request_ == nullptr || request_->state.compare_exchange_strong(state, Request::idle) || state != Request::serving) {
+      if (request_ != nullptr) give_back(*request_);
+      if (room_ != 0) host_->release(room_);
+      return;
+    }
+    const auto served = [request = request_, peer = peer_] {
+      if (peer->state.load() == Peer::alive && request->state.load(std::memory_order_acquire) == Request::serving) return false;
+      if (peer->state.load() == Peer::alive) give_back(*request);
+      return true;
+    };
+    host_->bury(room_ == 0 ? std::vector<std::uint64_t>{} : std::vector{room_}, served);
+  }
+  Question(const Question&) = delete;
+  Question& operator=(const Question&) = delete;
+
+  char* room() const { return host_->arena().mapping().at(room_); }
+  // All but `access` and what is asked of; waits for the answer.
+  Result ask(Transfer& transfer, std::uint64_t offset, std::uint64_t bytes, std::uint64_t operand = 0, std::uint64_t expected = 0);
+  std::uint64_t found() const { return request_->found; }
+
+ private:
+  std::shared_ptr<Host> host_;
+  std::uint64_t room_;  // in our arena; 0: none
+  Request* request_ = nullptr;
+  std::shared_ptr<Peer> peer_;
+};
+
+Result Near::Question::ask(Transfer& transfer, std::uint64_t offset, std::uint64_t bytes, std::uint64_t operand, std::uint64_t expected) {
+  peer_ = transfer.peer;
+  while (request_ == nullptr && (request_ = take_request(transfer.table)) == nullptr) {
+    if (const Result result = transfer.state(); result.outcome != Outcome::done) return result;
+    usleep(100);  // as many at once: somebody will be done soon
+  }
+  Request& request = *request_;
+  std::memcpy(request.token, host_->token().data(), sizeof request.token);
+  request.ticket = transfer.ticket, request.access = transfer.access, request.refusal = Refusal::none;
+  request.offset = offset, request.bytes = bytes, request.room = room_;
+  request.operand = operand, request.expected = expected;
+  request.state.store(Request::asked, std::memory_order_release);
+  transfer.table.bell.ring();
+  Patience patience(request.bell, true);
+  const auto done = [&] { return request.state.load(std::memory_order_acquire) == Request::served; };
+  while (!done()) {
+    if (const Result result = transfer.state(); result.outcome != Outcome::done) return result;
+    patience.again(done, std::min(transfer.patient.deadline, Clock::now() + tick));
+  }
+  request.state.store(Request::idle, std::memory_order_relaxed);
+  return request.refusal == Refusal::none ? Result{} : ended(Outcome::refused, request.refusal);
+}
+
+Result Near::by_thread(Transfer& transfer) {
+  const std::uint64_t at_most = std::max_element(transfer.segments.begin(), transfer.segments.end(), [](auto& a, auto& b) {
+                                  return a.bytes < b.bytes;
+                                })->bytes;
+  const std::uint64_t size = std::min(at_most, room_bytes), room = host_->allocate(size);
+  if (room == 0) return ended(Outcome::failed, Refusal::none, ENOMEM);
+  Question question(host_, room);
+  const bool reads = transfer.access == Access::read;
+  for (const Segment& segment : transfer.segments) {
+    for (std::uint64_t at = 0; at < segment.bytes; at += size) {
+      const std::uint64_t bytes = std::min(size, segment.bytes - at);
+      if (!reads) std::memcpy(question.room(), segment.local + at, bytes);
+      if (const Result result = question.ask(transfer, segment.offset + at, bytes); result.outcome != Outcome::done) return result;
+      if (reads) std::memcpy(segment.local + at, question.room(), bytes);
+    }
+  }
+  return {};
+}
+
+Result Near::change(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, std::uint64_t offset,
+                    std::uint64_t operand, std::uint64_t expected, const Patient& patient) {
+  TableMemory* table = table_of(*peer);
+  if (table == nullptr) return peer->state.load() == Peer::alive ? ended(Outcome::refused, Refusal::dropped) : ended(Outcome::lost);
+  const std::vector<Segment> segments{{offset, nullptr, 8}};
+  Transfer transfer{peer, *table, ticket, access, segments, patient, Claimed(*table, ticket)};
+  if (const Result result = transfer.check(); result.outcome != Outcome::done) return result;
+  const std::uint64_t shared_at = transfer.claimed.entry()->shared_at.load(std::memory_order_relaxed);
+  if (shared_at != 0 && shared_at + offset <= peer->mapping->size() - 8) {
+    return {Outcome::done, Refusal::none, 0, do_atomic(peer->mapping->at(shared_at + offset), access, operand, expected)};
+  }
+  Question question(host_, 0);
+  Result result = question.ask(transfer, offset, 8, operand, expected);
+  if (result.outcome == Outcome::done) result.found = question.found();
+  return result;
+}
+
+Service::Service(std::shared_ptr<Table> table) : table_(std::move(table)), thread_([this] { run(); }) {}
+
+Service::~Service() {
+  ending_.store(true);
+  table_->memory().bell.wake();
+  thread_.join();
+}
+
+void Service::run() {
+  Patience patience(table_->memory().bell, true);
+  while (!ending_.load(std::memory_order_acquire)) {
+    if (serve_all()) {
+      patience.reset();
+      continue;
+    }
+    const auto asked = [&] {
+      if (ending_.load(std::memory_order_acquire)) return true;
+      const auto& requests = table_->memory().requests;
+      return std::any_of(std::begin(requests), std::end(requests), [](const Request& r) { return r.state.load() == Request::asked; });
+    };
+    patience.again(asked, Clock::time_point::max());
+  }
+}
+
+bool Service::serve_all() {
+  bool served = false;
+  for (Request& request : table_->memory().requests) {
+    std::uint32_t state = Request::asked;
+    if (request.state.load(std::memory_order_relaxed) != state || !request.state.compare_exchange_strong(state, Request::serving)) continue;
+    serve(request);
+    request.state.store(Request::served, std::memory_order_seq_cst);
+    request.bell.ring();
+    served = true;
+  }
+  return served;
+}
+
+void Service::serve(Request& request) {
+  const Ticket ticket = request.ticket;  // once: who asks may change it
+  const Access access = request.access;
+  const std::uint64_t offset = request.offset, bytes = request.bytes, room = request.room;
+  const bool atomic = access == Access::fetch_add || access == Access::compare_and_swap;
+  std::shared_ptr<Peer> peer;
+  if (!atomic) peer = table_->host().accepted(std::string(request.token, sizeof request.token), 1.0);
+  if (!atomic && (peer == nullptr || bytes > room_bytes || room > peer->mapping->size() - room_bytes)) {
+    request.refusal = Refusal::out_of_range;
+    return;
+  }
+  char* data = nullptr;
+  request.refusal = table_->hold(ticket, offset, bytes, access, &data);
+  if (request.refusal != Refusal::none) return;
+  if (atomic) {
+    request.found = do_atomic(data, access, request.operand, request.expected);
+  } else if (access == Access::read) {
+    std::memcpy(peer->mapping->at(room), data, bytes);
+  } else {
+    std::memcpy(data, peer->mapping->at(room), bytes);
+  }
+  table_->let_go(ticket);
+}
+
+}  // namespace monarch

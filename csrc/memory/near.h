@@ -1,0 +1,84 @@
+// Reading and writing what a peer of this host has registered, without a part of its Python in it.
+//
+// Three ways, each one copy but the last: memory in the peer's arena is mapped here; other memory is read and written by
+// the kernel (process_vm_readv); where the kernel does not let us, the peer's own thread copies through a room in our
+// arena. Atomics are done in mapped memory, or by that thread. Nothing here waits longer than the deadline, and a caller
+// who has changed his mind, or a peer who has died, ends it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "memory/table.h"
+
+namespace monarch {
+
+// A part of a transfer: so many bytes from `offset` in what was registered, and where they are in this process.
+struct Segment {
+  std::uint64_t offset;
+  char* local;
+  std::uint64_t bytes;
+};
+
+// How a transfer ended. The numbers are Python's, too.
+enum class Outcome : std::uint32_t { done, refused, lost, late, cancelled, failed };
+
+struct Result {
+  Outcome outcome = Outcome::done;
+  Refusal refusal = Refusal::none;
+  int error = 0;            // of the kernel's
+  std::uint64_t found = 0;  // by an atomic
+};
+
+// What can end a transfer before its time.
+struct Patient {
+  Clock::time_point deadline = Clock::time_point::max();
+  std::atomic<bool> cancelled{false};
+};
+
+enum class Way : int { mapped, kernel, thread };
+
+class Near {
+ public:
+  // `kernel`: whether process_vm_readv may be used, where it works.
+  Near(std::shared_ptr<Host> host, bool kernel) : host_(std::move(host)), kernel_(kernel) {}
+
+  // To memory of a peer; nullptr if it can't be reached as one of this host.
+  std::shared_ptr<Peer> peer(const std::string& token) { return host_->connect(token); }
+  Result move(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, const std::vector<Segment>& segments, const Patient& patient);
+  Result change(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, std::uint64_t offset,
+                std::uint64_t operand, std::uint64_t expected, const Patient& patient);
+  // The one that `move` would take now.
+  Way way(Peer& peer, const Ticket& ticket);
+
+ private:
+  struct Transfer;
+  class Question;
+  bool kernel_lets_us(Peer& peer);
+  Result by_mapping(Transfer& transfer, const char* base);
+  Result by_kernel(Transfer& transfer, std::uint64_t base);
+  Result by_thread(Transfer& transfer);
+
+  std::shared_ptr<Host> host_;
+  const bool kernel_;
+};
+
+// The thread of an owner that does for its peers what they can't do themselves.
+class Service {
+ public:
+  explicit Service(std::shared_ptr<Table> table);
+  ~Service();
+
+ private:
+  void run();
+  bool serve_all();
+  void serve(Request& request);
+
+  std::shared_ptr<Table> table_;
+  std::atomic<bool> ending_{false};
+  std::thread thread_;
+};
+
+}  // namespace monarch

@@ -1,0 +1,251 @@
+#include "memory/table.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include <sys/random.h>
+#include <unistd.h>
+
+namespace monarch {
+
+namespace {
+
+constexpr auto look_again = std::chrono::milliseconds(1);  // whether claims are void: nobody tells of that
+
+// The 22nd field of /proc/PID/stat; 0 if there is no such process, or if it is a zombie, which touches nothing any more.
+std::uint64_t start_of(std::uint32_t pid) {
+  char path[32];
+  std::snprintf(path, sizeof path, "/proc/%u/stat", pid);
+  std::FILE* file = std::fopen(path, "re");
+  if (file == nullptr) return 0;
+  char text[1024];
+  const std::size_t bytes = std::fread(text, 1, sizeof text - 1, file);
+  std::fclose(file);
+  text[bytes] = 0;
+  const char* at = std::strrchr(text, ')');  // its name may hold anything
+  if (at == nullptr || at[1] == 0 || at[2] == 'Z' || at[2] == 'X') return 0;
+  unsigned long long started = 0;
+  if (std::sscanf(at + 2, "%*c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu", &started) != 1) return 0;
+  return started;
+}
+
+std::uint64_t random_key() {
+  std::uint64_t key = 0;
+  while (key == 0) {
+    if (getrandom(&key, sizeof key, 0) != sizeof key) throw system_failure("getrandom");
+  }
+  return key;
+}
+
+// Zero at first: memory of an arena may have been used before.
+TableMemory* cleared(char* at) {
+  std::memset(at, 0, offsetof(TableMemory, entries));
+  return reinterpret_cast<TableMemory*>(at);
+}
+
+void give_back(Claim& claim) {
+  claim.key.store(0, std::memory_order_release);
+  claim.started.store(0, std::memory_order_relaxed);
+  claim.pid.store(0, std::memory_order_release);
+}
+
+// Those of the dead, when there is no other one.
+void tidy(TableMemory& table) {
+  for (Claim& claim : table.claims) {
+    std::uint32_t pid = claim.pid.load(std::memory_order_acquire);
+    if (pid == 0 || ProcessId{pid, claim.started.load(std::memory_order_relaxed)}.alive()) continue;
+    claim.key.store(0, std::memory_order_relaxed);
+    claim.pid.compare_exchange_strong(pid, 0);
+  }
+}
+
+// Of this process now, if it was free.
+template <class Cell>
+bool take(Cell& cell) {
+  const ProcessId& own = ProcessId::own();
+  std::uint32_t nobody = 0;
+  if (cell.pid.load(std::memory_order_relaxed) != 0 || !cell.pid.compare_exchange_strong(nobody, own.pid)) return false;
+  cell.started.store(own.started, std::memory_order_release);
+  return true;
+}
+
+Claim* take_claim(TableMemory& table) {
+  const ProcessId& own = ProcessId::own();
+  for (std::uint32_t i = 0;; ++i) {
+    Claim& claim = table.claims[(own.pid + i) % most_claims];
+    if (take(claim)) return &claim;
+    if (i % most_claims != most_claims - 1) continue;
+    tidy(table);
+    usleep(100);  // so many at once: somebody will be done soon
+  }
+}
+
+}  // namespace
+
+const ProcessId& ProcessId::own() {
+  thread_local ProcessId id;
+  const auto pid = static_cast<std::uint32_t>(getpid());
+  if (id.pid != pid) id = {pid, start_of(pid)};  // also in a fork
+  return id;
+}
+
+bool ProcessId::alive() const {
+  const std::uint64_t found = start_of(pid);
+  return found != 0 && (started == 0 || found == started);
+}
+
+Refusal Entry::check(const Ticket& ticket, std::uint64_t offset, std::uint64_t length, Access access) const {
+  if (epoch.load(std::memory_order_acquire) != ticket.epoch) return Refusal::dropped;
+  if (key.load(std::memory_order_relaxed) != ticket.key) return Refusal::wrong_key;
+  const std::uint64_t size = bytes.load(std::memory_order_relaxed);
+  if (offset > size || length > size - offset) return Refusal::out_of_range;
+  if (changes(access) && writable.load(std::memory_order_relaxed) == 0) return Refusal::read_only;
+  const bool atomic = access == Access::fetch_add || access == Access::compare_and_swap;
+  if (atomic && (length != 8 || (address.load(std::memory_order_relaxed) + offset) % 8 != 0)) return Refusal::misaligned;
+  return Refusal::none;
+}
+
+Claimed::Claimed(TableMemory& table, const Ticket& ticket) : epoch_(ticket.epoch) {
+  if (ticket.slot >= most_registrations || ticket.key == 0) {
+    refusal_ = Refusal::wrong_key;
+    return;
+  }
+  claim_ = take_claim(table);
+  claim_->key.store(ticket.key, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // with drop's: it sees the claim, or we see that it was dropped
+  const Entry& entry = table.entries[ticket.slot];
+  refusal_ = entry.check(ticket, 0, 0, Access::read);
+  if (refusal_ == Refusal::none) entry_ = &entry;
+}
+
+Claimed::~Claimed() {
+  if (claim_ == nullptr) return;
+  give_back(*claim_);
+}
+
+Table::Table(std::shared_ptr<Host> host) : host_(std::move(host)), at_(host_->allocate(sizeof(TableMemory))) {
+  if (at_ == 0) throw std::system_error(ENOMEM, std::generic_category(), "no room in the arena for a table of registered memory");
+  memory_ = cleared(host_->arena().mapping().at(at_));
+  host_->arena().mapping().header().table.store(at_, std::memory_order_release);
+}
+
+Table::~Table() {
+  host_->arena().mapping().header().table.store(0, std::memory_order_release);
+  host_->release(at_);
+}
+
+Ticket Table::add(void* data, std::uint64_t bytes, bool writable) {
+  const std::lock_guard lock(mutex_);
+  std::uint32_t slot;
+  if (!free_.empty()) {
+    slot = free_.back();
+    free_.pop_back();
+  } else if (used_ < most_registrations) {
+    slot = used_++;
+    std::memset(static_cast<void*>(&memory_->entries[slot]), 0, sizeof(Entry));
+    // Who has a handle of an earlier table in this memory, or guesses: no epoch is easily had.
+    memory_->entries[slot].epoch.store(random_key() & ~std::uint64_t{1}, std::memory_order_relaxed);
+  } else {
+    throw std::length_error("65536 registrations are the most that a process has at once: drop() what is not needed any more");
+  }
+  Entry& entry = memory_->entries[slot];
+  const Mapping& own = host_->arena().mapping();
+  const auto* at = static_cast<const char*>(data);
+  const std::uint64_t key = random_key();
+  entry.key.store(key, std::memory_order_relaxed);
+  entry.address.store(reinterpret_cast<std::uintptr_t>(data), std::memory_order_relaxed);
+  entry.bytes.store(bytes, std::memory_order_relaxed);
+  entry.shared_at.store(own.holds(at, bytes) ? static_cast<std::uint64_t>(at - own.at(0)) : 0, std::memory_order_relaxed);
+  entry.writable.store(writable, std::memory_order_relaxed);
+  const std::uint64_t epoch = entry.epoch.load(std::memory_order_relaxed) + 1;
+  entry.epoch.store(epoch, std::memory_order_release);
+  count_.fetch_add(1, std::memory_order_relaxed);
+  return {slot, epoch, key};
+}
+
+Table::Dropped Table::drop(const Ticket& ticket, double seconds) {
+  if (ticket.slot >= most_registrations) return Dropped::was_not_there;
+  Entry& entry = memory_->entries[ticket.slot];
+  if (entry.key.load(std::memory_order_relaxed) != ticket.key) return Dropped::was_not_there;
+  std::uint64_t epoch = ticket.epoch;
+  entry.epoch.compare_exchange_strong(epoch, ticket.epoch + 1, std::memory_order_seq_cst);
+  if (epoch != ticket.epoch && epoch != ticket.epoch + 1) return Dropped::was_not_there;
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // with that of who claims
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  while (entry.holds.load(std::memory_order_seq_cst) != 0 || user_of(ticket) != 0) {
+    if (Clock::now() >= deadline) return Dropped::still_used;
+    usleep(static_cast<useconds_t>(std::chrono::microseconds(look_again).count()));
+  }
+  const std::lock_guard lock(mutex_);
+  // Two who drop it at the same time, one of them may have given the slot to somebody else since.
+  if (entry.key.load(std::memory_order_relaxed) != ticket.key) return Dropped::was_not_there;
+  entry.key.store(0, std::memory_order_relaxed);
+  free_.push_back(ticket.slot);
+  count_.fetch_sub(1, std::memory_order_relaxed);
+  return Dropped::yes;
+}
+
+std::uint32_t Table::user_of(const Ticket& ticket) const {
+  for (Claim& claim : memory_->claims) {
+    if (claim.key.load(std::memory_order_seq_cst) != ticket.key) continue;
+    const std::uint32_t pid = claim.pid.load(std::memory_order_acquire);
+    if (ProcessId{pid, claim.started.load(std::memory_order_acquire)}.alive()) return pid;
+    tidy(*memory_);
+  }
+  return 0;
+}
+
+Refusal Table::hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access, char** data) {
+  if (ticket.slot >= most_registrations || ticket.key == 0) return Refusal::wrong_key;
+  Entry& entry = memory_->entries[ticket.slot];
+  entry.holds.fetch_add(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const Refusal refusal = entry.check(ticket, offset, bytes, access);
+  if (refusal != Refusal::none) {
+    entry.holds.fetch_sub(1, std::memory_order_release);
+  } else {
+    *data = reinterpret_cast<char*>(entry.address.load(std::memory_order_relaxed)) + offset;
+  }
+  return refusal;
+}
+
+void Table::let_go(const Ticket& ticket) { memory_->entries[ticket.slot].holds.fetch_sub(1, std::memory_order_release); }
+
+Request* take_request(TableMemory& table) {
+  for (Request& request : table.requests) {
+    if (take(request)) return &request;
+  }
+  for (Request& request : table.requests) {  // of the dead, for the next one who looks
+    std::uint32_t pid = request.pid.load(std::memory_order_acquire);
+    const bool looked_at = request.state.load(std::memory_order_acquire) == Request::serving;
+    if (pid == 0 || looked_at || ProcessId{pid, request.started.load(std::memory_order_relaxed)}.alive()) continue;
+    std::uint32_t asked = Request::asked;
+    request.state.compare_exchange_strong(asked, Request::idle);
+    if (asked != Request::serving) request.pid.compare_exchange_strong(pid, 0);
+  }
+  return nullptr;
+}
+
+void give_back(Request& request) {
+  request.state.store(Request::idle, std::memory_order_relaxed);
+  request.started.store(0, std::memory_order_relaxed);
+  request.pid.store(0, std::memory_order_release);
+}
+
+TableMemory* table_of(const Peer& peer) {
+  const std::uint64_t at = peer.mapping->header().table.load(std::memory_order_acquire);
+  if (at == 0 || at > peer.mapping->size() - sizeof(TableMemory)) return nullptr;
+  return reinterpret_cast<TableMemory*>(peer.mapping->at(at));
+}
+
+std::uint64_t do_atomic(char* at, Access access, std::uint64_t operand, std::uint64_t expected) {
+  std::atomic_ref<std::uint64_t> cell(*reinterpret_cast<std::uint64_t*>(at));
+  if (access == Access::fetch_add) return cell.fetch_add(operand, std::memory_order_seq_cst);
+  cell.compare_exchange_strong(expected, operand, std::memory_order_seq_cst);
+  return expected;
+}
+
+}  // namespace monarch

@@ -1,0 +1,27 @@
+"""Memory that processes read and write one-sided, at the speed of the best route between them.
+
+>>> import torch
+>>> from monarch_backend.rdma import RDMABuffer
+>>> from monarch_backend.actor import Actor, endpoint, this_host
+>>> class Reader(Actor):
+...     @endpoint
+...     def sum(self, buffer):
+...         mine = torch.empty(1024)
+...         buffer.read_into(mine).get()
+...         return mine.sum().item()
+>>> procs = this_host().spawn_procs({"gpus": 1})
+>>> reader = procs.spawn("reader", Reader)
+>>> weights = torch.ones(1024)
+>>> buffer = RDMABuffer(weights)
+>>> reader.sum.call_one(buffer).get()
+1024.0
+>>> buffer.drop()
+>>> procs.stop().get()
+"""
+
+from monarch_backend.rdma._action import RDMAAction
+from monarch_backend.rdma._buffer import RDMABuffer
+from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
+from monarch_backend.rdma._shared import empty
+
+__all__ = ["DroppedError", "OwnerLostError", "RDMAAction", "RDMABuffer", "RDMAError", "empty"]

@@ -1,0 +1,131 @@
+"""RDMAAction: several transfers with one end. Each of them is RDMABuffer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from monarch_backend.actor import Future
+from monarch_backend.rdma._buffer import RDMABuffer
+from monarch_backend.rdma._memory import LocalMemory, memory_of, writable
+from monarch_backend.rdma._routes import COMPARE_AND_SWAP, FETCH_ADD
+from monarch_backend.rdma._transfers import Change, Part, engine
+
+
+class _Step(NamedTuple):
+    """What is to be done, and with which local object: its memory is looked up at each submit."""
+
+    buffer: RDMABuffer
+    local: Any
+    what: str  # the local object's name in errors
+    fills: bool  # it is written to
+    make: Callable[[LocalMemory], Part | Change]
+
+
+class RDMAAction:
+    """A batch of transfers that is done when all of them are. It may be submitted again and again.
+
+    The methods that add to it return it, and raise as RDMABuffer's do. Nothing is promised of the order within a batch.
+
+    >>> import torch
+    >>> from monarch_backend.rdma import RDMAAction, RDMABuffer
+    >>> one, two = torch.ones(4), torch.zeros(4)
+    >>> first, second = RDMABuffer(one), RDMABuffer(two)
+    >>> copy = torch.empty(4)
+    >>> RDMAAction().read_remote(copy, first).write_remote(second, one).submit(timeout=10).get()
+    >>> copy.sum().item(), two.sum().item()
+    (4.0, 4.0)
+    >>> first.drop(), second.drop()
+    (None, None)
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def read_remote(self, dst: Any, src: RDMABuffer) -> RDMAAction:
+        """Copy all of ``src`` to the beginning of ``dst``."""
+        src, dst = _buffer_and_local(src, dst, "read_remote(dst, src)", "src")
+        src._to_read(dst)
+        handle, size = src._handle, src.size()
+        return self._add(src, dst, "dst", True, lambda m: Part(handle, False, ((handle.offset, m.address, size),)))
+
+    def write_remote(self, dst: RDMABuffer, src: Any) -> RDMAAction:
+        """Copy all of ``src`` to the beginning of ``dst``."""
+        dst, src = _buffer_and_local(dst, src, "write_remote(dst, src)", "dst")
+        dst._to_write(src)
+        handle = dst._handle
+        return self._add(dst, src, "src", False, lambda m: Part(handle, True, ((handle.offset, m.address, m.nbytes),)))
+
+    def fetch_add(self, dst: Any, src: RDMABuffer, add: int, offset: int = 0) -> RDMAAction:
+        """Add to the 64-bit integer at byte ``offset`` of ``src``; ``dst``, of 8 bytes, gets what was there before."""
+        return self._atomic(dst, src, FETCH_ADD, offset, add, 0)
+
+    def compare_and_swap(self, dst: Any, src: RDMABuffer, compare: int, swap: int, offset: int = 0) -> RDMAAction:
+        """Put ``swap`` there if it is ``compare``; ``dst``, of 8 bytes, gets what was there before."""
+        return self._atomic(dst, src, COMPARE_AND_SWAP, offset, swap, compare)
+
+    def submit(self, *, timeout: float | None = None) -> Future[None]:
+        """Do all of it; a Future of None, which fails with the first error, as RDMABuffer.read_into's does.
+
+        Raises ValueError if two steps write to the same local bytes, or one reads what another one writes: which of
+        them came first would be a matter of luck.
+        """
+        if not self._steps:
+            raise ValueError("there is nothing to submit: add transfers first")
+        memories = [memory_of(step.local, step.what) for step in self._steps]
+        _refuse_overlaps(self._steps, memories)
+        parts = [step.make(memory) for step, memory in zip(self._steps, memories, strict=True)]
+        return engine().start(parts, memories, timeout)
+
+    def _add(
+        self, buffer: RDMABuffer, local: Any, what: str, fills: bool, make: Callable[[LocalMemory], Part | Change]
+    ) -> RDMAAction:
+        self._steps.append(_Step(buffer, local, what, fills, make))
+        return self
+
+    def _atomic(self, dst: Any, src: RDMABuffer, access: int, offset: int, operand: int, expected: int) -> RDMAAction:
+        src, dst = _buffer_and_local(src, dst, "fetch_add(dst, src, add)", "src")
+        found = writable(memory_of(dst, "dst"), "dst")
+        if found.nbytes != 8 or found.device != "cpu":
+            raise ValueError(
+                f"dst is {found.nbytes} bytes on {found.device}: an atomic needs 8 bytes of the CPU's memory"
+            )
+        change = src._atomic(access, offset, operand, expected)
+        return self._add(src, dst, "dst", True, lambda memory: change._replace(take=lambda found: _put(memory, found)))
+
+
+def _buffer_and_local(buffer: Any, local: Any, usage: str, name: str) -> tuple[RDMABuffer, Any]:
+    if not isinstance(buffer, RDMABuffer):
+        raise TypeError(f"{name} is a {type(buffer).__name__}: {usage} wants an RDMABuffer there")
+    if isinstance(local, RDMABuffer):
+        raise TypeError(f"{usage} moves between an RDMABuffer and memory of this process, not between two RDMABuffers")
+    return buffer, local
+
+
+def _put(memory: LocalMemory, value: int) -> None:
+    import ctypes
+
+    ctypes.c_uint64.from_address(memory.address).value = value
+
+
+def _refuse_overlaps(steps: list[_Step], memories: list[LocalMemory]) -> None:
+    ranges = []
+    for number, (step, memory) in enumerate(zip(steps, memories, strict=True)):
+        size = min(memory.nbytes, step.buffer.size()) if step.what == "dst" else memory.nbytes
+        ranges.append((memory.address, memory.address + size, step.fills, number))
+    furthest: tuple[int, int] | None = None  # where the ranges so far end, and which of them does
+    filled: tuple[int, int] | None = None  # the same of those that are written to
+    for start, stop, fills, number in sorted(ranges):
+        before = furthest if fills else filled
+        if before is not None and start < before[0]:
+            raise ValueError(
+                f"steps {min(before[1], number)} and {max(before[1], number)} share local memory, and one of them "
+                "writes to it: put them into two actions, one after the other"
+            )
+        if furthest is None or stop > furthest[0]:
+            furthest = stop, number
+        if fills and (filled is None or stop > filled[0]):
+            filled = stop, number

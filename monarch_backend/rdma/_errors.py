@@ -1,0 +1,25 @@
+"""What can go wrong with registered memory, as exceptions. Nothing is decided here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from monarch_backend.actor import MeshFailure, SupervisionError
+
+
+class RDMAError(RuntimeError):
+    """A transfer failed; the text says why, whose memory it was, and what to do."""
+
+
+class DroppedError(RDMAError):
+    """The memory is not registered any more: somebody has called ``drop()``, or its owner has been started anew."""
+
+
+class OwnerLostError(RDMAError, SupervisionError):
+    """The process that owns the memory is gone. ``failure``, ``rank``, ``host``, ``pid``: as SupervisionError's."""
+
+    def __init__(self, text: str, failure: MeshFailure | None = None) -> None:
+        SupervisionError.__init__(self, text, "RDMABuffer", failure, "unknown")
+
+    def __reduce__(self) -> Any:
+        return (OwnerLostError, (self.args[0], self.failure))

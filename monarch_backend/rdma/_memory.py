@@ -1,0 +1,110 @@
+"""What a user's object is as memory: where it lies, how long it is, whether it may be written to.
+
+Tensors, NumPy arrays, and whatever else lends its memory. What can't be transferred is refused here, at the caller.
+Nothing is registered or moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from monarch_backend import _native
+
+CPU = "cpu"
+
+
+class LocalMemory(NamedTuple):
+    """Memory of this process; it stays where it is while ``keep`` lives."""
+
+    address: int
+    nbytes: int
+    writable: bool
+    device: str
+    keep: Any
+
+
+def memory_of(value: Any, what: str) -> LocalMemory:
+    """The memory of a contiguous tensor, array or buffer; ``what`` names it in errors.
+
+    Raises TypeError for what has no memory of its own, ValueError for memory that is not contiguous or has no bytes.
+    """
+    found = _of_tensor(value, what) if isinstance(value, torch.Tensor) else _of_buffer(value, what)
+    if found.nbytes == 0:
+        raise ValueError(f"{what} has no bytes: there is nothing to transfer")
+    return found
+
+
+def writable(memory: LocalMemory, what: str) -> LocalMemory:
+    """The same. Raises ValueError where it can only be read."""
+    if not memory.writable:
+        raise ValueError(f"{what} is read-only: give memory that may be written to")
+    return memory
+
+
+def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        _refuse_subclass(tensor, what)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"{what} is a tensor of layout {tensor.layout}, whose values are not in one piece of memory")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{what} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()}): call .contiguous(), "
+            "which copies it, or transfer its contiguous parts"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{what} is a conjugate or negated view: call .resolve_conj() or .resolve_neg(), which copy it"
+        )
+    if tensor.device.type not in (CPU, "cuda"):
+        raise TypeError(
+            f"{what} is on {tensor.device}: only memory of the CPU and of CUDA or ROCm devices can be registered"
+        )
+    nbytes = tensor.nbytes
+    if nbytes and tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes:
+        raise ValueError(f"{what} has {nbytes} bytes, but the memory of its storage was freed")
+    device = CPU if tensor.is_cpu else str(tensor.device)
+    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, device, tensor)
+
+
+def _refuse_subclass(tensor: torch.Tensor, what: str) -> None:
+    """Subclasses that are plain memory are welcome; those that stand for something else are not."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        raise TypeError(
+            f"{what} is a DTensor, whose values are in many processes: each registers its own, tensor.to_local(), or "
+            "all of a state dict, see ShardedState"
+        )
+    if (
+        hasattr(type(tensor), "__tensor_flatten__")
+        or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    ):
+        raise TypeError(
+            f"{what} is a {type(tensor).__name__}, which may have no memory of its own: give the tensor in it"
+        )
+
+
+def _of_buffer(value: Any, what: str) -> LocalMemory:
+    try:
+        view = _native.View(value)
+    except (BufferError, TypeError, ValueError) as error:
+        return _of_array(value, what, error)
+    if not view.contiguous:
+        raise ValueError(f"{what} is not contiguous: copy it, or transfer its contiguous parts")
+    return LocalMemory(view.address, view.nbytes, not view.readonly, CPU, (view, value))
+
+
+def _of_array(value: Any, what: str, error: Exception) -> LocalMemory:
+    """NumPy's arrays of types that the buffer protocol has no letter for."""
+    described = getattr(value, "__array_interface__", None)
+    if not isinstance(described, dict):
+        raise TypeError(
+            f"{what} is a {type(value).__name__}, which lends no memory ({error}): give a tensor, a NumPy array or a "
+            "memoryview"
+        ) from None
+    if described.get("strides") is not None:
+        raise ValueError(f"{what} is not contiguous: copy it, or transfer its contiguous parts")
+    address, readonly = described["data"]
+    return LocalMemory(address, int(value.nbytes), not readonly, CPU, value)

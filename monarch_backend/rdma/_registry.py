@@ -1,0 +1,97 @@
+"""What this process has registered: kept alive, and named by tickets. Others' memory is not this module's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend.actor._program import Program, program
+from monarch_backend.rdma._errors import RDMAError
+from monarch_backend.rdma._handle import Handle, Ticket
+from monarch_backend.rdma._memory import LocalMemory
+
+PATIENCE = 5.0
+"""Seconds that `drop` waits for those who are in the middle of reading or writing it."""
+
+DROP = "rdma_drop"
+"""The name of the Setting that drops a registration from elsewhere."""
+
+log = logging.getLogger("monarch_backend")
+
+_WAS_NOT_THERE, _STILL_USED = 1, 2
+
+
+class Registry:
+    """The registrations of one process."""
+
+    def __init__(self, owner: Program) -> None:
+        host = getattr(owner.links, "host", None)
+        if host is None:
+            raise RuntimeError("memory can't be registered in a simulation: its processes have none of their own")
+        wanted = os.environ.get("MONARCH_CMA", "1")
+        if wanted not in ("0", "1", ""):
+            raise ValueError(f"MONARCH_CMA={wanted!r}: 0 not to use process_vm_readv, or unset")
+        self.native = _native.Memory(host, wanted != "0")
+        self.host = host
+        self._program = weakref.ref(owner)
+        self._held: dict[Ticket, LocalMemory] = {}
+
+    def add(self, memory: LocalMemory) -> Handle:
+        """Register it: it stays alive until it is dropped. Raises RDMAError when there are too many."""
+        owner = self._program()
+        assert owner is not None
+        try:
+            ticket: Ticket = self.native.add(memory.address, memory.nbytes, memory.writable)
+        except ValueError as error:  # std::length_error
+            raise RDMAError(str(error)) from None
+        self._held[ticket] = memory
+        token = owner.router.token
+        return Handle(
+            token, owner.pid, owner.host_name(token), ticket, 0, memory.nbytes, memory.device, memory.writable
+        )
+
+    def drop(self, ticket: Ticket) -> bool:
+        """From now on nobody can use it, and nobody does any more; False if it was not registered any more.
+
+        Raises RDMAError if somebody is in the middle of it and stays there: then its memory is kept, call it again.
+        """
+        found = self.native.drop(ticket, PATIENCE)
+        if found == _STILL_USED:
+            user = self.native.user_of(ticket) or os.getpid()
+            raise RDMAError(
+                f"process {user} is in the middle of a transfer with this memory and has not moved for {PATIENCE:g} s "
+                "(is it stopped?): nobody else can use it any more, and it stays allocated; call drop() again later"
+            )
+        return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE
+
+    def told_to_drop(self, ticket: Any) -> None:
+        """By another process. On a thread that may wait."""
+        try:
+            self.drop(tuple(ticket))
+        except RDMAError as error:
+            log.warning("another process has dropped registered memory: %s", error)
+
+    def count(self) -> int:
+        """Of registrations."""
+        return int(self.native.count())
+
+
+_making = threading.Lock()
+
+
+def registry() -> Registry:
+    """Of this process; made when it is first asked for, with the program that it belongs to."""
+    owner = program()
+    made: Any = owner.memory
+    if made is None:
+        with _making:
+            made = owner.memory
+            if made is None:
+                made = Registry(owner)
+                owner.settings[DROP] = lambda _, ticket: owner.aside(lambda: made.told_to_drop(ticket))
+                owner.memory = made
+    return made  # type: ignore[no-any-return]

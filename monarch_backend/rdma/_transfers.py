@@ -1,0 +1,252 @@
+"""Transfers under way: who does them, how they end, what their futures say.
+
+Small ones on fast routes are done at once, on the caller's thread; others by threads that may wait. A future is done
+when nobody touches its memory any more, whatever ended it: then its buffers may be used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from monarch_backend.actor import CancelledError, Future, MeshFailure
+from monarch_backend.actor._program import Program, program
+from monarch_backend.rdma import _routes
+from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
+from monarch_backend.rdma._handle import Handle
+from monarch_backend.rdma._registry import DROP, Registry, registry
+from monarch_backend.rdma._routes import CANCELLED, DONE, LATE, LOST, REFUSED, Result, Route, Routes, Segment
+from monarch_backend.transport._frames import Setting
+from monarch_backend.transport._peer import PeerGoneError
+
+MOST_THREADS = 8
+"""That move bytes at the same time."""
+
+_REFUSALS = (
+    "",
+    "it is not registered any more: drop() was called, or its owner was started anew",
+    "its key is not that of any registration: the handle was forged or damaged",
+    "the range is outside of what was registered",
+    "it was registered read-only",
+    "atomics need 8 bytes at an address that is a multiple of 8",
+)
+_DROPPED, _READ_ONLY = 1, 4
+
+
+class Part(NamedTuple):
+    """A piece of a transfer: with one registration. Offsets count from its beginning."""
+
+    handle: Handle
+    write: bool
+    segments: Sequence[Segment]
+
+
+class Change(NamedTuple):
+    """An atomic operation; ``take`` gets what was found."""
+
+    handle: Handle
+    access: int
+    offset: int
+    operand: int
+    expected: int
+    take: Callable[[int], object]
+
+
+class Engine:
+    """Moves bytes for one program."""
+
+    def __init__(self, owner: Program, registered: Registry) -> None:
+        self.program, self.registry = owner, registered
+        self.routes = Routes(owner, registered)
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = self._idle = 0
+
+    def start(
+        self,
+        parts: Sequence[Part | Change],
+        keep: Any,
+        timeout: float | None,
+        result: Callable[[], Any] = lambda: None,
+    ) -> Future[Any]:
+        """Do all of it; a Future of ``result()``. ``keep`` is what the local addresses are of.
+
+        Raises RDMAError if there is no route.
+        """
+        routed = [(part, self.routes.to(part.handle)) for part in parts]
+        transfer = _Transfer(self, len(routed), keep, timeout, result)
+        if all(_is_quick(part, route) for part, route in routed):
+            for part, route in routed:
+                transfer.run(part, route)
+            return transfer.future
+        transfer.watch()
+        for part, route in routed:
+            self._submit(lambda part=part, route=route: transfer.run(part, route))  # type: ignore[misc]
+        return transfer.future
+
+    def change(self, change: Change, timeout: float | None) -> Future[int]:
+        """An atomic operation; a Future of what was found."""
+        found: list[int] = []
+        return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
+
+    def outgoing(self, handle: Handle) -> Handle:
+        """As it is sent to others: with the ways that lead here."""
+        return handle
+
+    def drop(self, handle: Handle) -> None:
+        """End a registration, or have its owner end it."""
+        if handle.token == self.program.router.token:
+            self.registry.drop(handle.ticket)
+        else:
+            with contextlib.suppress(PeerGoneError):  # and all that it had registered
+                self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            more = self._idle <= self._jobs.qsize() and self._threads < MOST_THREADS
+            self._threads += more
+        self._jobs.put(job)
+        if more:
+            threading.Thread(target=self._work, name="monarch-memory", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            job = self._jobs.get()
+            with self._lock:
+                self._idle -= 1
+            job()
+            del job
+
+
+def _is_quick(part: Part | Change, route: Route) -> bool:
+    if isinstance(part, Change):
+        return route.quick > 0
+    return sum(segment[2] for segment in part.segments) <= route.quick
+
+
+class _Transfer:
+    """Some parts, and the future of all of them."""
+
+    def __init__(self, engine: Engine, count: int, keep: Any, timeout: float | None, result: Callable[[], Any]) -> None:
+        self._result = result
+        self._engine, self._left, self._keep, self._timeout = engine, count, keep, timeout
+        self._patient = _routes.patient(timeout)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._number = 0
+        self._tokens: set[str] = set()
+        self._gone: dict[str, MeshFailure] = {}
+        self.future: Future[Any] = Future(engine.program.wait, self._cancel)
+        if count == 0:
+            self._finish()
+
+    def watch(self) -> None:
+        """From now on the program tells us of processes that go."""
+        self._number = next(self._engine.program.ids)
+        self._engine.program.pending[self._number] = self
+
+    def on_gone(self, peer: Any, failure: MeshFailure) -> None:
+        """As any pending call."""
+        if peer.token in self._tokens:
+            self._gone[peer.token] = failure
+            self._patient.cancel()
+
+    def on_reply(self, frame: Any) -> None:
+        """Nobody replies to it."""
+
+    def run(self, part: Part | Change, route: Route) -> None:
+        """Do one part. Never raises."""
+        self._tokens.add(part.handle.token)
+        error: BaseException | None = None
+        try:
+            if self._error is None:
+                error = self._do(part, route)
+        except BaseException as unexpected:
+            error = unexpected
+        with self._lock:
+            if error is not None and self._error is None:
+                self._error = error
+                self._patient.cancel()  # the others need not go on
+            self._left -= 1
+            if self._left:
+                return
+        self._finish()
+
+    def _do(self, part: Part | Change, route: Route) -> BaseException | None:
+        if isinstance(part, Part):
+            result = route.move(part.handle, part.write, part.segments, self._patient)
+        else:
+            access = part.access, part.offset, part.operand, part.expected
+            result = route.change(part.handle, *access, self._patient)
+            if result.outcome == DONE:
+                part.take(result.found)
+        return None if result.outcome == DONE else self._failure(part.handle, result)
+
+    def _failure(self, handle: Handle, result: Result) -> BaseException:
+        known = self._gone.get(handle.token)
+        if result.outcome == LOST or known is not None:
+            self._engine.routes.forget(handle.token)
+            return lost(self._engine.program, handle, known)
+        if result.outcome == REFUSED:
+            kind = DroppedError if result.refusal == _DROPPED else RDMAError
+            return kind(f"{handle} can't be used: {_REFUSALS[result.refusal]}")
+        if result.outcome == LATE:
+            return TimeoutError(
+                f"the transfer with {handle} was not done within {self._timeout:g} s; a part of it may be"
+            )
+        if result.outcome == CANCELLED:
+            return CancelledError("the transfer was cancelled; a part of it may be done")
+        if result.error == errno.EFAULT:
+            return RDMAError(
+                f"{handle} can't be used: a part of it, or of this process's own buffer, is not there any more"
+            )
+        return RDMAError(f"a transfer with {handle} failed: {result.text or os.strerror(result.error)}")
+
+    def _finish(self) -> None:
+        self._keep = None
+        self._engine.program.pending.pop(self._number, None)
+        self._ended.set()
+        if self._error is not None:
+            self.future._fail(self._error)
+        else:
+            self.future._set(self._result())
+        if self._number:
+            self._engine.program.pump.wake()
+
+    def _cancel(self, _: str) -> None:
+        """By its user, who may use the buffers again when this returns."""
+        self._patient.cancel()
+        self._ended.wait()
+
+
+def lost(owner: Program, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:
+    """What is said of a transfer whose other side is gone."""
+    peer = owner.router.peers.get(handle.token)
+    if failure is None and peer is not None and peer.gone is not None:
+        failure = owner._seen_from_here(peer)
+    how = str(failure) if failure is not None else "its process has ended"
+    return OwnerLostError(f"the owner of {handle} is gone: {how}", failure)
+
+
+_making = threading.Lock()
+
+
+def engine() -> Engine:
+    """That of this process."""
+    owner = program()
+    made = owner.mover
+    if made is None:
+        registered = registry()
+        with _making:
+            made = owner.mover
+            if made is None:
+                made = owner.mover = Engine(owner, registered)
+    return made  # type: ignore[no-any-return]

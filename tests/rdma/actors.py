@@ -1,0 +1,189 @@
+"""What the processes of the tests do with memory, and the routes between them."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from monarch_backend import rdma
+from monarch_backend.actor import Actor, endpoint
+from monarch_backend.rdma import RDMAAction, RDMABuffer
+
+
+@dataclass(frozen=True)
+class RouteCase:
+    """How processes of one machine come to take a route."""
+
+    name: str  # as RDMABuffer.backend
+    environment: dict[str, str] = field(default_factory=dict)
+    shared: bool = False  # the memory is that of rdma.empty
+    way: int = -1  # as enum Way (csrc/memory/near.h)
+
+
+ROUTES = {
+    "kernel": RouteCase("same host", way=1),
+    "mapped": RouteCase("same host", shared=True, way=0),
+    "thread": RouteCase("same host", {"MONARCH_CMA": "0"}, way=2),
+}
+
+
+def take(route: str) -> None:
+    """The bootstrap of a process that is to take this route."""
+    os.environ.update(ROUTES[route].environment)
+
+
+def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
+    """Bytes that repeat after 251, so that no power of two looks alike."""
+    one = (torch.arange(251, dtype=torch.int64) * 7 + seed).to(torch.uint8)
+    return one.repeat(nbytes // 251 + 1)[:nbytes]
+
+
+def memory(kind: str, nbytes: int, shared: bool) -> Any:
+    """Memory of this kind and size."""
+    if kind == "tensor":
+        return rdma.empty(nbytes, dtype=torch.uint8).zero_() if shared else torch.zeros(nbytes, dtype=torch.uint8)
+    if kind == "slice":  # of a tensor, not aligned to anything
+        return memory("tensor", nbytes + 13, shared)[5 : 5 + nbytes]
+    if kind == "array":
+        return np.zeros(nbytes, dtype=np.uint8)
+    if kind == "memoryview":
+        return memoryview(bytearray(nbytes))
+    raise ValueError(kind)
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """The bytes of such memory."""
+    return value if isinstance(value, torch.Tensor) else torch.frombuffer(value, dtype=torch.uint8)
+
+
+class Process(Actor):
+    """Owns memory, or reads that of others."""
+
+    def __init__(self, route: str) -> None:
+        self.route = ROUTES[route]
+        self.kept: dict[RDMABuffer, Any] = {}
+        self.last: Any = None
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    def own(self, kind: str, nbytes: int, seed: int = 1) -> RDMABuffer:
+        self.last = memory(kind, nbytes, self.route.shared)
+        as_tensor(self.last).copy_(pattern(nbytes, seed))
+        return RDMABuffer(self.last)
+
+    @endpoint
+    def own_value(self, value: Any) -> RDMABuffer:
+        self.last = value
+        return RDMABuffer(value)
+
+    @endpoint
+    def shows(self, nbytes: int, seed: int) -> bool:
+        return torch.equal(as_tensor(self.last), pattern(nbytes, seed))
+
+    @endpoint
+    def value(self) -> Any:
+        return self.last
+
+    @endpoint
+    def drop(self, buffer: RDMABuffer) -> int:
+        buffer.drop()
+        return rdma._registry.registry().count()
+
+    @endpoint
+    def backend(self, buffer: RDMABuffer) -> str:
+        return buffer.backend
+
+    @endpoint
+    def way(self, buffer: RDMABuffer) -> int:
+        handle = buffer._handle
+        return int(rdma._registry.registry().native.way(handle.token, handle.ticket))
+
+    @endpoint
+    def read(self, buffer: RDMABuffer, kind: str = "tensor", seed: int = 1, timeout: float | None = 30) -> bool:
+        into = memory(kind, buffer.size(), shared=False)
+        buffer.read_into(into, timeout=timeout).get()
+        return torch.equal(as_tensor(into), pattern(buffer.size(), seed))
+
+    @endpoint
+    def read_value(self, buffer: RDMABuffer, into: Any, timeout: float | None = 30) -> Any:
+        buffer.read_into(into, timeout=timeout).get()
+        return into
+
+    @endpoint
+    def write(self, buffer: RDMABuffer, kind: str = "tensor", seed: int = 2, timeout: float | None = 30) -> None:
+        source = memory(kind, buffer.size(), shared=False)
+        as_tensor(source).copy_(pattern(buffer.size(), seed))
+        buffer.write_from(source, timeout=timeout).get()
+
+    @endpoint
+    def write_value(self, buffer: RDMABuffer, value: Any) -> None:
+        buffer.write_from(value, timeout=30).get()
+
+    @endpoint
+    def add(self, buffer: RDMABuffer, amount: int, times: int = 1, offset: int = 0) -> list[int]:
+        return [buffer.fetch_add(amount, offset, timeout=30).get() for _ in range(times)]
+
+    @endpoint
+    def swap(self, buffer: RDMABuffer, compare: int, swap: int, offset: int = 0) -> int:
+        return buffer.compare_and_swap(compare, swap, offset, timeout=30).get()
+
+    @endpoint
+    def scatter(self, buffer: RDMABuffer, ranges: list[tuple[int, int]]) -> bool:
+        """Read pieces, all in one action, submitted twice."""
+        pieces = [torch.zeros(stop - start, dtype=torch.uint8) for start, stop in ranges]
+        action = RDMAAction()
+        for piece, (start, stop) in zip(pieces, ranges, strict=True):
+            action.read_remote(piece, buffer[start:stop])
+        whole = pattern(buffer.size())
+        for _ in range(2):
+            for piece in pieces:
+                piece.zero_()
+            action.submit(timeout=30).get()
+            if not all(torch.equal(p, whole[a:b]) for p, (a, b) in zip(pieces, ranges, strict=True)):
+                return False
+        return True
+
+    @endpoint
+    def read_for_ever(self, buffer: RDMABuffer, seconds: float = 30) -> str:
+        """Until it fails; how, and how long after the last success."""
+        into = torch.empty(buffer.size(), dtype=torch.uint8)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            begun = time.monotonic()
+            try:
+                buffer.read_into(into).get()
+            except rdma.RDMAError as error:
+                return f"{type(error).__name__} after {time.monotonic() - begun:.3f} s: {error}"
+        return "it went on"
+
+    @endpoint
+    def cancel_after(self, buffer: RDMABuffer, seconds: float) -> str:
+        """Begin to read, and change one's mind."""
+        future = buffer.read_into(torch.empty(buffer.size(), dtype=torch.uint8))
+        try:
+            future.get(seconds)
+        except TimeoutError:
+            future.cancel()
+        error = future.exception()
+        return "done" if error is None else type(error).__name__
+
+    @endpoint
+    def add_within(self, buffer: RDMABuffer, seconds: float) -> str:
+        error = buffer.fetch_add(1, timeout=seconds).exception()
+        return "done" if error is None else type(error).__name__
+
+    @endpoint
+    def hold_interpreter(self, seconds: float) -> float:
+        """Run C code that does not let go of the interpreter: no Python of this process runs meanwhile."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < seconds:
+            sum(range(20_000_000))  # one call, which never looks up
+        return time.monotonic() - begun

@@ -1,0 +1,224 @@
+"""What ends transfers before their time, on every route: deaths, silence, deadlines, changes of mind; and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from monarch_backend import rdma
+from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError, this_host
+from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
+from tests.actor.actors import held_up, pid_of, resident_bytes
+from tests.actor.support import Faults
+from tests.rdma.actors import ROUTES, Process, pattern, take
+
+MIB = 1 << 20
+Pair = tuple[ActorMesh, ActorMesh]
+
+
+@pytest.fixture(params=sorted(ROUTES))
+def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
+    """An owner and a reader that may die."""
+    bootstrap = functools.partial(take, request.param)
+    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap, name="memory")
+    both = procs.spawn("process", Process, request.param)
+    both.pid.call().get()
+    yield both.slice(gpus=0), both.slice(gpus=1)
+    procs.stop().get(30)
+
+
+def route_of(request: pytest.FixtureRequest) -> str:
+    return str(request.node.callspec.params["fresh"])
+
+
+def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -> None:
+    owner, reader = fresh
+    pid = owner.pid.call_one().get()
+    buffer = owner.own.call_one("tensor", 32 * MIB).get()
+    assert reader.read.call_one(buffer).get()
+    reading = reader.read_for_ever.call_one(buffer)
+    os.kill(pid, signal.SIGKILL)
+    words = reading.get(20)
+    assert words.startswith("OwnerLostError after 0."), words
+    assert str(pid) in words
+    with pytest.raises(ActorError) as raised:
+        reader.read.call_one(buffer).get(20)
+    lost = raised.value.__cause__
+    assert isinstance(lost, OwnerLostError) and isinstance(lost, SupervisionError) and isinstance(lost, RDMAError)
+    faults.next()
+    with pytest.raises(OwnerLostError, match="signal 9") as here:
+        buffer.read_into(torch.empty(32 * MIB, dtype=torch.uint8)).get(20)
+    assert here.value.pid == pid and here.value.signal == 9
+    buffer.drop()  # of one who is gone: nothing to do
+
+
+def test_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
+    owner, reader = fresh
+    pid = owner.pid.call_one().get()
+    buffer = owner.own.call_one("tensor", 4 * MIB).get()
+    assert reader.read.call_one(buffer).get()
+    with held_up(pid):
+        reading = reader.read.call_one(buffer, "tensor", 1, 0.3)
+        if route_of(request) in ("kernel", "mapped"):
+            assert reading.get(20), "nobody needs it"
+        else:
+            with pytest.raises(ActorError, match=r"was not done within 0\.3 s") as raised:
+                reading.get(20)
+            assert isinstance(raised.value.__cause__, TimeoutError)
+            waiting = reader.cancel_after.call_one(buffer, 0.2)
+            assert waiting.get(20) == "CancelledError"
+    assert reader.read.call_one(buffer).get(20)
+    owner.drop.call_one(buffer).get(20)
+
+
+def test_atomics_of_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
+    owner, reader = fresh
+    pid = owner.pid.call_one().get()
+    buffer = owner.own.call_one("tensor", 64).get()
+    reader.add.call_one(buffer, 1).get()
+    with held_up(pid):
+        adding = reader.add_within.call_one(buffer, 0.2)
+        assert adding.get(20) == ("done" if route_of(request) == "mapped" else "TimeoutError")
+    assert len(reader.add.call_one(buffer, 1).get(20)) == 1
+
+
+def test_a_reader_that_dies_holds_up_nobody(fresh: Pair, faults: Faults) -> None:
+    owner, reader = fresh
+    buffer = owner.own.call_one("tensor", 32 * MIB).get()
+    reading = reader.read_for_ever.call_one(buffer)
+    assert not reading.done()
+    os.kill(pid_of(reader), signal.SIGKILL)
+    owner.drop.call_one(buffer).get(20)
+    faults.next()
+    with pytest.raises(SupervisionError):
+        reading.get(20)
+
+
+def test_memory_in_use_is_not_given_back(fresh: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, reader = fresh
+    monkeypatch.setattr(_registry, "PATIENCE", 0.2)
+    pid = pid_of(reader)
+    mine = torch.ones(64 * MIB, dtype=torch.uint8)
+    buffer = RDMABuffer(mine)
+    ticket, native = buffer._handle.ticket, _registry.registry().native
+    reading = reader.read_for_ever.call_one(buffer)
+    while True:  # until it is stopped in the middle of a transfer
+        with held_up(pid):
+            if native.user_of(ticket):
+                with pytest.raises(RDMAError, match=f"process {pid} is in the middle of a transfer"):
+                    buffer.drop()
+                break
+    monkeypatch.undo()
+    buffer.drop()
+    assert reading.get(20).startswith("DroppedError")
+    assert not native.user_of(ticket)
+
+
+# ---- without a second process
+
+
+def test_what_is_registered_stays_alive_until_it_is_dropped() -> None:
+    value = torch.arange(1000)
+    gone = weakref.ref(value)
+    buffer = RDMABuffer(value)
+    del value
+    gc.collect()
+    assert gone() is not None
+    into = torch.zeros(1000, dtype=torch.int64)
+    buffer.read_into(into).get()
+    assert torch.equal(into, torch.arange(1000))
+    buffer.drop()
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(DroppedError, match="not registered any more"):
+        buffer.read_into(into).get()
+
+
+def test_ten_thousand_registrations_take_no_memory() -> None:
+    def some(count: int) -> None:
+        for _ in range(count):
+            buffer = RDMABuffer(torch.empty(4096, dtype=torch.uint8))
+            buffer.drop()
+
+    some(1000)
+    gc.collect()
+    before = resident_bytes(os.getpid())
+    some(10_000)
+    gc.collect()
+    assert resident_bytes(os.getpid()) - before < 2 * MIB
+
+
+def test_the_most_registrations() -> None:
+    value = torch.empty(8, dtype=torch.uint8)
+    buffers: list[RDMABuffer] = []
+    with pytest.raises(RDMAError, match="65536 registrations are the most"):
+        buffers.extend(RDMABuffer(value) for _ in range(70_000))
+    for buffer in buffers:
+        buffer.drop()
+    assert len(buffers) > 60_000
+    RDMABuffer(value).drop()
+
+
+def test_asyncio() -> None:
+    value = torch.arange(3 * MIB, dtype=torch.int32)
+    buffer = RDMABuffer(value)
+    into = [torch.zeros_like(value) for _ in range(4)]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(buffer.read_into(each).as_asyncio() for each in into))
+        await buffer[:8].read_into(into[0])
+
+    asyncio.run(all_of_them())
+    assert all(torch.equal(each, value) for each in into)
+    buffer.drop()
+
+
+def test_threads() -> None:
+    value = pattern(2 * MIB)
+    buffer, number = RDMABuffer(value), RDMABuffer(torch.zeros(1, dtype=torch.int64))
+    failed: list[Any] = []
+
+    def work() -> None:
+        for _ in range(20):
+            into = torch.zeros(2 * MIB, dtype=torch.uint8)
+            buffer.read_into(into).get(20)
+            number.fetch_add(1).get(20)
+            if not torch.equal(into, value):
+                failed.append(into)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert number.fetch_add(0).get() == 160
+    buffer.drop(), number.drop()
+
+
+def test_a_deadline_that_is_over() -> None:
+    procs_free = RDMABuffer(torch.zeros(8))
+    with pytest.raises(ValueError, match="timeout"):
+        procs_free.read_into(torch.zeros(8), timeout=-1)
+    procs_free.drop()
+
+
+def test_a_cancelled_future() -> None:
+    buffer = RDMABuffer(torch.zeros(64 * MIB, dtype=torch.uint8))
+    future = buffer.read_into(torch.empty(64 * MIB, dtype=torch.uint8))
+    if future.cancel():
+        with pytest.raises(CancelledError):
+            future.get()
+    assert RDMAAction().read_remote(torch.zeros(8), buffer[:8]).submit().get(20) is None
+    buffer.drop()
+    assert rdma._registry.registry().count() == 0

@@ -1,0 +1,236 @@
+"""Every route with every kind of memory, size and operation: they differ in nothing but speed."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from monarch_backend import rdma
+from monarch_backend.actor import ActorError, ActorMesh
+from monarch_backend.rdma import DroppedError, RDMABuffer, RDMAError
+from tests.rdma.actors import ROUTES, pattern
+
+pytestmark = pytest.mark.usefixtures("faults")
+
+Pair = tuple[ActorMesh, ActorMesh]
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [1, 7, 8, 4 * KIB - 1, 64 * KIB, MIB + 3, 5 * MIB]
+KINDS = ["tensor", "slice", "array", "memoryview"]
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+def test_the_route_is_the_one_meant(pair: Pair, request: pytest.FixtureRequest) -> None:
+    owner, reader = pair
+    buffer = owner.own.call_one("tensor", 64).get()
+    assert reader.backend.call_one(buffer).get() == ROUTES[request.node.callspec.params["pair"]].name
+    assert owner.backend.call_one(buffer).get() == "this process"
+    assert reader.way.call_one(buffer).get() == ROUTES[request.node.callspec.params["pair"]].way
+    owner.drop.call_one(buffer).get()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_and_written(pair: Pair, kind: str, size: int) -> None:
+    owner, reader = pair
+    buffer = owner.own.call_one(kind, size).get()
+    assert buffer.size() == len(buffer) == size
+    assert reader.read.call_one(buffer, kind).get()
+    reader.write.call_one(buffer, kind, 9).get()
+    assert owner.shows.call_one(size, 9).get()
+    owner.drop.call_one(buffer).get()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64 * MIB, 256 * MIB])
+def test_large_memory(pair: Pair, size: int) -> None:
+    test_what_is_read_and_written(pair, "tensor", size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(pair: Pair, dtype: torch.dtype) -> None:
+    owner, reader = pair
+    value = pattern(48 * dtype.itemsize)
+    value = (value % 2 if dtype is torch.bool else value).view(dtype).view(6, 8)
+    buffer = owner.own_value.call_one(value).get()
+    found = reader.read_value.call_one(buffer, torch.zeros_like(value)).get()
+    assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+    owner.drop.call_one(buffer).get()
+
+
+def test_other_memory(pair: Pair) -> None:
+    owner, reader = pair
+    for value in (np.arange(30.0).reshape(5, 6), bytearray(b"bytes of a bytearray"), np.array(3.5), torch.tensor(2.5)):
+        buffer = owner.own_value.call_one(value).get()
+        found = reader.read_value.call_one(buffer, bytearray(buffer.size())).get()
+        assert bytes(found) == (
+            value.numpy().tobytes() if isinstance(value, torch.Tensor) else bytes(memoryview(value))
+        )
+        owner.drop.call_one(buffer).get()
+
+
+def test_memory_that_can_only_be_read(pair: Pair) -> None:
+    owner, reader = pair
+    buffer = owner.own_value.call_one(b"bytes").get()
+    assert reader.read_value.call_one(buffer, bytearray(5)).get() == b"bytes"
+    with pytest.raises(ActorError, match="read-only"):
+        reader.write_value.call_one(buffer, b"other").get()
+    with pytest.raises(ActorError, match="read-only"):
+        reader.add.call_one(owner.own_value.call_one(bytes(16)).get(), 1).get()
+    owner.drop.call_one(buffer).get()
+
+
+def test_parts(pair: Pair) -> None:
+    owner, reader = pair
+    size = 300 * KIB
+    buffer = owner.own.call_one("tensor", size).get()
+    for start, stop in [(0, 1), (1, 2), (size - 1, size), (5, 4000), (4095, 4097), (1000, size)]:
+        part = pickle.loads(pickle.dumps(buffer[start:stop]))
+        into = reader.read_value.call_one(part, torch.zeros(stop - start + 3, dtype=torch.uint8)).get()
+        assert torch.equal(into[: stop - start], pattern(size)[start:stop])
+        assert into[stop - start :].tolist() == [0, 0, 0]
+    part = buffer[100:200][10:20]
+    reader.write_value.call_one(part, bytes(10)).get()
+    expected = pattern(size).clone()
+    expected[110:120] = 0
+    assert torch.equal(owner.value.call_one().get(), expected)
+    owner.drop.call_one(buffer).get()
+
+
+def test_many_parts_in_one_action(pair: Pair) -> None:
+    owner, reader = pair
+    size = 2 * MIB
+    buffer = owner.own.call_one("tensor", size).get()
+    ranges = [
+        (start, min(size, start + length))
+        for start, length in zip(range(0, size, 5003), itertools.cycle([1, 100, 5003]))
+    ]
+    assert reader.scatter.call_one(buffer, ranges).get()
+    owner.drop.call_one(buffer).get()
+
+
+def test_atomics(pair: Pair) -> None:
+    owner, reader = pair
+    buffer = owner.own_value.call_one(_counters(pair)).get()
+    assert reader.add.call_one(buffer, 5, 3, 8).get() == [10, 15, 20]
+    assert reader.add.call_one(buffer, -1, 1, 0).get() == [0]
+    assert reader.swap.call_one(buffer, 25, 7, 8).get() == 25
+    assert reader.swap.call_one(buffer, 25, 9, 8).get() == 7
+    assert owner.add.call_one(buffer, 1, 1, 8).get() == [7], "its owner, too"
+    assert owner.value.call_one().get().tolist() == [-1, 8, 20]
+    for offset, text in ((4, "multiple of 8"), (20, "are not in a buffer"), (-8, "are not in a buffer")):
+        with pytest.raises(ActorError, match=text):
+            reader.add.call_one(buffer, 1, 1, offset).get()
+    owner.drop.call_one(buffer).get()
+
+
+def _counters(pair: Pair) -> torch.Tensor:
+    return torch.tensor([0, 10, 20])
+
+
+def test_both_add_at_the_same_time(pair: Pair) -> None:
+    owner, reader = pair
+    buffer = owner.own_value.call_one(torch.zeros(1, dtype=torch.int64)).get()
+    calls = [each.add.call_one(buffer, 1, 300) for each in (owner, reader)]
+    seen = [number for call in calls for number in call.get()]
+    assert sorted(seen) == list(range(600))
+    owner.drop.call_one(buffer).get()
+
+
+def test_the_owner_runs_no_python_meanwhile(pair: Pair) -> None:
+    owner, reader = pair
+    buffer = owner.own.call_one("tensor", 3 * MIB).get()
+    numbers = owner.own_value.call_one(torch.zeros(1, dtype=torch.int64)).get()
+    assert reader.read.call_one(buffer).get(), "they have met"
+    reader.add.call_one(numbers, 1).get()
+    begun = time.monotonic()
+    busy = owner.hold_interpreter.call_one(1.5)
+    reads = 0
+    while not busy.done():
+        assert reader.read.call_one(buffer).get()
+        assert len(reader.add.call_one(numbers, 1).get()) == 1
+        reads += time.monotonic() - begun < 1.4
+    assert busy.get() >= 1.5
+    assert reads >= 2
+    for each in (buffer, numbers):
+        owner.drop.call_one(each).get()
+
+
+def test_what_was_dropped(pair: Pair) -> None:
+    owner, reader = pair
+    before = owner.drop.call_one(owner.own.call_one("tensor", 8).get()).get()
+    buffer = owner.own.call_one("tensor", 100).get()
+    again = owner.own.call_one("tensor", 100).get()
+    assert owner.drop.call_one(buffer).get() == before + 1
+    other = owner.own.call_one("tensor", 100, 5).get()  # in the same place of the table
+    for call in (reader.read.call_one(buffer), reader.write.call_one(buffer), reader.add.call_one(buffer, 1)):
+        with pytest.raises(ActorError, match="not registered any more") as raised:
+            call.get()
+        assert isinstance(raised.value.__cause__, DroppedError)
+    assert owner.drop.call_one(buffer).get() == before + 2, "dropping it twice does nothing"
+    assert reader.read.call_one(again).get()
+    assert reader.read.call_one(other, "tensor", 5).get()
+    owner.drop.call_one(again).get()
+    owner.drop.call_one(other).get()
+
+
+def test_dropped_from_elsewhere(pair: Pair) -> None:
+    owner, reader = pair
+    buffer = owner.own.call_one("tensor", 100).get()
+    assert reader.read.call_one(buffer).get()
+    reader.drop.call_one(buffer).get()
+    assert reader.read_for_ever.call_one(buffer).get(20).startswith("DroppedError")
+
+
+def test_forged_handles(pair: Pair) -> None:
+    owner, reader = pair
+    buffer = owner.own.call_one("tensor", 100).get()
+    slot, epoch, key = buffer._handle.ticket
+    for ticket, text in [
+        ((slot, epoch, key ^ 1), "key"),
+        ((slot, epoch + 2, key), "not registered"),
+        ((slot, epoch - 2, key), "not registered"),
+        ((slot + 1, epoch, key), "not registered|key"),
+        ((1 << 31, epoch, key), "key"),
+        ((slot, epoch, 0), "key"),
+    ]:
+        forged = RDMABuffer._of(buffer._handle._replace(ticket=ticket))
+        for call in (reader.read.call_one(forged), reader.write.call_one(forged), reader.add.call_one(forged, 1)):
+            with pytest.raises(ActorError, match=text):
+                call.get()
+    for start, size in ((0, 101), (100, 1), (1 << 40, 8), ((1 << 64) - 8, 16)):
+        wide = RDMABuffer._of(buffer._handle._replace(offset=start, nbytes=size))
+        with pytest.raises(ActorError, match="outside"):
+            reader.read.call_one(wide).get()
+        with pytest.raises(ActorError, match="outside"):
+            reader.write.call_one(wide).get()
+    assert owner.shows.call_one(100, 1).get(), "nothing was written"
+    owner.drop.call_one(buffer).get()
+
+
+def test_the_main_program_owns_and_reads_too(pair: Pair) -> None:
+    owner, reader = pair
+    mine = pattern(MIB, 3).clone()
+    buffer = RDMABuffer(mine)
+    assert reader.read.call_one(buffer, "tensor", 3).get()
+    reader.write.call_one(buffer, "tensor", 4).get()
+    assert torch.equal(mine, pattern(MIB, 4))
+    buffer.drop()
+    theirs = owner.own.call_one("tensor", MIB).get()
+    into = torch.zeros(MIB, dtype=torch.uint8)
+    theirs.read_into(into, timeout=30).get()
+    assert torch.equal(into, pattern(MIB))
+    owner.drop.call_one(theirs).get()
+
+
+def test_errors_are_the_same_type_everywhere() -> None:
+    assert issubclass(DroppedError, RDMAError)
+    assert issubclass(rdma.OwnerLostError, RDMAError)
