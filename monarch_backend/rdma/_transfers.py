@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 from monarch_backend.actor._program import Program, program
 from monarch_backend.rdma import _routes
+from monarch_backend.rdma._conversation import DROP
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._handle import Handle
-from monarch_backend.rdma._registry import DROP, Registry, registry
+from monarch_backend.rdma._registry import Registry, registry
 from monarch_backend.rdma._routes import CANCELLED, DONE, LATE, LOST, REFUSED, Result, Route, Routes, Segment
 from monarch_backend.transport._frames import Setting
 from monarch_backend.transport._peer import PeerGoneError
