@@ -20,5 +20,7 @@ PYBIND11_MODULE(_native, m) {
 #if defined(__linux__)
   monarch::bind_shared_memory(m);
   monarch::bind_channels(m);
+  monarch::bind_memory_table(m);
+  monarch::bind_memory_streams(m);
 #endif
 }
