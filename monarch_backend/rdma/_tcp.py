@@ -18,7 +18,7 @@ from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._place import Place, place
 from monarch_backend.rdma._registry import Registry
-from monarch_backend.rdma._routes import COMPARE_AND_SWAP, FAILED, LOST, Result, Segment
+from monarch_backend.rdma._route import FAILED, LOST, UNREACHABLE, Result, Segment
 
 log = logging.getLogger("monarch_backend")
 
@@ -85,13 +85,14 @@ class Tcp:
     # ---- to others
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
-        """See Route."""
-        return self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
+        """See Route. A connection that breaks is made once more: the same bytes may be read and written twice."""
+        result = self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
+        if result.outcome == LOST:
+            result = self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
+        return result
 
-    def change(
-        self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any
-    ) -> Result:
-        """See Route."""
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route. Not tried again when a connection breaks: it may have been done."""
         return self._try(
             handle, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
         )
@@ -105,7 +106,7 @@ class Tcp:
         result = Result(FAILED, 0, 0, 0, "it has told us no address")
         for client in list(clients):
             result = Result(*act(client))
-            if not _unreachable(result):
+            if result.outcome != UNREACHABLE:
                 if clients[0] is not client:
                     clients.remove(client)
                     clients.insert(0, client)
@@ -138,11 +139,3 @@ def _numeric(name: str) -> list[str]:
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
     except OSError as error:
         raise RDMAError(f"the address {name} of a host is not known here: {error}") from None
-
-
-def _unreachable(result: Result) -> bool:
-    """Nobody has answered there: another address may be better."""
-    return result.outcome == LOST and result.refusal == UNREACHABLE
-
-
-UNREACHABLE = 1
