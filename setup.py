@@ -15,6 +15,7 @@ native = Pybind11Extension(
     sorted(source for folder in folders for source in glob(f"{folder}/*.cpp")),
     include_dirs=["csrc"],
     depends=sorted(header for kind in ("h", "inc") for header in glob(f"csrc/**/*.{kind}", recursive=True)),
+    libraries=["dl"] if sys.platform == "linux" else [],  # a part of libc since glibc 2.34
     cxx_std=20,
     # Without contraction every instruction set rounds alike: a sum has the same bits on every processor.
     extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"],

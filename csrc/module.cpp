@@ -21,5 +21,6 @@ PYBIND11_MODULE(_native, m) {
   monarch::bind_shared_memory(m);
   monarch::bind_channels(m);
   monarch::bind_memory(m);
+  monarch::bind_memory_streams(m);
 #endif
 }

@@ -19,9 +19,24 @@ constexpr std::uint64_t room_bytes = 1 << 20;
 constexpr std::size_t most_parts = 256;     // of one system call
 constexpr auto tick = std::chrono::milliseconds(20);  // nobody rings when a peer dies, or when a caller changes his mind
 
-Result ended(Outcome outcome, Refusal refusal = Refusal::none, int error = 0) { return {outcome, refusal, error, 0}; }
+Result ended(Outcome outcome, Refusal refusal = Refusal::none, int error = 0) { return {outcome, refusal, error}; }
 
 }  // namespace
+
+void Patient::cancel() {
+  const std::lock_guard lock(mutex_);
+  cancelled_.store(true);
+  if (event_) event_->set();
+}
+
+const Cancel* Patient::event() const {
+  const std::lock_guard lock(mutex_);
+  if (!event_) {
+    event_.emplace();
+    if (cancelled_.load()) event_->set();
+  }
+  return &*event_;
+}
 
 struct Near::Transfer {
   std::shared_ptr<Peer> peer;
@@ -34,7 +49,7 @@ struct Near::Transfer {
 
   // Why it can't go on.
   Result state() const {
-    if (patient.cancelled.load(std::memory_order_relaxed)) return ended(Outcome::cancelled);
+    if (patient.is_cancelled()) return ended(Outcome::cancelled);
     if (peer->state.load(std::memory_order_acquire) != Peer::alive) return ended(Outcome::lost);
     if (claimed.entry() == nullptr) return ended(Outcome::refused, claimed.refusal());
     if (!claimed.still_there()) return ended(Outcome::refused, Refusal::dropped);

@@ -8,34 +8,31 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
-#include "memory/table.h"
+#include "memory/link.h"
+#include "memory/outcome.h"
 
 namespace monarch {
 
-// A part of a transfer: so many bytes from `offset` in what was registered, and where they are in this process.
-struct Segment {
-  std::uint64_t offset;
-  char* local;
-  std::uint64_t bytes;
-};
-
-// How a transfer ended. The numbers are Python's, too.
-enum class Outcome : std::uint32_t { done, refused, lost, late, cancelled, failed };
-
-struct Result {
-  Outcome outcome = Outcome::done;
-  Refusal refusal = Refusal::none;
-  int error = 0;            // of the kernel's
-  std::uint64_t found = 0;  // by an atomic
-};
-
 // What can end a transfer before its time.
-struct Patient {
-  Clock::time_point deadline = Clock::time_point::max();
-  std::atomic<bool> cancelled{false};
+class Patient {
+ public:
+  explicit Patient(Clock::time_point deadline = Clock::time_point::max()) : deadline(deadline) {}
+  void cancel();
+  bool is_cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
+  // For those who wait for descriptors. Throws std::system_error if there are none.
+  const Cancel* event() const;
+
+  const Clock::time_point deadline;
+
+ private:
+  std::atomic<bool> cancelled_{false};
+  mutable std::mutex mutex_;
+  mutable std::optional<Cancel> event_;  // made when somebody asks for it
 };
 
 enum class Way : int { mapped, kernel, thread };

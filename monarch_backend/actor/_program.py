@@ -65,6 +65,9 @@ HINT, FAREWELL = 1.0, 5.0
 UNBORN = 30.0
 """Seconds that messages wait for an actor that is not built yet."""
 
+ROOMS_ABOVE = {"rdma": "monarch_backend.rdma._conversation"}
+"""Who takes the Settings that begin with the name of a room, which is imported with the first one."""
+
 T = TypeVar("T")
 
 
@@ -100,7 +103,6 @@ class Program:
         self.gateway = ""  # token of this host's, once there are other hosts
         self.hosts: Any = None  # a HostRegistry, in a controller that has attached some
         self.known_hosts: dict[str, str] = {}  # names of others, by number, that have come with meshes
-        self.settings: dict[str, Callable[[Peer, Any], None]] = {}  # what rooms above do with a Setting of theirs
         self.memory: Any = None  # what is registered here, and what moves it: rdma/ puts them there
         self.mover: Any = None
         self.run_cell: Callable[[Cell], None] = self._run_in_thread
@@ -539,8 +541,8 @@ class Program:
             from monarch_backend.actor import _spmd
 
             self.aside(lambda: _spmd.abort_groups(str(message.value)))
-        elif message.name in self.settings:
-            self.settings[message.name](peer, message.value)
+        elif message.name.partition(".")[0] in ROOMS_ABOVE:
+            self.aside(lambda: _heard_above(self, peer, message))
 
     def exit_now(self, reason: str) -> None:
         """This process is gone with the next instruction."""
@@ -725,6 +727,14 @@ class Program:
             self.kill_all()
             self.links.host.leave()  # type: ignore[attr-defined]
             self.pump.close()
+
+
+def _heard_above(program: Program, peer: Peer, message: Setting) -> None:
+    """On a thread of its own: the room may have to be imported, and may wait."""
+    import importlib
+
+    room = importlib.import_module(ROOMS_ABOVE[message.name.partition(".")[0]])
+    room.heard(program, peer, message.name, message.value)
 
 
 def _alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from monarch_backend.actor import Future
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._memory import LocalMemory, memory_of, writable
-from monarch_backend.rdma._routes import COMPARE_AND_SWAP, FETCH_ADD
+from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
 from monarch_backend.rdma._transfers import Change, Part, engine
 
 

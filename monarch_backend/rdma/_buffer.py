@@ -8,7 +8,7 @@ from monarch_backend.actor import Future
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, writable
 from monarch_backend.rdma._registry import registry
-from monarch_backend.rdma._routes import COMPARE_AND_SWAP, FETCH_ADD
+from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
 from monarch_backend.rdma._transfers import Change, Part, engine
 
 _64_BITS = (1 << 64) - 1

@@ -20,6 +20,7 @@ class Handle(NamedTuple):
     device: str
     writable: bool
     ways: tuple[tuple[str, int], ...] = ()  # addresses and ports of its owner's server, if there is one
+    encrypted: bool = False  # what is said there
 
     def __str__(self) -> str:
         """For people."""

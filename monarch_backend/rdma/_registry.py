@@ -17,9 +17,6 @@ from monarch_backend.rdma._memory import LocalMemory
 PATIENCE = 5.0
 """Seconds that `drop` waits for those who are in the middle of reading or writing it."""
 
-DROP = "rdma_drop"
-"""The name of the Setting that drops a registration from elsewhere."""
-
 log = logging.getLogger("monarch_backend")
 
 _WAS_NOT_THERE, _STILL_USED = 1, 2
@@ -68,10 +65,10 @@ class Registry:
             )
         return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE
 
-    def told_to_drop(self, ticket: Any) -> None:
+    def told_to_drop(self, ticket: Ticket) -> None:
         """By another process. On a thread that may wait."""
         try:
-            self.drop(tuple(ticket))
+            self.drop(ticket)
         except RDMAError as error:
             log.warning("another process has dropped registered memory: %s", error)
 
@@ -91,7 +88,5 @@ def registry() -> Registry:
         with _making:
             made = owner.memory
             if made is None:
-                made = Registry(owner)
-                owner.settings[DROP] = lambda _, ticket: owner.aside(lambda: made.told_to_drop(ticket))
-                owner.memory = made
+                made = owner.memory = Registry(owner)
     return made  # type: ignore[no-any-return]

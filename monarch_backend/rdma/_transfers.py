@@ -16,11 +16,23 @@ from typing import Any, NamedTuple
 
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 from monarch_backend.actor._program import Program, program
-from monarch_backend.rdma import _routes
+from monarch_backend.rdma._conversation import DROP
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._handle import Handle
-from monarch_backend.rdma._registry import DROP, Registry, registry
-from monarch_backend.rdma._routes import CANCELLED, DONE, LATE, LOST, REFUSED, Result, Route, Routes, Segment
+from monarch_backend.rdma._registry import Registry, registry
+from monarch_backend.rdma._route import (
+    CANCELLED,
+    DONE,
+    LATE,
+    LOST,
+    REFUSED,
+    UNREACHABLE,
+    Result,
+    Route,
+    Segment,
+    patient,
+)
+from monarch_backend.rdma._routes import Routes
 from monarch_backend.transport._frames import Setting
 from monarch_backend.transport._peer import PeerGoneError
 
@@ -35,7 +47,10 @@ _REFUSALS = (
     "it was registered read-only",
     "atomics need 8 bytes at an address that is a multiple of 8",
 )
-_DROPPED, _READ_ONLY = 1, 4
+_DROPPED = 1
+
+SOON = 1.0
+"""Seconds for the word that a process is gone with which a connection has broken."""
 
 
 class Part(NamedTuple):
@@ -96,7 +111,7 @@ class Engine:
 
     def outgoing(self, handle: Handle) -> Handle:
         """As it is sent to others: with the ways that lead here."""
-        return handle
+        return self.routes.outgoing(handle)
 
     def drop(self, handle: Handle) -> None:
         """End a registration, or have its owner end it."""
@@ -137,9 +152,9 @@ class _Transfer:
     def __init__(self, engine: Engine, count: int, keep: Any, timeout: float | None, result: Callable[[], Any]) -> None:
         self._result = result
         self._engine, self._left, self._keep, self._timeout = engine, count, keep, timeout
-        self._patient = _routes.patient(timeout)
+        self._patient = patient(timeout)
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended, self._told = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._number = 0
         self._tokens: set[str] = set()
@@ -158,6 +173,7 @@ class _Transfer:
         if peer.token in self._tokens:
             self._gone[peer.token] = failure
             self._patient.cancel()
+            self._told.set()
 
     def on_reply(self, frame: Any) -> None:
         """Nobody replies to it."""
@@ -192,7 +208,10 @@ class _Transfer:
 
     def _failure(self, handle: Handle, result: Result) -> BaseException:
         known = self._gone.get(handle.token)
-        if result.outcome == LOST or known is not None:
+        broken = result.outcome in (LOST, UNREACHABLE)
+        if broken and known is None and self._is_gone_soon(handle.token):
+            known = self._gone.get(handle.token)
+        if known is not None or (result.outcome == LOST and not result.text):  # the route knows that it has ended
             self._engine.routes.forget(handle.token)
             return lost(self._engine.program, handle, known)
         if result.outcome == REFUSED:
@@ -208,7 +227,20 @@ class _Transfer:
             return RDMAError(
                 f"{handle} can't be used: a part of it, or of this process's own buffer, is not there any more"
             )
+        if broken:
+            return RDMAError(
+                f"{handle} could not be reached: {result.text}; its process is not known to have ended, so try again, or "
+                "look whether the hosts can reach each other at the ports of its server (docs/rdma.md)"
+            )
         return RDMAError(f"a transfer with {handle} failed: {result.text or os.strerror(result.error)}")
+
+    def _is_gone_soon(self, token: str) -> bool:
+        """A connection may break before it is told that its other side is gone."""
+        owner = self._engine.program
+        peer = owner.router.peers.get(token)
+        if peer is not None and peer.gone is not None:
+            self._gone.setdefault(token, owner._seen_from_here(peer))
+        return token in self._gone or (self._number != 0 and self._told.wait(SOON))
 
     def _finish(self) -> None:
         self._keep = None

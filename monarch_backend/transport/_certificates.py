@@ -11,7 +11,7 @@ import os
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
@@ -76,12 +76,7 @@ class Tls:
         The key of the job's CA comes out of the secret, so each process signs a certificate of its own for a key that
         only it has and that no disk has seen.
         """
-        authority = _authority_key(secret)
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"monarch job {name_of(secret).hex()}")])
-        ca = _certificate(name, authority.public_key(), name, authority, is_ca=True)
-        key = ec.generate_private_key(ec.SECP256R1())
-        process = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "monarch process")])
-        own = _certificate(process, key.public_key(), name, authority, is_ca=False)
+        own, key, ca = _signed_by_secret(secret)
         pem = own.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -132,7 +127,42 @@ def binding(channel: ssl.SSLSocket | ssl.SSLObject, server_side: bool, tls: Tls)
     return hashlib.sha256(server).digest() + hashlib.sha256(client).digest()
 
 
+@dataclass(frozen=True)
+class Ders:
+    """The same for OpenSSL without Python, as DER: what csrc/memory/ needs for its connections between hosts.
+
+    >>> ders = Ders.of_secret(bytes(32))
+    >>> [type(der).__name__ for der in (ders.certificate, ders.key, ders.ca)]
+    ['bytes', 'bytes', 'bytes']
+    """
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+    ca: bytes
+
+    @classmethod
+    def of_secret(cls, secret: bytes) -> Ders:
+        """A certificate and key of its own, as :meth:`Tls.of_secret` makes them, and the CA that all share."""
+        own, key, ca = _signed_by_secret(secret)
+        der, pkcs8, nothing = (
+            serialization.Encoding.DER,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        return cls(own.public_bytes(der), key.private_bytes(der, pkcs8, nothing), ca.public_bytes(der))
+
+
 # Of a secret ----------------------------------------------------------------------------------------------------------
+
+
+def _signed_by_secret(secret: bytes) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """A process's certificate, its key, and the CA of this secret, which has signed the certificate."""
+    authority = _authority_key(secret)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"monarch job {name_of(secret).hex()}")])
+    ca = _certificate(name, authority.public_key(), name, authority, is_ca=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    process = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "monarch process")])
+    return _certificate(process, key.public_key(), name, authority, is_ca=False), key, ca
 
 
 def _authority_key(secret: bytes) -> ec.EllipticCurvePrivateKey:

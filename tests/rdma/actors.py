@@ -22,13 +22,15 @@ class RouteCase:
     name: str  # as RDMABuffer.backend
     environment: dict[str, str] = field(default_factory=dict)
     shared: bool = False  # the memory is that of rdma.empty
-    way: int = -1  # as enum Way (csrc/memory/near.h)
+    way: int = 1  # as enum Way (csrc/memory/near.h)
 
 
 ROUTES = {
     "kernel": RouteCase("same host", way=1),
     "mapped": RouteCase("same host", shared=True, way=0),
     "thread": RouteCase("same host", {"MONARCH_CMA": "0"}, way=2),
+    "tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}),
+    "tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}),
 }
 
 

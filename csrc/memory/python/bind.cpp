@@ -6,7 +6,7 @@
 
 #include <tuple>
 
-#include "memory/near.h"
+#include "memory/registered.h"
 
 namespace py = pybind11;
 
@@ -26,39 +26,16 @@ PyResult result_of(const Result& result) {
   return {static_cast<std::uint32_t>(result.outcome), static_cast<std::uint32_t>(result.refusal), result.error, result.found};
 }
 
-// Registered memory of this process, and its ways to that of others.
-class Memory {
- public:
-  Memory(std::shared_ptr<Host> host, bool kernel)
-      : host_(host), table_(std::make_shared<Table>(host)), near_(host, kernel), service_(table_) {}
-
-  Table& table() { return *table_; }
-  Near& near() { return near_; }
-
-  // Waits for one who does not answer at once. nullptr: it is gone, or the deadline has passed.
-  std::shared_ptr<Peer> meet(const std::string& token, const Patient& patient) {
-    bool waiting = false;
-    std::shared_ptr<Peer> peer = host_->connect(token, 1.0, &waiting);
-    while (peer == nullptr && waiting && Clock::now() < patient.deadline && !patient.cancelled) peer = host_->accepted(token, 0.02);
-    return peer;
-  }
-  template <class Work>
-  PyResult with(const std::string& token, const Ticket& ticket, std::uint64_t bytes, const Patient& patient, Work&& work) {
-    std::shared_ptr<Peer> peer = host_->known(token);
-    if (peer != nullptr && bytes < worth_releasing && near_.way(*peer, ticket) != Way::thread) return result_of(work(peer));
-    const py::gil_scoped_release release;
-    if (peer == nullptr) peer = meet(token, patient);
-    if (peer != nullptr) return result_of(work(peer));
-    const bool late = Clock::now() >= patient.deadline;
-    return result_of({patient.cancelled ? Outcome::cancelled : late ? Outcome::late : Outcome::lost, Refusal::none, 0, 0});
-  }
-
- private:
-  std::shared_ptr<Host> host_;
-  std::shared_ptr<Table> table_;
-  Near near_;
-  Service service_;
-};
+template <class Work>
+PyResult with(Registered& memory, const std::string& token, const Ticket& ticket, std::uint64_t bytes, const Patient& patient, Work&& work) {
+  std::shared_ptr<Peer> peer = memory.host().known(token);
+  if (peer != nullptr && bytes < worth_releasing && memory.near().way(*peer, ticket) != Way::thread) return result_of(work(peer));
+  const py::gil_scoped_release release;
+  if (peer == nullptr) peer = memory.meet(token, patient);
+  if (peer != nullptr) return result_of(work(peer));
+  if (patient.is_cancelled()) return result_of({Outcome::cancelled});
+  return result_of({Clock::now() >= patient.deadline ? Outcome::late : Outcome::lost});
+}
 
 // Memory that a Python object lends, for as long as this lives.
 class View {
@@ -79,7 +56,7 @@ class View {
   Py_buffer view_;
 };
 
-PyResult move(Memory& memory, const std::string& token, const PyTicket& ticket, bool write, const PySegments& parts, const Patient& patient) {
+PyResult move(Registered& memory, const std::string& token, const PyTicket& ticket, bool write, const PySegments& parts, const Patient& patient) {
   std::vector<Segment> segments;
   segments.reserve(parts.size());
   std::uint64_t bytes = 0;
@@ -88,25 +65,25 @@ PyResult move(Memory& memory, const std::string& token, const PyTicket& ticket, 
     bytes += length;
   }
   const Access access = write ? Access::write : Access::read;
-  return memory.with(token, ticket_of(ticket), bytes, patient,
+  return with(memory, token, ticket_of(ticket), bytes, patient,
                      [&](const auto& peer) { return memory.near().move(peer, ticket_of(ticket), access, segments, patient); });
 }
 
-PyResult change(Memory& memory, const std::string& token, const PyTicket& ticket, std::uint32_t access, std::uint64_t offset,
+PyResult change(Registered& memory, const std::string& token, const PyTicket& ticket, std::uint32_t access, std::uint64_t offset,
                 std::uint64_t operand, std::uint64_t expected, const Patient& patient) {
-  return memory.with(token, ticket_of(ticket), 8, patient, [&](const auto& peer) {
+  return with(memory, token, ticket_of(ticket), 8, patient, [&](const auto& peer) {
     return memory.near().change(peer, ticket_of(ticket), static_cast<Access>(access), offset, operand, expected, patient);
   });
 }
 
 // The same in this very process.
-PyResult move_here(Memory& memory, const PyTicket& py_ticket, bool write, const PySegments& parts) {
+PyResult move_here(Registered& memory, const PyTicket& py_ticket, bool write, const PySegments& parts) {
   const Ticket ticket = ticket_of(py_ticket);
   const py::gil_scoped_release release;
   for (const auto& [offset, address, bytes] : parts) {
     char* there = nullptr;
     const Refusal refusal = memory.table().hold(ticket, offset, bytes, write ? Access::write : Access::read, &there);
-    if (refusal != Refusal::none) return result_of({Outcome::refused, refusal, 0, 0});
+    if (refusal != Refusal::none) return result_of({Outcome::refused, refusal});
     char* here = reinterpret_cast<char*>(address);
     std::memmove(write ? there : here, write ? here : there, bytes);
     memory.table().let_go(ticket);
@@ -114,12 +91,12 @@ PyResult move_here(Memory& memory, const PyTicket& py_ticket, bool write, const 
   return result_of({});
 }
 
-PyResult change_here(Memory& memory, const PyTicket& py_ticket, std::uint32_t access, std::uint64_t offset, std::uint64_t operand,
+PyResult change_here(Registered& memory, const PyTicket& py_ticket, std::uint32_t access, std::uint64_t offset, std::uint64_t operand,
                      std::uint64_t expected) {
   const Ticket ticket = ticket_of(py_ticket);
   char* there = nullptr;
   const Refusal refusal = memory.table().hold(ticket, offset, 8, static_cast<Access>(access), &there);
-  if (refusal != Refusal::none) return result_of({Outcome::refused, refusal, 0, 0});
+  if (refusal != Refusal::none) return result_of({Outcome::refused, refusal});
   const std::uint64_t found = do_atomic(there, static_cast<Access>(access), operand, expected);
   memory.table().let_go(ticket);
   return result_of({Outcome::done, Refusal::none, 0, found});
@@ -130,14 +107,11 @@ PyResult change_here(Memory& memory, const PyTicket& py_ticket, std::uint32_t ac
 void bind_memory(py::module_& m) {
   py::class_<Patient, std::shared_ptr<Patient>>(m, "Patient", "What ends a transfer before its time: a deadline in so many seconds, a cancellation.")
       .def(py::init([](std::optional<double> seconds) {
-             auto patient = std::make_shared<Patient>();
-             if (seconds && *seconds < 1e8) {
-               patient->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds));
-             }
-             return patient;
+             if (!seconds || *seconds >= 1e8) return std::make_shared<Patient>();
+             return std::make_shared<Patient>(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds)));
            }),
            py::arg("seconds") = py::none())
-      .def("cancel", [](Patient& patient) { patient.cancelled.store(true); });
+      .def("cancel", &Patient::cancel);
 
   py::class_<View>(m, "View", "Memory that an object with the buffer protocol lends, for as long as this lives.")
       .def(py::init<const py::object&>())
@@ -146,23 +120,23 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("readonly", &View::readonly)
       .def_property_readonly("contiguous", &View::contiguous);
 
-  py::class_<Memory, std::shared_ptr<Memory>>(m, "Memory", "Memory that this process has registered, and its ways to that of others on this host.")
+  py::class_<Registered, std::shared_ptr<Registered>>(m, "Memory", "Memory that this process has registered, and its ways to that of others on this host.")
       .def(py::init<std::shared_ptr<Host>, bool>(), py::arg("host"), py::arg("kernel") = true)
-      .def("add", [](Memory& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
+      .def("add", [](Registered& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
         const Ticket ticket = memory.table().add(reinterpret_cast<void*>(address), bytes, writable);
         return PyTicket{ticket.slot, ticket.epoch, ticket.key};
       })
-      .def("drop", [](Memory& memory, const PyTicket& ticket, double seconds) {
+      .def("drop", [](Registered& memory, const PyTicket& ticket, double seconds) {
         return static_cast<int>(memory.table().drop(ticket_of(ticket), seconds));
       }, py::call_guard<py::gil_scoped_release>())
-      .def("user_of", [](Memory& memory, const PyTicket& ticket) { return memory.table().user_of(ticket_of(ticket)); })
-      .def("count", [](Memory& memory) { return memory.table().count(); })
+      .def("user_of", [](Registered& memory, const PyTicket& ticket) { return memory.table().user_of(ticket_of(ticket)); })
+      .def("count", [](Registered& memory) { return memory.table().count(); })
       .def("move", &move)
       .def("change", &change)
       .def("move_here", &move_here)
       .def("change_here", &change_here)
-      .def("way", [](Memory& memory, const std::string& token, const PyTicket& ticket) {
-        const auto peer = memory.meet(token, Patient{Clock::now() + std::chrono::seconds(1)});
+      .def("way", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
+        const auto peer = memory.meet(token, Patient(Clock::now() + std::chrono::seconds(1)));
         return peer == nullptr ? -1 : static_cast<int>(memory.near().way(*peer, ticket_of(ticket)));
       }, py::call_guard<py::gil_scoped_release>());
 }

@@ -1,0 +1,50 @@
+// The caller's side of one-sided memory between hosts: reads and writes what another process has registered.
+//
+// A client has a few connections to one process, made when they are first needed. A transfer is cut into pieces; the thread
+// that asks for it moves them on one connection and threads of the client's help on the others. Requests run ahead of
+// their replies. Nothing here knows Python; local memory belongs to whoever asks, until the call returns.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory/proof.h"
+#include "memory/outcome.h"
+
+namespace monarch {
+
+inline constexpr std::size_t most_streams = 64;
+
+class Client {
+ public:
+  // To the process with the token `whom`. Throws std::invalid_argument.
+  Client(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
+         std::size_t streams = 4);
+  ~Client();
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  // All wait until it is over; from any thread, also several at once. What was read or written of one that is not done is
+  // unknown, and the local memory is let go of all the same. A connection that had bytes under way is given up then, and the
+  // next transfer makes a new one.
+  Result read(const Ticket& ticket, const std::vector<Segment>& segments, Moment deadline = Moment::max(),
+              const Cancel* cancel = nullptr);
+  Result write(const Ticket& ticket, const std::vector<Segment>& segments, Moment deadline = Moment::max(),
+               const Cancel* cancel = nullptr);
+  // 8 aligned bytes; `expected` is for compare_and_swap.
+  Result atomic(const Ticket& ticket, std::uint64_t offset, Access access, std::uint64_t operand, std::uint64_t expected,
+                Moment deadline = Moment::max(), const Cancel* cancel = nullptr);
+
+  // Ends all transfers, connections and threads; a second call does nothing.
+  void close();
+  // In a forked child: closes what belongs to the parent, without a word to anybody.
+  void abandon();
+
+ private:
+  class Pool;
+  Pool* pool_;  // left behind, not freed, in a forked child: it has none of the threads
+};
+
+}  // namespace monarch

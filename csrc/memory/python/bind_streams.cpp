@@ -1,0 +1,172 @@
+// The Python face of one-sided memory between hosts: bindings only, no logic. The GIL is released whenever somebody waits.
+#include "bind.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "memory/client.h"
+#include "memory/near.h"
+#include "memory/registered.h"
+#include "memory/server.h"
+
+namespace py = pybind11;
+
+namespace monarch {
+
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+using Numbers = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>;  // slot, epoch, key
+using Places = std::vector<std::tuple<std::uint64_t, std::uintptr_t, std::uint64_t>>;  // offset, local address, bytes
+
+Ticket ticket_of(const Numbers& numbers) { return {std::get<0>(numbers), std::get<1>(numbers), std::get<2>(numbers)}; }
+
+std::vector<Segment> segments_of(const Places& places) {
+  std::vector<Segment> segments;
+  segments.reserve(places.size());
+  for (const auto& [offset, local, bytes] : places) segments.push_back({offset, reinterpret_cast<char*>(local), bytes});
+  return segments;
+}
+
+Moment deadline_in(std::optional<double> seconds) {
+  if (!seconds) return Moment::max();
+  const double longest = 1e8;  // three years: what the clock can surely add
+  const std::chrono::duration<double> wait(std::clamp(*seconds, 0.0, longest));
+  return std::chrono::steady_clock::now() + std::chrono::duration_cast<Moment::duration>(wait);
+}
+
+std::string_view bytes_of(const py::bytes& bytes) { return bytes; }
+
+std::shared_ptr<Identity> identity_of(const std::string& token, const py::bytes& secret, const py::bytes& certificate,
+                                      const py::bytes& key, const py::bytes& ca) {
+  return std::make_shared<Identity>(token, std::string(bytes_of(secret)), std::string(bytes_of(certificate)),
+                                    std::string(bytes_of(key)), std::string(bytes_of(ca)));
+}
+
+Result read(Client& client, const Numbers& ticket, const Places& places, std::optional<double> seconds, const Cancel* cancel) {
+  return client.read(ticket_of(ticket), segments_of(places), deadline_in(seconds), cancel);
+}
+
+Result write(Client& client, const Numbers& ticket, const Places& places, std::optional<double> seconds, const Cancel* cancel) {
+  return client.write(ticket_of(ticket), segments_of(places), deadline_in(seconds), cancel);
+}
+
+Result fetch_add(Client& client, const Numbers& ticket, std::uint64_t offset, std::uint64_t operand,
+                 std::optional<double> seconds, const Cancel* cancel) {
+  return client.atomic(ticket_of(ticket), offset, Access::fetch_add, operand, 0, deadline_in(seconds), cancel);
+}
+
+Result compare_and_swap(Client& client, const Numbers& ticket, std::uint64_t offset, std::uint64_t expected,
+                        std::uint64_t wanted, std::optional<double> seconds, const Cancel* cancel) {
+  return client.atomic(ticket_of(ticket), offset, Access::compare_and_swap, wanted, expected, deadline_in(seconds), cancel);
+}
+
+using Ended = std::tuple<std::uint32_t, std::uint32_t, int, std::uint64_t, std::string>;  // as rdma/_routes.py's Result
+
+Ended ended(const Result& result) {
+  return {static_cast<std::uint32_t>(result.outcome), static_cast<std::uint32_t>(result.refusal), result.error, result.found, result.text};
+}
+
+Ended move(Client& client, const Numbers& ticket, bool write, const Places& places, const Patient& patient) {
+  const auto act = write ? &Client::write : &Client::read;
+  return ended((client.*act)(ticket_of(ticket), segments_of(places), patient.deadline, patient.event()));
+}
+
+Ended change(Client& client, const Numbers& ticket, std::uint32_t access, std::uint64_t offset, std::uint64_t operand,
+             std::uint64_t expected, const Patient& patient) {
+  return ended(client.atomic(ticket_of(ticket), offset, static_cast<Access>(access), operand, expected, patient.deadline, patient.event()));
+}
+
+const char* name_of(Outcome outcome) {
+  switch (outcome) {
+    case Outcome::done:
+      return "done";
+    case Outcome::refused:
+      return "refused";
+    case Outcome::unreachable:
+      return "unreachable";
+    case Outcome::lost:
+      return "lost";
+    case Outcome::late:
+      return "timed_out";
+    case Outcome::failed:
+      return "failed";
+    case Outcome::cancelled:
+      return "cancelled";
+  }
+  return "";
+}
+
+const char* name_of(Refusal refusal) {
+  switch (refusal) {
+    case Refusal::none:
+      return "";
+    case Refusal::dropped:
+      return "dropped";
+    case Refusal::wrong_key:
+      return "wrong_key";
+    case Refusal::out_of_range:
+      return "out_of_range";
+    case Refusal::read_only:
+      return "read_only";
+    case Refusal::misaligned:
+      return "misaligned";
+  }
+  return "unknown";
+}
+
+}  // namespace
+
+void bind_memory_streams(py::module_& m) {
+  const auto seconds = py::arg("seconds") = py::none();
+  const auto cancel = py::arg("cancel") = py::none();
+
+  py::class_<Identity, std::shared_ptr<Identity>>(m, "MemoryIdentity", "Who this process is for those who want its memory.")
+      .def(py::init(&identity_of), py::arg("token"), py::arg("secret"), py::arg("certificate") = py::bytes(),
+           py::arg("key") = py::bytes(), py::arg("ca") = py::bytes())
+      .def_property_readonly("encrypted", [](const Identity& identity) { return identity.tls() != nullptr; });
+
+  py::class_<Cancel, std::shared_ptr<Cancel>>(m, "Cancel", "Ends transfers that wait, once and for all.")
+      .def(py::init<>())
+      .def("set", &Cancel::set)
+      .def("is_set", &Cancel::is_set);
+
+  py::class_<Result>(m, "TransferResult", "How a transfer has ended.")
+      .def_property_readonly("outcome", [](const Result& result) { return name_of(result.outcome); })
+      .def_property_readonly("refusal", [](const Result& result) { return name_of(result.refusal); })
+      .def_readonly("text", &Result::text)
+      .def_readonly("value", &Result::found);
+
+  py::class_<Server, std::shared_ptr<Server>>(m, "MemoryServer", "Serves the memory of this process to other hosts.")
+      .def(py::init([](std::shared_ptr<Registered> registered, std::shared_ptr<Identity> identity, std::size_t most) {
+             return std::make_shared<Server>(std::make_shared<MemoryOf<Table>>(registered->shared_table()), std::move(identity), most);
+           }),
+           py::arg("memory"), py::arg("identity"), py::arg("most") = 1024)
+      .def("listen", &Server::listen, Release(), py::arg("address"), py::arg("port") = 0)
+      .def("connections", &Server::connections)
+      .def("close", &Server::close, Release())
+      .def("abandon", &Server::abandon);
+
+  py::class_<Client, std::shared_ptr<Client>>(m, "MemoryClient", "Reads and writes the memory of one process elsewhere.")
+      .def(py::init([](std::string address, std::uint16_t port, std::shared_ptr<Identity> identity, const std::string& whom,
+                       std::size_t streams) {
+             return std::make_shared<Client>(std::move(address), port, std::move(identity), whom, streams);
+           }),
+           py::arg("address"), py::arg("port"), py::arg("identity"), py::arg("whom"), py::arg("streams") = 4)
+      .def("read", &read, Release(), py::arg("ticket"), py::arg("segments"), seconds, cancel)
+      .def("write", &write, Release(), py::arg("ticket"), py::arg("segments"), seconds, cancel)
+      .def("fetch_add", &fetch_add, Release(), py::arg("ticket"), py::arg("offset"), py::arg("operand"), seconds, cancel)
+      .def("compare_and_swap", &compare_and_swap, Release(), py::arg("ticket"), py::arg("offset"), py::arg("expected"),
+           py::arg("wanted"), seconds, cancel)
+      .def("move", &move, Release())
+      .def("change", &change, Release())
+      .def("close", &Client::close, Release())
+      .def("abandon", &Client::abandon);
+}
+
+}  // namespace monarch

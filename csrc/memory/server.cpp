@@ -1,0 +1,459 @@
+#include "memory/server.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "memory/link.h"
+#include "memory/wire.h"
+#include "shm/arena.h"
+
+namespace monarch {
+
+namespace {
+
+constexpr std::size_t most_strangers = 256;  // the oldest goes when there is one more
+constexpr auto stranger_time = std::chrono::seconds(5);
+constexpr std::size_t most_listeners = 16;
+constexpr int pause_without_descriptors = 50;  // ms, where accept() says that there are none
+
+// Sent in the place of what was dropped in the middle of a reply.
+const char zeros[piece_held] = {};
+
+// A piece of registered memory, for as long as this lives.
+class Held {
+ public:
+  Held(Memory& memory, const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access)
+      : refusal(memory.hold(ticket, offset, bytes, access, &data)), memory_(memory), ticket_(ticket) {}
+  ~Held() {
+    if (refusal == Refusal::none) memory_.let_go(ticket_);
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+  char* data = nullptr;
+  const Refusal refusal;
+
+ private:
+  Memory& memory_;
+  const Ticket& ticket_;
+};
+
+// What one connection asks for, one request after the other.
+class Service {
+ public:
+  Service(Memory& memory, Reader& reader, Writer& writer, const Limits& limits)
+      : memory_(memory), reader_(reader), writer_(writer), limits_(limits) {}
+
+  // Returns when the other side says what no client of ours does; throws LinkError when it hangs up.
+  void run() {
+    while (next()) answer();
+  }
+
+ private:
+  bool next();
+  Refusal check() const;
+  void answer();
+  void answer_read();
+  void answer_write();
+  void answer_atomic();
+  void send(const wire::Range& range, Refusal& refusal);
+  void receive(const wire::Range& range, Refusal& refusal);
+  void reply(Refusal refusal, std::uint64_t bytes = 0, std::uint64_t value = 0);
+  void put(const void* from, std::size_t bytes) {
+    if (writer_.put(from, bytes)) return;
+    writer_.flush(limits_);
+    writer_.put(from, bytes);
+  }
+  Access access() const { return static_cast<Access>(request_.access); }
+
+  Memory& memory_;
+  Reader& reader_;
+  Writer& writer_;
+  const Limits& limits_;
+  wire::Request request_;
+  std::vector<wire::Range> ranges_;
+  Ticket ticket_;
+  std::unique_ptr<char[]> scratch_;  // where bytes go that were refused
+};
+
+// The head of a request and its ranges, if they are what they have to be.
+bool Service::next() {
+  if (reader_.empty()) writer_.flush(limits_);  // small replies to requests that came together go together
+  reader_.read(&request_, sizeof request_, limits_);
+  const bool atomic = request_.access == static_cast<std::uint32_t>(Access::fetch_add) ||
+                      request_.access == static_cast<std::uint32_t>(Access::compare_and_swap);
+  if (request_.magic != wire::request_magic || request_.access > static_cast<std::uint32_t>(Access::compare_and_swap) ||
+      request_.ranges == 0 || request_.ranges > wire::most_ranges || request_.bytes > wire::most_bytes ||
+      (atomic && (request_.ranges != 1 || request_.bytes != sizeof(std::uint64_t)))) {
+    return false;
+  }
+  ranges_.resize(request_.ranges);
+  reader_.read(ranges_.data(), ranges_.size() * sizeof ranges_[0], limits_);
+  std::uint64_t bytes = 0;
+  for (const wire::Range& range : ranges_) {
+    if (range.bytes > request_.bytes - bytes) return false;
+    bytes += range.bytes;
+  }
+  ticket_ = {request_.slot, request_.epoch, request_.key};
+  return bytes == request_.bytes;
+}
+
+// Before a byte is moved: a request is refused as a whole, but for what is dropped meanwhile.
+Refusal Service::check() const {
+  for (const wire::Range& range : ranges_) {
+    const Held held(memory_, ticket_, range.offset, range.bytes, access());
+    if (held.refusal != Refusal::none) return held.refusal;
+  }
+  return Refusal::none;
+}
+
+void Service::answer() {
+  switch (access()) {
+    case Access::read:
+      return answer_read();
+    case Access::write:
+      return answer_write();
+    default:
+      return answer_atomic();
+  }
+}
+
+void Service::reply(Refusal refusal, std::uint64_t bytes, std::uint64_t value) {
+  const wire::Reply head{wire::reply_magic, static_cast<std::uint32_t>(refusal), request_.number, bytes, value};
+  put(&head, sizeof head);
+}
+
+void Service::answer_read() {
+  Refusal refusal = check();
+  reply(refusal, refusal == Refusal::none ? request_.bytes : 0);
+  if (refusal != Refusal::none) return;
+  for (const wire::Range& range : ranges_) send(range, refusal);
+  const wire::Tail tail{wire::tail_magic, static_cast<std::uint32_t>(refusal), request_.number};
+  put(&tail, sizeof tail);
+}
+
+void Service::send(const wire::Range& range, Refusal& refusal) {
+  for (std::uint64_t sent = 0; sent < range.bytes;) {
+    const std::uint64_t bytes = std::min<std::uint64_t>(piece_held, range.bytes - sent);
+    std::size_t took = 0;
+    {
+      const char* from = zeros;
+      std::optional<Held> held;
+      if (refusal == Refusal::none) {
+        held.emplace(memory_, ticket_, range.offset + sent, bytes, Access::read);
+        refusal = held->refusal;
+        if (refusal == Refusal::none) from = held->data;
+      }
+      // Small ones are copied: many of them go with one system call.
+      if (bytes < straight) took = writer_.put(from, bytes) ? bytes : 0;
+      if (took == 0) took = writer_.try_write(from, bytes);
+    }
+    sent += took;
+    if (took == 0) writer_.wait(limits_);
+  }
+}
+
+void Service::answer_write() {
+  Refusal refusal = check();
+  for (const wire::Range& range : ranges_) receive(range, refusal);
+  reply(refusal);
+}
+
+void Service::receive(const wire::Range& range, Refusal& refusal) {
+  for (std::uint64_t received = 0; received < range.bytes;) {
+    const std::uint64_t bytes = std::min<std::uint64_t>(piece_held, range.bytes - received);
+    std::size_t came = 0;
+    if (refusal == Refusal::none) {
+      const Held held(memory_, ticket_, range.offset + received, bytes, Access::write);
+      refusal = held.refusal;
+      if (refusal == Refusal::none) came = reader_.try_read(held.data, bytes);
+    }
+    if (refusal != Refusal::none) {
+      if (!scratch_) scratch_ = std::make_unique_for_overwrite<char[]>(piece_held);
+      came = reader_.try_read(scratch_.get(), bytes);
+    }
+    received += came;
+    if (came != 0) continue;
+    writer_.flush(limits_);  // replies that somebody may wait for before he sends more
+    reader_.wait(limits_);
+  }
+}
+
+void Service::answer_atomic() {
+  std::uint64_t found = 0;
+  Refusal refusal;
+  {
+    const Held held(memory_, ticket_, ranges_[0].offset, sizeof found, access());
+    refusal = held.refusal;
+    if (refusal == Refusal::none) found = do_atomic(held.data, access(), request_.operand, request_.expected);
+  }
+  reply(refusal, 0, found);
+}
+
+Descriptor listener_at(const std::string& address, std::uint16_t port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE;
+  if (getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+    throw std::invalid_argument(address + " is no numeric address to listen at, as 127.0.0.1 or ::1 are");
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> freed(found, freeaddrinfo);
+  Descriptor socket(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const int yes = 1;
+  if (socket.get() < 0) throw system_failure("socket");
+  setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  if (bind(socket.get(), found->ai_addr, found->ai_addrlen) != 0) throw system_failure(("bind to " + address).c_str());
+  if (::listen(socket.get(), SOMAXCONN) != 0) throw system_failure("listen");
+  return socket;
+}
+
+std::uint16_t port_of(int socket) {
+  sockaddr_storage name{};
+  socklen_t size = sizeof name;
+  if (getsockname(socket, reinterpret_cast<sockaddr*>(&name), &size) != 0) throw system_failure("getsockname");
+  return ntohs(name.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(name).sin6_port
+                                          : reinterpret_cast<sockaddr_in&>(name).sin_port);
+}
+
+}  // namespace
+
+// Who has connected, and the thread that lets them in.
+class Server::Doorkeeper {
+ public:
+  Doorkeeper(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most);
+  std::uint16_t listen(const std::string& address, std::uint16_t port);
+  void close();
+  void abandon() { inheritance_.close_all(); }
+  std::size_t proven() const { return proven_.load(); }
+  bool forked() const { return getpid() != pid_; }
+
+ private:
+  // A socket that a forked child has to close.
+  struct Entrusted {
+    Entrusted(Inheritance& inheritance, int fd) : inheritance(inheritance), place(inheritance.add(fd)) {}
+    ~Entrusted() { inheritance.remove(place); }
+    Entrusted(const Entrusted&) = delete;
+    Entrusted& operator=(const Entrusted&) = delete;
+    Inheritance& inheritance;
+    std::size_t place;
+  };
+  struct Listener {
+    Listener(Descriptor&& from, Inheritance& inheritance) : socket(std::move(from)), entrusted(inheritance, socket.get()) {}
+    Descriptor socket;
+    Entrusted entrusted;
+  };
+  struct Connection {
+    Connection(Descriptor socket, Inheritance& inheritance) : link(std::move(socket)), entrusted(inheritance, link.fd()) {}
+    void hang_up() const { shutdown(link.fd(), SHUT_RDWR); }  // its thread finds the end of the stream
+
+    Link link;
+    Entrusted entrusted;
+    enum State : int { stranger, proven, sent_away, over };
+    std::atomic<int> state{stranger};
+    std::thread thread;
+  };
+
+  void run();
+  std::vector<pollfd> sources();
+  void let_in(int listener);
+  void make_room();
+  void reap();
+  void serve(Connection& connection);
+  bool take_place();
+  void nudge() const;
+
+  const std::shared_ptr<Memory> memory_;
+  const std::shared_ptr<const Identity> identity_;
+  const std::size_t most_, most_sockets_;
+  const int pid_;
+  Descriptor nudge_;  // an eventfd: a listener has come, a connection is over, or all is
+  Inheritance inheritance_;
+  std::mutex lifecycle_;  // of who listens or closes
+  std::mutex mutex_;      // listeners_
+  std::list<Listener> listeners_;
+  std::list<Connection> connections_;  // oldest first; thread_'s own
+  std::atomic<bool> ending_{false};
+  std::atomic<std::size_t> proven_{0};
+  std::thread thread_;
+};
+
+Server::Doorkeeper::Doorkeeper(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most)
+    : memory_(std::move(memory)),
+      identity_(std::move(identity)),
+      most_(most),
+      most_sockets_(2 * most_strangers + most),
+      pid_(getpid()),
+      nudge_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      inheritance_(most_sockets_ + most_listeners + 1) {
+  if (nudge_.get() < 0) throw system_failure("eventfd");
+  inheritance_.add(nudge_.get());
+}
+
+std::uint16_t Server::Doorkeeper::listen(const std::string& address, std::uint16_t port) {
+  const std::scoped_lock lifecycle(lifecycle_);
+  if (ending_) throw std::invalid_argument("this server was closed: make a new one");
+  Descriptor socket = listener_at(address, port);
+  const std::uint16_t got = port_of(socket.get());
+  {
+    const std::scoped_lock lock(mutex_);
+    if (listeners_.size() == most_listeners) throw std::invalid_argument("a server listens at 16 addresses at most");
+    listeners_.emplace_back(std::move(socket), inheritance_);
+  }
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  nudge();
+  return got;
+}
+
+void Server::Doorkeeper::close() {
+  const std::scoped_lock lifecycle(lifecycle_);
+  ending_ = true;
+  nudge();
+  if (thread_.joinable()) thread_.join();
+  const std::scoped_lock lock(mutex_);
+  listeners_.clear();
+}
+
+void Server::Doorkeeper::nudge() const {
+  const std::uint64_t one = 1;
+  (void)!write(nudge_.get(), &one, sizeof one);
+}
+
+std::vector<pollfd> Server::Doorkeeper::sources() {
+  std::vector<pollfd> sources{{nudge_.get(), POLLIN, 0}};
+  const std::scoped_lock lock(mutex_);
+  for (const Listener& listener : listeners_) sources.push_back({listener.socket.get(), POLLIN, 0});
+  return sources;
+}
+
+void Server::Doorkeeper::run() {
+  begin_memory_thread("monarch_door");
+  while (!ending_) {
+    std::vector<pollfd> come = sources();
+    poll(come.data(), come.size(), -1);
+    std::uint64_t nudges;
+    (void)!read(nudge_.get(), &nudges, sizeof nudges);
+    reap();
+    for (std::size_t i = 1; i < come.size() && !ending_; ++i) {
+      if (come[i].revents != 0) let_in(come[i].fd);
+    }
+  }
+  for (const Connection& connection : connections_) connection.hang_up();
+  for (Connection& connection : connections_) connection.thread.join();
+  connections_.clear();
+}
+
+void Server::Doorkeeper::let_in(int listener) {
+  Descriptor socket(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+  if (socket.get() < 0) {
+    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(pause_without_descriptors));
+    }
+    return;
+  }
+  make_room();
+  if (connections_.size() >= most_sockets_) return;
+  Connection& connection = connections_.emplace_back(std::move(socket), inheritance_);
+  try {
+    connection.thread = std::thread([this, &connection] { serve(connection); });
+  } catch (const std::system_error&) {  // no more threads: as if it had never come
+    connections_.pop_back();
+  }
+}
+
+// Sends the oldest strangers away, so that one more has a place.
+void Server::Doorkeeper::make_room() {
+  auto strangers = std::count_if(connections_.begin(), connections_.end(),
+                                 [](const Connection& one) { return one.state == Connection::stranger; });
+  for (Connection& connection : connections_) {
+    if (strangers < static_cast<std::ptrdiff_t>(most_strangers)) return;
+    int stranger = Connection::stranger;
+    if (!connection.state.compare_exchange_strong(stranger, Connection::sent_away)) continue;
+    connection.hang_up();
+    --strangers;
+  }
+}
+
+void Server::Doorkeeper::reap() {
+  connections_.remove_if([](Connection& connection) {
+    if (connection.state != Connection::over) return false;
+    connection.thread.join();
+    return true;
+  });
+}
+
+bool Server::Doorkeeper::take_place() {
+  std::size_t taken = proven_.load();
+  while (taken < most_) {
+    if (proven_.compare_exchange_weak(taken, taken + 1)) return true;
+  }
+  return false;
+}
+
+// The life of a connection. Whatever comes of it, the other side hears no more than that it was hung up.
+void Server::Doorkeeper::serve(Connection& connection) {
+  begin_memory_thread("monarch_serve");
+  bool placed = false;
+  try {
+    Reader reader(connection.link);
+    Writer writer(connection.link);
+    const Limits strangers{std::chrono::steady_clock::now() + stranger_time, nullptr, nullptr};
+    int stranger = Connection::stranger;
+    if (prove_to_caller(connection.link, reader, writer, *identity_, strangers) &&
+        connection.state.compare_exchange_strong(stranger, Connection::proven)) {
+      placed = take_place();
+      const wire::Welcome welcome{wire::welcome_magic, placed ? 0U : 1U};
+      writer.put(&welcome, sizeof welcome);
+      writer.flush(strangers);
+      const Limits none;
+      if (placed) Service(*memory_, reader, writer, none).run();
+    }
+  } catch (const std::exception&) {
+    // Bytes of a stranger, a peer that has gone, no memory: it ends here, and others go on.
+  }
+  if (placed) --proven_;
+  connection.hang_up();
+  connection.state = Connection::over;
+  nudge();
+}
+
+Server::Server(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most)
+    : keeper_(new Doorkeeper(std::move(memory), std::move(identity), most)) {}
+
+Server::~Server() {
+  if (keeper_->forked()) {
+    abandon();
+    return;
+  }
+  keeper_->close();
+  delete keeper_;
+}
+
+std::uint16_t Server::listen(const std::string& address, std::uint16_t port) { return keeper_->listen(address, port); }
+
+std::size_t Server::connections() const { return keeper_->proven(); }
+
+void Server::close() {
+  if (!keeper_->forked()) keeper_->close();
+}
+
+void Server::abandon() {
+  if (keeper_->forked()) keeper_->abandon();
+}
+
+}  // namespace monarch

@@ -1,0 +1,96 @@
+// What one-sided memory says between hosts: layouts, and nothing that reads or writes them.
+//
+// Everything has a fixed size, but for the ranges of a request and the data, whose lengths stand before them; whoever reads
+// checks magic and lengths before it uses anything else. Little-endian, as all machines are that we run on.
+//
+//   connecting:  caller Hello; owner Answer, Proof; caller Proof; owner Welcome.
+//   then, as often as wanted, answered in order:
+//   caller Request, its ranges, and to write their bytes; owner Reply, and, if it refuses nothing and was to read, bytes and a Tail.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace monarch::wire {
+
+static_assert(std::endian::native == std::endian::little);
+
+inline constexpr std::uint16_t version = 1;
+inline constexpr std::uint32_t hello_magic = 0x486d6e6d, answer_magic = 0x416d6e6d, welcome_magic = 0x576d6e6d;
+inline constexpr std::uint32_t request_magic = 0x526d6e6d, reply_magic = 0x506d6e6d, tail_magic = 0x546d6e6d;
+
+// Of a request. Small enough for the requests that a client sends ahead to fit into any socket's buffers: else each
+// side could wait for the other one to read.
+inline constexpr std::uint32_t most_ranges = 256;
+inline constexpr std::uint64_t most_bytes = 64 << 20;
+
+struct Token {
+  unsigned char bytes[16];  // of a process; text says it in 32 hexadecimal digits
+};
+
+struct Hello {
+  std::uint32_t magic;
+  std::uint16_t version;
+  std::uint16_t zero;
+  Token who, whom;
+  unsigned char nonce[32];
+};
+static_assert(sizeof(Hello) == 72);
+
+enum class Denial : std::uint16_t { none, version, other_process };
+
+struct Answer {
+  std::uint32_t magic;
+  std::uint16_t version;
+  Denial denial;
+  Token who;
+  unsigned char nonce[32];
+};
+static_assert(sizeof(Answer) == 56);
+
+struct Proof {
+  unsigned char bytes[32];
+};
+static_assert(sizeof(Proof) == 32);
+
+struct Welcome {
+  std::uint32_t magic;
+  std::uint32_t full;  // 1: no place for one more connection
+};
+static_assert(sizeof(Welcome) == 8);
+
+struct Request {
+  std::uint32_t magic;
+  std::uint32_t access;  // of table.h
+  std::uint32_t slot;
+  std::uint32_t ranges;
+  std::uint64_t epoch, key;
+  std::uint64_t number;  // comes back in the reply
+  std::uint64_t bytes;   // of all ranges together
+  std::uint64_t operand, expected;
+};
+static_assert(sizeof(Request) == 64);
+
+struct Range {
+  std::uint64_t offset, bytes;
+};
+static_assert(sizeof(Range) == 16);
+
+struct Reply {
+  std::uint32_t magic;
+  std::uint32_t refusal;
+  std::uint64_t number;
+  std::uint64_t bytes;  // that follow
+  std::uint64_t value;  // what an atomic operation has found
+};
+static_assert(sizeof(Reply) == 32);
+
+// A registration may be dropped while its bytes are under way: zeros are sent in the place of the rest, and this says so.
+struct Tail {
+  std::uint32_t magic;
+  std::uint32_t refusal;
+  std::uint64_t number;
+};
+static_assert(sizeof(Tail) == 16);
+
+}  // namespace monarch::wire

@@ -1,0 +1,63 @@
+"""Routes to memory of this process and of others of this host: csrc/memory/near.h does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from monarch_backend.rdma._handle import Handle
+from monarch_backend.rdma._registry import Registry
+from monarch_backend.rdma._route import Result, Segment
+
+
+class Here:
+    """To memory of this very process."""
+
+    name, quick = "this process", 1 << 20
+
+    def __init__(self, registry: Registry) -> None:
+        self._native = registry.native
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:  # noqa: ARG002
+        """See Route."""
+        return Result(*self._native.move_here(handle.ticket, write, segments))
+
+    def change(
+        self,
+        handle: Handle,
+        access: int,
+        offset: int,
+        operand: int,
+        expected: int,
+        patient: Any,  # noqa: ARG002
+    ) -> Result:
+        """See Route."""
+        return Result(*self._native.change_here(handle.ticket, access, offset, operand, expected))
+
+
+class SameHost:
+    """To memory of a process of this host: mapped, by the kernel, or by a thread of that process."""
+
+    quick = 1 << 20
+    name = "same host"
+
+    def __init__(self, registry: Registry) -> None:
+        self._native = registry.native
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+        """See Route."""
+        return Result(*self._native.move(handle.token, handle.ticket, write, segments, patient))
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route."""
+        return Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, patient))
+
+    def way(self, handle: Handle) -> str:
+        """For people."""
+        ways = (
+            "its memory is mapped here",
+            "process_vm_readv",
+            "copied by its own thread: the kernel forbids process_vm_readv",
+        )
+        found = self._native.way(handle.token, handle.ticket)
+        return ways[found] if found >= 0 else "it does not answer"

@@ -1,0 +1,51 @@
+"""What a route is: how it is asked for a transfer, and what it answers. The routes are other modules'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from monarch_backend import _native
+from monarch_backend.rdma._handle import Handle
+
+Segment = tuple[int, int, int]
+"""Offset in what was registered, address in this process, bytes."""
+
+FETCH_ADD, COMPARE_AND_SWAP = 2, 3
+"""As enum Access (csrc/memory/table.h)."""
+
+
+class Result(NamedTuple):
+    """How a transfer ended: an Outcome (csrc/memory/outcome.h), a Refusal (table.h), an errno, what an atomic found."""
+
+    outcome: int
+    refusal: int
+    error: int
+    found: int
+    text: str = ""  # of a route that knows more
+
+
+DONE, REFUSED, LOST, LATE, CANCELLED, FAILED, UNREACHABLE = range(7)
+"""As enum Outcome (csrc/memory/outcome.h)."""
+
+
+class Route(Protocol):
+    """A way to another process's memory."""
+
+    name: str
+    quick: int  # bytes up to which the caller's own thread does it
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+        """Read or write; offsets count from the beginning of the registration."""
+        ...
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """FETCH_ADD or COMPARE_AND_SWAP of 8 bytes."""
+        ...
+
+
+def patient(timeout: float | None) -> Any:
+    """What ends a transfer before its time. Raises ValueError for a negative time."""
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: seconds, 0 or more, or None")
+    return _native.Patient(timeout)

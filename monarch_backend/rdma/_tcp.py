@@ -1,0 +1,141 @@
+"""The route that is always there: data connections of their own, served by threads that know no Python.
+
+A process listens for those who want its memory once it tells others of it (in handles that are sent), and calls others
+when it first reads or writes theirs. What is said there is csrc/memory/wire.h's; who may is proof.h's.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend.actor._program import Program
+from monarch_backend.rdma._errors import RDMAError
+from monarch_backend.rdma._handle import Handle
+from monarch_backend.rdma._place import Place, place
+from monarch_backend.rdma._registry import Registry
+from monarch_backend.rdma._route import FAILED, LOST, UNREACHABLE, Result, Segment
+
+log = logging.getLogger("monarch_backend")
+
+STREAMS = 4
+"""Connections to one process, for large transfers."""
+
+
+class Tcp:
+    """To memory of a process of any host."""
+
+    name, quick = "tcp", 0
+
+    def __init__(self, owner: Program, registry: Registry) -> None:
+        self._program, self._registry = owner, registry
+        self._lock = threading.Lock()
+        self._place: Place | None = None
+        self._gateway = ""  # of the program, when the place was asked for: there were no other hosts before
+        self._server: Any = None
+        self._ports: dict[str, int] = {}  # by the address where it listens
+        self._identities: dict[bool, Any] = {}
+        self._clients: dict[str, list[Any]] = {}  # by token: one for each of its addresses, the best one first
+
+    # ---- for others
+
+    def ways(self) -> tuple[tuple[tuple[str, int], ...], bool]:
+        """Where others reach this process's memory, and whether that is encrypted. It is served from now on."""
+        with self._lock:
+            where = self._where()
+            if self._server is None:
+                self._server = _native.MemoryServer(self._registry.native, self._identity(where.encrypted))
+            for address in where.addresses:
+                if address not in self._ports:
+                    self._ports[address] = self._listen(address)
+            return tuple((address, self._ports[address]) for address in where.addresses), where.encrypted
+
+    def _listen(self, address: str) -> int:
+        """There, or, where its host is known by an address that is not its own, everywhere."""
+        family, _, _, _, numeric = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        try:
+            return int(self._server.listen(numeric[0]))
+        except OSError:
+            return int(self._server.listen("::" if family == socket.AF_INET6 else "0.0.0.0"))
+
+    def _where(self) -> Place:
+        if self._place is None or self._gateway != self._program.gateway:
+            self._gateway = self._program.gateway
+            self._place = place(self._program)
+        return self._place
+
+    def _identity(self, encrypted: bool) -> Any:
+        """With or without TLS, as the server of the other side has it: its handles, which came by messages, say so."""
+        if encrypted not in self._identities:
+            secret, token = self._where().secret, self._program.router.token
+            if encrypted:
+                from monarch_backend.transport._certificates import Ders
+
+                ders = Ders.of_secret(secret)
+                made = _native.MemoryIdentity(token, secret, ders.certificate, ders.key, ders.ca)
+            else:
+                made = _native.MemoryIdentity(token, secret)
+            self._identities[encrypted] = made
+        return self._identities[encrypted]
+
+    # ---- to others
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+        """See Route. A connection that breaks is made once more: the same bytes may be read and written twice."""
+        result = self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
+        if result.outcome == LOST:
+            result = self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
+        return result
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route. Not tried again when a connection breaks: it may have been done."""
+        return self._try(
+            handle, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
+        )
+
+    def _try(self, handle: Handle, act: Any) -> Result:
+        """At the addresses of its host, until one can be reached."""
+        try:
+            clients = self._clients_of(handle)
+        except (RDMAError, RuntimeError) as error:
+            return Result(FAILED, 0, 0, 0, str(error))
+        result = Result(FAILED, 0, 0, 0, "it has told us no address")
+        for client in list(clients):
+            result = Result(*act(client))
+            if result.outcome != UNREACHABLE:
+                if clients[0] is not client:
+                    clients.remove(client)
+                    clients.insert(0, client)
+                break
+        return result
+
+    def _clients_of(self, handle: Handle) -> list[Any]:
+        with self._lock:
+            made = self._clients.get(handle.token)
+            if made is None:
+                identity = self._identity(handle.encrypted)
+                made = self._clients[handle.token] = [
+                    _native.MemoryClient(address, port, identity, handle.token, STREAMS)
+                    for name, port in handle.ways
+                    for address in _numeric(name)
+                ]
+            return made
+
+    def forget(self, token: str) -> None:
+        """That process is gone."""
+        with self._lock:
+            gone = self._clients.pop(token, ())
+        for client in gone:
+            client.close()
+
+
+def _numeric(name: str) -> list[str]:
+    """Addresses that this name has, each once."""
+    try:
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
+    except OSError as error:
+        raise RDMAError(f"the address {name} of a host is not known here: {error}") from None
