@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.rdma import _placements
+from monarch_backend.rdma._memory import refuse_subclass
 from monarch_backend.rdma._regions import Box, Piece, local_shape, overlaps_itself, pieces
 
 LARGEST_VALUE = 1 << 16  # bytes of a pickled value that is no tensor; it is sent with every description
@@ -101,10 +102,8 @@ def _local(tensor: Tensor) -> Local:
     shape = tuple(tensor.shape)
     with torch.no_grad():  # no view of a parameter's: its own memory
         mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    _refuse_what_is_no_memory(mine)
     mine = mine.detach()
-    if mine.device.type != "cpu" or mine.layout != torch.strided or mine.is_quantized:
-        kind = "quantized" if mine.is_quantized else str(mine.layout).removeprefix("torch.")
-        raise ValueError(f"only strided tensors in CPU memory can be shared, and this one is {kind} on {mine.device}")
     held: tuple[Piece, ...] = ()
     if not isinstance(tensor, DTensor):
         held = pieces(shape, ())
@@ -123,6 +122,21 @@ def _local(tensor: Tensor) -> Local:
             "expand() makes them): use a copy, .contiguous()"
         )
     return Local(mine, shape, held, tuple(stride * mine.element_size() for stride in mine.stride()))
+
+
+def _refuse_what_is_no_memory(mine: Tensor) -> None:
+    try:
+        refuse_subclass(mine, "its local tensor")
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if mine.device.type != "cpu" or mine.layout != torch.strided or mine.is_quantized:
+        kind = "quantized" if mine.is_quantized else str(mine.layout).removeprefix("torch.")
+        raise ValueError(f"only strided tensors in CPU memory can be shared, and this one is {kind} on {mine.device}")
+    if mine.is_conj() or mine.is_neg():
+        raise ValueError("it is a conjugate or negated view: use .resolve_conj() or .resolve_neg(), which copy it")
+    last = mine.storage_offset() + sum((n - 1) * stride for n, stride in zip(mine.shape, mine.stride(), strict=True))
+    if mine.numel() and mine.untyped_storage().nbytes() < (last + 1) * mine.element_size():
+        raise ValueError("the memory of its storage was freed (is it an unsharded parameter of FSDP2?)")
 
 
 def offset_in(box: Box, piece: Piece, strides: tuple[int, ...]) -> int:

@@ -119,7 +119,7 @@ class Plan:
         """All bytes that a `read` fetches."""
         return sum(self.bytes_by_rank.values())
 
-    def read(self, timeout: float | None = None) -> Future[None]:
+    def read(self, *, timeout: float | None = None) -> Future[None]:
         """Fetch everything, in one batch with one completion; the future fails if any of it does.
 
         Tensors must not be used before the future is done. After an error their contents are undefined. What the
@@ -221,10 +221,10 @@ class ShardedState:
         return sorted([*self._tensors, *self._values])
 
     def read_into(
-        self, state_dict: Mapping[str, Any], timeout: float | None = None, *, strict: bool = True
+        self, state_dict: Mapping[str, Any], *, strict: bool = True, timeout: float | None = None
     ) -> Future[None]:
         """Fill this rank's state dict: `plan` and `Plan.read` in one."""
-        return self.plan(state_dict, strict=strict).read(timeout)
+        return self.plan(state_dict, strict=strict).read(timeout=timeout)
 
     def plan(self, state_dict: Mapping[str, Any], *, strict: bool = True, reader: int | None = None) -> Plan:
         """Find out which bytes this rank's state dict needs and where they are.

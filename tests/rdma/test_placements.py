@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from monarch_backend.rdma import _local
 from monarch_backend.rdma._regions import Piece
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool
+
+Pool = Callable[[int], RankPool]
 
 KINDS: list[Placement] = [Replicate(), Shard(0), Shard(1)]
 
@@ -58,8 +61,8 @@ def _distributed(rank: int, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=str)
-def test_distributed_tensors(shape: tuple[int, ...]) -> None:
-    run_ranks(_distributed, math.prod(shape), shape)
+def test_distributed_tensors(shape: tuple[int, ...], pool: Pool) -> None:
+    pool(math.prod(shape)).run(_distributed, shape)
 
 
 class Net(nn.Module):
@@ -94,8 +97,8 @@ def _sharded_model(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     ("shape", "names"), [((3,), ("dp",)), ((2, 2), ("dp", "tp")), ((2, 2), ("rep", "dp"))], ids=["fsdp", "2d", "hsdp"]
 )
-def test_fsdp2_and_tensor_parallelism(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
-    told = run_ranks(_sharded_model, math.prod(shape), shape, names)[0]
+def test_fsdp2_and_tensor_parallelism(shape: tuple[int, ...], names: tuple[str, ...], pool: Pool) -> None:
+    told = pool(math.prod(shape)).run(_sharded_model, shape, names)[0]
     if "tp" in names:  # else this test would say nothing about them
         assert told["up.weight"] == str((_StridedShard(0, split_factor=2), Shard(0)))
         assert told["down.weight"] == str((Shard(0), Shard(1)))
@@ -115,8 +118,8 @@ def _refused(rank: int) -> list[str]:
     return told
 
 
-def test_what_is_no_part_is_refused() -> None:
-    partial, own = run_ranks(_refused, 2)[0]
+def test_what_is_no_part_is_refused(pool: Pool) -> None:
+    partial, own = pool(2).run(_refused)[0]
     assert partial.startswith("sum: ") and "redistribute() it first" in partial
     assert own.startswith("own: the local tensor has shape (3, 2)") and "make (2, 2) on this rank" in own
 
@@ -127,8 +130,8 @@ def _outside(rank: int) -> int:
     return len(_local.local("x", x).pieces)
 
 
-def test_a_rank_that_is_not_in_the_mesh_has_nothing() -> None:
-    assert run_ranks(_outside, 3) == [1, 0, 1]
+def test_a_rank_that_is_not_in_the_mesh_has_nothing(pool: Pool) -> None:
+    assert pool(3).run(_outside) == [1, 0, 1]
 
 
 def _in_another_order(rank: int) -> bool:
@@ -150,10 +153,9 @@ def _in_another_order(rank: int) -> bool:
     return dist.is_initialized()
 
 
-def test_the_order_of_cuts() -> None:
-    pytest.importorskip("torch.distributed.tensor._dtensor_spec")
+def test_the_order_of_cuts(pool: Pool) -> None:
     from torch.distributed.tensor import _dtensor_spec
 
     if not hasattr(_dtensor_spec, "ShardOrderEntry"):
         pytest.skip("before torch 2.13 there was one order")
-    assert all(run_ranks(_in_another_order, 4))
+    assert all(pool(4).run(_in_another_order))

@@ -194,6 +194,20 @@ def test_what_lies_in_another_order_is_refused(registered: Register) -> None:
         state.plan({"w": torch.zeros(6, 4).t()})
 
 
+class Wrapper(Tensor):
+    """Stands for something else."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        return function(*arguments, **(options or {}))
+
+
+def freed() -> Tensor:
+    tensor = torch.zeros(3, 4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize("where", ["register", "plan"])
 @pytest.mark.parametrize(
     ("tensor", "says"),
@@ -201,11 +215,14 @@ def test_what_lies_in_another_order_is_refused(registered: Register) -> None:
         (torch.zeros(1, 4).expand(3, 4), "share their place in memory"),
         (torch.zeros(3, 4, device="meta"), "only strided tensors in CPU memory"),
         (torch.eye(3).to_sparse(), "only strided tensors in CPU memory"),
+        (torch.zeros(3, 4, dtype=torch.complex64).conj(), "conjugate or negated view"),
+        (freed(), "the memory of its storage was freed"),
+        (torch.zeros(3, 4).as_subclass(Wrapper), "is a Wrapper, which may have no memory of its own"),
     ],
-    ids=["expanded", "meta", "sparse"],
+    ids=["expanded", "meta", "sparse", "conjugate", "freed", "wrapper"],
 )
 def test_tensors_that_have_no_memory_of_their_own(where: str, tensor: Tensor, says: str, registered: Register) -> None:
-    state = ShardedState.merge([registered({"model/w": torch.zeros(tensor.shape)})])
+    state = ShardedState.merge([registered({"model/w": torch.zeros(tensor.shape, dtype=tensor.dtype)})])
     call: Callable[[State], object] = registered if where == "register" else state.plan
     with pytest.raises(ValueError, match=f"^model/w: .*{says}"):
         call({"model": {"w": tensor}})
@@ -270,6 +287,14 @@ def test_nested_state_and_values_that_are_no_tensors(registered: Register) -> No
     for slot, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
             assert torch.equal(bits(mine["optimizer"]["state"][slot][name]), bits(value))
+
+
+def test_nothing_to_fetch(registered: Register) -> None:
+    mine = {"n": 0}
+    state = ShardedState.merge([registered({"n": 1})])
+    assert moved(state, mine) == 0
+    assert mine == {"n": 1}
+    ShardedState.merge([registered({})]).read_into({}, timeout=10).get()
 
 
 def test_names_that_are_not_the_same(registered: Register) -> None:

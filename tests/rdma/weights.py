@@ -122,7 +122,7 @@ class Generator(Actor):
             local(value).zero_()
         mine: dict[str, Any] = {"model": self.mine, "version": 0}
         plan = state.plan(mine)
-        plan.read(timeout).get()
+        plan.read(timeout=timeout).get()
         assert mine["version"] == 1
         return plan.bytes_by_rank
 
