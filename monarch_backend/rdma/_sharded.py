@@ -6,6 +6,7 @@ they are. The geometry stands in _regions.py, what a rank holds in _local.py, th
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ class Plan:
         owners hold for keys that are no tensors is put into the state dict at once.
         """
         for leaf, value in self._values:
-            leaf.holder[leaf.key] = value
+            leaf.holder[leaf.key] = copy.deepcopy(value)  # the reader may change what it gets
         return engine().start(self._parts, self._keep, timeout)
 
     def __repr__(self) -> str:

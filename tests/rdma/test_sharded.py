@@ -290,10 +290,17 @@ def test_nested_state_and_values_that_are_no_tensors(registered: Register) -> No
 
 
 def test_nothing_to_fetch(registered: Register) -> None:
-    mine = {"n": 0}
+    mine: State = {"n": 0}
     state = ShardedState.merge([registered({"n": 1})])
     assert moved(state, mine) == 0
     assert mine == {"n": 1}
+    groups = ShardedState.merge([registered({"groups": [{"lr": 1.0}]})])
+    changed: State = {"groups": None}
+    plan = groups.plan(changed)
+    for _ in range(2):  # the second is not what the reader has made of the first
+        plan.read().get()
+        assert changed["groups"] == [{"lr": 1.0}]
+        changed["groups"][0]["lr"] = 2.0
     ShardedState.merge([registered({})]).read_into({}, timeout=10).get()
 
 
