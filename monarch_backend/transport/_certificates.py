@@ -144,7 +144,11 @@ class Ders:
     def of_secret(cls, secret: bytes) -> Ders:
         """A certificate and key of its own, as :meth:`Tls.of_secret` makes them, and the CA that all share."""
         own, key, ca = _signed_by_secret(secret)
-        der, pkcs8, nothing = serialization.Encoding.DER, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        der, pkcs8, nothing = (
+            serialization.Encoding.DER,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
         return cls(own.public_bytes(der), key.private_bytes(der, pkcs8, nothing), ca.public_bytes(der))
 
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <vector>
 
@@ -62,6 +63,18 @@ Result fetch_add(Client& client, const Numbers& ticket, std::uint64_t offset, st
 Result compare_and_swap(Client& client, const Numbers& ticket, std::uint64_t offset, std::uint64_t expected,
                         std::uint64_t wanted, std::optional<double> seconds, const Cancel* cancel) {
   return client.atomic(ticket_of(ticket), offset, Access::compare_and_swap, wanted, expected, deadline_in(seconds), cancel);
+}
+
+// What the system has refused is an OSError, with its number.
+std::uint16_t listen(Server& server, const std::string& address, std::uint16_t port) {
+  try {
+    const py::gil_scoped_release release;
+    return server.listen(address, port);
+  } catch (const std::system_error& error) {
+    const py::object text = py::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, text.ptr());
+    throw py::error_already_set();
+  }
 }
 
 const char* name_of(Outcome outcome) {
@@ -127,7 +140,7 @@ void bind_memory_streams(py::module_& m) {
              return std::make_shared<Server>(std::make_shared<MemoryOf<Table>>(std::move(table)), std::move(identity), most);
            }),
            py::arg("table"), py::arg("identity"), py::arg("most") = 1024)
-      .def("listen", &Server::listen, Release(), py::arg("address"), py::arg("port") = 0)
+      .def("listen", &listen, py::arg("address"), py::arg("port") = 0)
       .def("connections", &Server::connections)
       .def("close", &Server::close, Release())
       .def("abandon", &Server::abandon);
