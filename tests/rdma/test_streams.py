@@ -1,4 +1,4 @@
-"""Memory of another process over TCP: reads, writes and atomics that its Python has no part in, and who gets nothing."""
+"""Memory of another process over TCP: reads, writes and atomics without its Python, and who gets nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import os
 import random
+import re
 import signal
 import socket
 import ssl
@@ -439,13 +440,9 @@ def test_who_is_not_of_the_program_is_told_why(tls: bool, other: dict[str, objec
         with client_of(it, 1, **other) as client:
             result = knock(client)
             assert result.outcome == "unreachable"
-            pytest.raises(ConnectionError, _raise, result.text).match(told)
+            assert re.search(told, result.text), result.text
             assert it.secret.hex() not in result.text
         assert it.ask("connections") == 0
-
-
-def _raise(text: str) -> None:
-    raise ConnectionError(text)
 
 
 def test_the_owner_refuses_certificates_of_others_itself() -> None:
@@ -575,7 +572,7 @@ def test_hundreds_of_idle_strangers_and_one_client(content: bytes) -> None:
         assert fetched(client, ticket, 0, 4 * MIB) == content[: 4 * MIB]
 
 
-# What is given ---------------------------------------------------------------------------------------------------------
+# What is given --------------------------------------------------------------------------------------------------------
 
 
 def test_an_identity_is_checked() -> None:
@@ -603,7 +600,7 @@ def test_addresses_and_streams_are_checked() -> None:
     server = _native.MemoryServer(table, mine)
     with pytest.raises(ValueError, match="no numeric address"):
         server.listen("somewhere")
-    with pytest.raises(OSError, match="bind to 203.0.113.1"):
+    with pytest.raises(OSError, match=r"bind to 203\.0\.113\.1"):
         server.listen("203.0.113.1")
     ports = {server.listen("127.0.0.1"), server.listen("::1")}
     assert len(ports) == 2
