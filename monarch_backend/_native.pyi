@@ -256,6 +256,9 @@ class Post:
     def kept_back(self) -> int:
         """Bytes of frames that wait for room in a ring."""
 
+_Ticket = tuple[int, int, int]  # slot, epoch, key
+_Segments = Sequence[tuple[int, int, int]]  # offset in the registration, local address, bytes
+
 class Patient:
     """What ends a transfer before its time: a deadline in so many seconds, a cancellation."""
 
@@ -279,32 +282,129 @@ class Memory:
     """Memory that this process has registered, and its ways to that of others on this host."""
 
     def __init__(self, host: Host, kernel: bool = True) -> None: ...
-    def add(self, address: int, nbytes: int, writable: bool) -> tuple[int, int, int]: ...
-    def drop(self, ticket: tuple[int, int, int], seconds: float) -> int: ...
-    def user_of(self, ticket: tuple[int, int, int]) -> int: ...
+    def add(self, address: int, nbytes: int, writable: bool) -> _Ticket: ...
+    def drop(self, ticket: _Ticket, seconds: float) -> int: ...
+    def user_of(self, ticket: _Ticket) -> int: ...
     def count(self) -> int: ...
     def move(
         self,
         token: str,
-        ticket: tuple[int, int, int],
+        ticket: _Ticket,
         write: bool,
-        segments: Sequence[tuple[int, int, int]],
+        segments: _Segments,
         patient: Patient,
     ) -> tuple[int, int, int, int]: ...
     def change(
         self,
         token: str,
-        ticket: tuple[int, int, int],
+        ticket: _Ticket,
         access: int,
         offset: int,
         operand: int,
         expected: int,
         patient: Patient,
     ) -> tuple[int, int, int, int]: ...
-    def move_here(
-        self, ticket: tuple[int, int, int], write: bool, segments: Sequence[tuple[int, int, int]]
-    ) -> tuple[int, int, int, int]: ...
+    def move_here(self, ticket: _Ticket, write: bool, segments: _Segments) -> tuple[int, int, int, int]: ...
     def change_here(
-        self, ticket: tuple[int, int, int], access: int, offset: int, operand: int, expected: int
+        self, ticket: _Ticket, access: int, offset: int, operand: int, expected: int
     ) -> tuple[int, int, int, int]: ...
-    def way(self, token: str, ticket: tuple[int, int, int]) -> int: ...
+    def way(self, token: str, ticket: _Ticket) -> int: ...
+
+class MemoryIdentity:
+    """Who this process is for those who want its memory, and how it proves it."""
+
+    def __init__(self, token: str, secret: bytes, certificate: bytes = b"", key: bytes = b"", ca: bytes = b"") -> None:
+        """``token``: 32 hexadecimal digits. Certificate, key and CA as DER, or none for no TLS. Raises ValueError, and
+        RuntimeError where there is no OpenSSL.
+        """
+
+    @property
+    def encrypted(self) -> bool:
+        """With TLS."""
+
+class Cancel:
+    """Ends transfers that wait, once and for all."""
+
+    def set(self) -> None: ...
+    def is_set(self) -> bool: ...
+
+class TransferResult:
+    """How a transfer has ended."""
+
+    @property
+    def outcome(self) -> str:
+        """done, refused, unreachable (nothing was asked for), lost (it may have been done), timed_out or cancelled."""
+
+    @property
+    def refusal(self) -> str:
+        """Of "refused": dropped, wrong_key, out_of_range, read_only or misaligned."""
+
+    @property
+    def text(self) -> str:
+        """For people, where it is not done."""
+
+    @property
+    def value(self) -> int:
+        """What an atomic operation has found."""
+
+class MemoryServer:
+    """Serves the memory of a table to other hosts, on native threads."""
+
+    def __init__(self, memory: Memory, identity: MemoryIdentity, most: int = 1024) -> None:
+        """``most``: connections of processes of this program."""
+
+    def listen(self, address: str, port: int = 0) -> int:
+        """The port, at a numeric address, IPv4 or IPv6. Raises OSError or ValueError."""
+
+    def connections(self) -> int:
+        """Of processes that have proved who they are."""
+
+    def close(self) -> None:
+        """Ends all connections and threads."""
+
+    def abandon(self) -> None:
+        """In a forked child: close what belongs to the parent, without a word to anybody."""
+
+class MemoryClient:
+    """Reads and writes the memory of one process elsewhere; every call waits, with the GIL released."""
+
+    def __init__(self, address: str, port: int, identity: MemoryIdentity, whom: str, streams: int = 4) -> None:
+        """``whom``: the token of the process that has to be there."""
+
+    def read(
+        self, ticket: _Ticket, segments: _Segments, seconds: float | None = None, cancel: Cancel | None = None
+    ) -> TransferResult:
+        """Into local memory, which has to stay until this returns."""
+
+    def write(
+        self, ticket: _Ticket, segments: _Segments, seconds: float | None = None, cancel: Cancel | None = None
+    ) -> TransferResult:
+        """From local memory."""
+
+    def fetch_add(
+        self, ticket: _Ticket, offset: int, operand: int, seconds: float | None = None, cancel: Cancel | None = None
+    ) -> TransferResult:
+        """Of 8 aligned bytes, modulo 2**64; the value is what was there."""
+
+    def compare_and_swap(
+        self,
+        ticket: _Ticket,
+        offset: int,
+        expected: int,
+        wanted: int,
+        seconds: float | None = None,
+        cancel: Cancel | None = None,
+    ) -> TransferResult:
+        """The value is what was there: if it is ``expected``, ``wanted`` is there now."""
+
+    def move(
+        self, ticket: _Ticket, write: bool, segments: _Segments, patient: Patient, /
+    ) -> tuple[int, int, int, int, str]: ...
+    def change(
+        self, ticket: _Ticket, access: int, offset: int, operand: int, expected: int, patient: Patient, /
+    ) -> tuple[int, int, int, int, str]: ...
+    def close(self) -> None:
+        """Ends all transfers, connections and threads."""
+
+    def abandon(self) -> None:
+        """In a forked child: close what belongs to the parent, without a word to anybody."""

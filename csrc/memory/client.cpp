@@ -128,6 +128,7 @@ class Transfer {
 class Stream {
  public:
   bool connected() const { return connection_.has_value(); }
+  bool is_stale() const { return connection_ && connection_->link->is_stale(); }
   void connect(const std::string& address, std::uint16_t port, const Identity& identity, const wire::Token& whom,
                const Limits& limits, Inheritance& inheritance);
   void hang_up(Inheritance& inheritance);
@@ -307,6 +308,7 @@ void Client::Pool::release(Stream& stream) {
 }
 
 void Client::Pool::connect(Stream& stream, const Limits& limits) {
+  if (stream.is_stale()) stream.hang_up(inheritance_);  // nothing has been asked for yet: a new one will do
   if (!stream.connected()) stream.connect(address_, port_, *identity_, whom_, limits, inheritance_);
 }
 

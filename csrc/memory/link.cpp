@@ -128,6 +128,11 @@ std::unique_ptr<Link> Link::connect(const std::string& address, std::uint16_t po
   throw LinkError(Outcome::unreachable, std::strerror(error));
 }
 
+bool Link::is_stale() const {
+  char byte;
+  return recv(fd(), &byte, sizeof byte, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR);
+}
+
 void Link::secure(const TlsContext& context, bool server, const Limits& limits) {
   tls_.emplace(context, fd(), server);
   for (;;) {

@@ -85,6 +85,8 @@ class Link {
 
   // To an address and port, names too. Throws LinkError, as all below.
   static std::unique_ptr<Link> connect(const std::string& address, std::uint16_t port, const Limits& limits);
+  // Whether the other side has hung up, or has said something, of a connection on which nothing is expected.
+  bool is_stale() const;
   void secure(const TlsContext& context, bool server, const Limits& limits);
   const TlsSession* tls() const { return tls_ ? &*tls_ : nullptr; }
 

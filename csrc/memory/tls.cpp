@@ -341,7 +341,10 @@ std::size_t TlsSession::read(char* to, std::size_t bytes, Wants& wants) {
     std::size_t n = 0;
     const int done = ssl.SSL_read_ex(ssl_, to + all, bytes - all, &n);
     if (done != 1) {
-      wants = what_next("TLS", ssl.SSL_get_error(ssl_, done));
+      const int error = ssl.SSL_get_error(ssl_, done);
+      // What came before an end counts; the next call finds the end again.
+      const bool over = error != error_want_read && error != error_want_write;
+      if (!over || all == 0) wants = what_next("TLS", error);
       break;
     }
     all += n;
@@ -359,7 +362,10 @@ std::size_t TlsSession::write(const char* from, std::size_t bytes, Wants& wants)
     std::size_t n = 0;
     const int done = ssl.SSL_write_ex(ssl_, from + all, bytes - all, &n);
     if (done != 1) {
-      wants = what_next("TLS", ssl.SSL_get_error(ssl_, done));
+      const int error = ssl.SSL_get_error(ssl_, done);
+      // What came before an end counts; the next call finds the end again.
+      const bool over = error != error_want_read && error != error_want_write;
+      if (!over || all == 0) wants = what_next("TLS", error);
       break;
     }
     all += n;

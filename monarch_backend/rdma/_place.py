@@ -60,8 +60,9 @@ def _own_addresses(root: Program) -> Iterator[str]:
     for host in [] if root.hosts is None else list(root.hosts.hosts.values()):
         if host.lost is not None or host.through is not None:
             continue
+        name, port = host.address
         try:
-            for family, kind, protocol, _, address in socket.getaddrinfo(*host.address, type=socket.SOCK_DGRAM):
+            for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM):
                 with socket.socket(family, kind, protocol) as probe:
                     probe.connect(address)  # sends nothing
                     yield str(probe.getsockname()[0])

@@ -74,8 +74,14 @@ class _Service:
         self.table = _native.Memory(_native.Host(16 * MIB))
         self.kept: dict[int, Memory] = {}
         self.before = descriptors()
-        self.server = _native.MemoryServer(self.table, identity(token, secret, tls), most)
-        self.port = self.server.listen(address)
+        self.address, self.mine, self.most = address, identity(token, secret, tls), most
+        self.port = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Hang up on everybody, and listen again."""
+        self.server = _native.MemoryServer(self.table, self.mine, self.most)
+        self.port = self.server.listen(self.address, self.port)
 
     def listening(self) -> int:
         return self.port
@@ -104,6 +110,7 @@ class _Service:
 
     def close(self) -> tuple[list[str], int]:
         self.server.close()
+        del self.server
         return threads(), descriptors() - self.before
 
 

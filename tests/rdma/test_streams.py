@@ -1,4 +1,4 @@
-"""Memory of another process over TCP: reads, writes and atomics that its Python has no part in, and who gets nothing."""
+"""Memory of another process over TCP: reads, writes and atomics without its Python, and who gets nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import hashlib
 import hmac
 import os
 import random
+import re
 import signal
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -52,6 +52,12 @@ def fetched(client: _native.MemoryClient, ticket: Ticket, offset: int, size: int
     return memory[:size]
 
 
+def knock(client: _native.MemoryClient, ticket: Ticket = (3, 5, 7)) -> _native.TransferResult:
+    """What becomes of a byte."""
+    memory = Memory(1)
+    return client.read(ticket, memory.all(), 20.0)
+
+
 # What moves -----------------------------------------------------------------------------------------------------------
 
 
@@ -90,15 +96,8 @@ def test_scattered_segments_go_where_they_belong(tls: bool, content: bytes) -> N
                 expected = content[place : place + size]
                 assert memory[i * largest : i * largest + size] == expected
                 assert there[place : place + size] == expected
-    assert done(client_without_work(it)).outcome == "done"
-
-
-def client_without_work(it: Owner) -> _native.TransferResult:
-    """No segment at all asks nobody: the owner may be gone."""
-    client = it.client()
-    result = client.read((0, 1, 2), [], 1.0)
-    client.close()
-    return result
+    with client_of(it) as client:
+        done(client.read((0, 1, 2), [], 20.0))  # asks nobody: the owner is gone
 
 
 @BOTH
@@ -249,7 +248,9 @@ def test_an_owner_that_dies_in_the_middle_is_told_at_once(tls: bool, kind: str, 
         assert time.monotonic() - start < 1.0
         assert result.outcome in ("lost", "unreachable"), result.text
         assert f"127.0.0.1 port {it.port}" in result.text
-        assert client.read(ticket, memory.all(), 20.0).outcome == "unreachable"
+        while (again := client.read(ticket, memory.all(), 20.0)).outcome == "lost":
+            assert time.monotonic() - start < 2.0  # a process that dies closes its connections one by one
+        assert again.outcome == "unreachable"
 
 
 @BOTH
@@ -315,7 +316,7 @@ def test_who_leaves_gives_the_place_back(content: bytes) -> None:
         for client in (first, second):
             assert fetched(client, ticket, 0, 10) == content[:10]
         with client_of(it, 1) as third:
-            result = third.read(ticket, [(0, Memory(1).address, 1)], 20.0)
+            result = knock(third, ticket)
             assert result.outcome == "unreachable"
             assert "as many connections as it can" in result.text
             first.close()
@@ -332,7 +333,7 @@ def test_a_forked_child_gives_up_what_it_inherits(content: bytes) -> None:
     with owner() as it:
         client = it.client()
         ticket = it.ask("add", content[: 8 * MIB])
-        done(client.read(ticket, Memory(8 * MIB).all(), 20.0))
+        assert fetched(client, ticket, 0, 8 * MIB) == content[: 8 * MIB]
         before = descriptors()
         pid = os.fork()
         if pid == 0:
@@ -344,6 +345,14 @@ def test_a_forked_child_gives_up_what_it_inherits(content: bytes) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert fetched(client, ticket, 0, 8 * MIB) == content[: 8 * MIB]
         client.close()
+
+
+def test_a_connection_that_was_closed_while_idle_is_made_anew(content: bytes) -> None:
+    with owner() as it, client_of(it, 1) as client:
+        ticket = it.ask("add", content[:MIB])
+        for _ in range(3):
+            assert fetched(client, ticket, 0, MIB) == content[:MIB]
+            it.ask("restart")
 
 
 # Strangers ------------------------------------------------------------------------------------------------------------
@@ -429,28 +438,22 @@ def test_who_is_not_of_the_program_is_told_why(tls: bool, other: dict[str, objec
         if other.get("ders_of") == "same":
             other = other | {"ders_of": it.secret}
         with client_of(it, 1, **other) as client:
-            result = client.read((0, 1, 2), [(0, Memory(1).address, 1)], 20.0)
+            result = knock(client)
             assert result.outcome == "unreachable"
-            pytest.raises(ConnectionError, _raise, result.text).match(told)
+            assert re.search(told, result.text), result.text
             assert it.secret.hex() not in result.text
         assert it.ask("connections") == 0
-
-
-def _raise(text: str) -> None:
-    raise ConnectionError(text)
 
 
 def test_the_owner_refuses_certificates_of_others_itself() -> None:
     """Also of a client that would take the owner's."""
     with owner(True) as it:
-        others = Ders.of_secret(os.urandom(32))
         for mine in (Tls.of_secret(os.urandom(32)).client, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)):
             mine.check_hostname = False
             mine.verify_mode = ssl.CERT_NONE
             with contextlib.suppress(OSError), mine.wrap_socket(it.connect()) as stranger:
                 stranger.sendall(hello(it.token))
                 assert take(stranger, 1000) == b""
-        assert others.ca
         old = Tls.of_secret(it.secret).client
         old.minimum_version = ssl.TLSVersion.TLSv1_2
         old.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -481,7 +484,7 @@ def test_a_client_tells_an_impostor_nothing() -> None:
         impostor = _fake_owner(listener, pretend)
         mine = _native.MemoryIdentity(os.urandom(16).hex(), secret)
         client = _native.MemoryClient("127.0.0.1", listener.getsockname()[1], mine, whom, 1)
-        result = client.read((3, 5, 7), [(0, Memory(1).address, 1)], 20.0)
+        result = knock(client)
         client.close()
         impostor.wait()
     assert result.outcome == "unreachable"
@@ -509,7 +512,7 @@ def test_nobody_stands_between_even_with_a_certificate_of_the_program() -> None:
         ders = Ders.of_secret(it.secret)
         mine = _native.MemoryIdentity(os.urandom(16).hex(), it.secret, ders.certificate, ders.key, ders.ca)
         client = _native.MemoryClient("127.0.0.1", listener.getsockname()[1], mine, it.token, 1)
-        result = client.read((3, 5, 7), [(0, Memory(1).address, 1)], 20.0)
+        result = knock(client)
         client.close()
         between.wait()
         assert result.outcome == "unreachable"
@@ -569,7 +572,7 @@ def test_hundreds_of_idle_strangers_and_one_client(content: bytes) -> None:
         assert fetched(client, ticket, 0, 4 * MIB) == content[: 4 * MIB]
 
 
-# What is given ---------------------------------------------------------------------------------------------------------
+# What is given --------------------------------------------------------------------------------------------------------
 
 
 def test_an_identity_is_checked() -> None:
@@ -597,7 +600,7 @@ def test_addresses_and_streams_are_checked() -> None:
     server = _native.MemoryServer(table, mine)
     with pytest.raises(ValueError, match="no numeric address"):
         server.listen("somewhere")
-    with pytest.raises(OSError, match="bind to 203.0.113.1"):
+    with pytest.raises(OSError, match=r"bind to 203\.0\.113\.1"):
         server.listen("203.0.113.1")
     ports = {server.listen("127.0.0.1"), server.listen("::1")}
     assert len(ports) == 2
@@ -608,7 +611,7 @@ def test_addresses_and_streams_are_checked() -> None:
         with pytest.raises(ValueError, match="1 to 64 streams"):
             _native.MemoryClient("127.0.0.1", 1, mine, "0" * 32, streams)
     client = _native.MemoryClient("no.such.host.invalid", 1, mine, "0" * 32)
-    assert client.read((0, 1, 2), [(0, Memory(1).address, 1)], 5.0).outcome == "unreachable"
+    assert knock(client).outcome == "unreachable"
     client.close()
 
 
@@ -626,4 +629,3 @@ def test_the_proof_covers_both_certificates_as_sha256() -> None:
             assert take(channel, 32) == proof(it.secret, b"owner", said, answer, binding)
             channel.sendall(proof(it.secret, b"caller", said, answer, binding))
             assert take(channel, 8) == struct.pack("<II", 0x576D6E6D, 0)
-            assert threading.active_count() >= 1

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <vector>
 
@@ -82,6 +83,18 @@ Ended change(Client& client, const Numbers& ticket, std::uint32_t access, std::u
   return ended(client.atomic(ticket_of(ticket), offset, static_cast<Access>(access), operand, expected, patient.deadline, patient.event()));
 }
 
+// What the system has refused is an OSError, with its number.
+std::uint16_t listen(Server& server, const std::string& address, std::uint16_t port) {
+  try {
+    const py::gil_scoped_release release;
+    return server.listen(address, port);
+  } catch (const std::system_error& error) {
+    const py::object text = py::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, text.ptr());
+    throw py::error_already_set();
+  }
+}
+
 const char* name_of(Outcome outcome) {
   switch (outcome) {
     case Outcome::done:
@@ -147,7 +160,7 @@ void bind_memory_streams(py::module_& m) {
              return std::make_shared<Server>(std::make_shared<MemoryOf<Table>>(registered->shared_table()), std::move(identity), most);
            }),
            py::arg("memory"), py::arg("identity"), py::arg("most") = 1024)
-      .def("listen", &Server::listen, Release(), py::arg("address"), py::arg("port") = 0)
+      .def("listen", &listen, py::arg("address"), py::arg("port") = 0)
       .def("connections", &Server::connections)
       .def("close", &Server::close, Release())
       .def("abandon", &Server::abandon);

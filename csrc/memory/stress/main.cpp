@@ -1,0 +1,168 @@
+// A stress driver for the sanitizers: servers and clients of one process, many threads, registrations that come and go.
+//
+//   memory_stress ROUNDS SECRET_FOLDER   (the folder has certificate, key and ca as DER; "" for no TLS)
+//
+// Each round: readers, writers and atomics by several threads over few streams, drops in the middle, deadlines, cancels,
+// strangers, and ends on both sides while all that is under way. Fails when memory has other bytes than were put there.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <shared_mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "memory/client.h"
+#include "memory/server.h"
+
+using namespace monarch;
+
+namespace {
+
+constexpr std::size_t region = 3 << 20;
+constexpr int regions = 4, callers = 4;
+
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::abort();
+}
+
+// A table of four registrations, all with the same bytes; whoever holds one has its lock.
+class Shelf final : public Memory {
+ public:
+  Shelf() {
+    for (int i = 0; i < regions; ++i) {
+      data_[i].resize(region);
+      for (std::size_t k = 0; k < region; ++k) data_[i][k] = static_cast<char>(k * 31 >> 3);
+    }
+  }
+  Refusal hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access, char** data) override {
+    if (ticket.slot >= regions) return Refusal::dropped;
+    alone = access != Access::read;
+    alone ? locks_[ticket.slot].lock() : locks_[ticket.slot].lock_shared();
+    Refusal refusal = Refusal::none;
+    if (epochs_[ticket.slot] != ticket.epoch) refusal = Refusal::dropped;
+    else if (offset > region || bytes > region - offset) refusal = Refusal::out_of_range;
+    else if (access != Access::read && ticket.slot == 0) refusal = Refusal::read_only;
+    if (refusal == Refusal::none) *data = data_[ticket.slot].data() + offset;
+    else let_go(ticket);
+    return refusal;
+  }
+  void let_go(const Ticket& ticket) override { alone ? locks_[ticket.slot].unlock() : locks_[ticket.slot].unlock_shared(); }
+  Ticket ticket(std::uint32_t slot) {
+    const std::shared_lock lock(locks_[slot]);
+    return {slot, epochs_[slot], 0};
+  }
+  // As a drop and an add: for a moment the bytes are somebody else's.
+  void renew(std::uint32_t slot) {
+    const std::unique_lock lock(locks_[slot]);
+    epochs_[slot] += 2;
+    if (slot == 0) return;
+    std::memset(data_[slot].data(), 0x5a, region);
+  }
+
+ private:
+  static inline thread_local bool alone = false;  // of the thread's hold: writers do, or what they write would be a race
+  std::vector<char> data_[regions];
+  std::uint64_t epochs_[regions] = {1, 1, 1, 1};
+  std::shared_mutex locks_[regions];
+};
+
+std::string file(const std::string& folder, const char* name) {
+  std::ifstream in(folder + "/" + name, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+std::shared_ptr<Identity> identity(char digit, const std::string& folder) {
+  const std::string token(32, digit), secret(32, 's');
+  if (folder.empty()) return std::make_shared<Identity>(token, secret, "", "", "");
+  return std::make_shared<Identity>(token, secret, file(folder, "certificate"), file(folder, "key"), file(folder, "ca"));
+}
+
+void stranger(std::uint16_t port, unsigned seed) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in to{};
+  to.sin_family = AF_INET, to.sin_port = htons(port), to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0) {
+    std::minstd_rand random(seed);
+    char junk[200];
+    for (char& byte : junk) byte = static_cast<char>(random());
+    (void)!send(fd, junk, random() % sizeof junk, MSG_NOSIGNAL);
+  }
+  close(fd);
+}
+
+std::atomic<int> outcomes[6];
+
+void call(Client& client, Shelf& shelf, unsigned seed, const std::atomic<bool>& end) {
+  std::minstd_rand random(seed);
+  std::vector<char> mine(region, 'm');
+  const std::size_t sizes[] = {0, 8, 3000, 100'000, region / 2, region};
+  while (!end) {
+    const std::uint32_t slot = random() % regions;
+    const std::uint64_t bytes = sizes[random() % std::size(sizes)], offset = random() % (region - bytes + 1);
+    const Moment deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(random() % 8 == 0 ? 1 : 5000);
+    Cancel cancel;
+    std::thread canceller;
+    if (random() % 8 == 0) canceller = std::thread([&] { cancel.set(); });
+    const std::uint64_t half = bytes / 2;
+    const std::vector<Segment> segments{{offset, mine.data() + offset, half}, {offset + half, mine.data() + offset + half, bytes - half}};
+    Result result;
+    const auto kind = random() % 4;
+    if (kind < 2) result = client.read(shelf.ticket(slot), segments, deadline, &cancel);
+    else if (kind == 2) result = client.write(shelf.ticket(slot), segments, deadline, &cancel);
+    else result = client.atomic(shelf.ticket(slot), offset / 8 * 8 % (region - 8), Access::fetch_add, 1, 0, deadline, &cancel);
+    if (canceller.joinable()) canceller.join();
+    ++outcomes[static_cast<int>(result.outcome)];
+    if (slot == 0 && kind < 2 && result.outcome == Outcome::done) {
+      for (std::uint64_t k = offset; k < offset + bytes; ++k) {
+        if (mine[k] != static_cast<char>(k * 31 >> 3)) fail("other bytes than were put there");
+      }
+    }
+    if (result.outcome == Outcome::done && slot == 0 && kind >= 2) fail("what is for reading only was written");
+  }
+}
+
+void play(unsigned seed, const std::string& folder) {
+  std::minstd_rand random(seed);
+  const auto shelf = std::make_shared<Shelf>();
+  auto server = std::make_unique<Server>(shelf, identity('a', folder), 3);
+  const std::uint16_t port = server->listen("127.0.0.1");
+  Client client("127.0.0.1", port, identity('b', folder), std::string(32, 'a'), 2 + seed % 3);
+  std::atomic<bool> end{false};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < callers; ++i) threads.emplace_back([&, i] { call(client, *shelf, seed * 100 + i, end); });
+  for (int i = 0; i < 20; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    shelf->renew(random() % regions);
+    stranger(port, random());
+  }
+  if (seed % 2 == 0) {
+    server->close();
+    server.reset();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  } else {
+    client.close();
+  }
+  end = true;
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  if (count != 3) fail("memory_stress ROUNDS FOLDER");
+  for (int round = 1; round <= std::atoi(words[1]); ++round) play(static_cast<unsigned>(round), words[2]);
+  std::printf("done %d, refused %d, unreachable %d, lost %d, timed out %d, cancelled %d\n", outcomes[0].load(), outcomes[1].load(),
+              outcomes[2].load(), outcomes[3].load(), outcomes[4].load(), outcomes[5].load());
+  return outcomes[0] > 0 && outcomes[1] > 0 ? 0 : 1;
+}
