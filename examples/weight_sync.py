@@ -1,7 +1,7 @@
 """Weights from trainers to generators after every step, between meshes that shard them in different ways.
 
     python examples/weight_sync.py                                4 trainers, 3 generators
-    python examples/weight_sync.py --generators 2 --width 768     57 MB for each sync
+    python examples/weight_sync.py --generators 2 --width 768     58 MB for each sync
     python examples/weight_sync.py --steps 150 --unchecked        no comparison, so that it learns more in less time
 
 This is what reinforcement learning with large models does all day. Four trainers have a small transformer under FSDP2
