@@ -643,6 +643,8 @@ class Program:
             failure = self._seen_from_here(peer)
         for call in list(self.pending.values()):
             call.on_gone(peer, failure)
+        if self.mover is not None:
+            self.mover.gone(peer)
         for cell in list(self.cells.values()):
             cell.reader_gone(peer)
             if cell.owner is peer and cell.failure is None:

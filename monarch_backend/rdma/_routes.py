@@ -14,7 +14,7 @@ from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._near import Here, SameHost
 from monarch_backend.rdma._registry import Registry
 from monarch_backend.rdma._route import Route
-from monarch_backend.rdma._tcp import Tcp
+from monarch_backend.rdma._tcp import Tcp, Ways
 from monarch_backend.transport._carried import host_of
 
 log = logging.getLogger("monarch_backend")
@@ -46,8 +46,16 @@ class Routes:
         """As this process sends a handle to others: with the ways that lead here, if it is its own."""
         if handle.token != self._program.router.token or not (self._program.gateway or self._forced == "tcp"):
             return handle
-        ways, encrypted = self._tcp.ways()
+        ways, encrypted = self.ways()
         return handle._replace(ways=ways, encrypted=encrypted)
+
+    def ways(self) -> tuple[Ways, bool]:
+        """Where this process's memory is served, from now on, and whether that is encrypted."""
+        return self._tcp.ways()
+
+    def knows(self, token: str) -> bool:
+        """Something is kept for that process."""
+        return token in self._chosen
 
     def forget(self, token: str) -> None:
         """That process is gone."""

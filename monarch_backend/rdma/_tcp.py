@@ -6,21 +6,26 @@ when it first reads or writes theirs. What is said there is csrc/memory/wire.h's
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from monarch_backend import _native
 from monarch_backend.actor._program import Program
+from monarch_backend.rdma._conversation import ask
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._place import Place, place
 from monarch_backend.rdma._registry import Registry
 from monarch_backend.rdma._route import FAILED, LOST, UNREACHABLE, Result, Segment
+from monarch_backend.transport._frames import KNOCK, Setting
+from monarch_backend.transport._peer import PeerGoneError
 
-log = logging.getLogger("monarch_backend")
+Ways = tuple[tuple[str, int], ...]
+"""Addresses and ports."""
 
 STREAMS = 4
 """Connections to one process, for large transfers."""
@@ -43,7 +48,7 @@ class Tcp:
 
     # ---- for others
 
-    def ways(self) -> tuple[tuple[tuple[str, int], ...], bool]:
+    def ways(self) -> tuple[Ways, bool]:
         """Where others reach this process's memory, and whether that is encrypted. It is served from now on."""
         with self._lock:
             where = self._where()
@@ -101,6 +106,8 @@ class Tcp:
         """At the addresses of its host, until one can be reached."""
         try:
             clients = self._clients_of(handle)
+        except PeerGoneError:
+            return Result(LOST, 0, 0, 0)
         except (RDMAError, RuntimeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
         result = Result(FAILED, 0, 0, 0, "it has told us no address")
@@ -117,13 +124,21 @@ class Tcp:
         with self._lock:
             made = self._clients.get(handle.token)
             if made is None:
-                identity = self._identity(handle.encrypted)
+                # Who has met it is told of its end, also while nothing is said here.
+                self._program.router.tell(self._program.router.peer(handle.token), Setting(KNOCK, None))
+                ways, encrypted = (handle.ways, handle.encrypted) if handle.ways else self._ask_for_ways(handle)
+                identity = self._identity(encrypted)
                 made = self._clients[handle.token] = [
                     _native.MemoryClient(address, port, identity, handle.token, STREAMS)
-                    for name, port in handle.ways
+                    for name, port in ways
                     for address in _numeric(name)
                 ]
             return made
+
+    def _ask_for_ways(self, handle: Handle) -> tuple[Ways, bool]:
+        """Of one that was sent when there were no other hosts yet."""
+        answer = ask(self._program, self._program.router.peer(handle.token), "ways")
+        return msgspec.msgpack.decode(answer, type=tuple[Ways, bool])
 
     def forget(self, token: str) -> None:
         """That process is gone."""

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 from monarch_backend.actor._program import Program, program
-from monarch_backend.rdma._conversation import DROP
+from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._registry import Registry, registry
@@ -34,7 +36,7 @@ from monarch_backend.rdma._route import (
 )
 from monarch_backend.rdma._routes import Routes
 from monarch_backend.transport._frames import Setting
-from monarch_backend.transport._peer import PeerGoneError
+from monarch_backend.transport._peer import Peer, PeerGoneError
 
 MOST_THREADS = 8
 """That move bytes at the same time."""
@@ -108,6 +110,11 @@ class Engine:
         """An atomic operation; a Future of what was found."""
         found: list[int] = []
         return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
+
+    def gone(self, peer: Peer) -> None:
+        """A process has ended: nothing is kept for it. Transfers under way hear of it themselves."""
+        if self.routes.knows(peer.token):
+            self.program.aside(lambda: self.routes.forget(peer.token))
 
     def outgoing(self, handle: Handle) -> Handle:
         """As it is sent to others: with the ways that lead here."""
@@ -269,6 +276,13 @@ def lost(owner: Program, handle: Handle, failure: MeshFailure | None) -> OwnerLo
 
 
 _making = threading.Lock()
+
+
+def _ways(_: Program, __: Any, ___: bytes) -> bytes:
+    return msgspec.msgpack.encode(engine().routes.ways())
+
+
+TOPICS["ways"] = _ways
 
 
 def engine() -> Engine:
