@@ -40,7 +40,7 @@ test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-ra
 	$(BIN)/python -m pytest -m "slow and not gpu and not xla" --durations=25
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
-	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py
+	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py
 
 test-schedules: $(STAMP)  ## random faults on four hosts at work, 3 s each: make test-schedules COUNT=200
 	$(BIN)/python -m tests.hosts.schedules 0 $(COUNT)
