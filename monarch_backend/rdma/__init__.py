@@ -22,6 +22,17 @@
 from monarch_backend.rdma._action import RDMAAction
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
+from monarch_backend.rdma._sharded import Plan, ShardedState, StatePart
 from monarch_backend.rdma._shared import empty
 
-__all__ = ["DroppedError", "OwnerLostError", "RDMAAction", "RDMABuffer", "RDMAError", "empty"]
+__all__ = [
+    "DroppedError",
+    "OwnerLostError",
+    "Plan",
+    "RDMAAction",
+    "RDMABuffer",
+    "RDMAError",
+    "ShardedState",
+    "StatePart",
+    "empty",
+]

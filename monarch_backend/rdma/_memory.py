@@ -45,7 +45,7 @@ def writable(memory: LocalMemory, what: str) -> LocalMemory:
 
 def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        _refuse_subclass(tensor, what)
+        refuse_subclass(tensor, what)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{what} is a tensor of layout {tensor.layout}, whose values are not in one piece of memory")
     if not tensor.is_contiguous():
@@ -68,8 +68,8 @@ def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
     return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, device, tensor)
 
 
-def _refuse_subclass(tensor: torch.Tensor, what: str) -> None:
-    """Subclasses that are plain memory are welcome; those that stand for something else are not."""
+def refuse_subclass(tensor: torch.Tensor, what: str) -> None:
+    """Subclasses that are plain memory are welcome; those that stand for something else are not: TypeError."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):
