@@ -1,0 +1,1 @@
+"""One-sided memory over any NIC that libibverbs knows."""
