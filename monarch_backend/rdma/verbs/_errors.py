@@ -44,7 +44,7 @@ _NEXT = {
     9: "the peer's device does not know such a request: is the address aligned, for an atomic?",
     10: "the region was released, or does not allow this: ask its owner for a new one",
     11: "the peer's device could not do it: look at its kernel log",
-    12: "nothing answers: is the peer alive, its link up, the address right? See `monarch-backend doctor` on both sides",
+    12: "nothing answers: is the peer alive, its link up? See `monarch-backend doctor` on both sides",
     13: "the peer's queue pair never becomes ready: report this, it is a bug",
 }
 
@@ -92,13 +92,13 @@ def registration_error(error: OSError, nbytes: int, device: str, limit: int | No
     if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.EPERM):
         now = "unlimited" if limit is None else f"{limit} bytes"
         advice = (
-            f"registered memory is locked into RAM, and the limit of this process is {now}: raise it (`ulimit -l unlimited`, "
+            f"registered memory is locked into RAM, and the limit is {now}: raise it (`ulimit -l unlimited`; "
             "LimitMEMLOCK=infinity in a systemd unit, `--ulimit memlock=-1` for a container), or expose less at once"
         )
         if limit is None:
             advice = (
-                "the limit for locked memory is not the reason (it is unlimited): the device or the machine is short of "
-                "memory or of registrations; expose less at once"
+                "the limit for locked memory is not the reason (it is unlimited): the device or the machine is short "
+                "of memory or of registrations; expose less at once"
             )
     elif error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
         advice = "the device cannot register such memory: is it ordinary, mapped, and writable if it is to be written?"
