@@ -52,7 +52,10 @@ class Device:
         self.name = self.nic.name
         self.endpoints = [self._endpoint(facts, settings) for facts in ports]
         self.max_message = min(self.nic.port(facts.port).max_message for facts in ports)
-        self.credit = self.nic.limits.completions
+        # A quarter is for proofs of new lanes, and for what lanes that were closed have left behind in the queue.
+        self.most_lanes = max(1, self.nic.limits.completions // 4)
+        self.credit = max(1, self.nic.limits.completions - self.most_lanes)
+        self.starved = False  # a lane had work, and there was no credit
         self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []

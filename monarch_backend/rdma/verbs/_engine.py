@@ -498,6 +498,10 @@ class Engine:
                         lane.link.completed(lane, id_)
                     elif lane.posted and lane.posted[0].id <= id_:  # else it is of a lane that had this number before
                         lane.link.broke(lane, id_, status, vendor)
+                if device.starved:
+                    device.starved = False
+                    for link in self._links.values():
+                        link.pump()
             self._call()
 
 

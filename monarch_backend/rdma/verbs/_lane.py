@@ -5,6 +5,7 @@ Only the last work request of a batch is signaled: a completion says that all be
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,6 +44,8 @@ class Lane:
 
     def __init__(self, link: Link, device: Device, endpoint: Endpoint, place: int, psn: int) -> None:
         self.link, self.device, self.endpoint, self.place = link, device, endpoint, place
+        if len(device.lanes) >= device.most_lanes:
+            raise OSError(errno.EMFILE, f"{len(device.lanes)} queue pairs are as many as its completion queue serves")
         self.depth = min(DEPTH, device.nic.limits.depth)
         self.pair = device.nic.queue_pair(self.depth)
         try:
@@ -91,7 +94,9 @@ class Lane:
         """Work requests that may be posted now."""
         if self.nbytes >= LANE_BYTES or not self.proved:
             return 0
-        return min(self.depth - len(self.posted), self.device.credit, BATCH)
+        if self.device.credit < 1:
+            self.device.starved = True  # whoever gives some back has everybody look again
+        return max(0, min(self.depth - len(self.posted), self.device.credit, BATCH))
 
     def post(self, requests: list[Request]) -> int:
         """A batch of the pieces of these requests, in order; how many there were. Raises OSError."""

@@ -15,6 +15,7 @@ import os
 import queue
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Host:
     memory: dict[str, Memory] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
     running: dict[str, Outcome] = field(default_factory=dict)
-    dialed: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    posted: dict[str, int] = field(default_factory=dict)
 
     def transfer(
         self, peer: str, kind: Any, region: bytes, segments: list[Segment], memory: str, patience: float = PATIENCE
@@ -127,6 +128,10 @@ class Peer:
             raise TimeoutError(f"{self.name} has dialed nobody")
         return str(self._dials.recv())
 
+    def dials_waiting(self) -> bool:
+        """It wants somebody dialed."""
+        return bool(self._dials.poll(0))
+
     def kill(self) -> None:
         """As a crash would."""
         assert self.process.pid
@@ -160,6 +165,16 @@ def _live(pipe: Any, dials: Any, settings: Settings) -> None:
     finally:
         host.engine.close()
         os._exit(0)
+
+
+def until(holds: Callable[[], bool], patience: float = PATIENCE) -> bool:
+    """It does, in time."""
+    deadline = time.monotonic() + patience
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
 
 
 # ---- what hosts are told
