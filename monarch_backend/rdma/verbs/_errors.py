@@ -34,11 +34,13 @@ _STATUS = (
 )
 """As ibv_wc_status_str says it, so that a search for the text finds what others know about it."""
 
-_LINK_STATUS = frozenset({FLUSHED, RETRY_EXCEEDED, 13, 16, 19, 20, 21})
-"""The connection's fault and not the request's: the same request may succeed on another one."""
+_LINK_STATUS = frozenset({2, FLUSHED, RETRY_EXCEEDED, 13, 16, 19, 20, 21})
+"""The connection's fault and not the request's: the same request may succeed on another one. Also "local QP operation
+error": it is what soft-RoCE says when its interface is down."""
 
 _NEXT = {
     1: "the memory registered here is shorter than the request: report this, it is a bug",
+    2: "the device could not send: is its link up? See `monarch-backend doctor`",
     4: "memory that is not registered here, or is gone: keep its owner alive until the transfer is done",
     8: "memory that is not registered here, or is gone: keep its owner alive until the transfer is done",
     9: "the peer's device does not know such a request: is the address aligned, for an atomic?",

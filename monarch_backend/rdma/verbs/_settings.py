@@ -13,8 +13,9 @@ from monarch_backend.rdma.verbs._errors import VerbsError
 class Settings:
     """Defaults are for a fabric that nobody has described.
 
-    An acknowledgement may take 4.096 us * 2**timeout and a packet is sent 1 + retries times: with 16 and 7 a link that
-    is dead is found so after 2.1 s (devices may take up to four times as long, by the specification).
+    An acknowledgement may take 4.096 us * 2**timeout and a packet is sent 1 + retries times: with 16 and 6 a link that
+    is dead is found so after 1.9 s (devices may take up to four times as long, by the specification). Not 7 retries:
+    soft-RoCE takes that for "for ever".
     """
 
     devices: tuple[tuple[str, int], ...] = ()  # and ports; 0: all ports of the device. Empty: all devices
@@ -22,7 +23,7 @@ class Settings:
     binding: str = ""
     queue_pairs: int = 2  # of each port, to each peer
     timeout: int = 16
-    retries: int = 7
+    retries: int = 6
     traffic_class: int = 0
     service_level: int = 0
     cache_entries: int = 1024  # allocations that stay registered, for each device

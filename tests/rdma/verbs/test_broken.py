@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import time
@@ -163,23 +164,25 @@ def test_whoever_hears_of_a_death_ends_what_is_under_way_at_once(owner: Peer, as
     assert ends[-1][1] - began < 1.5
 
 
-def test_a_short_cut_of_the_cable_is_not_noticed(owner: Peer, asking: Peer, cable: Any) -> None:
+def _finished(host: Host) -> bool:
+    return all(done.calls for done in host.running.values())
+
+
+def test_a_short_cut_of_the_cable_harms_nothing(owner: Peer, asking: Peer, cable: Any) -> None:
+    """The device sends again what was lost; if it gives up at once, the engine connects again."""
     region = owner(peers.expose, "there", 64 * MI, 1)
     peers.introduce(asking, owner)
     asking(_start_many, region, 64 * MI, 6)
     assert asking(_under_way)
     cable("down")
     cable("up")
-    asking.begin(_times, 6)
-    while True:  # most often the device gets over it; else the engine connects once more
-        try:
-            ends = asking.end(0.05)
-            break
-        except TimeoutError:
-            if asking.dials_waiting():
-                asking.wants()
-                pytest.fail("the connection broke")
-    assert {text for text, _ in ends} == {"None"}
+    deadline = time.monotonic() + peers.PATIENCE
+    while not asking(_finished):
+        assert time.monotonic() < deadline
+        if asking.dials_waiting():
+            asking.wants()
+            peers.introduce(asking, owner)
+    assert {text for text, _ in asking(_times, 6)} == {"None"}
     assert asking(peers.digest, "here") == owner(peers.digest, "there")
 
 
@@ -215,7 +218,7 @@ def test_a_link_that_stays_dead_is_reported_in_seconds_in_the_devices_words(
         asking(peers.gone, "owner", str(refused))
     [(error, _)] = asking(_times, 1)
     took = time.monotonic() - began
-    assert "transport retry counter exceeded" in error or "no way" in error
+    assert re.search("transport retry counter exceeded|local QP operation error|no way", error)
     assert took < 12
     print(f"a dead link was reported after {took:.1f} s: {error}")
     cable("up")
@@ -233,8 +236,7 @@ def _introduced(asking: Peer, owner: Peer) -> bool:
 
 
 def _become_nobody(host: Host, limit: int) -> None:
-    """The device is opened before, for who may open it is another question."""
-    host.engine.devices()
+    """Before the device is opened: the kernel does not let whoever opened it become somebody else."""
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
     os.setresuid(65534, 65534, 65534)  # with it goes the privilege that lifts the limit
 
