@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from monarch_backend.rdma.verbs import _messages as messages
 from monarch_backend.rdma.verbs._device import Device
-from monarch_backend.rdma.verbs._errors import VerbsError, completion_error, is_of_the_link
+from monarch_backend.rdma.verbs._errors import FLUSHED, VerbsError, completion_error, is_of_the_link
 from monarch_backend.rdma.verbs._lane import Lane, Posted
 from monarch_backend.rdma.verbs._messages import Answer, Offer
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 DIAL_SECONDS = 10.0
 """For the control plane to bring an answer."""
+
+DRAIN_SECONDS = 10.0
+"""For the other lanes to finish what they have posted, when one has broken."""
 
 _LOOK_AHEAD = 64
 """Waiting requests that a lane is offered at a time."""
@@ -196,8 +199,13 @@ class Link:
         self._offered, self._nonce = [], b""
 
     def tick(self, now: float) -> None:
-        """Whoever dials has not come back."""
-        if self._deadline is not None and now >= self._deadline:
+        """Whoever dials has not come back, or a lane does not end."""
+        if self._deadline is None or now < self._deadline:
+            return
+        if self.state is State.DRAINING:
+            for lane in list(self.lanes):
+                self.broke(lane, 0, FLUSHED, 0)
+        else:
             text = f"{self.peer} has not answered within {DIAL_SECONDS:.0f} s"
             if self._trouble:
                 text = f"{self._trouble}; and then {text}"
@@ -241,7 +249,7 @@ class Link:
             if posted.request is not None:
                 self._unfinished(posted, posted.id == id_, status, error)
         if self.state is State.UP and lane.proved:
-            self.state = State.DRAINING
+            self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_SECONDS
             self._close_lanes([lane for lane in self.lanes if not lane.proved])
         if self.state is State.PROVING and not self.lanes:
             self.fail(error)
@@ -273,7 +281,7 @@ class Link:
         if self.state is not State.DRAINING or any(lane.posted for lane in self.lanes):
             return
         self._close_lanes(list(self.lanes))
-        self.state = State.IDLE
+        self.state, self._deadline = State.IDLE, None
         self.rebuilds += 1
         if self._waiting:
             self._want()

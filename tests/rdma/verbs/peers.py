@@ -78,6 +78,7 @@ class Host:
     regions: dict[str, Region] = field(default_factory=dict)
     running: dict[str, Outcome] = field(default_factory=dict)
     posted: dict[str, int] = field(default_factory=dict)
+    streams: list[Any] = field(default_factory=list)
 
     def transfer(
         self, peer: str, kind: Any, region: bytes, segments: list[Segment], memory: str, patience: float = PATIENCE
