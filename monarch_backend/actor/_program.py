@@ -727,6 +727,8 @@ class Program:
             sys.stderr.write("monarch_backend: interrupted again: the processes are killed\n")
         finally:
             self.kill_all()
+            if self.mover is not None:
+                self.mover.close()
             self.links.host.leave()  # type: ignore[attr-defined]
             self.pump.close()
 
@@ -820,6 +822,8 @@ def _in_forked_child() -> None:
     if _program is not None:
         atexit.unregister(_program.shutdown)
         _program.links.host.abandon()  # type: ignore[attr-defined]
+        if _program.mover is not None:
+            _program.mover.abandon()
         _program.disown()
         _native.keep_for_ever(_program)
         _program = None

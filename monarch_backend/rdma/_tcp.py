@@ -6,6 +6,7 @@ when it first reads or writes theirs. What is said there is csrc/memory/wire.h's
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ class Tcp:
 
     # ---- to others
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route. A connection that breaks is made once more: the same bytes may be read and written twice."""
         result = self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
         if result.outcome == LOST:
@@ -129,7 +130,7 @@ class Tcp:
                 ways, encrypted = (handle.ways, handle.encrypted) if handle.ways else self._ask_for_ways(handle)
                 identity = self._identity(encrypted)
                 made = self._clients[handle.token] = [
-                    _native.MemoryClient(address, port, identity, handle.token, STREAMS)
+                    _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))
                     for name, port in ways
                     for address in _numeric(name)
                 ]
@@ -140,12 +141,33 @@ class Tcp:
         answer = ask(self._program, self._program.router.peer(handle.token), "ways")
         return msgspec.msgpack.decode(answer, type=tuple[Ways, bool])
 
+    def close(self) -> None:
+        """All connections, and the server."""
+        with self._lock:
+            gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
+            server, self._server = self._server, None
+            self._ports.clear()
+        for each in [*gone, server]:
+            if each is not None:
+                each.close()
+
+    def abandon(self) -> None:
+        """In a fork: peers are to hear of the end of the process that it all belongs to."""
+        for each in [*(client for clients in self._clients.values() for client in clients), self._server]:
+            if each is not None:
+                each.abandon()
+
     def forget(self, token: str) -> None:
         """That process is gone."""
         with self._lock:
             gone = self._clients.pop(token, ())
         for client in gone:
             client.close()
+
+
+def _streams(encrypted: bool) -> int:
+    """Where OpenSSL takes the processors, more streams than those take turns."""
+    return max(1, min(STREAMS, len(os.sched_getaffinity(0)) // 2)) if encrypted else STREAMS
 
 
 def _numeric(name: str) -> list[str]:

@@ -25,6 +25,7 @@ from monarch_backend.rdma._registry import Registry, registry
 from monarch_backend.rdma._route import (
     CANCELLED,
     DONE,
+    DROPPED,
     LATE,
     LOST,
     REFUSED,
@@ -35,6 +36,7 @@ from monarch_backend.rdma._route import (
     patient,
 )
 from monarch_backend.rdma._routes import Routes
+from monarch_backend.rdma._verbs import refusal_of
 from monarch_backend.transport._frames import Setting
 from monarch_backend.transport._peer import Peer, PeerGoneError
 
@@ -49,8 +51,6 @@ _REFUSALS = (
     "it was registered read-only",
     "atomics need 8 bytes at an address that is a multiple of 8",
 )
-_DROPPED = 1
-
 SOON = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""
 
@@ -115,6 +115,14 @@ class Engine:
         """A process has ended: nothing is kept for it. Transfers under way hear of it themselves."""
         if self.routes.knows(peer.token):
             self.program.aside(lambda: self.routes.forget(peer.token))
+
+    def close(self) -> None:
+        """When the program ends."""
+        self.routes.close()
+
+    def abandon(self) -> None:
+        """In a fork of this process."""
+        self.routes.abandon()
 
     def outgoing(self, handle: Handle) -> Handle:
         """As it is sent to others: with the ways that lead here."""
@@ -205,7 +213,7 @@ class _Transfer:
 
     def _do(self, part: Part | Change, route: Route) -> BaseException | None:
         if isinstance(part, Part):
-            result = route.move(part.handle, part.write, part.segments, self._patient)
+            result = route.move(part.handle, part.write, part.segments, self._patient, self._keep)
         else:
             access = part.access, part.offset, part.operand, part.expected
             result = route.change(part.handle, *access, self._patient)
@@ -222,7 +230,7 @@ class _Transfer:
             self._engine.routes.forget(handle.token)
             return lost(self._engine.program, handle, known)
         if result.outcome == REFUSED:
-            kind = DroppedError if result.refusal == _DROPPED else RDMAError
+            kind = DroppedError if result.refusal == DROPPED else RDMAError
             return kind(f"{handle} can't be used: {_REFUSALS[result.refusal]}")
         if result.outcome == LATE:
             return TimeoutError(
@@ -282,7 +290,15 @@ def _ways(_: Program, __: Any, ___: bytes) -> bytes:
     return msgspec.msgpack.encode(engine().routes.ways())
 
 
-TOPICS["ways"] = _ways
+def _accept(_: Program, peer: Peer, offer: bytes) -> bytes:
+    return engine().routes.verbs.accept(peer, offer)
+
+
+def _refusal(_: Program, __: Peer, question: bytes) -> bytes:
+    return refusal_of(registry(), question)
+
+
+TOPICS.update(ways=_ways, verbs=_accept, refusal=_refusal)
 
 
 def engine() -> Engine:

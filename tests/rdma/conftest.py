@@ -10,7 +10,7 @@ import pytest
 from monarch_backend.actor import ActorMesh, this_host
 from monarch_backend.rdma._transfers import engine
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
-from tests.rdma.actors import ROUTES, Process, take
+from tests.rdma.actors import Process, routes, take
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,7 +19,7 @@ def _server() -> None:
     engine().routes.ways()
 
 
-@pytest.fixture(scope="module", params=sorted(ROUTES))
+@pytest.fixture(scope="module", params=routes())
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ActorMesh, ActorMesh]]:
     """An owner of memory and a reader in processes of their own, on each route."""
     bootstrap = functools.partial(take, request.param)

@@ -20,13 +20,13 @@ from monarch_backend.actor import ActorError, ActorMesh, CancelledError, Supervi
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
 from tests.actor.actors import held_up, pid_of, resident_bytes
 from tests.actor.support import Faults
-from tests.rdma.actors import ROUTES, Process, pattern, take
+from tests.rdma.actors import Process, pattern, routes, take
 
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
 
 
-@pytest.fixture(params=sorted(ROUTES))
+@pytest.fixture(params=routes())
 def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
     """An owner and a reader that may die."""
     bootstrap = functools.partial(take, request.param)
