@@ -523,10 +523,13 @@ class Program:
 
     def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
         core = self.procs.get(message.mesh)
-        if core is not None and core.owned is None and core.owner is peer and message.rank < len(core.tokens):
-            core.replace(message.rank, message.token)
-            if message.token in self.router.peers:
-                core.peer(message.rank)
+        if core is None or core.owned is not None or core.owner is not peer:
+            return
+        for rank, token in zip(message.ranks, message.tokens):  # noqa: B905 (of another process: they may not add up)
+            if rank < len(core.tokens):
+                core.replace(rank, token)
+                if token in self.router.peers:
+                    core.peer(rank)
 
     def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
         if message.name == "crowded":
