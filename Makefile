@@ -13,7 +13,7 @@ FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-schedules test-sanitizers test-gpu test-xla test-torch fuzz lint format bench clean
+.PHONY: help setup demo test test-fast test-slow test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,16 +31,16 @@ demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
 	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_lm.py --parallel ddp --out build/demo
 
 test: $(STAMP) lint  ## lint, types and the ordinary tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not xla" --durations=25
+	$(BIN)/python -m pytest -m "not slow and not gpu and not xla and not verbs" --durations=25
 
 test-fast: $(STAMP)  ## the process group's own tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not xla" tests/process_group tests/cli tests/test_*.py
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not xla and not verbs" tests/process_group tests/cli tests/test_*.py
 
 test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
-	$(BIN)/python -m pytest -m "slow and not gpu and not xla" --durations=25
+	$(BIN)/python -m pytest -m "slow and not gpu and not xla and not verbs" --durations=25
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
-	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py
+	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py
 
 test-schedules: $(STAMP)  ## random faults on four hosts at work, 3 s each: make test-schedules COUNT=200
 	$(BIN)/python -m tests.hosts.schedules 0 $(COUNT)
@@ -51,8 +51,17 @@ test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason wh
 test-xla: $(STAMP)  ## the XLA route for real, in an environment with torch_xla 2.9 that it builds once
 	$(BIN)/python tools/torch_env.py 2.9.0 --xla --run -- python -m pytest -m xla tests/xla
 
+# The guest is prepared at once, so that a machine that cannot have it says so: loudly, and without failing. The wheel
+# stays out of the virtual environment: a process that runs the tests has both packages, and most users have neither.
+test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it builds once (minutes), with both packages
+	@rc=0; tools/rxe_guest.sh --prepare || rc=$$?; \
+	if [ $$rc = 3 ]; then echo; echo "######## SKIPPED: make test-rdma. NOT ONE VERBS TEST HAS RUN; the reason is above ########"; echo; exit 0; fi; \
+	[ $$rc = 0 ] || exit $$rc; \
+	test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs; \
+	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=1500 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m verbs --durations=10 tests/rdma
+
 test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1
-	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla" $(CORE)
+	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE)
 
 # No torch in it: the targets need none. atheris has wheels for some releases of Python only.
 fuzz: $(FUZZ)/.installed  ## coverage-guided fuzzing of what reads others' bytes: make fuzz SECONDS=300

@@ -321,8 +321,8 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   Stream* stream = nullptr;
   try {
     stream = &claim(transfer->limits);
-    invite(transfer);
     connect(*stream, transfer->limits);
+    invite(transfer);  // not before: a helper might take the last place that the owner has
     drive(*transfer, *stream, false);
   } catch (const LinkError& error) {
     transfer->fail(error.outcome, Refusal::none, told(error));

@@ -14,7 +14,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from monarch_backend.mesh._spawner import (
     Started,
 )
 from monarch_backend.transport._carried import host_of
-from monarch_backend.transport._frames import KNOCK, Replaced, Setting, Stop
+from monarch_backend.transport._frames import KNOCK, MOST_REPLACED, Replaced, Setting, Stop
 from monarch_backend.transport._peer import Peer
 
 if TYPE_CHECKING:
@@ -402,7 +402,7 @@ class ProcessOwner:
         member = self._by_token.get(token)
         if member is not None and member.replaced:
             core, rank = member.core, member.rank
-            self._program.router.tell(peer, Replaced(core.id, rank, core.tokens[rank]))
+            self._program.router.tell(peer, Replaced(core.id, [rank], [core.tokens[rank]]))
 
     def met(self, peer: Peer) -> None:
         """A process has connected."""
@@ -508,18 +508,18 @@ class ProcessOwner:
         if delay is None or intensity is None:
             return
         ranks = list(owned.members) if intensity.policy.strategy == "all" else [member.rank]
-        for rank in ranks:
+        formers, killed = [core.peer(rank) for rank in ranks], set()
+        for rank, former in zip(ranks, formers, strict=True):
             old = owned.members[rank]
             old.replaced = True
             if old is not member and not old.gone:
                 self._kill(old)
-            former = core.peer(rank)
+                killed.add(old.peer.token)
             token = _token(former.epoch + 1, program.home_again(old.peer.token, core.tokens))
             program.router.expect(token, old.peer.label)  # before anybody sends to it
             core.replace(rank, token)
-            for peer in list(program.router.peers.values()):
-                if peer.link >= 0 and peer.gone is None:
-                    program.router.tell(peer, Replaced(core.id, rank, core.tokens[rank]))
+        self._tell_successors(core, ranks, killed)
+        for former in formers:
             if former.token not in self._by_token:  # and never will be: who waits for it is told
                 program.router.never_came(former, "it was replaced before it was started")
         for actors in list(owned.actors):
@@ -546,6 +546,19 @@ class ProcessOwner:
                         self._not_started(owned, rank, str(error))
 
         program.pump.later(delay, again)
+
+    def _tell_successors(self, core: ProcCore, ranks: Sequence[int], killed: Container[str]) -> None:
+        """All of them in one message, since each of a large mesh that told of itself would go to each of the others.
+
+        Those that were killed for this need not know.
+        """
+        router, tokens = self._program.router, core.tokens
+        for first in range(0, len(ranks), MOST_REPLACED):
+            some = list(ranks[first : first + MOST_REPLACED])
+            message = Replaced(core.id, some, [tokens[rank] for rank in some])
+            for peer in list(router.peers.values()):
+                if peer.link >= 0 and peer.gone is None and peer.token not in killed:
+                    router.tell(peer, message)
 
     def _not_started(self, owned: OwnedProcs, rank: int, why: str) -> None:
         """A successor that there will not be; of a host that was asked before another one failed, there is one."""

@@ -523,10 +523,13 @@ class Program:
 
     def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
         core = self.procs.get(message.mesh)
-        if core is not None and core.owned is None and core.owner is peer and message.rank < len(core.tokens):
-            core.replace(message.rank, message.token)
-            if message.token in self.router.peers:
-                core.peer(message.rank)
+        if core is None or core.owned is not None or core.owner is not peer:
+            return
+        for rank, token in zip(message.ranks, message.tokens):  # noqa: B905 (of another process: they may not add up)
+            if rank < len(core.tokens):
+                core.replace(rank, token)
+                if token in self.router.peers:
+                    core.peer(rank)
 
     def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
         if message.name == "crowded":
@@ -643,6 +646,8 @@ class Program:
             failure = self._seen_from_here(peer)
         for call in list(self.pending.values()):
             call.on_gone(peer, failure)
+        if self.mover is not None:
+            self.mover.gone(peer)
         for cell in list(self.cells.values()):
             cell.reader_gone(peer)
             if cell.owner is peer and cell.failure is None:
@@ -725,6 +730,8 @@ class Program:
             sys.stderr.write("monarch_backend: interrupted again: the processes are killed\n")
         finally:
             self.kill_all()
+            if self.mover is not None:
+                self.mover.close()
             self.links.host.leave()  # type: ignore[attr-defined]
             self.pump.close()
 
@@ -818,6 +825,8 @@ def _in_forked_child() -> None:
     if _program is not None:
         atexit.unregister(_program.shutdown)
         _program.links.host.abandon()  # type: ignore[attr-defined]
+        if _program.mover is not None:
+            _program.mover.abandon()
         _program.disown()
         _native.keep_for_ever(_program)
         _program = None

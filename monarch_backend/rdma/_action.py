@@ -78,7 +78,7 @@ class RDMAAction:
         memories = [memory_of(step.local, step.what) for step in self._steps]
         _refuse_overlaps(self._steps, memories)
         parts = [step.make(memory) for step, memory in zip(self._steps, memories, strict=True)]
-        return engine().start(parts, memories, timeout)
+        return engine().start(parts, [memory.keep for memory in memories], timeout)
 
     def _add(
         self, buffer: RDMABuffer, local: Any, what: str, fills: bool, make: Callable[[LocalMemory], Part | Change]

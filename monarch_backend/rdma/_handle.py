@@ -21,6 +21,7 @@ class Handle(NamedTuple):
     writable: bool
     ways: tuple[tuple[str, int], ...] = ()  # addresses and ports of its owner's server, if there is one
     encrypted: bool = False  # what is said there
+    verbs: bytes = b""  # what a NIC needs, if its owner has one
 
     def __str__(self) -> str:
         """For people."""

@@ -23,6 +23,7 @@ class LocalMemory(NamedTuple):
     writable: bool
     device: str
     keep: Any
+    view: Any = None  # keeps a buffer from moving
 
 
 def memory_of(value: Any, what: str) -> LocalMemory:
@@ -93,7 +94,7 @@ def _of_buffer(value: Any, what: str) -> LocalMemory:
         return _of_array(value, what, error)
     if not view.contiguous:
         raise ValueError(f"{what} is not contiguous: copy it, or transfer its contiguous parts")
-    return LocalMemory(view.address, view.nbytes, not view.readonly, CPU, (view, value))
+    return LocalMemory(view.address, view.nbytes, not view.readonly, CPU, value, view)
 
 
 def _of_array(value: Any, what: str, error: Exception) -> LocalMemory:

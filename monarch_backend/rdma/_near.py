@@ -18,7 +18,7 @@ class Here:
     def __init__(self, registry: Registry) -> None:
         self._native = registry.native
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:  # noqa: ARG002
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
         return Result(*self._native.move_here(handle.ticket, write, segments))
 
@@ -29,7 +29,7 @@ class Here:
         offset: int,
         operand: int,
         expected: int,
-        patient: Any,  # noqa: ARG002
+        patient: Any,
     ) -> Result:
         """See Route."""
         return Result(*self._native.change_here(handle.ticket, access, offset, operand, expected))
@@ -44,7 +44,7 @@ class SameHost:
     def __init__(self, registry: Registry) -> None:
         self._native = registry.native
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
         return Result(*self._native.move(handle.token, handle.ticket, write, segments, patient))
 

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from monarch_backend import _native
@@ -35,6 +36,7 @@ class Registry:
         self.native = _native.Memory(host, wanted != "0")
         self.host = host
         self._program = weakref.ref(owner)
+        self.on_drop: list[Callable[[Ticket], None]] = []  # before it is given back
         self._held: dict[Ticket, LocalMemory] = {}
 
     def add(self, memory: LocalMemory) -> Handle:
@@ -56,6 +58,8 @@ class Registry:
 
         Raises RDMAError if somebody is in the middle of it and stays there: then its memory is kept, call it again.
         """
+        for let_go in self.on_drop:
+            let_go(ticket)
         found = self.native.drop(ticket, PATIENCE)
         if found == _STILL_USED:
             user = self.native.user_of(ticket) or os.getpid()
@@ -64,6 +68,10 @@ class Registry:
                 "(is it stopped?): nobody else can use it any more, and it stays allocated; call drop() again later"
             )
         return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE
+
+    def memory(self, ticket: Ticket) -> LocalMemory | None:
+        """What was registered; None if it is not any more."""
+        return self._held.get(ticket)
 
     def told_to_drop(self, ticket: Ticket) -> None:
         """By another process. On a thread that may wait."""

@@ -11,8 +11,12 @@ from monarch_backend.rdma._handle import Handle
 Segment = tuple[int, int, int]
 """Offset in what was registered, address in this process, bytes."""
 
-FETCH_ADD, COMPARE_AND_SWAP = 2, 3
+READ, WRITE, FETCH_ADD, COMPARE_AND_SWAP = range(4)
 """As enum Access (csrc/memory/table.h)."""
+
+
+DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED = range(1, 6)
+"""As enum Refusal (csrc/memory/table.h)."""
 
 
 class Result(NamedTuple):
@@ -32,11 +36,18 @@ DONE, REFUSED, LOST, LATE, CANCELLED, FAILED, UNREACHABLE = range(7)
 class Route(Protocol):
     """A way to another process's memory."""
 
-    name: str
     quick: int  # bytes up to which the caller's own thread does it
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
-        """Read or write; offsets count from the beginning of the registration."""
+    @property
+    def name(self) -> str:
+        """As RDMABuffer.backend says it."""
+        ...
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """Read or write; offsets count from the beginning of the registration.
+
+        ``keep``: the object whose memory the local addresses are in, or a list of such objects.
+        """
         ...
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:

@@ -8,18 +8,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from monarch_backend.actor._program import Program
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._near import Here, SameHost
 from monarch_backend.rdma._registry import Registry
-from monarch_backend.rdma._route import Route
-from monarch_backend.rdma._tcp import Tcp
+from monarch_backend.rdma._route import UNREACHABLE, Result, Route, Segment
+from monarch_backend.rdma._tcp import Tcp, Ways
+from monarch_backend.rdma._verbs import Verbs
+from monarch_backend.rdma.verbs import VerbsError
 from monarch_backend.transport._carried import host_of
 
 log = logging.getLogger("monarch_backend")
 
-FORCED = ("", "tcp")
+FORCED = ("", "tcp", "verbs")
 """What MONARCH_RDMA may say: to take this route also where there is a better one."""
 
 
@@ -29,6 +33,8 @@ class Routes:
     def __init__(self, owner: Program, registry: Registry) -> None:
         self._program, self._registry = owner, registry
         self._here, self._near, self._tcp = Here(registry), SameHost(registry), Tcp(owner, registry)
+        self.verbs = Verbs(owner, registry)
+        registry.on_drop.append(self.verbs.dropped)
         self._chosen: dict[str, Route] = {}
         self._forced = os.environ.get("MONARCH_RDMA", "")
         if self._forced not in FORCED:
@@ -44,32 +50,101 @@ class Routes:
 
     def outgoing(self, handle: Handle) -> Handle:
         """As this process sends a handle to others: with the ways that lead here, if it is its own."""
-        if handle.token != self._program.router.token or not (self._program.gateway or self._forced == "tcp"):
+        if handle.token != self._program.router.token or not (self._program.gateway or self._forced):
             return handle
-        ways, encrypted = self._tcp.ways()
-        return handle._replace(ways=ways, encrypted=encrypted)
+        ways, encrypted = self.ways()
+        return handle._replace(ways=ways, encrypted=encrypted, verbs=self._for_nics(handle))
+
+    def _for_nics(self, handle: Handle) -> bytes:
+        if self._forced == "tcp" or handle.device != "cpu" or self.verbs.unusable() is not None:
+            return b""
+        try:
+            return self.verbs.exposed(handle)
+        except VerbsError as error:
+            log.warning("memory can't be registered with the NICs of this host, so others take TCP to it: %s", error)
+            return b""
+
+    def ways(self) -> tuple[Ways, bool]:
+        """Where this process's memory is served, from now on, and whether that is encrypted."""
+        return self._tcp.ways()
+
+    def knows(self, token: str) -> bool:
+        """Something is kept for that process."""
+        return token in self._chosen
 
     def forget(self, token: str) -> None:
         """That process is gone."""
         self._chosen.pop(token, None)
         self._tcp.forget(token)
+        self.verbs.forget(token, "its process is gone")
+
+    def close(self) -> None:
+        """Nobody reaches this process's memory any more, nor it others'."""
+        self._tcp.close()
+        self.verbs.close()
+
+    def abandon(self) -> None:
+        """In a fork of this process: what belongs to it is closed without a word."""
+        self._tcp.abandon()
 
     def _choose(self, handle: Handle) -> Route:
         if handle.token == self._program.router.token:
             return self._here
-        if self._forced == "tcp":
-            _say(handle, "tcp, as MONARCH_RDMA says")
-            return self._tcp
-        if host_of(handle.token) == host_of(self._program.router.token):
+        if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
             _say(handle, f"{self._near.name}, {self._near.way(handle)}")
             return self._near
-        _say(handle, "tcp, it is on another host")
-        log.warning(
-            "memory of process %d on host %s is read and written over TCP: there is no faster route to it",
-            handle.pid,
-            handle.host,
-        )
+        return self._far(handle)
+
+    def _far(self, handle: Handle) -> Route:
+        why = "MONARCH_RDMA says so" if self._forced == "tcp" else self.verbs.unusable()
+        if why is None and handle.verbs:
+            _say(handle, "verbs")
+            return Far(self.verbs, self._tcp)
+        why = why or "its owner has no NIC that can be used"
+        _say(handle, f"tcp: {why}")
+        if not self._forced:
+            log.warning(
+                "memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why
+            )
         return self._tcp
+
+
+class Far:
+    """Verbs, or TCP where the two NICs do not reach each other."""
+
+    quick = 0
+
+    def __init__(self, verbs: Verbs, tcp: Tcp) -> None:
+        self._verbs, self._tcp, self._why = verbs, tcp, ""
+
+    @property
+    def name(self) -> str:
+        """Of the route that is taken."""
+        return self._tcp.name if self._why else self._verbs.name
+
+    def _falls_back(self, handle: Handle, result: Result) -> bool:
+        if result.outcome == UNREACHABLE and handle.ways and not self._why:
+            self._why = result.text
+            log.warning(
+                "memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, self._why
+            )
+        return bool(self._why)
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route."""
+        if not self._why:
+            result = self._verbs.move(handle, write, segments, patient, keep)
+            if not self._falls_back(handle, result):
+                return result
+        return self._tcp.move(handle, write, segments, patient, keep)
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route."""
+        if not self._why:
+            result = self._verbs.change(handle, access, offset, operand, expected, patient)
+            if not self._falls_back(handle, result):
+                return result
+        return self._tcp.change(handle, access, offset, operand, expected, patient)
 
 
 def _say(handle: Handle, how: str) -> None:

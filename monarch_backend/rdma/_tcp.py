@@ -6,21 +6,27 @@ when it first reads or writes theirs. What is said there is csrc/memory/wire.h's
 
 from __future__ import annotations
 
-import logging
+import os
 import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from monarch_backend import _native
 from monarch_backend.actor._program import Program
+from monarch_backend.rdma._conversation import ask
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._place import Place, place
 from monarch_backend.rdma._registry import Registry
 from monarch_backend.rdma._route import FAILED, LOST, UNREACHABLE, Result, Segment
+from monarch_backend.transport._frames import KNOCK, Setting
+from monarch_backend.transport._peer import PeerGoneError
 
-log = logging.getLogger("monarch_backend")
+Ways = tuple[tuple[str, int], ...]
+"""Addresses and ports."""
 
 STREAMS = 4
 """Connections to one process, for large transfers."""
@@ -43,7 +49,7 @@ class Tcp:
 
     # ---- for others
 
-    def ways(self) -> tuple[tuple[tuple[str, int], ...], bool]:
+    def ways(self) -> tuple[Ways, bool]:
         """Where others reach this process's memory, and whether that is encrypted. It is served from now on."""
         with self._lock:
             where = self._where()
@@ -84,7 +90,7 @@ class Tcp:
 
     # ---- to others
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route. A connection that breaks is made once more: the same bytes may be read and written twice."""
         result = self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
         if result.outcome == LOST:
@@ -101,6 +107,8 @@ class Tcp:
         """At the addresses of its host, until one can be reached."""
         try:
             clients = self._clients_of(handle)
+        except PeerGoneError:
+            return Result(LOST, 0, 0, 0)
         except (RDMAError, RuntimeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
         result = Result(FAILED, 0, 0, 0, "it has told us no address")
@@ -117,13 +125,37 @@ class Tcp:
         with self._lock:
             made = self._clients.get(handle.token)
             if made is None:
-                identity = self._identity(handle.encrypted)
+                # Who has met it is told of its end, also while nothing is said here.
+                self._program.router.tell(self._program.router.peer(handle.token), Setting(KNOCK, None))
+                ways, encrypted = (handle.ways, handle.encrypted) if handle.ways else self._ask_for_ways(handle)
+                identity = self._identity(encrypted)
                 made = self._clients[handle.token] = [
-                    _native.MemoryClient(address, port, identity, handle.token, STREAMS)
-                    for name, port in handle.ways
+                    _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))
+                    for name, port in ways
                     for address in _numeric(name)
                 ]
             return made
+
+    def _ask_for_ways(self, handle: Handle) -> tuple[Ways, bool]:
+        """Of one that was sent when there were no other hosts yet."""
+        answer = ask(self._program, self._program.router.peer(handle.token), "ways")
+        return msgspec.msgpack.decode(answer, type=tuple[Ways, bool])
+
+    def close(self) -> None:
+        """All connections, and the server."""
+        with self._lock:
+            gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
+            server, self._server = self._server, None
+            self._ports.clear()
+        for each in [*gone, server]:
+            if each is not None:
+                each.close()
+
+    def abandon(self) -> None:
+        """In a fork: peers are to hear of the end of the process that it all belongs to."""
+        for each in [*(client for clients in self._clients.values() for client in clients), self._server]:
+            if each is not None:
+                each.abandon()
 
     def forget(self, token: str) -> None:
         """That process is gone."""
@@ -131,6 +163,11 @@ class Tcp:
             gone = self._clients.pop(token, ())
         for client in gone:
             client.close()
+
+
+def _streams(encrypted: bool) -> int:
+    """Where OpenSSL takes the processors, more streams than those take turns."""
+    return max(1, min(STREAMS, len(os.sched_getaffinity(0)) // 2)) if encrypted else STREAMS
 
 
 def _numeric(name: str) -> list[str]:

@@ -14,15 +14,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 from monarch_backend.actor._program import Program, program
-from monarch_backend.rdma._conversation import DROP
+from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._registry import Registry, registry
 from monarch_backend.rdma._route import (
     CANCELLED,
     DONE,
+    DROPPED,
     LATE,
     LOST,
     REFUSED,
@@ -33,8 +36,9 @@ from monarch_backend.rdma._route import (
     patient,
 )
 from monarch_backend.rdma._routes import Routes
+from monarch_backend.rdma._verbs import refusal_of
 from monarch_backend.transport._frames import Setting
-from monarch_backend.transport._peer import PeerGoneError
+from monarch_backend.transport._peer import Peer, PeerGoneError
 
 MOST_THREADS = 8
 """That move bytes at the same time."""
@@ -47,8 +51,6 @@ _REFUSALS = (
     "it was registered read-only",
     "atomics need 8 bytes at an address that is a multiple of 8",
 )
-_DROPPED = 1
-
 SOON = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""
 
@@ -108,6 +110,19 @@ class Engine:
         """An atomic operation; a Future of what was found."""
         found: list[int] = []
         return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
+
+    def gone(self, peer: Peer) -> None:
+        """A process has ended: nothing is kept for it. Transfers under way hear of it themselves."""
+        if self.routes.knows(peer.token):
+            self.program.aside(lambda: self.routes.forget(peer.token))
+
+    def close(self) -> None:
+        """When the program ends."""
+        self.routes.close()
+
+    def abandon(self) -> None:
+        """In a fork of this process."""
+        self.routes.abandon()
 
     def outgoing(self, handle: Handle) -> Handle:
         """As it is sent to others: with the ways that lead here."""
@@ -198,7 +213,7 @@ class _Transfer:
 
     def _do(self, part: Part | Change, route: Route) -> BaseException | None:
         if isinstance(part, Part):
-            result = route.move(part.handle, part.write, part.segments, self._patient)
+            result = route.move(part.handle, part.write, part.segments, self._patient, self._keep)
         else:
             access = part.access, part.offset, part.operand, part.expected
             result = route.change(part.handle, *access, self._patient)
@@ -215,7 +230,7 @@ class _Transfer:
             self._engine.routes.forget(handle.token)
             return lost(self._engine.program, handle, known)
         if result.outcome == REFUSED:
-            kind = DroppedError if result.refusal == _DROPPED else RDMAError
+            kind = DroppedError if result.refusal == DROPPED else RDMAError
             return kind(f"{handle} can't be used: {_REFUSALS[result.refusal]}")
         if result.outcome == LATE:
             return TimeoutError(
@@ -269,6 +284,21 @@ def lost(owner: Program, handle: Handle, failure: MeshFailure | None) -> OwnerLo
 
 
 _making = threading.Lock()
+
+
+def _ways(_: Program, __: Any, ___: bytes) -> bytes:
+    return msgspec.msgpack.encode(engine().routes.ways())
+
+
+def _accept(_: Program, peer: Peer, offer: bytes) -> bytes:
+    return engine().routes.verbs.accept(peer, offer)
+
+
+def _refusal(_: Program, __: Peer, question: bytes) -> bytes:
+    return refusal_of(registry(), question)
+
+
+TOPICS.update(ways=_ways, verbs=_accept, refusal=_refusal)
 
 
 def engine() -> Engine:

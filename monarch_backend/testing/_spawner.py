@@ -24,6 +24,7 @@ class SimulatedSpawner:
         self._parent, self._on_event = parent, on_event
         self._children: dict[int, SimulatedProcess] = {}
         self._asked: set[int] = set()  # that have not started yet
+        self._dead_by = 0.0  # when the last one that was told to die has done so
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
         """Have them started after a while; their numbers. A bootstrap is not run: it is for a process of its own."""
@@ -59,7 +60,8 @@ class SimulatedSpawner:
             else:
                 child.run(child.work, plan)
 
-        simulation.agenda.add(conditions.starting * rng.random(), start)
+        # A fork server does one thing after the other: whoever was to die before is dead when this one is forked.
+        simulation.agenda.add_at(max(simulation.now + conditions.starting * rng.random(), self._dead_by), start)
         return number
 
     def _ask_for_agent(self, number: int, plan: Any) -> int:
@@ -80,7 +82,9 @@ class SimulatedSpawner:
             self._tell(SpawnFailed(number, f"signal {signal} was sent to it before it was started"))
             simulation.lost(child, "was not started")
         else:
-            simulation.agenda.add(simulation.conditions.travel(simulation.random), lambda: child.die(-signal))
+            at = simulation.now + simulation.conditions.travel(simulation.random)
+            self._dead_by = max(at, self._dead_by)
+            simulation.agenda.add_at(at, lambda: child.die(-signal))
 
     def start(self) -> None:
         """Nothing: there is no fork server."""

@@ -202,12 +202,16 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, gc=False):
     generation: int = 0
 
 
+MOST_REPLACED = 8192
+"""Ranks that one Replaced tells of, well within MOST_CONTROL."""
+
+
 class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
-    """To everybody: a rank of a mesh of processes has a successor."""
+    """To everybody: these ranks of a mesh of processes have successors, which have these tokens."""
 
     mesh: str
-    rank: int
-    token: str
+    ranks: list[int]
+    tokens: list[str]
 
 
 KNOCK = "knock"

@@ -140,7 +140,7 @@ def _seeds() -> dict[str, bytes]:
         _frames.Stop(1, "stop", "why"),
         _frames.Stopped(1, 0),
         _frames.Failed(1, 0),
-        _frames.Replaced("mesh", 0, "t" * 32),
+        _frames.Replaced("mesh", [0, 1], ["t" * 32, "u" * 32]),
         _frames.Setting("level", {"a": [1, 2.5, None, b"b", True]}),
     ]
     seeds = {type(control).__name__.lower(): b"\0" + _frames.encode(control) for control in controls}

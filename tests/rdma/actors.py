@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from monarch_backend import rdma
@@ -30,8 +31,14 @@ ROUTES = {
     "mapped": RouteCase("same host", shared=True, way=0),
     "thread": RouteCase("same host", {"MONARCH_CMA": "0"}, way=2),
     "tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}),
+    "verbs": RouteCase("verbs", {"MONARCH_RDMA": "verbs"}),
     "tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}),
 }
+
+
+def routes() -> list[Any]:
+    """Of this machine; that over verbs has a mark, since it needs NICs."""
+    return [pytest.param(name, marks=pytest.mark.verbs if name == "verbs" else ()) for name in sorted(ROUTES)]
 
 
 def take(route: str) -> None:

@@ -8,11 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 from monarch_backend.actor import ActorMesh, this_host
+from monarch_backend.rdma._transfers import engine
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
-from tests.rdma.actors import ROUTES, Process, take
+from tests.rdma.actors import Process, routes, take
 
 
-@pytest.fixture(scope="module", params=sorted(ROUTES))
+@pytest.fixture(scope="session", autouse=True)
+def _server() -> None:
+    """What this process listens with comes with the first who asks, and stays: no test leaves it behind."""
+    engine().routes.ways()
+
+
+@pytest.fixture(scope="module", params=routes())
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ActorMesh, ActorMesh]]:
     """An owner of memory and a reader in processes of their own, on each route."""
     bootstrap = functools.partial(take, request.param)

@@ -20,13 +20,13 @@ from monarch_backend.actor import ActorError, ActorMesh, CancelledError, Supervi
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
 from tests.actor.actors import held_up, pid_of, resident_bytes
 from tests.actor.support import Faults
-from tests.rdma.actors import ROUTES, Process, pattern, take
+from tests.rdma.actors import Process, pattern, routes, take
 
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
 
 
-@pytest.fixture(params=sorted(ROUTES))
+@pytest.fixture(params=routes())
 def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
     """An owner and a reader that may die."""
     bootstrap = functools.partial(take, request.param)
@@ -39,6 +39,21 @@ def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
 
 def route_of(request: pytest.FixtureRequest) -> str:
     return str(request.node.callspec.params["fresh"])
+
+
+def test_the_main_program_owns_and_reads_too(fresh: Pair) -> None:
+    owner, reader = fresh
+    mine = pattern(3 * MIB, 3).clone()
+    buffer = RDMABuffer(mine)
+    assert reader.read.call_one(buffer, "tensor", 3).get()
+    reader.write.call_one(buffer, "tensor", 4).get()
+    assert torch.equal(mine, pattern(3 * MIB, 4))
+    buffer.drop()
+    theirs = owner.own.call_one("tensor", 3 * MIB).get()
+    into = torch.zeros(3 * MIB, dtype=torch.uint8)
+    theirs.read_into(into, timeout=30).get()
+    assert torch.equal(into, pattern(3 * MIB))
+    owner.drop.call_one(theirs).get()
 
 
 def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -> None:
@@ -104,8 +119,29 @@ def test_a_reader_that_dies_holds_up_nobody(fresh: Pair, faults: Faults) -> None
         reading.get(20)
 
 
-def test_memory_in_use_is_not_given_back(fresh: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_stands_still_holds_up_nobody(fresh: Pair, request: pytest.FixtureRequest) -> None:
     _, reader = fresh
+    if route_of(request) in ("kernel", "mapped"):
+        pytest.skip("on this route the reader itself may be in the middle of the memory")
+    pid = pid_of(reader)
+    buffer = RDMABuffer(torch.ones(64 * MIB, dtype=torch.uint8))
+    reading = reader.read_for_ever.call_one(buffer)
+    for _ in range(5):
+        with held_up(pid):
+            assert not reading.done()
+    with held_up(pid):
+        buffer.drop()
+    assert reading.get(20).startswith("DroppedError")
+
+
+def test_memory_in_use_is_not_given_back(
+    fresh: Pair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    _, reader = fresh
+    if route_of(request) not in ("kernel", "mapped"):
+        pytest.skip(
+            "on this route it is read by a thread of its owner, which holds it while it copies a piece, no longer"
+        )
     monkeypatch.setattr(_registry, "PATIENCE", 0.2)
     pid = pid_of(reader)
     mine = torch.ones(64 * MIB, dtype=torch.uint8)

@@ -216,21 +216,6 @@ def test_forged_handles(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_the_main_program_owns_and_reads_too(pair: Pair) -> None:
-    owner, reader = pair
-    mine = pattern(MIB, 3).clone()
-    buffer = RDMABuffer(mine)
-    assert reader.read.call_one(buffer, "tensor", 3).get()
-    reader.write.call_one(buffer, "tensor", 4).get()
-    assert torch.equal(mine, pattern(MIB, 4))
-    buffer.drop()
-    theirs = owner.own.call_one("tensor", MIB).get()
-    into = torch.zeros(MIB, dtype=torch.uint8)
-    theirs.read_into(into, timeout=30).get()
-    assert torch.equal(into, pattern(MIB))
-    owner.drop.call_one(theirs).get()
-
-
 def test_errors_are_the_same_type_everywhere() -> None:
     assert issubclass(DroppedError, RDMAError)
     assert issubclass(rdma.OwnerLostError, RDMAError)

@@ -130,6 +130,15 @@ def driver(kind: str, name: str) -> Path:
     return target
 
 
+@functools.cache
+def memory_driver(kind: str) -> Path:
+    """The stress driver of csrc/memory/stress."""
+    target = BUILD / kind / "memory_stress"
+    objects = _compile(kind, _sources("shm", "memory", "memory/stress"))
+    checked([COMPILER, *KINDS[kind], *objects, "-pthread", "-ldl", "-o", target], 120)
+    return target
+
+
 def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int = 1) -> str:
     """What the driver says of so many rounds of this size; with MONARCH_STRESS_SEED another seed than 1.
 
@@ -153,7 +162,8 @@ def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int =
 @functools.cache
 def extension(kind: str) -> Path:
     """monarch_backend._native."""
-    sources = _sources("shm/python", "channel/python", "", "shm", "channel")  # the slowest first
+    folders = ["shm/python", "channel/python", "memory/python", "", "shm", "memory", "channel"]  # the slowest first
+    sources = _sources(*folders)
     target = BUILD / kind / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     checked([COMPILER, *KINDS[kind], "-shared", *_compile(kind, sources), "-pthread", "-o", target], 120)
     return target

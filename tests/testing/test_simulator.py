@@ -26,6 +26,7 @@ from monarch_backend.actor import (
     Channel,
     Restart,
     SupervisionError,
+    _owned,
     _program,
     context,
     current_rank,
@@ -35,7 +36,7 @@ from monarch_backend.actor import (
 from monarch_backend.actor import _context as actor_context
 from monarch_backend.testing import Conditions, Simulation, SimulationError
 from monarch_backend.transport import _router
-from monarch_backend.transport._frames import Kind
+from monarch_backend.transport._frames import Kind, Replaced
 from tests.testing import world
 from tests.testing.digests import digest_of
 
@@ -97,6 +98,17 @@ class Parent(Actor):
     @endpoint
     def ask(self) -> list[int]:
         return list(self.children.take.call(1).get().values())
+
+
+class Friend(Actor):
+    """Knows others from its beginning."""
+
+    def __init__(self, others: Any) -> None:
+        self.others = others
+
+    @endpoint
+    def ask(self) -> list[int]:
+        return list(self.others.take.call(1).get().values())
 
 
 class Later(Actor):
@@ -369,6 +381,53 @@ def test_restarts() -> None:
         assert actors.give.call().get().item(gpus=0) == []
         assert len(simulation.processes) == 4
         assert not simulation.faults
+
+
+@pytest.mark.parametrize("most", [_owned.MOST_REPLACED, 10])
+def test_a_restart_of_all_is_told_to_each_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each rank, which would be the square of a large mesh; nor to those that it has killed."""
+    monkeypatch.setattr(_owned, "MOST_REPLACED", most)
+    told: dict[str, list[int]] = {}
+    with Simulation(1, QUIET) as simulation:
+        procs, actors = _mesh(24, restart=Restart("all", backoff=0.01))
+        friends = this_host().spawn_procs({"gpus": 3}, name="friends").spawn("friends", Friend, actors)
+        assert friends.ask.call().get().item(gpus=2) == list(range(24))
+        router = simulation.controller.program.router
+        tell = router.tell
+
+        def telling(peer: Any, message: Any, *rest: Any) -> None:
+            if isinstance(message, Replaced):
+                told.setdefault(peer.token, []).extend(message.ranks)
+                assert len(message.ranks) <= most
+            tell(peer, message, *rest)
+
+        monkeypatch.setattr(router, "tell", telling)
+        before = {process.token for process in simulation.processes_of(procs)}
+        simulation.kill(procs.slice(gpus=3))
+        simulation.run(until=lambda: bool(told))
+        assert told == {process.token: list(range(24)) for process in simulation.processes_of(friends)}
+        simulation.run(1.0)
+        assert not before & {process.token for process in simulation.processes_of(procs)}
+        assert friends.ask.call().get().item(gpus=2) == list(range(24))
+        assert not simulation.faults
+
+
+def test_who_was_killed_is_dead_before_its_successor_starts() -> None:
+    """As with a fork server, which kills and forks in the order of what it is told; a signal is not waited for."""
+    for seed in range(20):
+        with Simulation(seed, Conditions(late=0.5, starting=0.0)) as simulation:
+            procs, actors = _mesh(4, restart=Restart("all", max_restarts=9, backoff=0.0))
+
+            def look(simulation: Simulation = simulation) -> None:
+                there = [(p.mesh, p.rank) for p in simulation.processes if p.alive]
+                assert len(there) == len(set(there)), "a rank and its successor run at the same time"
+
+            simulation.on_step.append(look)
+            for rank in range(4):
+                actors.initialized.get()
+                simulation.kill(procs.slice(gpus=rank))
+                simulation.run(0.1)
+            assert len(simulation.processes) == 1 + 5 * 4
 
 
 @pytest.mark.parametrize("what", ["unstartable", "stillborn"])

@@ -111,7 +111,11 @@ void bind_memory(py::module_& m) {
              return std::make_shared<Patient>(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds)));
            }),
            py::arg("seconds") = py::none())
-      .def("cancel", &Patient::cancel);
+      .def("cancel", &Patient::cancel)
+      .def("over", [](const Patient& patient) {
+        if (patient.is_cancelled()) return static_cast<std::uint32_t>(Outcome::cancelled);
+        return static_cast<std::uint32_t>(Clock::now() >= patient.deadline ? Outcome::late : Outcome::done);
+      });
 
   py::class_<View>(m, "View", "Memory that an object with the buffer protocol lends, for as long as this lives.")
       .def(py::init<const py::object&>())
@@ -130,6 +134,12 @@ void bind_memory(py::module_& m) {
         return static_cast<int>(memory.table().drop(ticket_of(ticket), seconds));
       }, py::call_guard<py::gil_scoped_release>())
       .def("user_of", [](Registered& memory, const PyTicket& ticket) { return memory.table().user_of(ticket_of(ticket)); })
+      .def("check", [](Registered& memory, const PyTicket& ticket, std::uint64_t offset, std::uint64_t bytes, std::uint32_t access) {
+        char* data = nullptr;
+        const Refusal refusal = memory.table().hold(ticket_of(ticket), offset, bytes, static_cast<Access>(access), &data);
+        if (refusal == Refusal::none) memory.table().let_go(ticket_of(ticket));
+        return static_cast<std::uint32_t>(refusal);
+      })
       .def("count", [](Registered& memory) { return memory.table().count(); })
       .def("move", &move)
       .def("change", &change)

@@ -1,0 +1,547 @@
+"""One process's verbs: its devices, what it exposes, its links to peers, and the thread that hears of completions.
+
+Knows nothing of actors or of how bytes get to a peer: offers and answers are handed in and out. Nothing is opened
+before it is needed. Callbacks run on the engine's thread, without its lock, and must not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+from monarch_backend.rdma.verbs import _messages as messages
+from monarch_backend.rdma.verbs._binding import (
+    LOCAL_WRITE,
+    REMOTE_ATOMIC,
+    REMOTE_READ,
+    REMOTE_WRITE,
+    Binding,
+    Path,
+    QueuePair,
+    Registration,
+    load,
+)
+from monarch_backend.rdma.verbs._device import Device, open_devices
+from monarch_backend.rdma.verbs._devices import available, distance, node_of_memory
+from monarch_backend.rdma.verbs._errors import SUCCESS, VerbsError
+from monarch_backend.rdma.verbs._link import Link, State
+from monarch_backend.rdma.verbs._memory import Allocation, allocation_of, register
+from monarch_backend.rdma.verbs._messages import Answer, Endpoint, Offer, Pairing, RegionRecord
+from monarch_backend.rdma.verbs._reach import Way, ways
+from monarch_backend.rdma.verbs._request import Done, Piece, Request
+from monarch_backend.rdma.verbs._settings import Settings, from_environment
+
+log = logging.getLogger("monarch_backend")
+
+STRIPED = 1 << 20
+"""Bytes from which a transfer is spread over several devices."""
+
+_COMPLETIONS_AT_ONCE = 64
+_ALL = (1 << 64) - 1
+
+Peer = Hashable
+Segment = tuple[int, int, int]
+"""Offset in the region, local address, bytes."""
+
+
+class Region:
+    """Memory of a process that others may reach; what they need to know of it travels as bytes."""
+
+    def __init__(self, record: RegionRecord) -> None:
+        self.record = record
+        self.id, self.address, self.nbytes, self.writable = record.id, record.address, record.nbytes, record.writable
+
+    def __repr__(self) -> str:
+        return f"<Region of {self.nbytes} bytes, {'writable' if self.writable else 'read-only'}>"
+
+    def to_bytes(self) -> bytes:
+        """For others."""
+        return messages.pack(self.record)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Region:
+        """Of another process. Raises VerbsError."""
+        return cls(messages.unpack(RegionRecord, data))
+
+
+class _Exposed:
+    """What stands behind a region here: its owner lives as long."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.registrations: list[Registration] = []
+
+    def close(self) -> None:
+        for registration in self.registrations:
+            registration.close()
+        self.registrations, self.owner = [], None
+
+
+class Engine:
+    """``dial(peer)`` is called when a connection to a peer is wanted, at first use or after one broke: it has an offer
+    taken to the peer and the answer back (:meth:`offer`, there :meth:`accept`, :meth:`connect`), or says that the peer
+    is gone. Without it the connection must be there before the first transfer.
+    """
+
+    def __init__(
+        self,
+        dial: Callable[[Peer], None] | None = None,
+        *,
+        settings: Settings | None = None,
+        binding: Binding | None = None,
+    ) -> None:
+        self._dial = dial
+        self.settings = settings or from_environment()
+        self._binding = binding
+        self._lock = threading.RLock()
+        self._opened: list[Device] = []
+        self._links: dict[Peer, Link] = {}
+        self._accepted: dict[Peer, list[QueuePair]] = {}
+        self._exposed: dict[int, _Exposed] = {}
+        self._regions = itertools.count(1)
+        self._soon: deque[Callable[[], None]] = deque()  # for the engine's thread
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+        self._closed = False
+        self._process = os.getpid()
+
+    # ---- opening and closing
+
+    def devices(self) -> list[Device]:
+        """Open, from now on. Raises VerbsError."""
+        with self._lock:
+            if self._process != os.getpid():
+                raise VerbsError("this engine belongs to the process that this one was forked from: make one here")
+            if self._closed:
+                raise VerbsError("the engine is closed")
+            if not self._opened:
+                self._open()
+            return self._opened
+
+    def _open(self) -> None:
+        binding = self._binding
+        if binding is None:
+            reason = available()
+            if reason is not None:
+                raise VerbsError(f"verbs cannot be used here: {reason}")
+            binding = load(self.settings.binding)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._opened = open_devices(binding, self.settings, self._sweep_soon)
+            if not self._opened:
+                raise VerbsError("no port of a verbs device is active here")
+            for device in self._opened:
+                device.nic.arm()
+        except BaseException as error:
+            os.close(self._wake)
+            if isinstance(error, OSError) and not isinstance(error, VerbsError):
+                raise VerbsError(
+                    f"a verbs device does not open: {error}; is /dev/infiniband in this container?"
+                ) from error
+            raise
+        self._thread = threading.Thread(target=self._run, name="monarch-verbs", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """What is under way fails; nobody reaches this process's memory any more."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback cannot close the engine whose thread it runs on")
+        with self._lock:
+            if self._closed or self._process != os.getpid():
+                return
+            for link in self._links.values():
+                link.fail(VerbsError(f"the engine was closed with transfers from or to {link.peer} under way"))
+            self._closed = True
+            thread, self._thread = self._thread, None
+            self._nudge()
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            for peer in list(self._accepted):
+                self._hang_up(peer)
+            for exposed in self._exposed.values():
+                exposed.close()
+            self._exposed.clear()
+            for device in self._opened:
+                device.close()
+            self._opened = []
+            if self._wake >= 0:
+                wake, self._wake = self._wake, -1
+                os.close(wake)
+
+    # ---- the owner's side
+
+    def expose(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> Region:
+        """Others may reach this memory until :meth:`release`; its owner is kept until then. Raises VerbsError."""
+        if nbytes < 1:
+            raise ValueError("a region of no bytes")
+        access = LOCAL_WRITE | REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC if writable else REMOTE_READ
+        exposed = _Exposed(owner)
+        devices = self.devices()[: messages.MOST_ENDPOINTS]
+        try:
+            for device in devices:
+                caches = [device.cache for device in devices]
+                exposed.registrations.append(register(device.nic, address, nbytes, access, caches))
+        except BaseException:
+            exposed.close()
+            raise
+        with self._lock:
+            region = Region(
+                RegionRecord(next(self._regions), address, nbytes, writable, [r.rkey for r in exposed.registrations])
+            )
+            self._exposed[region.id] = exposed
+        return region
+
+    def release(self, region: Region) -> None:
+        """Nobody reaches it any more: a peer that tries gets "remote access error". Twice is as good as once."""
+        with self._lock:
+            exposed = self._exposed.pop(region.id, None)
+        if exposed is not None:
+            exposed.close()
+
+    def accept(self, peer: Peer, offer: bytes) -> bytes:
+        """Connect what a peer offers to queue pairs here; the answer for it. Raises VerbsError."""
+        wanted = messages.unpack(Offer, offer)
+        devices = self.devices()
+        made: list[QueuePair] = []
+        pairings: list[Pairing] = []
+        problems: list[str] = []
+        used: dict[tuple[int, int], int] = {}
+        for place, end in enumerate(wanted.ends):
+            if end.endpoint >= len(wanted.endpoints):
+                raise VerbsError(f"the offer of {peer} names port {end.endpoint} of {len(wanted.endpoints)}")
+            theirs = wanted.endpoints[end.endpoint]
+            for device, endpoint, way in _candidates(devices, theirs, used):
+                try:
+                    pair, pairing = self._answer(device, endpoint, way, theirs, place, end)
+                except OSError as error:
+                    problems.append(f"{device.name} to {theirs.device}: {error}")
+                    continue
+                made.append(pair)
+                pairings.append(pairing)
+                used[device.index, endpoint.port] = used.get((device.index, endpoint.port), 0) + 1
+                break
+        if not pairings:
+            raise VerbsError(_no_way(peer, wanted.endpoints, devices, problems), "", "", str(peer))
+        with self._lock:
+            self._hang_up(peer)
+            self._accepted[peer] = made
+        return messages.pack(Answer(wanted.nonce, pairings))
+
+    def _answer(
+        self, device: Device, endpoint: Endpoint, way: Way, theirs: Endpoint, place: int, end: messages.End
+    ) -> tuple[QueuePair, Pairing]:
+        mtu = min(endpoint.mtu, theirs.mtu)
+        reads = min(theirs.reads_out, endpoint.reads_in)
+        psn, settings = secrets.randbits(24), self.settings
+        pair = device.nic.queue_pair(1)
+        try:
+            pair.initialize(endpoint.port, REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC)
+            pair.connect(
+                Path(
+                    endpoint.port,
+                    end.number,
+                    psn,
+                    end.psn,
+                    mtu,
+                    way.ours.index,
+                    way.theirs.raw,
+                    theirs.lid,
+                    way.is_global,
+                    reads,
+                    1,
+                    settings.timeout,
+                    settings.retries,
+                    settings.traffic_class,
+                    settings.service_level,
+                )
+            )
+        except BaseException:
+            pair.close()
+            raise
+        return pair, Pairing(
+            place,
+            device.index,
+            pair.number,
+            psn,
+            mtu,
+            reads,
+            way.theirs.index,
+            way.ours.raw,
+            endpoint.lid,
+            way.is_global,
+        )
+
+    def _hang_up(self, peer: Peer) -> None:
+        for pair in self._accepted.pop(peer, []):
+            with contextlib.suppress(OSError):
+                pair.close()
+
+    # ---- the asking side
+
+    def offer(self, peer: Peer) -> bytes:
+        """For the peer's :meth:`accept`. Raises VerbsError."""
+        self.devices()
+        with self._lock:
+            data = self._link(peer).offer()
+            self._nudge()  # there is a deadline now
+            return data
+
+    def connect(self, peer: Peer, answer: bytes) -> None:
+        """With what the peer's :meth:`accept` has returned. Raises VerbsError."""
+        message = messages.unpack(Answer, answer)
+        with self._lock:
+            self._link(peer).connect(message)
+
+    def connected(self, peer: Peer) -> bool:
+        """There is a connection that works, as far as anybody knows."""
+        with self._lock:
+            link = self._links.get(peer)
+            return link is not None and link.state is State.UP
+
+    def transfer(
+        self,
+        peer: Peer,
+        kind: Literal["read", "write"],
+        remote: Region,
+        segments: Sequence[Segment],
+        owners: Any,
+        done: Callable[[BaseException | None], None],
+    ) -> Request:
+        """Segments of a peer's region to or from memory here; ``owners``: the object whose memory that is, or a list of
+        one for each segment. ``done(None or the error)`` is called once. What is wrong from the start is raised.
+        """
+        if kind not in ("read", "write"):
+            raise ValueError(f"{kind!r}: a transfer is a read or a write")
+        if kind == "write" and not remote.writable:
+            raise ValueError("the region is read-only: its owner has exposed it without writable=True")
+        each = list(owners) if isinstance(owners, (list, tuple)) else [owners] * len(segments)
+        if len(each) != len(segments):
+            raise ValueError(f"{len(each)} owners for {len(segments)} segments")
+        allocations, pieces = _pieces(remote, segments, each)
+        request = Request(kind, remote.record, pieces, allocations, done)
+        for device in self._near(request, pieces):
+            request.register(device)
+        return self._submit(peer, request)
+
+    def atomic(
+        self,
+        peer: Peer,
+        kind: Literal["fetch_add", "compare_swap"],
+        remote: Region,
+        offset: int,
+        operand: int,
+        expected: int,
+        done: Callable[[int | BaseException], None],
+    ) -> Request:
+        """On eight aligned bytes: add the operand, or put it there if what is expected is there.
+
+        ``done`` gets the value from before, or the error. Numbers are unsigned and wrap around.
+        """
+        if kind not in ("fetch_add", "compare_swap"):
+            raise ValueError(f"{kind!r}: an atomic is fetch_add or compare_swap")
+        if not remote.writable:
+            raise ValueError("the region is read-only: its owner has exposed it without writable=True")
+        if not 0 <= offset <= remote.nbytes - 8 or (remote.address + offset) % 8:
+            raise ValueError(f"offset {offset} of a region of {remote.nbytes} bytes: eight aligned bytes are needed")
+        operands = (operand & _ALL, 0) if kind == "fetch_add" else (expected & _ALL, operand & _ALL)
+        piece = Piece(remote.address + offset, 0, 8, 0)
+        self.devices()
+        return self._submit(peer, Request(kind, remote.record, [piece], (), done, operands))
+
+    def peer_gone(self, peer: Peer, why: BaseException | str) -> None:
+        """All that is under way with it fails now, for this reason; nothing of it reaches this process any more."""
+        error = why if isinstance(why, BaseException) else VerbsError(why, "", "", str(peer))
+        with self._lock:
+            link = self._links.pop(peer, None)
+            if link is not None:
+                link.fail(error)
+            self._hang_up(peer)
+
+    def _submit(self, peer: Peer, request: Request) -> Request:
+        with self._lock:
+            self.devices()
+            if request.nbytes:
+                self._link(peer).submit(request)
+            else:
+                self.finish(request)
+        return request
+
+    def _link(self, peer: Peer) -> Link:
+        if self._closed:
+            raise VerbsError("the engine is closed")
+        return self._links.setdefault(peer, Link(peer, self))
+
+    def _near(self, request: Request, pieces: Sequence[Piece]) -> list[Device]:
+        """The devices for a transfer: those nearest to its memory; one of them, if it is small."""
+        devices = self.devices()
+        if len(devices) == 1 or not pieces:
+            return devices
+        node = node_of_memory(pieces[0].local)
+        least = min(distance(node, device.node) for device in devices)
+        near = [device for device in devices if distance(node, device.node) == least]
+        return near if request.nbytes >= STRIPED else [near[(pieces[0].local >> 21) % len(near)]]
+
+    # ---- what links ask for
+
+    def finish(self, request: Request) -> None:
+        """As Host."""
+        outcome, done = request.close(), request.done
+        self._call_soon(lambda: done(outcome))
+
+    def dial(self, peer: Peer) -> bool:
+        """As Host."""
+        if self._dial is None:
+            return False
+        self._call_soon(lambda: self._dial_now(peer))
+        return True
+
+    def _dial_now(self, peer: Peer) -> None:
+        assert self._dial is not None
+        try:
+            self._dial(peer)
+        except Exception as error:
+            failed = VerbsError(f"{peer} could not be dialed: {error}", "", "", str(peer))
+            failed.__cause__ = error
+            with self._lock:
+                link = self._links.get(peer)
+                if link is not None:
+                    link.fail(failed)
+
+    def now(self) -> float:
+        """As Host."""
+        return time.monotonic()
+
+    # ---- the thread
+
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        self._soon.append(call)
+        self._nudge()
+
+    def _sweep_soon(self) -> None:
+        # In the middle of anything, wherever an object ends: no lock is taken here.
+        self._soon.append(self._sweep)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        if self._wake >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._wake, 1)
+
+    def _sweep(self) -> None:
+        for device in self._opened:
+            device.cache.sweep()
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        by_fd = {device.nic.fd: device for device in self._opened}
+        for fd in by_fd:
+            poller.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll(self._patience()):
+                try:
+                    if fd == self._wake:
+                        os.eventfd_read(fd)
+                    else:
+                        self._drain(by_fd[fd])
+                except Exception:
+                    log.exception("verbs: completions of a device cannot be read")
+                    self._fail_all("completions of a device cannot be read: see the log")
+                    if fd != self._wake:
+                        poller.unregister(fd)
+            self._call()
+            with self._lock:
+                for link in self._links.values():
+                    link.tick(self.now())
+                if self._closed and not self._soon:
+                    return
+
+    def _patience(self) -> float | None:
+        if self._soon:
+            return 0
+        with self._lock:
+            deadlines = [link.deadline for link in self._links.values() if link.deadline is not None]
+        return max(0.0, min(deadlines) - self.now()) * 1000 + 1 if deadlines else None
+
+    def _call(self) -> None:
+        for _ in range(len(self._soon)):
+            try:
+                self._soon.popleft()()
+            except Exception:
+                log.exception("verbs: a callback has failed")
+
+    def _fail_all(self, why: str) -> None:
+        with self._lock:
+            for link in self._links.values():
+                link.fail(VerbsError(why))
+
+    def _drain(self, device: Device) -> None:
+        device.nic.take_event()
+        device.nic.arm()  # before looking, or what comes in between would go unheard
+        while found := device.nic.poll(_COMPLETIONS_AT_ONCE):
+            with self._lock:
+                for id_, status, number, vendor in found:
+                    lane = device.lanes.get(number)
+                    if lane is None:
+                        continue  # closed meanwhile
+                    if status == SUCCESS:
+                        lane.link.completed(lane, id_)
+                    elif lane.posted and lane.posted[0].id <= id_:  # else it is of a lane that had this number before
+                        lane.link.broke(lane, id_, status, vendor)
+                if device.starved:
+                    device.starved = False
+                    for link in self._links.values():
+                        link.pump()
+            self._call()
+
+
+def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:
+    allocations: list[Allocation] = []
+    places: dict[int, int] = {}  # of an owner's allocation, by the owner's id
+    pieces = []
+    for (offset, address, nbytes), owner in zip(segments, owners, strict=True):
+        if id(owner) not in places:
+            places[id(owner)] = len(allocations)
+            allocations.append(allocation_of(owner))
+        part = places[id(owner)]
+        whole = allocations[part]
+        if nbytes < 0 or offset < 0 or offset + nbytes > remote.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} of a region of {remote.nbytes}")
+        if not whole.address <= address <= address + nbytes <= whole.address + whole.nbytes:
+            raise ValueError(f"{nbytes} bytes at {address:#x}, outside of the memory of their owner")
+        if nbytes:
+            pieces.append(Piece(remote.address + offset, address, nbytes, part))
+    return allocations, pieces
+
+
+def _candidates(
+    devices: Sequence[Device], theirs: Endpoint, used: dict[tuple[int, int], int]
+) -> list[tuple[Device, Endpoint, Way]]:
+    """Ways to a port of the peer, the most promising first; among equals the port that is used least so far."""
+    found = [
+        (device, endpoint, way) for device in devices for endpoint in device.endpoints for way in ways(endpoint, theirs)
+    ]
+    return sorted(found, key=lambda f: (f[2].cost, used.get((f[0].index, f[1].port), 0), -f[2].common))
+
+
+def _no_way(peer: Peer, theirs: Sequence[Endpoint], devices: Sequence[Device], problems: Sequence[str]) -> str:
+    there = ", ".join(f"{e.device}:{e.port}" for e in theirs)
+    here = ", ".join(f"{e.device}:{e.port}" for d in devices for e in d.endpoints)
+    tried = f" ({'; '.join(problems[:4])})" if problems else ": other kinds of network, or no address in common"
+    return (
+        f"no way between the ports of {peer} ({there}) and those here ({here}){tried}; name the ones to be used in "
+        "MONARCH_RDMA_DEVICES, and compare `monarch-backend doctor` on both hosts"
+    )
+
+
+__all__ = ["Done", "Engine", "Peer", "Region", "Segment"]

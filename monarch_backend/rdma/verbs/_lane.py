@@ -1,0 +1,145 @@
+"""One queue pair that asks, and what is posted on it, in order.
+
+Only the last work request of a batch is signaled: a completion says that all before it on the same queue pair are done.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from monarch_backend.rdma.verbs._binding import WRITE, Path, Work
+from monarch_backend.rdma.verbs._device import Device
+from monarch_backend.rdma.verbs._messages import End, Endpoint, Pairing
+from monarch_backend.rdma.verbs._request import Piece, Request
+from monarch_backend.rdma.verbs._settings import Settings
+
+if TYPE_CHECKING:
+    from monarch_backend.rdma.verbs._link import Link
+
+DEPTH = 128
+"""Work requests under way on a queue pair."""
+
+BATCH = 16
+"""Work requests that are posted in one go."""
+
+BATCH_BYTES, LANE_BYTES = 2 << 20, 8 << 20
+"""Of a batch; under way on a queue pair, so that it is the faster lane that gets the next piece."""
+
+_ids = itertools.count(1)  # of work requests: never used twice, for a queue may still hold a dead lane's completion
+
+
+class Posted(NamedTuple):
+    """A work request under way; without a request it is the proof that the other end is there."""
+
+    id: int
+    request: Request | None
+    piece: Piece | None
+
+
+class Lane:
+    """``place``: in the offer."""
+
+    def __init__(self, link: Link, device: Device, endpoint: Endpoint, place: int, psn: int) -> None:
+        self.link, self.device, self.endpoint, self.place = link, device, endpoint, place
+        if len(device.lanes) >= device.most_lanes:
+            raise OSError(errno.EMFILE, f"{len(device.lanes)} queue pairs are as many as its completion queue serves")
+        self.depth = min(DEPTH, device.nic.limits.depth)
+        self.pair = device.nic.queue_pair(self.depth)
+        try:
+            self.pair.initialize(endpoint.port, 0)
+        except BaseException:
+            self.pair.close()
+            raise
+        self.number, self.psn = self.pair.number, psn
+        self.posted: deque[Posted] = deque()
+        self.nbytes = 0  # under way
+        self.their_nic = 0
+        self.proved = False
+        device.lanes[self.number] = self
+
+    def end(self, endpoint: int) -> End:
+        """For the offer."""
+        return End(endpoint, self.number, self.psn)
+
+    def connect(self, pairing: Pairing, settings: Settings) -> None:
+        """To the other end, and ask it for a sign of life. Raises OSError."""
+        self.their_nic = pairing.nic
+        self.pair.connect(
+            Path(
+                self.endpoint.port,
+                pairing.number,
+                self.psn,
+                pairing.psn,
+                min(pairing.mtu, self.endpoint.mtu),
+                pairing.gid_index,
+                pairing.gid,
+                pairing.lid,
+                pairing.is_global,
+                1,
+                min(pairing.reads, self.endpoint.reads_out),
+                settings.timeout,
+                settings.retries,
+                settings.traffic_class,
+                settings.service_level,
+            )
+        )
+        # A WRITE of nothing needs no key, and is acknowledged by the other end's device.
+        self._post([(Posted(next(_ids), None, None), Work(0, WRITE, True, 0, 0, 0, 0, 0))])
+
+    @property
+    def room(self) -> int:
+        """Work requests that may be posted now."""
+        if self.nbytes >= LANE_BYTES or not self.proved:
+            return 0
+        if self.device.credit < 1:
+            self.device.starved = True  # whoever gives some back has everybody look again
+        return max(0, min(self.depth - len(self.posted), self.device.credit, BATCH))
+
+    def post(self, requests: list[Request]) -> int:
+        """A batch of the pieces of these requests, in order; how many there were. Raises OSError."""
+        batch: list[tuple[Posted, Work]] = []
+        room, nbytes = self.room, 0
+        for request in requests:
+            while len(batch) < room and nbytes < BATCH_BYTES and request.has_more:
+                piece = request.take()
+                batch.append((Posted(next(_ids), request, piece), self._work(request, piece)))
+                nbytes += piece.nbytes
+        if batch:
+            self._post(batch)
+        return len(batch)
+
+    def _work(self, request: Request, piece: Piece) -> Work:
+        local, lkey = request.where(piece, self.device)
+        rkey = request.record.keys[self.their_nic]
+        first, second = request.operands
+        return Work(0, request.opcode, False, local, piece.nbytes, lkey, piece.remote, rkey, first, second)
+
+    def _post(self, batch: list[tuple[Posted, Work]]) -> None:
+        for posted, _ in batch:
+            self.posted.append(posted)
+            self.nbytes += posted.piece.nbytes if posted.piece else 0
+        self.device.credit -= len(batch)
+        last = len(batch) - 1
+        self.pair.post([work._replace(id=p.id, signaled=i == last) for i, (p, work) in enumerate(batch)])
+
+    def retire(self, id_: int) -> list[Posted]:
+        """All up to this one are done."""
+        done = []
+        while self.posted and self.posted[0].id <= id_:
+            done.append(self._pop())
+        return done
+
+    def _pop(self) -> Posted:
+        posted = self.posted.popleft()
+        self.device.credit += 1
+        self.nbytes -= posted.piece.nbytes if posted.piece else 0
+        return posted
+
+    def close(self) -> list[Posted]:
+        """It is no more, and touches no memory; what was under way."""
+        self.device.lanes.pop(self.number, None)
+        self.pair.close()
+        return [self._pop() for _ in range(len(self.posted))]

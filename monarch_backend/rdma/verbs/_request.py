@@ -1,0 +1,193 @@
+"""What was asked for, cut into the pieces that queue pairs take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from monarch_backend.rdma.verbs._binding import COMPARE_SWAP, FETCH_ADD, READ, WRITE
+from monarch_backend.rdma.verbs._device import Device, Slot
+from monarch_backend.rdma.verbs._memory import Allocation, Entry
+from monarch_backend.rdma.verbs._messages import RegionRecord
+
+OPCODES = {"read": READ, "write": WRITE, "fetch_add": FETCH_ADD, "compare_swap": COMPARE_SWAP}
+
+LEAST_PIECE, MOST_PIECE = 256 << 10, 2 << 20
+"""Bytes: a piece should be worth a work request, and a transfer have some for each queue pair."""
+
+PIECES_PER_LANE = 4
+
+Done = Callable[[Any], None]
+
+
+class Piece(NamedTuple):
+    """A work request to be: contiguous on both sides."""
+
+    remote: int
+    local: int
+    nbytes: int
+    part: int  # which of the request's allocations it is in
+
+
+def piece_size(total: int, lanes: int, max_message: int) -> int:
+    """Bytes of a piece of a transfer, so that all lanes have something to do.
+
+    >>> piece_size(1 << 30, 2, 1 << 30) == MOST_PIECE, piece_size(4096, 2, 1 << 30) == LEAST_PIECE
+    (True, True)
+    """
+    size = total // (lanes * PIECES_PER_LANE)
+    size = -(-min(max(size, LEAST_PIECE), MOST_PIECE) // 4096) * 4096
+    return max(1, min(size, max_message))
+
+
+def cut(pieces: Sequence[Piece], size: int) -> Iterator[Piece]:
+    """Neighbours joined, then none larger than ``size``."""
+    for remote, local, nbytes, part in _joined(pieces):
+        for start in range(0, nbytes, size):
+            yield Piece(remote + start, local + start, min(size, nbytes - start), part)
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    last: Piece | None = None
+    for piece in pieces:
+        if not piece.nbytes:
+            continue
+        if last is None:
+            last = piece
+        elif (
+            last.part == piece.part
+            and last.remote + last.nbytes == piece.remote
+            and last.local + last.nbytes == piece.local
+        ):
+            last = last._replace(nbytes=last.nbytes + piece.nbytes)
+        else:
+            yield last
+            last = piece
+    if last is not None:
+        yield last
+
+
+class Request:
+    """Under way or waiting, until `done` is called: once, with None, an atomic's old value, or the error.
+
+    What is in here changes under the engine's lock only.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        record: RegionRecord,
+        pieces: Sequence[Piece],
+        allocations: Sequence[Allocation],
+        done: Done,
+        operands: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.kind, self.opcode = kind, OPCODES[kind]
+        self.record, self.operands, self.done = record, operands, done
+        self.nbytes = sum(piece.nbytes for piece in pieces)
+        self.under_way = 0  # pieces that are posted
+        self.breaks = 0  # of connections, with pieces of this one under way
+        self.broken_in = -1  # which connection was the last of those
+        self.error: BaseException | None = None
+        self.finished = False
+        self._allocations = allocations  # held: nobody may free them before the devices are done with them
+        self._entries: dict[int, list[Entry]] = {}  # by device
+        self._devices: dict[int, Device] = {}
+        self._slot: tuple[Device, Slot] | None = None
+        self._again: deque[Piece] = deque()
+        self._cut: Iterator[Piece] = iter(())
+        self._all = pieces
+        self._next: Piece | None = None
+        self._began = False
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} of {self.nbytes} bytes, {'finished' if self.finished else 'under way'}>"
+
+    @property
+    def is_atomic(self) -> bool:
+        """To be done once, not once or twice."""
+        return self.opcode in (FETCH_ADD, COMPARE_SWAP)
+
+    def register(self, device: Device) -> None:
+        """So that this device can do it. Raises VerbsError."""
+        if device.index in self._devices:
+            return
+        if self.is_atomic:
+            if self._slot is None:
+                self._slot = (device, device.take_slot())
+                self._devices[device.index] = device
+            return
+        taken: list[Entry] = []
+        try:
+            for allocation in self._allocations:
+                taken.append(device.cache.take(allocation, writable=self.opcode == READ))
+        except BaseException:
+            for entry in taken:
+                device.cache.give(entry)
+            raise
+        self._entries[device.index], self._devices[device.index] = taken, device
+
+    def is_for(self, device: Device) -> bool:
+        """This device can do it, as it is registered."""
+        return device.index in self._devices
+
+    def anywhere(self) -> set[int]:
+        """The devices that can do it, by index."""
+        return set(self._devices)
+
+    def begin(self, lanes: int, max_message: int) -> None:
+        """Pieces can be taken: to be shared by so many lanes."""
+        if not self._began:
+            self._began = True
+            self._cut = cut(self._all, 8 if self.is_atomic else piece_size(self.nbytes, lanes, max_message))
+
+    @property
+    def has_more(self) -> bool:
+        """Pieces that are not posted."""
+        if self.error is not None:
+            return False
+        if self._again:
+            return True
+        if self._next is None:
+            self._next = next(self._cut, None)
+        return self._next is not None
+
+    def take(self) -> Piece:
+        """The next one, while it `has_more`."""
+        self.under_way += 1
+        if self._again:
+            return self._again.popleft()
+        piece, self._next = self._next, None
+        assert piece is not None
+        return piece
+
+    def put_back(self, piece: Piece) -> None:
+        """It did not get through."""
+        self.under_way -= 1
+        self._again.append(piece)
+
+    def where(self, piece: Piece, device: Device) -> tuple[int, int]:
+        """Its local address and key."""
+        if self._slot is not None:
+            return self._slot[1].address, self._slot[1].lkey
+        return piece.local, self._entries[device.index][piece.part].lkey
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of it is under way, and nothing will be."""
+        return not self.under_way and not self.has_more
+
+    def close(self) -> Any:
+        """The devices are done with it: what `done` is called with."""
+        self.finished = True
+        outcome: Any = self.error
+        if self._slot is not None:
+            device, slot = self._slot
+            outcome = slot.value if outcome is None else outcome
+            device.give_slot(slot)
+        for index, entries in self._entries.items():
+            for entry in entries:
+                self._devices[index].cache.give(entry)
+        self._entries, self._devices, self._slot, self._allocations = {}, {}, None, ()
+        return outcome

@@ -1,0 +1,29 @@
+"""Memory over TCP under AddressSanitizer with UBSan and under ThreadSanitizer: the driver in csrc/memory/stress/."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarch_backend.transport._certificates import Ders
+from tests.support import sanitizers
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="memory over TCP is Linux's")]
+
+# OpenSSL is not compiled for ThreadSanitizer, which does not see its atomics.
+NOT_OURS = "called_from_lib:libssl.so\ncalled_from_lib:libcrypto.so\nrace:libssl.so\nrace:libcrypto.so\n"
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("kind", ["address", "thread"])
+def test_many_threads_and_registrations_that_come_and_go(kind: str, tls: bool, tmp_path: Path) -> None:
+    ders = Ders.of_secret(b"s" * 32)
+    for name in ("certificate", "key", "ca"):
+        (tmp_path / name).write_bytes(getattr(ders, name))
+    (tmp_path / "suppressions").write_text(NOT_OURS)
+    options = dict(sanitizers.OPTIONS)
+    options["TSAN_OPTIONS"] += f":suppressions={tmp_path / 'suppressions'}"
+    command = [*sanitizers.prefix(kind), sanitizers.memory_driver(kind), 14, tmp_path if tls else ""]
+    print(sanitizers.checked(command, 300, **options))

@@ -1,0 +1,211 @@
+"""A pretended libibverbs for one process: devices whose queue pairs really move memory, in order, when they are told.
+
+It is strict where hardware is: no more work requests than a queue has room for, keys that must be right, completions
+for signaled or failed requests only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from monarch_backend.rdma.verbs._binding import (
+    COMPARE_SWAP,
+    FETCH_ADD,
+    READ,
+    REMOTE_READ,
+    REMOTE_WRITE,
+    WRITE,
+    Completion,
+    Limits,
+    Path,
+    Port,
+    Work,
+)
+
+REMOTE_ACCESS, FLUSHED, RETRIES = 10, 5, 12
+
+
+@dataclass
+class Registered:
+    nic: FakeNic
+    address: int
+    nbytes: int
+    access: int
+    lkey: int
+    rkey: int
+
+    def close(self) -> None:
+        del self.nic.registered[self.rkey]
+        self.nic.closed += 1
+
+    def covers(self, address: int, nbytes: int) -> bool:
+        return self.address <= address and address + nbytes <= self.address + self.nbytes
+
+
+class FakePair:
+    def __init__(self, nic: FakeNic, depth: int) -> None:
+        self.nic, self.depth = nic, depth
+        self.number = next(nic.fabric.numbers)
+        self.path: Path | None = None
+        self.access = 0
+        self.posted: deque[Work] = deque()
+        self.unpolled = 0
+        self.most = 0
+        self.broken = False
+        self.closed = False
+        nic.fabric.pairs[self.number] = self
+
+    def initialize(self, port: int, access: int) -> None:
+        self.access = access
+
+    def connect(self, path: Path) -> None:
+        if path.gid in self.nic.fabric.unreachable:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+        self.path = path
+
+    def post(self, works: Sequence[Work]) -> None:
+        with self.nic.fabric.lock:
+            assert len(self.posted) + len(works) <= self.depth, "the send queue overflows"
+            assert works[-1].signaled, "nobody would hear of the last"
+            self.posted.extend(works)
+            self.most = max(self.most, len(self.posted))
+            self.nic.fabric.batches.append([work.signaled for work in works])
+        if self.nic.fabric.at_once:
+            self.nic.fabric.run()
+
+    def close(self) -> None:
+        with self.nic.fabric.lock:
+            assert not self.closed, "closed twice"
+            self.closed = True
+            del self.nic.fabric.pairs[self.number]
+
+    def step(self) -> bool:
+        """The next work request."""
+        if not self.posted or self.path is None:
+            return False
+        work = self.posted.popleft()
+        if self.broken:
+            self._complete(work, FLUSHED)
+            return True
+        status = self._do(work)
+        if status:
+            self.broken = True
+        if status or work.signaled:
+            self._complete(work, status)
+        return True
+
+    def _complete(self, work: Work, status: int) -> None:
+        self.nic.completions.append(Completion(work.id, status, self.number, 0))
+        assert len(self.nic.completions) <= self.nic.limits.completions, "the completion queue overflows"
+        self.nic.tell()
+
+    def _do(self, work: Work) -> int:
+        assert self.path is not None
+        other = self.nic.fabric.pairs.get(self.path.number)
+        if other is None or self.nic.fabric.dead:
+            return RETRIES
+        if not work.nbytes:
+            return 0
+        assert work.nbytes <= self.nic.message, "a message longer than the port takes"
+        mine = self.nic.registered[work.lkey]
+        assert mine.covers(work.local, work.nbytes)
+        there = other.nic.registered.get(work.rkey)
+        needed = REMOTE_READ if work.opcode == READ else REMOTE_WRITE
+        if there is None or not there.covers(work.remote, work.nbytes) or not there.access & other.access & needed:
+            return REMOTE_ACCESS
+        if work.opcode == READ:
+            ctypes.memmove(work.local, work.remote, work.nbytes)
+        elif work.opcode == WRITE:
+            ctypes.memmove(work.remote, work.local, work.nbytes)
+        else:
+            ctypes.memmove(work.local, work.remote, 8)
+            value = ctypes.c_uint64.from_address(work.remote)
+            if work.opcode == FETCH_ADD:
+                value.value += work.compare_add
+            elif work.opcode == COMPARE_SWAP and value.value == work.compare_add:
+                value.value = work.swap
+        return 0
+
+
+class FakeNic:
+    def __init__(self, fabric: Fabric, name: str, completions: int) -> None:
+        self.fabric, self.name = fabric, name
+        self.limits = Limits(fabric.depth, min(completions, fabric.completions), 16, 16)
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.registered: dict[int, Registered] = {}
+        self.completions: deque[Completion] = deque()
+        self.armed = False
+        self.opened = self.closed = 0
+        self.memory = fabric.memory
+        self.message = fabric.message
+        fabric.nics.append(self)
+
+    def port(self, number: int) -> Port:
+        return Port(True, True, 0, 5, self.message)
+
+    def arm(self) -> None:
+        self.armed = True
+
+    def tell(self) -> None:
+        if self.armed:
+            self.armed = False
+            os.eventfd_write(self.fd, 1)
+
+    def take_event(self) -> None:
+        os.eventfd_read(self.fd)
+
+    def poll(self, most: int) -> list[Completion]:
+        with self.fabric.lock:
+            return [self.completions.popleft() for _ in range(min(most, len(self.completions)))]
+
+    def register(self, address: int, nbytes: int, access: int) -> Registered:
+        with self.fabric.lock:
+            if sum(r.nbytes for r in self.registered.values()) + nbytes > self.memory:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            key = next(self.fabric.numbers) << 8
+            self.opened += 1
+            self.registered[key] = Registered(self, address, nbytes, access, key, key)
+            return self.registered[key]
+
+    def queue_pair(self, depth: int) -> FakePair:
+        return FakePair(self, min(depth, self.limits.depth))
+
+    def close(self) -> None:
+        assert not self.registered, "closed with memory registered"
+        os.close(self.fd)
+
+
+@dataclass
+class Fabric:
+    """All devices of the test; it is a Binding itself. ``at_once``: work requests are done when they are posted."""
+
+    at_once: bool = True
+    depth: int = 1024
+    completions: int = 1 << 16
+    memory: int = 1 << 40
+    message: int = 1 << 30
+    dead: bool = False
+    unreachable: set[bytes] = field(default_factory=set)
+    nics: list[FakeNic] = field(default_factory=list)
+    pairs: dict[int, FakePair] = field(default_factory=dict)
+    batches: list[list[bool]] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(100))
+
+    def open_nic(self, device: str, completions: int) -> FakeNic:
+        return FakeNic(self, device, completions)
+
+    def run(self, most: int = 1 << 60) -> int:
+        """Do what is posted, in turns."""
+        done = 0
+        with self.lock:
+            while done < most and sum(pair.step() for pair in list(self.pairs.values())):
+                done += 1
+        return done

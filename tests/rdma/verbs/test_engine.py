@@ -1,0 +1,317 @@
+"""The engine over pretended devices: flow control, order of failures, connecting again, ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from monarch_backend.rdma.verbs import Engine, Region, Settings, VerbsError, _device
+from monarch_backend.rdma.verbs._devices import PortFacts
+from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from tests.rdma.verbs.fabric import Fabric
+from tests.rdma.verbs.peers import Memory, Outcome, until
+
+GID = bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1])
+OTHER = bytes(10) + b"\xff\xff" + bytes([10, 0, 1, 1])
+KI = 1 << 10
+
+
+class Two:
+    """An owner and an engine that asks it, in one process."""
+
+    def __init__(self, fabric: Fabric, connects: bool = True, **settings: Any) -> None:
+        self.fabric, self.connects = fabric, connects
+        self.dialed = threading.Semaphore(0)
+        self.owner = Engine(settings=Settings(**settings), binding=fabric)
+        self.asking = Engine(self.dial, settings=Settings(**settings), binding=fabric)
+        self.here, self.there = Memory(256 * KI), Memory(256 * KI)
+        self.there.fill(7)
+        self.region = self.expose()
+
+    def expose(self) -> Region:
+        exposed = self.owner.expose(self.there.address, self.there.nbytes, self.there.view)
+        return Region.from_bytes(exposed.to_bytes())
+
+    def dial(self, peer: Any) -> None:
+        self.dialed.release()
+        if self.connects:
+            self.introduce()
+
+    def introduce(self) -> None:
+        self.asking.connect("owner", self.owner.accept("asking", self.asking.offer("owner")))
+
+    def start(self, segments: list[tuple[int, int, int]], kind: Any = "read", region: Region | None = None) -> Outcome:
+        done = Outcome()
+        near = [(far, self.here.address + offset, nbytes) for far, offset, nbytes in segments]
+        self.asking.transfer("owner", kind, region or self.region, near, self.here.view, done)
+        return done
+
+    def add(self) -> Outcome:
+        done = Outcome()
+        self.asking.atomic("owner", "fetch_add", self.region, 0, 1, 0, done)
+        return done
+
+    def close(self) -> None:
+        self.asking.close()
+        self.owner.close()
+        assert not self.fabric.pairs
+        assert all(nic.opened == nic.closed for nic in self.fabric.nics)
+
+
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> list[PortFacts]:
+    found = [PortFacts("fake0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, GID),), -1)]
+    monkeypatch.setattr(_device._devices, "usable", lambda settings: found)
+    return found
+
+
+@pytest.fixture
+def two(ports: list[PortFacts]) -> Iterator[Callable[..., Two]]:
+    made: list[Two] = []
+
+    def make(fabric: Fabric | None = None, **options: Any) -> Two:
+        made.append(Two(fabric or Fabric(), **options))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+@pytest.mark.parametrize(("depth", "completions"), [(20, 50), (1, 1), (1024, 1 << 16)])
+def test_thousands_of_segments_never_overflow_a_queue(two: Callable[..., Two], depth: int, completions: int) -> None:
+    """The pretended device asserts it; every batch has one signal, at its end."""
+    fabric = Fabric(at_once=False, depth=depth, completions=completions)
+    pair = two(fabric, queue_pairs=4)
+    segments = [(i * 50, (i * 50 + 50 * 997) % (5000 * 50), 40) for i in range(5000)]
+    done = pair.start(segments)
+    while not done.calls:
+        fabric.run(3)
+    done.wait()
+    for far, near, nbytes in segments:
+        assert pair.here.view[near : near + nbytes] == pair.there.view[far : far + nbytes]
+    assert all(batch == [False] * (len(batch) - 1) + [True] for batch in fabric.batches)
+    if depth > 128:
+        assert len(fabric.batches) < 5000 / 8
+
+
+def test_messages_are_no_longer_than_the_port_takes(two: Callable[..., Two]) -> None:
+    pair = two(Fabric(message=1000))
+    pair.start([(0, 0, 256 * KI)]).wait()
+    assert pair.here.view == pair.there.view
+
+
+def test_a_transfer_of_nothing_is_done(two: Callable[..., Two]) -> None:
+    pair = two()
+    assert pair.start([]).wait() is None
+    assert pair.start([(5, 5, 0)]).wait() is None
+    assert not pair.asking.connected("owner")
+
+
+@pytest.mark.parametrize(
+    ("segment", "words"),
+    [
+        ((-1, 0, 5), "bytes -1 to 4 of a region of 262144"),
+        ((262140, 0, 5), "bytes 262140 to 262145 of a region"),
+        ((0, 262140, 5), "outside of the memory of their owner"),
+        ((0, -1, 5), "outside of the memory of their owner"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(two: Callable[..., Two], segment: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        two().start([segment])
+
+
+def test_atomics_want_eight_aligned_bytes(two: Callable[..., Two]) -> None:
+    pair = two()
+    for offset in (-8, 4, 256 * KI - 4):
+        with pytest.raises(ValueError, match="eight aligned bytes"):
+            pair.asking.atomic("owner", "fetch_add", pair.region, offset, 1, 0, Outcome())
+
+
+def test_a_wrong_key_is_one_request_s_failure(two: Callable[..., Two]) -> None:
+    fabric = Fabric(at_once=False)
+    pair = two(fabric, queue_pairs=1)
+    pair.start([(0, 0, 8)])
+    while not pair.asking.connected("owner"):
+        fabric.run()
+    bad = pair.expose()
+    pair.owner.release(pair.region)  # `pair.region` is a copy without its owner's part: released by its id
+    before, broken, after = (pair.start([(0, 0, 8)], region=r) for r in (bad, pair.region, bad))
+    added = Outcome()
+    pair.asking.atomic("owner", "fetch_add", bad, 8, 5, 0, added)
+    outcomes = []
+    for done in (before, broken, after, added):
+        while not done.calls:
+            fabric.run()
+        try:
+            outcomes.append(done.wait())
+        except VerbsError as error:
+            outcomes.append(error.status)
+    assert outcomes[:3] == [None, "remote access error", None]
+    assert outcomes[3] == int.from_bytes(bytes(pair.here.view[8:16]), "little") or isinstance(outcomes[3], int)
+    assert all(done.calls == 1 for done in (before, broken, after, added))
+
+
+def test_a_broken_connection_is_made_again_once(two: Callable[..., Two]) -> None:
+    fabric = Fabric(at_once=False)
+    pair = two(fabric)
+    first = pair.start([(0, 0, 200 * KI)])
+    assert until(lambda: fabric.run() > 0)
+    assert until(lambda: pair.asking.connected("owner"))
+    assert until(lambda: any(p.posted for p in list(fabric.pairs.values())))
+    fabric.dead = True
+    fabric.run()
+    assert pair.dialed.acquire(timeout=10)
+    assert pair.dialed.acquire(timeout=10)
+    fabric.dead = False
+    while not first.calls:
+        fabric.run()
+    first.wait()
+    assert pair.here.view[: 200 * KI] == pair.there.view[: 200 * KI]
+
+
+def test_a_connection_that_breaks_again_is_reported_in_the_completion_s_words(two: Callable[..., Two]) -> None:
+    fabric = Fabric()
+    pair = two(fabric)
+    pair.start([(0, 0, 8)]).wait()
+    fabric.dead = True
+    with pytest.raises(VerbsError, match=r"transport retry counter exceeded \(peer owner, device fake0\)") as caught:
+        pair.start([(0, 0, 8)]).wait()
+    assert caught.value.status == "transport retry counter exceeded"
+    fabric.dead = False
+    pair.start([(0, 0, 8)]).wait()  # and the next one begins anew
+
+
+def test_an_atomic_in_doubt_is_not_repeated(two: Callable[..., Two]) -> None:
+    fabric = Fabric()
+    pair = two(fabric)
+    pair.add().wait()
+    fabric.dead = True
+    with pytest.raises(VerbsError, match="once or not at all"):
+        pair.add().wait()
+
+
+def test_a_peer_that_is_gone_ends_everything_at_once(two: Callable[..., Two]) -> None:
+    fabric = Fabric(at_once=False)
+    pair = two(fabric)
+    under_way = [pair.start([(0, 0, 8)]), pair.start([(0, 0, 200 * KI)]), pair.add()]
+    assert until(lambda: fabric.run() > 0)
+    assert until(lambda: pair.asking.connected("owner"))
+    pair.asking.peer_gone("owner", "rank 1 died")
+    for done in under_way:
+        with pytest.raises(VerbsError, match=r"^rank 1 died$"):
+            done.wait()
+    assert [done.calls for done in under_way] == [1, 1, 1]
+
+
+def test_an_error_of_the_user_s_comes_as_it_is(two: Callable[..., Two]) -> None:
+    pair = two(connects=False)
+    done = pair.start([(0, 0, 8)])
+    pair.asking.peer_gone("owner", KeyError("mine"))
+    with pytest.raises(KeyError, match="mine"):
+        done.wait()
+
+
+def test_nobody_answers_the_offer(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monarch_backend.rdma.verbs._link.DIAL_SECONDS", 0.05)
+    with pytest.raises(VerbsError, match="owner has not answered within"):
+        two(connects=False).start([(0, 0, 8)]).wait()
+
+
+def test_the_answer_to_an_earlier_offer_is_refused(two: Callable[..., Two]) -> None:
+    pair = two(connects=False)
+    answer = pair.owner.accept("asking", pair.asking.offer("owner"))
+    pair.asking.offer("owner")
+    with pytest.raises(VerbsError, match="not to the last offer"):
+        pair.asking.connect("owner", answer)
+
+
+def test_no_way_between_two_networks_is_said_with_names(two: Callable[..., Two]) -> None:
+    fabric = Fabric(unreachable={GID})
+    with pytest.raises(VerbsError, match=r"no way between the ports of asking \(fake0:1\).*MONARCH_RDMA_DEVICES"):
+        two(fabric).start([(0, 0, 8)]).wait()
+
+
+def test_another_address_is_tried_when_one_leads_nowhere(ports: list[PortFacts], two: Callable[..., Two]) -> None:
+    ports[0] = PortFacts("fake0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, GID), Gid(3, ROCE_V2, OTHER)), -1)
+    pair = two(Fabric(unreachable={GID}))
+    pair.start([(0, 0, 8)]).wait()
+
+
+def test_no_more_memory_to_lock(two: Callable[..., Two]) -> None:
+    fabric = Fabric(memory=300 * KI)
+    pair = two(fabric)
+    second = Memory(256 * KI)
+    with pytest.raises(VerbsError, match=r"cannot register 262144 bytes with fake0: Cannot allocate memory; .*limit"):
+        pair.owner.expose(second.address, second.nbytes, second.view)
+
+
+def test_ends_with_everything_under_way(two: Callable[..., Two]) -> None:
+    fabric = Fabric(at_once=False)
+    pair = two(fabric)
+    done = [pair.start([(0, 0, 200 * KI)]), pair.add()]
+    assert until(lambda: fabric.run() > 0)
+    pair.asking.close()
+    for outcome in done:
+        with pytest.raises(VerbsError, match="engine was closed"):
+            outcome.wait()
+    with pytest.raises(VerbsError, match="closed"):
+        pair.start([(0, 0, 8)])
+
+
+def test_a_callback_that_raises_harms_nobody(two: Callable[..., Two], caplog: pytest.LogCaptureFixture) -> None:
+    pair = two()
+
+    def bad(_: object) -> None:
+        raise ZeroDivisionError
+
+    pair.asking.transfer("owner", "read", pair.region, [(0, pair.here.address, 8)], pair.here.view, bad)
+    pair.start([(0, 0, 8)]).wait()
+    assert "a callback has failed" in caplog.text
+
+
+def test_without_anybody_to_connect_it_is_said_so(ports: list[PortFacts], two: Callable[..., Two]) -> None:
+    pair = two()
+    alone = Engine(settings=Settings(), binding=pair.fabric)
+    done = Outcome()
+    alone.transfer("owner", "read", pair.region, [(0, pair.here.address, 8)], pair.here.view, done)
+    with pytest.raises(VerbsError, match="nobody is there to connect it"):
+        done.wait()
+    alone.close()
+
+
+def test_large_transfers_use_every_device(ports: list[PortFacts], two: Callable[..., Two]) -> None:
+    ports.append(PortFacts("fake1", 1, "ACTIVE", True, (Gid(1, ROCE_V2, OTHER),), -1))
+    fabric = Fabric(at_once=False)
+    pair = two(fabric)
+    pair.here, pair.there = Memory(16 << 20), Memory(16 << 20)
+    pair.there.fill(3)
+    pair.region = pair.expose()
+    done = pair.start([(0, 0, 16 << 20)])
+    while not done.calls:
+        fabric.run(1)
+    done.wait()
+    assert pair.here.view == pair.there.view
+    asked = [made for made in fabric.pairs.values() if made.most]
+    assert {made.nic.name for made in asked} == {"fake0", "fake1"}
+    assert len(asked) == 4
+
+
+def test_a_peer_is_not_forgotten_when_others_have_taken_all_places(two: Callable[..., Two]) -> None:
+    """One completion queue serves all peers: who found it full is served when it is not any more."""
+    fabric = Fabric(at_once=False, depth=64, completions=8)
+    pair = two(fabric, queue_pairs=1)
+    second = Outcome()
+    segments = [(i * 50, i * 50, 40) for i in range(1000)]
+    first = pair.start(segments)
+    pair.asking._dial = lambda peer: pair.asking.connect(peer, pair.owner.accept(peer, pair.asking.offer(peer)))
+    near = [(far, pair.here.address + at, nbytes) for far, at, nbytes in segments]
+    pair.asking.transfer("another", "read", pair.region, near, pair.here.view, second)
+    while not (first.calls and second.calls):
+        fabric.run(1)
+    first.wait()
+    second.wait()
