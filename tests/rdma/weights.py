@@ -16,7 +16,6 @@ from monarch_backend._versions import torch_version
 from monarch_backend.actor import Actor, context, endpoint
 from monarch_backend.rdma import ShardedState, StatePart
 
-
 # full_tensor() of torch 2.9 mixes up the rows of 10 (2 ranks of tensor parallelism, 2 of FSDP2); shards are right.
 WORDS = 10 if torch_version() >= (2, 13) else 12
 
