@@ -20,7 +20,8 @@ from monarch_backend.actor import ActorError, ActorMesh, CancelledError, Supervi
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
 from tests.actor.actors import held_up, pid_of, resident_bytes
 from tests.actor.support import Faults
-from tests.rdma.actors import Process, pattern, routes, take
+from tests.rdma.actors import Process, pattern, take
+from tests.rdma.conftest import routes
 
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
