@@ -13,10 +13,13 @@ from monarch_backend.rdma._transfers import engine
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.rdma.actors import ROUTES, Process, take
 
+MARKS = {"verbs": pytest.mark.verbs, "thread": pytest.mark.slow, "tls": pytest.mark.slow}
+"""Of routes in tests that start processes for each case: of these the ordinary run has the matrix only."""
 
-def routes() -> list[Any]:
-    """Of this machine; that over verbs has a mark, since it needs NICs."""
-    return [pytest.param(name, marks=pytest.mark.verbs if name == "verbs" else ()) for name in sorted(ROUTES)]
+
+def routes(marks: dict[str, Any] = MARKS) -> list[Any]:
+    """As parameters; that over verbs has a mark, since it needs NICs."""
+    return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(ROUTES)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,7 +28,7 @@ def _server() -> None:
     engine().routes.ways()
 
 
-@pytest.fixture(scope="module", params=routes())
+@pytest.fixture(scope="module", params=routes({"verbs": pytest.mark.verbs}))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ActorMesh, ActorMesh]]:
     """An owner of memory and a reader in processes of their own, on each route."""
     bootstrap = functools.partial(take, request.param)

@@ -13,7 +13,7 @@ import pytest
 from monarch_backend.actor import ActorError, ActorMesh, this_host
 from monarch_backend.rdma import DroppedError, OwnerLostError, ShardedState
 from tests.actor.support import PATIENCE, Faults
-from tests.rdma.actors import ROUTES, take
+from tests.rdma.actors import take
 from tests.rdma.weights import Generator, Trainer
 
 
@@ -43,7 +43,11 @@ def trainers(request: pytest.FixtureRequest) -> Iterator[ActorMesh]:
     mesh.proc_mesh.stop().get(PATIENCE)
 
 
-@pytest.mark.parametrize("count", [3, 2, 0], ids=["three", "two", "one whole"])
+@pytest.mark.parametrize(
+    "count",
+    [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)],
+    ids=["three", "two", "one whole"],
+)
 def test_every_step_arrives_bit_for_bit_and_once(count: int, trainers: ActorMesh) -> None:
     generators = generators_of(count)
     state = ShardedState.merge(trainers.register.call().get(PATIENCE))
@@ -61,7 +65,8 @@ def test_every_step_arrives_bit_for_bit_and_once(count: int, trainers: ActorMesh
     generators.proc_mesh.stop().get(PATIENCE)
 
 
-@pytest.mark.parametrize("route", sorted({*ROUTES} - {"kernel", "mapped"}))  # of the two: above, and test_sharded.py
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["thread", "tcp", "tls"])  # of the others: above, and test_sharded.py
 def test_every_route(route: str) -> None:
     trainers, reader = trainers_of({"dp": 2}, route), generators_of(0, route)
     trainers.shard.call().get(PATIENCE)
