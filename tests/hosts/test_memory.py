@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.hosts.support import Daemon, World
 
 
@@ -14,6 +16,7 @@ def test_owners_that_are_lost(world: World, daemons: list[Daemon]) -> None:
     world.run("losses", [daemon.address for daemon in daemons], world.where.cables.pids, module="memory")
 
 
+@pytest.mark.slow
 def test_hosts_behind_a_gateway(world: World, workers: list[str]) -> None:
     with world.daemon(1, "--workers", ",".join(workers[1:])) as gateway:
         world.run("behind_a_gateway", gateway.address, workers[1:], module="memory")

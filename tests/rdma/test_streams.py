@@ -558,6 +558,7 @@ def test_what_no_client_says_ends_the_connection(content: bytes) -> None:
         assert fetched(client, (slot, epoch, key), 0, MIB) == content[:MIB]
 
 
+@pytest.mark.slow
 def test_hundreds_of_idle_strangers_and_one_client(content: bytes) -> None:
     with owner() as it, contextlib.ExitStack() as stack:
         ticket = it.ask("add", content[: 4 * MIB])
