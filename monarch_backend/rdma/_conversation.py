@@ -7,19 +7,23 @@ waits, so not on the thread that reads messages. What is asked, and what is answ
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from monarch_backend.actor._program import Program
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.transport._frames import Setting
-from monarch_backend.transport._peer import Peer, PeerGoneError
+from monarch_backend.transport._peer import Peer
 
 ASK, ANSWER, DROP = "rdma.ask", "rdma.answer", "rdma.drop"
 """Names of Settings: the program brings those that begin with the name of this room here."""
 
 PATIENCE = 20.0
 """Seconds for an answer: whoever is asked may be in the middle of a long call into C code."""
+
+TICK = 0.02
+"""Seconds after which whoever waits looks whether he still wants to."""
 
 TOPICS: dict[str, Callable[[Program, Peer, bytes], bytes]] = {}
 """What can be asked: by the module whose business it is. Called on a thread that may wait."""
@@ -28,13 +32,14 @@ TOPICS: dict[str, Callable[[Program, Peer, bytes], bytes]] = {}
 class _Question:
     """As a pending call."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
         self.ended = threading.Event()
         self.answer: bytes | None = None
         self.error = ""
 
     def on_gone(self, peer: Peer, failure: Any) -> None:
-        """It is not said whom we have asked: who is not gone answers again."""
+        """Whoever was asked answers no more."""
         if peer is self.peer:
             self.error = str(failure)
             self.ended.set()
@@ -42,23 +47,32 @@ class _Question:
     def on_reply(self, frame: Any) -> None:
         """Nobody replies to it in this way."""
 
-    peer: Peer
+    def wait(self, patience: float, over: Callable[[], object]) -> bool:
+        """For the answer, or until somebody else is."""
+        end = time.monotonic() + patience
+        while not self.ended.wait(TICK):
+            if over() or time.monotonic() > end:
+                return False
+        return True
 
 
-def ask(owner: Program, peer: Peer, topic: str, body: bytes = b"", patience: float = PATIENCE) -> bytes:
-    """The answer of another process. Raises RDMAError if there is none, or if it is no."""
-    question = _Question()
-    question.peer = peer
+def ask(
+    owner: Program,
+    peer: Peer,
+    topic: str,
+    body: bytes = b"",
+    over: Callable[[], object] = lambda: False,
+) -> bytes:
+    """The answer of another process. Raises RDMAError if there is none, also once ``over()``, or if it is no."""
+    question = _Question(peer)
     number = next(owner.ids)
     owner.pending[number] = question
     try:
         if peer.gone is not None:  # nobody will tell us again
-            raise PeerGoneError.of(peer)
+            raise RDMAError(f"{peer} is gone: {peer.gone}")
         owner.router.tell(peer, Setting(ASK, (number, topic, body)))
-        if not question.ended.wait(patience):
-            raise RDMAError(f"{peer} was asked for {topic} and has not answered for {patience:g} s: is it stopped?")
-    except PeerGoneError as error:
-        raise RDMAError(str(error)) from None
+        if not question.wait(PATIENCE, over):
+            raise RDMAError(f"{peer} was asked for {topic} and has not answered in time: is it stopped, or very busy?")
     finally:
         owner.pending.pop(number, None)
     if question.answer is None:
@@ -83,7 +97,4 @@ def heard(owner: Program, peer: Peer, name: str, value: Any) -> None:
             answer: tuple[int, bool, Any] = (number, True, TOPICS[topic](owner, peer, bytes(body)))
         except Exception as error:
             answer = (number, False, f"{type(error).__name__}: {error}".encode()[:4096].decode(errors="replace"))
-        try:
-            owner.router.tell(peer, Setting(ANSWER, answer))
-        except PeerGoneError:
-            return  # nobody wants to know any more
+        owner.router.tell(peer, Setting(ANSWER, answer))

@@ -23,7 +23,6 @@ from monarch_backend.rdma._place import Place, place
 from monarch_backend.rdma._registry import Registry
 from monarch_backend.rdma._route import FAILED, LOST, UNREACHABLE, Result, Segment
 from monarch_backend.transport._frames import KNOCK, Setting
-from monarch_backend.transport._peer import PeerGoneError
 
 Ways = tuple[tuple[str, int], ...]
 """Addresses and ports."""
@@ -39,7 +38,8 @@ class Tcp:
 
     def __init__(self, owner: Program, registry: Registry) -> None:
         self._program, self._registry = owner, registry
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # what is kept; nobody waits for others with it
+        self._serving = threading.RLock()  # the server, and what it needs: whoever has it may wait for the main program
         self._place: Place | None = None
         self._gateway = ""  # of the program, when the place was asked for: there were no other hosts before
         self._server: Any = None
@@ -51,7 +51,7 @@ class Tcp:
 
     def ways(self) -> tuple[Ways, bool]:
         """Where others reach this process's memory, and whether that is encrypted. It is served from now on."""
-        with self._lock:
+        with self._serving:
             where = self._where()
             if self._server is None:
                 self._server = _native.MemoryServer(self._registry.native, self._identity(where.encrypted))
@@ -69,6 +69,7 @@ class Tcp:
             return int(self._server.listen("::" if family == socket.AF_INET6 else "0.0.0.0"))
 
     def _where(self) -> Place:
+        """With the lock for serving."""
         if self._place is None or self._gateway != self._program.gateway:
             self._gateway = self._program.gateway
             self._place = place(self._program)
@@ -76,75 +77,75 @@ class Tcp:
 
     def _identity(self, encrypted: bool) -> Any:
         """With or without TLS, as the server of the other side has it: its handles, which came by messages, say so."""
-        if encrypted not in self._identities:
-            secret, token = self._where().secret, self._program.router.token
-            if encrypted:
-                from monarch_backend.transport._certificates import Ders
+        with self._serving:
+            made = self._identities.get(encrypted)
+            if made is None:
+                secret, token = self._where().secret, self._program.router.token
+                ders: tuple[bytes, ...] = ()
+                if encrypted:
+                    from monarch_backend.transport._certificates import Ders
 
-                ders = Ders.of_secret(secret)
-                made = _native.MemoryIdentity(token, secret, ders.certificate, ders.key, ders.ca)
-            else:
-                made = _native.MemoryIdentity(token, secret)
-            self._identities[encrypted] = made
-        return self._identities[encrypted]
+                    own = Ders.of_secret(secret)
+                    ders = own.certificate, own.key, own.ca
+                made = self._identities[encrypted] = _native.MemoryIdentity(token, secret, *ders)
+            return made
 
     # ---- to others
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route. A connection that breaks is made once more: the same bytes may be read and written twice."""
-        result = self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
+        result = self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
         if result.outcome == LOST:
-            result = self._try(handle, lambda client: client.move(handle.ticket, write, segments, patient))
+            result = self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
         return result
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route. Not tried again when a connection breaks: it may have been done."""
         return self._try(
-            handle, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
+            handle, patient, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
         )
 
-    def _try(self, handle: Handle, act: Any) -> Result:
+    def _try(self, handle: Handle, patient: Any, act: Any) -> Result:
         """At the addresses of its host, until one can be reached."""
         try:
-            clients = self._clients_of(handle)
-        except PeerGoneError:
-            return Result(LOST, 0, 0, 0)
+            clients = self._clients_of(handle, patient)
         except (RDMAError, RuntimeError) as error:
-            return Result(FAILED, 0, 0, 0, str(error))
+            return Result(patient.over() or UNREACHABLE, 0, 0, 0, str(error))
         result = Result(FAILED, 0, 0, 0, "it has told us no address")
         for client in list(clients):
             result = Result(*act(client))
             if result.outcome != UNREACHABLE:
                 if clients[0] is not client:
-                    clients.remove(client)
-                    clients.insert(0, client)
+                    clients.sort(key=lambda each: each is not client)
                 break
         return result
 
-    def _clients_of(self, handle: Handle) -> list[Any]:
+    def _clients_of(self, handle: Handle, patient: Any) -> list[Any]:
         with self._lock:
             made = self._clients.get(handle.token)
-            if made is None:
-                # Who has met it is told of its end, also while nothing is said here.
-                self._program.router.tell(self._program.router.peer(handle.token), Setting(KNOCK, None))
-                ways, encrypted = (handle.ways, handle.encrypted) if handle.ways else self._ask_for_ways(handle)
-                identity = self._identity(encrypted)
-                made = self._clients[handle.token] = [
-                    _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))
-                    for name, port in ways
-                    for address in _numeric(name)
-                ]
+        if made is not None:
             return made
-
-    def _ask_for_ways(self, handle: Handle) -> tuple[Ways, bool]:
-        """Of one that was sent when there were no other hosts yet."""
-        answer = ask(self._program, self._program.router.peer(handle.token), "ways")
-        return msgspec.msgpack.decode(answer, type=tuple[Ways, bool])
+        # Who has met it is told of its end, also while nothing is said here.
+        peer = self._program.router.peer(handle.token)
+        self._program.router.tell(peer, Setting(KNOCK, None))
+        ways, encrypted = handle.ways, handle.encrypted
+        if not ways:  # it was sent when there were no other hosts yet
+            answer = ask(self._program, peer, "ways", over=patient.over)
+            ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Ways, bool])
+        identity = self._identity(encrypted)
+        fresh = [
+            _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))
+            for name, port in ways
+            for address in _numeric(name)
+        ]
+        with self._lock:
+            return self._clients.setdefault(handle.token, fresh)
 
     def close(self) -> None:
         """All connections, and the server."""
         with self._lock:
             gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
+        with self._serving:
             server, self._server = self._server, None
             self._ports.clear()
         for each in [*gone, server]:

@@ -6,7 +6,6 @@ when nobody touches its memory any more, whatever ended it: then its buffers may
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import queue
@@ -38,7 +37,7 @@ from monarch_backend.rdma._route import (
 from monarch_backend.rdma._routes import Routes
 from monarch_backend.rdma._verbs import refusal_of
 from monarch_backend.transport._frames import Setting
-from monarch_backend.transport._peer import Peer, PeerGoneError
+from monarch_backend.transport._peer import Peer
 
 MOST_THREADS = 8
 """That move bytes at the same time."""
@@ -133,8 +132,7 @@ class Engine:
         if handle.token == self.program.router.token:
             self.registry.drop(handle.ticket)
         else:
-            with contextlib.suppress(PeerGoneError):  # and all that it had registered
-                self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
+            self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
 
     def _submit(self, job: Callable[[], None]) -> None:
         with self._lock:

@@ -34,8 +34,7 @@ from monarch_backend.rdma._route import (
     Segment,
 )
 from monarch_backend.rdma.verbs import Engine, Region, VerbsError, available
-from monarch_backend.transport._frames import KNOCK, Setting
-from monarch_backend.transport._peer import Peer, PeerGoneError
+from monarch_backend.transport._peer import Peer
 
 TICK = 0.02
 """Seconds after which somebody who waits for a NIC looks whether he still wants to."""
@@ -114,7 +113,7 @@ class Verbs:
         try:
             answer = ask(self._program, self._program.router.peer(token), "verbs", engine.offer(token))
             engine.connect(token, answer)
-        except (VerbsError, RDMAError, PeerGoneError) as error:
+        except (VerbsError, RDMAError) as error:
             engine.peer_gone(token, _NoWay(str(error), "", "", token))
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
@@ -134,7 +133,7 @@ class Verbs:
             result = self._wait(
                 handle, patient, lambda e, done: e.transfer(handle.token, kind, region, segments, owners, done)
             )
-        return self._explained(handle, result, segments, WRITE if write else READ)
+        return self._explained(handle, result, segments, WRITE if write else READ, patient)
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route."""
@@ -149,7 +148,7 @@ class Verbs:
         result = self._wait(
             handle, patient, lambda e, done: e.atomic(handle.token, kind, region, offset, operand, expected, done)
         )
-        return self._explained(handle, result, ((offset, 0, 8),), access)
+        return self._explained(handle, result, ((offset, 0, 8),), access, patient)
 
     def _wait(self, handle: Handle, patient: Any, begin: Any) -> Result:
         """Until the NIC has done it, or nobody wants it any more and it touches no memory."""
@@ -161,10 +160,7 @@ class Verbs:
 
         engine, over = self._started(), 0
         try:
-            self._program.router.tell(self._program.router.peer(handle.token), Setting(KNOCK, None))
             begin(engine, done)
-        except PeerGoneError:
-            return Result(LOST, 0, 0, 0)
         except (VerbsError, ValueError, TypeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
         while not ended.wait(TICK):
@@ -178,16 +174,18 @@ class Verbs:
             return Result(DONE, 0, 0, outcome[0] or 0)
         return Result(over, 0, 0, 0) if over else _told(outcome[0])
 
-    def _explained(self, handle: Handle, result: Result, segments: Sequence[Segment], access: int) -> Result:
+    def _explained(
+        self, handle: Handle, result: Result, segments: Sequence[Segment], access: int, patient: Any
+    ) -> Result:
         """A NIC says that it may not, and not why: its owner knows."""
         if result.text is None or _NO_ACCESS not in result.text:
             return result
         try:
             question = msgspec.msgpack.encode((handle.ticket, [(s[0], s[2]) for s in segments[:1024]], access))
             refusal = int.from_bytes(
-                ask(self._program, self._program.router.peer(handle.token), "refusal", question), "big"
+                ask(self._program, self._program.router.peer(handle.token), "refusal", question, patient.over), "big"
             )
-        except (RDMAError, PeerGoneError):
+        except RDMAError:
             return result
         return Result(REFUSED, refusal, 0, 0) if refusal else result
 
