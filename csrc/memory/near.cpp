@@ -212,6 +212,7 @@ Result Near::Question::ask(Transfer& transfer, std::uint64_t offset, std::uint64
 }
 
 Result Near::by_thread(Transfer& transfer) {
+  transfer.claimed.let_go();  // the thread holds each piece while it copies it
   const std::uint64_t at_most = std::max_element(transfer.segments.begin(), transfer.segments.end(), [](auto& a, auto& b) {
                                   return a.bytes < b.bytes;
                                 })->bytes;

@@ -121,9 +121,11 @@ Claimed::Claimed(TableMemory& table, const Ticket& ticket) : epoch_(ticket.epoch
   if (refusal_ == Refusal::none) entry_ = &entry;
 }
 
-Claimed::~Claimed() {
-  if (claim_ == nullptr) return;
-  give_back(*claim_);
+Claimed::~Claimed() { let_go(); }
+
+void Claimed::let_go() {
+  if (claim_ != nullptr) give_back(*claim_);
+  claim_ = nullptr;
 }
 
 Table::Table(std::shared_ptr<Host> host) : host_(std::move(host)), at_(host_->allocate(sizeof(TableMemory))) {

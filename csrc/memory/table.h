@@ -91,6 +91,8 @@ class Claimed {
 
   const Entry* entry() const { return entry_; }  // nullptr: it is not registered (any more), or its key is another one
   Refusal refusal() const { return refusal_; }
+  // From now on its owner need not wait for us: somebody else looks after the memory.
+  void let_go();
   // Again: it may have been dropped since, and then its owner waits for us.
   bool still_there() const { return entry_ != nullptr && entry_->epoch.load(std::memory_order_acquire) == epoch_; }
 

@@ -52,6 +52,8 @@ def ask(owner: Program, peer: Peer, topic: str, body: bytes = b"", patience: flo
     number = next(owner.ids)
     owner.pending[number] = question
     try:
+        if peer.gone is not None:  # nobody will tell us again
+            raise PeerGoneError.of(peer)
         owner.router.tell(peer, Setting(ASK, (number, topic, body)))
         if not question.ended.wait(patience):
             raise RDMAError(f"{peer} was asked for {topic} and has not answered for {patience:g} s: is it stopped?")

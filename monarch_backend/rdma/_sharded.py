@@ -73,7 +73,9 @@ class StatePart:
         """Raises ValueError if a tensor of this rank is not where it was when it was registered.
 
         In-place updates, such as those of torch's optimizers, keep a tensor where it is. ``model.to(...)``,
-        ``parameter.data = ...`` and the like don't, and readers would go on reading what is left behind.
+        ``parameter.data = ...`` and the like don't, nor does, under torch 2.9, the first step with FSDP2 for parameters
+        of uneven shards; readers would go on reading what is left behind. It takes microseconds for each tensor, so
+        call it after every step.
         """
         now = {name: leaf.value for name, leaf in leaves(state_dict).items()}
         moved = [name for name, part in self._tensors.items() if name not in now or part != _moved(part, name, now)]

@@ -212,6 +212,9 @@ class _Transfer:
         self._finish()
 
     def _do(self, part: Part | Change, route: Route) -> BaseException | None:
+        peer = self._engine.program.router.peers.get(part.handle.token)
+        if peer is not None and peer.gone is not None:  # nobody will tell us again
+            return lost(self._engine.program, part.handle, None)
         if isinstance(part, Part):
             result = route.move(part.handle, part.write, part.segments, self._patient, self._keep)
         else:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.examples.programs import EXAMPLES, Outputs, run, run_several
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = EXAMPLES / "fan_out.py"
 SAME = "the same pages as a search without actors finds"
 

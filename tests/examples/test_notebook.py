@@ -10,6 +10,8 @@ import pytest
 
 from tests.examples.programs import run
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "actors.ipynb"
 EXECUTE = """
 import sys

@@ -10,6 +10,8 @@ from tests.examples.programs import EXAMPLES, Outputs, run, run_several
 SCRIPT = EXAMPLES / "parameter_server.py"
 PICTURE = Path("pictures") / "accuracy.png"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -71,6 +71,7 @@ def test_what_is_no_host(loopback: World) -> None:
         loopback.run("refused", list(where.values()), parts, [])
 
 
+@pytest.mark.slow
 def test_who_can_t_be_reached(anywhere: Anywhere) -> None:
     """Those that can are attached later."""
     world, workers = anywhere

@@ -11,7 +11,7 @@ from tests.hosts import schedules
 from tests.hosts.support import Daemon, World
 
 SEEDS = 2
-MANY_SEEDS, CHUNK = 20, 5
+MANY_SEEDS, CHUNK = 10, 5
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

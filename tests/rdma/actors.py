@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from monarch_backend import rdma
@@ -34,11 +33,6 @@ ROUTES = {
     "verbs": RouteCase("verbs", {"MONARCH_RDMA": "verbs"}),
     "tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}),
 }
-
-
-def routes() -> list[Any]:
-    """Of this machine; that over verbs has a mark, since it needs NICs."""
-    return [pytest.param(name, marks=pytest.mark.verbs if name == "verbs" else ()) for name in sorted(ROUTES)]
 
 
 def take(route: str) -> None:

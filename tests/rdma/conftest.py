@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from monarch_backend.actor import ActorMesh, this_host
 from monarch_backend.rdma._transfers import engine
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
-from tests.rdma.actors import Process, routes, take
+from tests.rdma.actors import ROUTES, Process, take
+
+MARKS = {"verbs": pytest.mark.verbs, **dict.fromkeys(("mapped", "thread", "tls"), pytest.mark.slow)}
+"""Of routes in tests that start processes for each case: of these the ordinary run has the matrix only."""
+
+
+def routes(marks: dict[str, Any] = MARKS) -> list[Any]:
+    """As parameters; that over verbs has a mark, since it needs NICs."""
+    return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(ROUTES)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,7 +28,7 @@ def _server() -> None:
     engine().routes.ways()
 
 
-@pytest.fixture(scope="module", params=routes())
+@pytest.fixture(scope="module", params=routes({"verbs": pytest.mark.verbs}))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ActorMesh, ActorMesh]]:
     """An owner of memory and a reader in processes of their own, on each route."""
     bootstrap = functools.partial(take, request.param)

@@ -20,7 +20,8 @@ from monarch_backend.actor import ActorError, ActorMesh, CancelledError, Supervi
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
 from tests.actor.actors import held_up, pid_of, resident_bytes
 from tests.actor.support import Faults
-from tests.rdma.actors import Process, pattern, routes, take
+from tests.rdma.actors import Process, pattern, take
+from tests.rdma.conftest import routes
 
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
@@ -84,7 +85,7 @@ def test_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest)
     assert reader.read.call_one(buffer).get()
     with held_up(pid):
         reading = reader.read.call_one(buffer, "tensor", 1, 0.3)
-        if route_of(request) in ("kernel", "mapped"):
+        if route_of(request) in ("kernel", "mapped", "verbs"):
             assert reading.get(20), "nobody needs it"
         else:
             with pytest.raises(ActorError, match=r"was not done within 0\.3 s") as raised:
@@ -103,7 +104,7 @@ def test_atomics_of_an_owner_that_stands_still(fresh: Pair, request: pytest.Fixt
     reader.add.call_one(buffer, 1).get()
     with held_up(pid):
         adding = reader.add_within.call_one(buffer, 0.2)
-        assert adding.get(20) == ("done" if route_of(request) == "mapped" else "TimeoutError")
+        assert adding.get(20) == ("done" if route_of(request) in ("mapped", "verbs") else "TimeoutError")
     assert len(reader.add.call_one(buffer, 1).get(20)) == 1
 
 

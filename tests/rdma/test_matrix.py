@@ -13,6 +13,7 @@ import torch
 from monarch_backend import rdma
 from monarch_backend.actor import ActorError, ActorMesh
 from monarch_backend.rdma import DroppedError, RDMABuffer, RDMAError
+from monarch_backend.rdma.verbs import Region
 from tests.rdma.actors import ROUTES, pattern
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -190,19 +191,10 @@ def test_dropped_from_elsewhere(pair: Pair) -> None:
     assert reader.read_for_ever.call_one(buffer).get(20).startswith("DroppedError")
 
 
-def test_forged_handles(pair: Pair) -> None:
+def test_forged_handles(pair: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 100).get()
-    slot, epoch, key = buffer._handle.ticket
-    for ticket, text in [
-        ((slot, epoch, key ^ 1), "key"),
-        ((slot, epoch + 2, key), "not registered"),
-        ((slot, epoch - 2, key), "not registered"),
-        ((slot + 1, epoch, key), "not registered|key"),
-        ((1 << 31, epoch, key), "key"),
-        ((slot, epoch, 0), "key"),
-    ]:
-        forged = RDMABuffer._of(buffer._handle._replace(ticket=ticket))
+    for forged, text in _forged(buffer, request.node.callspec.params["pair"] == "verbs"):
         for call in (reader.read.call_one(forged), reader.write.call_one(forged), reader.add.call_one(forged, 1)):
             with pytest.raises(ActorError, match=text):
                 call.get()
@@ -214,6 +206,24 @@ def test_forged_handles(pair: Pair) -> None:
             reader.write.call_one(wide).get()
     assert owner.shows.call_one(100, 1).get(), "nothing was written"
     owner.drop.call_one(buffer).get()
+
+
+def _forged(buffer: RDMABuffer, by_nic: bool) -> list[tuple[RDMABuffer, str]]:
+    handle = buffer._handle
+    if by_nic:  # which looks at its own keys
+        region = Region.from_bytes(handle.verbs)
+        region.record.keys[:] = [key ^ 0x5A00 for key in region.record.keys]
+        return [(RDMABuffer._of(handle._replace(verbs=region.to_bytes())), "remote access error")]
+    slot, epoch, key = handle.ticket
+    tickets = [
+        ((slot, epoch, key ^ 1), "key"),
+        ((slot, epoch + 2, key), "not registered"),
+        ((slot, epoch - 2, key), "not registered"),
+        ((slot + 1, epoch, key), "not registered|key"),
+        ((1 << 31, epoch, key), "key"),
+        ((slot, epoch, 0), "key"),
+    ]
+    return [(RDMABuffer._of(handle._replace(ticket=ticket)), text) for ticket, text in tickets]
 
 
 def test_errors_are_the_same_type_everywhere() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from monarch_backend import rdma
 from monarch_backend.rdma import ShardedState, StatePart
 from tests.rdma.worlds import cut, on_each, rank
 
@@ -162,6 +163,15 @@ def test_tensors_that_share_memory_are_registered_once(registered: Register) -> 
     mine = {"first": torch.zeros(100), "second": torch.zeros(10, 15), "again": torch.zeros(100)}
     assert moved(ShardedState.merge([part]), mine) == 4 * 350
     assert torch.equal(bits(mine["second"]), bits(second)) and torch.equal(bits(mine["again"]), bits(first))
+
+
+def test_memory_that_others_have_mapped(registered: Register) -> None:
+    weight = rdma.empty(5, 4).copy_(noise((5, 4), torch.float32))
+    part = registered({"w": weight[1:], "first": weight[:1]})
+    assert part.size() == weight.nbytes
+    mine = {"w": torch.zeros(4, 4), "first": torch.zeros(1, 4)}
+    assert moved(ShardedState.merge([part]), mine) == weight.nbytes
+    assert torch.equal(bits(mine["w"]), bits(weight[1:]))
 
 
 def test_tied_weights_are_fetched_once_where_they_are_tied(registered: Register) -> None:

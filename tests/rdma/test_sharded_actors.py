@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -12,17 +13,19 @@ import pytest
 from monarch_backend.actor import ActorError, ActorMesh, this_host
 from monarch_backend.rdma import DroppedError, OwnerLostError, ShardedState
 from tests.actor.support import PATIENCE, Faults
+from tests.rdma.actors import take
 from tests.rdma.weights import Generator, Trainer
 
 
-def trainers_of(shape: dict[str, int]) -> ActorMesh:
-    procs = this_host().spawn_procs(shape, name="trainers")
+def trainers_of(shape: dict[str, int], route: str = "kernel") -> ActorMesh:
+    procs = this_host().spawn_procs(shape, name="trainers", bootstrap=functools.partial(take, route))
     procs.process_group().get(PATIENCE)
     return procs.spawn("trainers", Trainer)
 
 
-def generators_of(count: int) -> ActorMesh:
-    procs = this_host().spawn_procs({"tp": count} if count else {}, name="generators")
+def generators_of(count: int, route: str = "kernel") -> ActorMesh:
+    shape = {"tp": count} if count else {}
+    procs = this_host().spawn_procs(shape, name="generators", bootstrap=functools.partial(take, route))
     if count:
         procs.process_group().get(PATIENCE)
     generators = procs.spawn("generators", Generator)
@@ -40,7 +43,11 @@ def trainers(request: pytest.FixtureRequest) -> Iterator[ActorMesh]:
     mesh.proc_mesh.stop().get(PATIENCE)
 
 
-@pytest.mark.parametrize("count", [3, 2, 0], ids=["three", "two", "one whole"])
+@pytest.mark.parametrize(
+    "count",
+    [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)],
+    ids=["three", "two", "one whole"],
+)
 def test_every_step_arrives_bit_for_bit_and_once(count: int, trainers: ActorMesh) -> None:
     generators = generators_of(count)
     state = ShardedState.merge(trainers.register.call().get(PATIENCE))
@@ -56,6 +63,21 @@ def test_every_step_arrives_bit_for_bit_and_once(count: int, trainers: ActorMesh
     error = generators.load.call(state).exception(PATIENCE)
     assert isinstance(error, ActorError) and isinstance(error.__cause__, DroppedError)
     generators.proc_mesh.stop().get(PATIENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["thread", "tcp", "tls"])  # of the others: above, and test_sharded.py
+def test_every_route(route: str) -> None:
+    trainers, reader = trainers_of({"dp": 2}, route), generators_of(0, route)
+    trainers.shard.call().get(PATIENCE)
+    state = ShardedState.merge(trainers.register.call().get(PATIENCE))
+    for step in range(2):
+        trainers.step.call(step).get(PATIENCE)
+        fetched = reader.load.call_one(state).get(PATIENCE)
+        whole = next(iter(trainers.whole.call().get(PATIENCE).values()))
+        assert sum(fetched.values()) == reader.compare.call_one(whole).get(PATIENCE)
+    reader.proc_mesh.stop().get(PATIENCE)
+    trainers.proc_mesh.stop().get(PATIENCE)
 
 
 def test_an_owner_that_dies(faults: Faults) -> None:

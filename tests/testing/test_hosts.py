@@ -21,7 +21,7 @@ from tests.testing.digests import digest_of
 from tests.testing.seeds import run_in_interpreters
 
 SEEDS = 24
-MANY_SEEDS, BIG_CHUNK = 1200, 300
+MANY_SEEDS, BIG_CHUNK = 800, 200
 SIZES = ("hosts:any", "hosts:4", "hosts:6", "hosts:16")
 QUIET = Conditions(late=0.0, kept_back=0.0, crossing=0.0)
 
