@@ -5,13 +5,14 @@ Only looks: opens no device, makes no group, needs no privilege.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -102,21 +103,48 @@ def _package(name: str, remedy: str, module: str = "") -> Finding:
         return Finding(name, "installed, version unknown")
 
 
+_NO_PORTS = "an RDMA NIC with its driver, or `rdma link add` of soft-RoCE; only needed for RDMA"
+_NO_PACKAGES = "the distribution's python3-pyverbs, or pip install 'monarch_backend[rdma]'; only needed for RDMA"
+_NO_LIBRARY = "apt install libibverbs1 ibverbs-providers, dnf install libibverbs; only needed for RDMA"
+
+
 def _verbs() -> list[Finding]:
-    devices = sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))
-    bindings = [m for m in ("pyverbs", "ibverbs") if importlib.util.find_spec(m) is not None]
-    return [
-        Finding(
-            "verbs devices",
-            ", ".join(devices) or "none",
-            "" if devices else "an RDMA NIC with its driver (or rdma_rxe); only needed for RDMA",
-        ),
-        Finding(
-            "verbs bindings",
-            ", ".join(bindings) or "none",
-            "" if bindings else "the distribution's python3-pyverbs, or pip install 'monarch_backend[rdma]'",
-        ),
+    """What RDMA between hosts needs, piece by piece; the last two say what comes of it."""
+    from monarch_backend.rdma import verbs
+
+    seen = [Finding(fact.subject, fact.state, fact.remedy) for fact in verbs.describe()]
+    if not any(finding.subject.startswith("verbs port ") for finding in seen):
+        seen.insert(0, Finding("verbs ports", "none", _NO_PORTS))
+    library = _library("libibverbs.so.1")
+    packages = [found for name in ("pyverbs", "ibverbs") if not (found := _package(name, "missing")).remedy]
+    versions = ", ".join(f"{found.subject} {found.state}" for found in packages)
+    seen[-1:-1] = [
+        Finding("libibverbs", library, "" if library == "loads" else _NO_LIBRARY),
+        Finding("verbs packages", versions or "none", "" if packages else _NO_PACKAGES),
     ]
+    return [*seen, _other_hosts()]
+
+
+def _library(name: str) -> str:
+    try:
+        ctypes.CDLL(name)  # it opens no device by that
+    except OSError as error:
+        return f"does not load: {error}"
+    return "loads"
+
+
+def _other_hosts() -> Finding:
+    """Which way registered memory of other hosts is read and written."""
+    from monarch_backend.rdma import get_rdma_backend
+
+    subject, wanted = "memory of other hosts", os.environ.get("MONARCH_RDMA", "")
+    try:
+        backend = get_rdma_backend()
+    except ValueError as error:
+        return Finding(subject, "no route", str(error))
+    if wanted not in ("", backend):
+        return Finding(subject, f"by {backend}", f"MONARCH_RDMA={wanted} has no effect: see the verbs route")
+    return Finding(subject, f"by {backend}" + (", as MONARCH_RDMA says" if wanted else ""))
 
 
 def _core() -> list[Finding]:

@@ -20,6 +20,7 @@
 """
 
 from monarch_backend.rdma._action import RDMAAction
+from monarch_backend.rdma._available import get_rdma_backend, is_rdma_available
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._sharded import Plan, ShardedState, StatePart
@@ -35,4 +36,6 @@ __all__ = [
     "ShardedState",
     "StatePart",
     "empty",
+    "get_rdma_backend",
+    "is_rdma_available",
 ]

@@ -27,6 +27,15 @@ FORCED = ("", "tcp", "verbs")
 """What MONARCH_RDMA may say: to take this route also where there is a better one."""
 
 
+def forced() -> str:
+    """What MONARCH_RDMA says. Raises ValueError for what means nothing."""
+    wanted = os.environ.get("MONARCH_RDMA", "")
+    if wanted not in FORCED:
+        known = ", ".join(repr(name) for name in FORCED if name)
+        raise ValueError(f"MONARCH_RDMA={wanted!r}: one of {known}, or unset for the best route")
+    return wanted
+
+
 class Routes:
     """Those of one process."""
 
@@ -36,10 +45,7 @@ class Routes:
         self.verbs = Verbs(owner, registry)
         registry.on_drop.append(self.verbs.dropped)
         self._chosen: dict[str, Route] = {}
-        self._forced = os.environ.get("MONARCH_RDMA", "")
-        if self._forced not in FORCED:
-            known = ", ".join(repr(name) for name in FORCED if name)
-            raise ValueError(f"MONARCH_RDMA={self._forced!r}: one of {known}, or unset for the best route")
+        self._forced = forced()
 
     def to(self, handle: Handle) -> Route:
         """The route to this memory. Raises RDMAError if there is none."""

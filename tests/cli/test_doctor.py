@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from monarch_backend.cli import main
+from monarch_backend.cli import doctor, main
+from monarch_backend.rdma import _available, verbs
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +20,9 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         "gloo",
         "NCCL" if not torch.version.hip else "RCCL",
         "torch_xla",
-        "verbs",
+        "verbs route",
+        "memory of other hosts",
+        "locked memory",
     ):
         assert word in text
 
@@ -37,6 +40,60 @@ def test_no_cpu_route_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     assert main(["doctor"]) == 1
     assert "built without Gloo" in capsys.readouterr().out
+
+
+def verbs_findings() -> dict[str, doctor.Finding]:
+    return {finding.subject: finding for finding in doctor.examine()}
+
+
+def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MONARCH_RDMA", raising=False)
+    monkeypatch.setattr(verbs, "describe", lambda: [verbs.Fact("verbs route", "none", "no verbs device")])
+    monkeypatch.setattr(_available, "available", lambda: "no verbs device")
+    monkeypatch.setattr(doctor, "_library", lambda name: f"does not load: {name}")
+    found = verbs_findings()
+    assert found["verbs ports"].state == "none" and "NIC" in found["verbs ports"].remedy
+    assert "libibverbs1" in found["libibverbs"].remedy
+    assert found["memory of other hosts"] == doctor.Finding("memory of other hosts", "by tcp")
+
+
+def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = [
+        verbs.Fact("verbs port rxe0:1", "ACTIVE, Ethernet; 3: RoCEv2 10.77.0.1"),
+        verbs.Fact("locked memory", "64 KiB", "ulimit -l unlimited"),
+        verbs.Fact("verbs route", "can be used"),
+    ]
+    monkeypatch.delenv("MONARCH_RDMA", raising=False)
+    monkeypatch.setattr(verbs, "describe", lambda: facts)
+    monkeypatch.setattr(_available, "available", lambda: None)
+    found = verbs_findings()
+    assert "verbs ports" not in found
+    assert found["verbs port rxe0:1"].state.startswith("ACTIVE")
+    assert "ulimit" in found["locked memory"].remedy
+    assert found["memory of other hosts"].state == "by verbs"
+    order = list(found)
+    assert order[order.index("verbs route") - 2 :][:4] == [
+        "libibverbs", "verbs packages", "verbs route", "memory of other hosts",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why_not", "state", "remedy"),
+    [
+        ("tcp", None, "by tcp, as MONARCH_RDMA says", ""),
+        ("verbs", None, "by verbs, as MONARCH_RDMA says", ""),
+        ("verbs", "no verbs device", "by tcp", "MONARCH_RDMA=verbs has no effect"),
+        ("infiniband", None, "no route", "MONARCH_RDMA='infiniband'"),
+    ],
+)
+def test_what_is_wanted_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, why_not: str | None, state: str, remedy: str
+) -> None:
+    monkeypatch.setenv("MONARCH_RDMA", wanted)
+    monkeypatch.setattr(_available, "available", lambda: why_not)
+    found = verbs_findings()["memory of other hosts"]
+    assert found.state == state
+    assert found.remedy.startswith(remedy)
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"]])

@@ -21,6 +21,11 @@ _MOST_GIDS = 64
 _GAP = 16
 """Empty places in a port's table of GIDs after which no more are expected: it has up to thousands."""
 
+_MORE_LOCKED_MEMORY = (
+    "only needed for RDMA, whose memory stays in RAM: `ulimit -l unlimited`, LimitMEMLOCK=infinity in a systemd unit, "
+    "--ulimit memlock=-1 for a container"
+)
+
 _KINDS = {"RoCE v2": ROCE_V2, "IB/RoCE v1": ROCE_V1}
 _GET_MEMPOLICY = 239  # x86-64's number; others do not ask
 _NODE_OF_ADDRESS = 1 | 2  # MPOL_F_NODE | MPOL_F_ADDR
@@ -149,7 +154,7 @@ def describe(root: Path = SYSFS, device_files: Path = _DEVICE_FILES) -> list[Fac
         Fact(
             "locked memory",
             "unlimited" if limit is None else f"{limit >> 10} KiB",
-            "" if limit is None or limit >= 1 << 30 else "raise it for RDMA: ulimit -l unlimited",
+            "" if limit is None or limit >= 1 << 30 else _MORE_LOCKED_MEMORY,
         )
     )
     reason = available(root, device_files)
