@@ -13,6 +13,7 @@ namespace monarch {
 
 namespace {
 
+constexpr std::uint64_t ticks = (std::uint64_t{1} << 40) - 1;
 constexpr auto look_again = std::chrono::milliseconds(1);  // whether claims are void: nobody tells of that
 
 // The 22nd field of /proc/PID/stat; 0 if there is no such process, or if it is a zombie, which touches nothing any more.
@@ -46,55 +47,37 @@ TableMemory* cleared(char* at) {
   return reinterpret_cast<TableMemory*>(at);
 }
 
-void give_back(Claim& claim) {
-  claim.key.store(0, std::memory_order_release);
-  claim.started.store(0, std::memory_order_relaxed);
-  claim.pid.store(0, std::memory_order_release);
-}
-
-// Those of the dead, when there is no other one.
-void tidy(TableMemory& table) {
-  for (Claim& claim : table.claims) {
-    std::uint32_t pid = claim.pid.load(std::memory_order_acquire);
-    if (pid == 0 || ProcessId{pid, claim.started.load(std::memory_order_relaxed)}.alive()) continue;
-    claim.key.store(0, std::memory_order_relaxed);
-    claim.pid.compare_exchange_strong(pid, 0);
-  }
-}
-
-// Of this process now, if it was free.
+// For this process, if nobody has it, or somebody who is dead.
 template <class Cell>
-bool take(Cell& cell) {
-  const ProcessId& own = ProcessId::own();
-  std::uint32_t nobody = 0;
-  if (cell.pid.load(std::memory_order_relaxed) != 0 || !cell.pid.compare_exchange_strong(nobody, own.pid)) return false;
-  cell.started.store(own.started, std::memory_order_release);
-  return true;
+bool take(Cell& cell, bool from_the_dead) {
+  Owner owner = cell.owner.load(std::memory_order_acquire);
+  if (owner != 0 && (!from_the_dead || alive(owner))) return false;
+  return cell.owner.compare_exchange_strong(owner, this_process());
 }
 
 Claim* take_claim(TableMemory& table) {
-  const ProcessId& own = ProcessId::own();
   for (std::uint32_t i = 0;; ++i) {
-    Claim& claim = table.claims[(own.pid + i) % most_claims];
-    if (take(claim)) return &claim;
-    if (i % most_claims != most_claims - 1) continue;
-    tidy(table);
-    usleep(100);  // so many at once: somebody will be done soon
+    // After a whole round: so many at once. Somebody will be done soon, or has died.
+    const bool again = i >= most_claims;
+    if (again && i % most_claims == 0) usleep(100);
+    Claim& claim = table.claims[(pid_of(this_process()) + i) % most_claims];
+    if (take(claim, again)) return &claim;
   }
 }
 
 }  // namespace
 
-const ProcessId& ProcessId::own() {
-  thread_local ProcessId id;
+Owner this_process() {
+  thread_local std::uint32_t known = 0;
+  thread_local Owner own = 0;
   const auto pid = static_cast<std::uint32_t>(getpid());
-  if (id.pid != pid) id = {pid, start_of(pid)};  // also in a fork
-  return id;
+  if (known != pid) known = pid, own = Owner{pid} << 40 | (start_of(pid) & ticks);  // also in a fork
+  return own;
 }
 
-bool ProcessId::alive() const {
-  const std::uint64_t found = start_of(pid);
-  return found != 0 && (started == 0 || found == started);
+bool alive(Owner owner) {
+  const std::uint64_t started = start_of(pid_of(owner));
+  return started != 0 && (started & ticks) == (owner & ticks);
 }
 
 Refusal Entry::check(const Ticket& ticket, std::uint64_t offset, std::uint64_t length, Access access) const {
@@ -124,7 +107,10 @@ Claimed::Claimed(TableMemory& table, const Ticket& ticket) : epoch_(ticket.epoch
 Claimed::~Claimed() { let_go(); }
 
 void Claimed::let_go() {
-  if (claim_ != nullptr) give_back(*claim_);
+  if (claim_ != nullptr) {
+    claim_->key.store(0, std::memory_order_relaxed);
+    claim_->owner.store(0, std::memory_order_release);
+  }
   claim_ = nullptr;
 }
 
@@ -191,11 +177,10 @@ Table::Dropped Table::drop(const Ticket& ticket, double seconds) {
 }
 
 std::uint32_t Table::user_of(const Ticket& ticket) const {
-  for (Claim& claim : memory_->claims) {
+  for (const Claim& claim : memory_->claims) {
     if (claim.key.load(std::memory_order_seq_cst) != ticket.key) continue;
-    const std::uint32_t pid = claim.pid.load(std::memory_order_acquire);
-    if (ProcessId{pid, claim.started.load(std::memory_order_acquire)}.alive()) return pid;
-    tidy(*memory_);
+    const Owner owner = claim.owner.load(std::memory_order_acquire);
+    if (owner != 0 && alive(owner)) return pid_of(owner);
   }
   return 0;
 }
@@ -217,24 +202,22 @@ Refusal Table::hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t by
 void Table::let_go(const Ticket& ticket) { memory_->entries[ticket.slot].holds.fetch_sub(1, std::memory_order_release); }
 
 Request* take_request(TableMemory& table) {
-  for (Request& request : table.requests) {
-    if (take(request)) return &request;
-  }
-  for (Request& request : table.requests) {  // of the dead, for the next one who looks
-    std::uint32_t pid = request.pid.load(std::memory_order_acquire);
-    const bool looked_at = request.state.load(std::memory_order_acquire) == Request::serving;
-    if (pid == 0 || looked_at || ProcessId{pid, request.started.load(std::memory_order_relaxed)}.alive()) continue;
-    std::uint32_t asked = Request::asked;
-    request.state.compare_exchange_strong(asked, Request::idle);
-    if (asked != Request::serving) request.pid.compare_exchange_strong(pid, 0);
+  for (const bool from_the_dead : {false, true}) {
+    for (Request& request : table.requests) {
+      // What the thread is looking at just now is not free, whoever has asked it.
+      if (request.state.load(std::memory_order_acquire) == Request::serving || !take(request, from_the_dead)) continue;
+      std::uint32_t asked = Request::asked;
+      request.state.compare_exchange_strong(asked, Request::idle);
+      if (asked != Request::serving) return &request;
+      request.owner.store(0, std::memory_order_release);
+    }
   }
   return nullptr;
 }
 
 void give_back(Request& request) {
   request.state.store(Request::idle, std::memory_order_relaxed);
-  request.started.store(0, std::memory_order_relaxed);
-  request.pid.store(0, std::memory_order_release);
+  request.owner.store(0, std::memory_order_release);
 }
 
 TableMemory* table_of(const Peer& peer) {

@@ -29,14 +29,12 @@ inline bool changes(Access access) { return access != Access::read; }
 // Why memory can't be touched. The numbers travel.
 enum class Refusal : std::uint32_t { none, dropped, wrong_key, out_of_range, read_only, misaligned };
 
-// Which process, also when its pid is used again.
-struct ProcessId {
-  std::uint32_t pid = 0;
-  std::uint64_t started = 0;  // in ticks since the machine started
-
-  static const ProcessId& own();
-  bool alive() const;  // `started` of 0: any with this pid, of one who was just about to say when
-};
+// Which process, also when its pid is used again: the pid, and when it started, in ticks since the machine did. One word,
+// so that a place is taken, and taken from the dead, in one step. 0: nobody.
+using Owner = std::uint64_t;
+Owner this_process();
+bool alive(Owner owner);
+inline std::uint32_t pid_of(Owner owner) { return static_cast<std::uint32_t>(owner >> 40); }
 
 struct alignas(64) Entry {
   std::atomic<std::uint64_t> epoch;  // odd: registered
@@ -50,16 +48,14 @@ struct alignas(64) Entry {
 };
 
 struct alignas(64) Claim {
-  std::atomic<std::uint32_t> pid;  // of who has it; 0: free
-  std::atomic<std::uint64_t> started;
-  std::atomic<std::uint64_t> key;  // of the registration
+  std::atomic<Owner> owner;
+  std::atomic<std::uint64_t> key;  // of the registration; of no meaning while nobody has it
 };
 
 // What one process asks of another one's thread.
 struct alignas(64) Request {
   enum State : std::uint32_t { idle, asked, serving, served };
-  std::atomic<std::uint32_t> pid;  // of who has it; 0: free
-  std::atomic<std::uint64_t> started;
+  std::atomic<Owner> owner;
   std::atomic<std::uint32_t> state;
   Bell bell;  // who asks waits here
   char token[32];

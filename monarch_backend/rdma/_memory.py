@@ -58,15 +58,15 @@ def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
         raise ValueError(
             f"{what} is a conjugate or negated view: call .resolve_conj() or .resolve_neg(), which copy it"
         )
-    if tensor.device.type not in (CPU, "cuda"):
+    if not tensor.is_cpu:
         raise TypeError(
-            f"{what} is on {tensor.device}: only memory of the CPU and of CUDA or ROCm devices can be registered"
+            f"{what} is on {tensor.device}: only memory of the CPU can be registered, read and written as yet; copy it "
+            "there, and back"
         )
     nbytes = tensor.nbytes
     if nbytes and tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes:
         raise ValueError(f"{what} has {nbytes} bytes, but the memory of its storage was freed")
-    device = CPU if tensor.is_cpu else str(tensor.device)
-    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, device, tensor)
+    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, CPU, tensor)
 
 
 def refuse_subclass(tensor: torch.Tensor, what: str) -> None:

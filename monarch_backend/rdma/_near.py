@@ -9,14 +9,24 @@ from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._registry import Registry
 from monarch_backend.rdma._route import Result, Segment
 
+QUICK = 1 << 20
+"""Bytes that are copied at once, on the caller's thread."""
+
+MAPPED, KERNEL = 0, 1
+"""As enum Way (csrc/memory/near.h)."""
+
 
 class Here:
     """To memory of this very process."""
 
-    name, quick = "this process", 1 << 20
+    name = "this process"
 
     def __init__(self, registry: Registry) -> None:
         self._native = registry.native
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return nbytes <= QUICK
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
@@ -38,11 +48,22 @@ class Here:
 class SameHost:
     """To memory of a process of this host: mapped, by the kernel, or by a thread of that process."""
 
-    quick = 1 << 20
     name = "same host"
 
     def __init__(self, registry: Registry) -> None:
         self._native = registry.native
+        self._by_kernel: set[str] = set()  # processes that the kernel lets us read
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        if nbytes > QUICK:
+            return False
+        if handle.token in self._by_kernel and not atomic:
+            return True
+        way = self._native.way(handle.token, handle.ticket)
+        if way == KERNEL:
+            self._by_kernel.add(handle.token)
+        return way == MAPPED or (way == KERNEL and not atomic)
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""

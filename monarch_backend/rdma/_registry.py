@@ -36,7 +36,7 @@ class Registry:
         self.native = _native.Memory(host, wanted != "0")
         self.host = host
         self._program = weakref.ref(owner)
-        self.on_drop: list[Callable[[Ticket], None]] = []  # before it is given back
+        self.on_drop: list[Callable[[Ticket], None]] = []  # when nobody can use it any more, and it is still there
         self._held: dict[Ticket, LocalMemory] = {}
 
     def add(self, memory: LocalMemory) -> Handle:
@@ -58,9 +58,9 @@ class Registry:
 
         Raises RDMAError if somebody is in the middle of it and stays there: then its memory is kept, call it again.
         """
-        for let_go in self.on_drop:
-            let_go(ticket)
         found = self.native.drop(ticket, PATIENCE)
+        for let_go in self.on_drop:  # from now on nobody begins anything with it
+            let_go(ticket)
         if found == _STILL_USED:
             user = self.native.user_of(ticket) or os.getpid()
             raise RDMAError(

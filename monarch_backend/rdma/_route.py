@@ -36,7 +36,9 @@ DONE, REFUSED, LOST, LATE, CANCELLED, FAILED, UNREACHABLE = range(7)
 class Route(Protocol):
     """A way to another process's memory."""
 
-    quick: int  # bytes up to which the caller's own thread does it
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """It takes so short a time, and nobody else, that the caller's own thread does it."""
+        ...
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from monarch_backend.actor._program import Program
+from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._near import Here, SameHost
 from monarch_backend.rdma._registry import Registry
@@ -44,14 +45,15 @@ class Routes:
         self._here, self._near, self._tcp = Here(registry), SameHost(registry), Tcp(owner, registry)
         self.verbs = Verbs(owner, registry)
         registry.on_drop.append(self.verbs.dropped)
-        self._chosen: dict[str, Route] = {}
+        self._chosen: dict[tuple[str, bool], Route] = {}  # by process, and whether a NIC can reach this memory
         self._forced = forced()
 
     def to(self, handle: Handle) -> Route:
         """The route to this memory. Raises RDMAError if there is none."""
-        route = self._chosen.get(handle.token)
+        which = handle.token, bool(handle.verbs)
+        route = self._chosen.get(which)
         if route is None:
-            route = self._chosen[handle.token] = self._choose(handle)
+            route = self._chosen[which] = self._choose(handle)
         return route
 
     def outgoing(self, handle: Handle) -> Handle:
@@ -76,11 +78,12 @@ class Routes:
 
     def knows(self, token: str) -> bool:
         """Something is kept for that process."""
-        return token in self._chosen
+        return (token, True) in self._chosen or (token, False) in self._chosen or self.verbs.started
 
     def forget(self, token: str) -> None:
         """That process is gone."""
-        self._chosen.pop(token, None)
+        self._chosen.pop((token, True), None)
+        self._chosen.pop((token, False), None)
         self._tcp.forget(token)
         self.verbs.forget(token, "its process is gone")
 
@@ -105,8 +108,10 @@ class Routes:
         why = "MONARCH_RDMA says so" if self._forced == "tcp" else self.verbs.unusable()
         if why is None and handle.verbs:
             _say(handle, "verbs")
-            return Far(self.verbs, self._tcp)
-        why = why or "its owner has no NIC that can be used"
+            return self.verbs if self._forced == "verbs" else Far(self.verbs, self._tcp)
+        why = why or "its owner has not registered it with a NIC"
+        if self._forced == "verbs":
+            raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA wants it: {why}")
         _say(handle, f"tcp: {why}")
         if not self._forced:
             log.warning(
@@ -117,8 +122,6 @@ class Routes:
 
 class Far:
     """Verbs, or TCP where the two NICs do not reach each other."""
-
-    quick = 0
 
     def __init__(self, verbs: Verbs, tcp: Tcp) -> None:
         self._verbs, self._tcp, self._why = verbs, tcp, ""
@@ -135,6 +138,10 @@ class Far:
                 "memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, self._why
             )
         return bool(self._why)
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""

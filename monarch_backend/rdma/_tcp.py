@@ -34,7 +34,7 @@ STREAMS = 4
 class Tcp:
     """To memory of a process of any host."""
 
-    name, quick = "tcp", 0
+    name = "tcp"
 
     def __init__(self, owner: Program, registry: Registry) -> None:
         self._program, self._registry = owner, registry
@@ -92,10 +92,16 @@ class Tcp:
 
     # ---- to others
 
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
+
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
-        """See Route. A connection that breaks is made once more: the same bytes may be read and written twice."""
+        """See Route. A connection that breaks is made once more to read; what was written before the break may still
+        arrive, also after what was written later, so whoever writes decides himself whether to do it again.
+        """
         result = self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
-        if result.outcome == LOST:
+        if result.outcome == LOST and not write:
             result = self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
         return result
 

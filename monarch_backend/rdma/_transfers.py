@@ -155,8 +155,8 @@ class Engine:
 
 def _is_quick(part: Part | Change, route: Route) -> bool:
     if isinstance(part, Change):
-        return route.quick > 0
-    return sum(segment[2] for segment in part.segments) <= route.quick
+        return route.is_quick(part.handle, 8, True)
+    return route.is_quick(part.handle, sum(segment[2] for segment in part.segments), False)
 
 
 class _Transfer:

@@ -52,7 +52,7 @@ class _NoWay(VerbsError):
 class Verbs:
     """To memory of processes that a NIC of ours reaches."""
 
-    name, quick = "verbs", 0
+    name = "verbs"
 
     def __init__(self, owner: Program, registry: Registry) -> None:
         self._program, self._registry = owner, registry
@@ -68,6 +68,11 @@ class Verbs:
             if not self._looked:
                 self._looked, self._unusable = True, available()
             return self._unusable
+
+    @property
+    def started(self) -> bool:
+        """A NIC is, or was, in use."""
+        return self._engine is not None
 
     def _started(self) -> Engine:
         with self._lock:
@@ -90,6 +95,8 @@ class Verbs:
                 region = self._regions.setdefault(handle.ticket, made)
             if region is not made:
                 self._started().release(made)
+            if self._registry.native.check(handle.ticket, 0, 0, READ):  # it was dropped meanwhile
+                self.dropped(handle.ticket)
         return region.to_bytes()
 
     def dropped(self, ticket: Ticket) -> None:
@@ -115,6 +122,10 @@ class Verbs:
             engine.connect(token, answer)
         except (VerbsError, RDMAError) as error:
             engine.peer_gone(token, _NoWay(str(error), "", "", token))
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
@@ -167,7 +178,7 @@ class Verbs:
             over = patient.over()
             if over:
                 if not ended.wait(MERCY):
-                    engine.peer_gone(handle.token, VerbsError("another transfer with it was given up", "", "", ""))
+                    engine.give_up(handle.token, "another transfer with it was given up")
                     ended.wait()
                 break
         if not isinstance(outcome[0], BaseException):

@@ -367,6 +367,13 @@ class Engine:
                 link.fail(error)
             self._hang_up(peer)
 
+    def give_up(self, peer: Peer, why: str) -> None:
+        """All that this process has asked of it fails now; what it asks of this process goes on."""
+        with self._lock:
+            link = self._links.pop(peer, None)
+            if link is not None:
+                link.fail(VerbsError(why, "", "", str(peer)))
+
     def _submit(self, peer: Peer, request: Request) -> Request:
         with self._lock:
             self.devices()
