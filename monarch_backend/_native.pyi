@@ -313,7 +313,8 @@ class Memory:
     def change_here(
         self, ticket: _Ticket, access: int, offset: int, operand: int, expected: int
     ) -> tuple[int, int, int, int]: ...
-    def way(self, token: str, ticket: _Ticket) -> int: ...
+    def way(self, token: str, ticket: _Ticket) -> int:
+        """A Way; -1 of a process that this one has not met yet."""
 
 class MemoryIdentity:
     """Who this process is for those who want its memory, and how it proves it."""

@@ -167,8 +167,9 @@ class Near::Question {
       return;
     }
     const auto served = [request = request_, peer = peer_] {
-      if (peer->state.load() == Peer::alive && request->state.load(std::memory_order_acquire) == Request::serving) return false;
-      if (peer->state.load() == Peer::alive) give_back(*request);
+      if (peer->ended.load(std::memory_order_acquire)) return true;  // not only lost to us: it writes to nothing
+      if (request->state.load(std::memory_order_acquire) == Request::serving) return false;
+      give_back(*request);
       return true;
     };
     host_->bury(room_ == 0 ? std::vector<std::uint64_t>{} : std::vector{room_}, served);

@@ -1,11 +1,14 @@
 #include "memory/table.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
 
@@ -16,21 +19,35 @@ namespace {
 constexpr std::uint64_t ticks = (std::uint64_t{1} << 40) - 1;
 constexpr auto look_again = std::chrono::milliseconds(1);  // whether claims are void: nobody tells of that
 
-// The 22nd field of /proc/PID/stat; 0 if there is no such process, or if it is a zombie, which touches nothing any more.
+constexpr std::uint64_t unknown = 1;  // of a start: nothing starts so early
+
+// When a process started, in ticks since the machine did; 0 if there is none that touches memory any more: it is gone, or
+// a zombie without other threads. `unknown` where that can't be found out, as without descriptors.
 std::uint64_t start_of(std::uint32_t pid) {
   char path[32];
   std::snprintf(path, sizeof path, "/proc/%u/stat", pid);
+  errno = 0;
   std::FILE* file = std::fopen(path, "re");
-  if (file == nullptr) return 0;
+  if (file == nullptr) return errno == ENOENT || errno == ESRCH ? (kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH ? 0 : unknown) : unknown;
   char text[1024];
   const std::size_t bytes = std::fread(text, 1, sizeof text - 1, file);
+  const bool gone = bytes == 0 && errno == ESRCH;
   std::fclose(file);
   text[bytes] = 0;
   const char* at = std::strrchr(text, ')');  // its name may hold anything
-  if (at == nullptr || at[1] == 0 || at[2] == 'Z' || at[2] == 'X') return 0;
+  char state = 0;
+  long threads = 0;
   unsigned long long started = 0;
-  if (std::sscanf(at + 2, "%*c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu", &started) != 1) return 0;
-  return started;
+  const char* fields = "%c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld %*s %llu";
+  if (at == nullptr || std::sscanf(at + 2, fields, &state, &threads, &started) != 3) return gone ? 0 : unknown;
+  return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : started;
+}
+
+// Whether the page can be read and not written to, as one of a file that is mapped so: its owner's threads must not try.
+bool is_read_only(const char* at) {
+  constexpr int populate_read = 22, populate_write = 23;  // of madvise, Linux 5.14
+  auto* start = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(at) / page * page);
+  return madvise(start, page, populate_write) != 0 && madvise(start, page, populate_read) == 0;
 }
 
 std::uint64_t random_key() {
@@ -76,8 +93,8 @@ Owner this_process() {
 }
 
 bool alive(Owner owner) {
-  const std::uint64_t started = start_of(pid_of(owner));
-  return started != 0 && (started & ticks) == (owner & ticks);
+  const std::uint64_t started = start_of(pid_of(owner)), known = owner & ticks;
+  return started != 0 && (started == unknown || known == unknown || (started & ticks) == known);
 }
 
 Refusal Entry::check(const Ticket& ticket, std::uint64_t offset, std::uint64_t length, Access access) const {
@@ -147,7 +164,7 @@ Ticket Table::add(void* data, std::uint64_t bytes, bool writable) {
   entry.address.store(reinterpret_cast<std::uintptr_t>(data), std::memory_order_relaxed);
   entry.bytes.store(bytes, std::memory_order_relaxed);
   entry.shared_at.store(own.holds(at, bytes) ? static_cast<std::uint64_t>(at - own.at(0)) : 0, std::memory_order_relaxed);
-  entry.writable.store(writable, std::memory_order_relaxed);
+  entry.writable.store(writable && !is_read_only(at) && !is_read_only(at + bytes - 1), std::memory_order_relaxed);
   const std::uint64_t epoch = entry.epoch.load(std::memory_order_relaxed) + 1;
   entry.epoch.store(epoch, std::memory_order_release);
   count_.fetch_add(1, std::memory_order_relaxed);

@@ -13,12 +13,11 @@ from monarch_backend.rdma._transfers import Change, Part, engine
 
 
 class _Step(NamedTuple):
-    """What is to be done, and with which local object: its memory is looked up at each submit."""
+    """What is to be done, and with which local object: it is checked when it is added, and again at each submit."""
 
     buffer: RDMABuffer
-    local: Any
-    what: str  # the local object's name in errors
-    fills: bool  # it is written to
+    look: Callable[[], LocalMemory]  # where the local object is now; raises if it does not do
+    fills: bool  # the local memory is written to
     make: Callable[[LocalMemory], Part | Change]
 
 
@@ -48,16 +47,16 @@ class RDMAAction:
     def read_remote(self, dst: Any, src: RDMABuffer) -> RDMAAction:
         """Copy all of ``src`` to the beginning of ``dst``."""
         src, dst = _buffer_and_local(src, dst, "read_remote(dst, src)", "src")
-        src._to_read(dst)
         handle, size = src._handle, src.size()
-        return self._add(src, dst, "dst", True, lambda m: Part(handle, False, ((handle.offset, m.address, size),)))
+        make = lambda memory: Part(handle, False, ((handle.offset, memory.address, size),))  # noqa: E731
+        return self._add(_Step(src, lambda: src._to_read(dst), True, make))
 
     def write_remote(self, dst: RDMABuffer, src: Any) -> RDMAAction:
         """Copy all of ``src`` to the beginning of ``dst``."""
         dst, src = _buffer_and_local(dst, src, "write_remote(dst, src)", "dst")
-        dst._to_write(src)
         handle = dst._handle
-        return self._add(dst, src, "src", False, lambda m: Part(handle, True, ((handle.offset, m.address, m.nbytes),)))
+        make = lambda memory: Part(handle, True, ((handle.offset, memory.address, memory.nbytes),))  # noqa: E731
+        return self._add(_Step(dst, lambda: dst._to_write(src), False, make))
 
     def fetch_add(self, dst: Any, src: RDMABuffer, add: int, offset: int = 0) -> RDMAAction:
         """Add to the 64-bit integer at byte ``offset`` of ``src``; ``dst``, of 8 bytes, gets what was there before."""
@@ -73,28 +72,31 @@ class RDMAAction:
         Raises ValueError if two steps write to the same local bytes, or one reads what another one writes: which of
         them came first would be a matter of luck.
         """
-        if not self._steps:
+        steps = list(self._steps)  # another thread may add some
+        if not steps:
             raise ValueError("there is nothing to submit: add transfers first")
-        memories = [memory_of(step.local, step.what) for step in self._steps]
-        _refuse_overlaps(self._steps, memories)
-        parts = [step.make(memory) for step, memory in zip(self._steps, memories, strict=True)]
-        return engine().start(parts, [memory.keep for memory in memories], timeout)
+        memories = [step.look() for step in steps]
+        _refuse_overlaps(steps, memories)
+        parts = [step.make(memory) for step, memory in zip(steps, memories, strict=True)]
+        return engine().start(parts, memories, timeout)
 
-    def _add(
-        self, buffer: RDMABuffer, local: Any, what: str, fills: bool, make: Callable[[LocalMemory], Part | Change]
-    ) -> RDMAAction:
-        self._steps.append(_Step(buffer, local, what, fills, make))
+    def _add(self, step: _Step) -> RDMAAction:
+        step.look()
+        self._steps.append(step)
         return self
 
     def _atomic(self, dst: Any, src: RDMABuffer, access: int, offset: int, operand: int, expected: int) -> RDMAAction:
         src, dst = _buffer_and_local(src, dst, "fetch_add(dst, src, add)", "src")
-        found = writable(memory_of(dst, "dst"), "dst")
-        if found.nbytes != 8 or found.device != "cpu":
-            raise ValueError(
-                f"dst is {found.nbytes} bytes on {found.device}: an atomic needs 8 bytes of the CPU's memory"
-            )
         change = src._atomic(access, offset, operand, expected)
-        return self._add(src, dst, "dst", True, lambda memory: change._replace(take=lambda found: _put(memory, found)))
+        make = lambda memory: change._replace(take=lambda found: _put(memory, found))  # noqa: E731
+        return self._add(_Step(src, lambda: _eight_bytes(dst), True, make))
+
+
+def _eight_bytes(dst: Any) -> LocalMemory:
+    found = writable(memory_of(dst, "dst"), "dst")
+    if found.nbytes != 8:
+        raise ValueError(f"dst has {found.nbytes} bytes: an atomic needs 8")
+    return found
 
 
 def _buffer_and_local(buffer: Any, local: Any, usage: str, name: str) -> tuple[RDMABuffer, Any]:
@@ -114,7 +116,7 @@ def _put(memory: LocalMemory, value: int) -> None:
 def _refuse_overlaps(steps: list[_Step], memories: list[LocalMemory]) -> None:
     ranges = []
     for number, (step, memory) in enumerate(zip(steps, memories, strict=True)):
-        size = min(memory.nbytes, step.buffer.size()) if step.what == "dst" else memory.nbytes
+        size = min(memory.nbytes, step.buffer.size())
         ranges.append((memory.address, memory.address + size, step.fills, number))
     furthest: tuple[int, int] | None = None  # where the ranges so far end, and which of them does
     filled: tuple[int, int] | None = None  # the same of those that are written to

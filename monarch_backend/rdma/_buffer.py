@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from monarch_backend.actor import Future
+from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
-from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, writable
+from monarch_backend.rdma._memory import CPU, LocalMemory, frozen, memory_of, writable
 from monarch_backend.rdma._registry import registry
 from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
 from monarch_backend.rdma._transfers import Change, Part, engine
@@ -42,7 +43,7 @@ class RDMABuffer:
     __slots__ = ("_handle",)
 
     def __init__(self, data: Any) -> None:
-        self._handle: Handle = registry().add(memory_of(data, "the memory to register"))
+        self._handle: Handle = registry().add(frozen(memory_of(data, "the memory to register")))
 
     @classmethod
     def _of(cls, handle: Handle) -> RDMABuffer:
@@ -155,7 +156,7 @@ class RDMABuffer:
     def _move(self, write: bool, memory: LocalMemory, nbytes: int, timeout: float | None) -> Future[None]:
         handle = self._handle
         part = Part(handle, write, ((handle.offset, memory.address, nbytes),))
-        return engine().start((part,), memory.keep, timeout)
+        return engine().start((part,), (memory,), timeout)
 
     def _change(self, access: int, offset: int, operand: int, expected: int, timeout: float | None) -> Future[int]:
         return engine().change(self._atomic(access, offset, operand, expected), timeout)
@@ -170,4 +171,9 @@ class RDMABuffer:
 
 
 def _arrived(*fields: Any) -> RDMABuffer:
-    return RDMABuffer._of(Handle(*fields))
+    handle = Handle(*fields)
+    slot, epoch, key = handle.ticket
+    numbers = (slot, 32), (epoch, 64), (key, 64), (handle.offset, 64), (handle.nbytes, 64)
+    if not all(isinstance(number, int) and 0 <= number < 1 << bits for number, bits in numbers):
+        raise RDMAError("the handle of an RDMABuffer was damaged on its way")
+    return RDMABuffer._of(handle)

@@ -64,6 +64,11 @@ def ask(
     over: Callable[[], object] = lambda: False,
 ) -> bytes:
     """The answer of another process. Raises RDMAError if there is none, also once ``over()``, or if it is no."""
+    if owner.pump.reading:
+        raise RDMAError(
+            f"{peer} has to be asked for {topic} first, which the thread of a callback can't do, since it reads the "
+            "answer: use another thread"
+        )
     question = _Question(peer)
     number = next(owner.ids)
     owner.pending[number] = question

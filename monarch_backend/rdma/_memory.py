@@ -16,14 +16,14 @@ CPU = "cpu"
 
 
 class LocalMemory(NamedTuple):
-    """Memory of this process; it stays where it is while ``keep`` lives."""
+    """Memory of this process; it stays where it is while ``keep`` and ``hold`` live."""
 
     address: int
     nbytes: int
     writable: bool
     device: str
-    keep: Any
-    view: Any = None  # keeps a buffer from moving
+    keep: Any  # the storage of a tensor, an array, or another object with the buffer protocol
+    hold: Any = None  # what keeps it from moving
 
 
 def memory_of(value: Any, what: str) -> LocalMemory:
@@ -35,6 +35,17 @@ def memory_of(value: Any, what: str) -> LocalMemory:
     if found.nbytes == 0:
         raise ValueError(f"{what} has no bytes: there is nothing to transfer")
     return found
+
+
+def frozen(memory: LocalMemory) -> LocalMemory:
+    """The same, that can't be resized from now on, since torch would free what others read. NumPy freezes it."""
+    if not isinstance(memory.keep, torch.UntypedStorage):
+        return memory
+    try:
+        held = torch.empty(0, dtype=torch.uint8).set_(memory.keep).numpy()
+    except RuntimeError:  # torch without NumPy
+        return memory
+    return memory._replace(hold=held)
 
 
 def writable(memory: LocalMemory, what: str) -> LocalMemory:
@@ -66,7 +77,7 @@ def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
     nbytes = tensor.nbytes
     if nbytes and tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes:
         raise ValueError(f"{what} has {nbytes} bytes, but the memory of its storage was freed")
-    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, CPU, tensor)
+    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, CPU, tensor.untyped_storage())
 
 
 def refuse_subclass(tensor: torch.Tensor, what: str) -> None:

@@ -30,6 +30,8 @@ class Here:
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
+        if over := patient.over():
+            return Result(over, 0, 0, 0)
         return Result(*self._native.move_here(handle.ticket, write, segments))
 
     def change(
@@ -42,6 +44,8 @@ class Here:
         patient: Any,
     ) -> Result:
         """See Route."""
+        if over := patient.over():
+            return Result(over, 0, 0, 0)
         return Result(*self._native.change_here(handle.ticket, access, offset, operand, expected))
 
 
@@ -52,17 +56,12 @@ class SameHost:
 
     def __init__(self, registry: Registry) -> None:
         self._native = registry.native
-        self._by_kernel: set[str] = set()  # processes that the kernel lets us read
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         if nbytes > QUICK:
             return False
-        if handle.token in self._by_kernel and not atomic:
-            return True
         way = self._native.way(handle.token, handle.ticket)
-        if way == KERNEL:
-            self._by_kernel.add(handle.token)
         return way == MAPPED or (way == KERNEL and not atomic)
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
@@ -81,4 +80,4 @@ class SameHost:
             "copied by its own thread: the kernel forbids process_vm_readv",
         )
         found = self._native.way(handle.token, handle.ticket)
-        return ways[found] if found >= 0 else "it does not answer"
+        return ways[found] if found >= 0 else "which of its ways is seen with the first transfer"

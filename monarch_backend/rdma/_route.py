@@ -48,7 +48,7 @@ class Route(Protocol):
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """Read or write; offsets count from the beginning of the registration.
 
-        ``keep``: the object whose memory the local addresses are in, or a list of such objects.
+        ``keep``: what the local addresses are in, as LocalMemory, or as objects that have memory.
         """
         ...
 

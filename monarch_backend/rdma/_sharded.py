@@ -105,7 +105,7 @@ class Plan:
         self,
         parts: list[Part],
         bytes_by_rank: dict[int, int],
-        keep: list[Tensor],
+        keep: list[Any],
         values: list[tuple[Leaf, Any]],
         missing: list[str],
         unexpected: list[str],
@@ -288,13 +288,15 @@ def _moved(part: TensorPart, name: str, now: Mapping[str, Any]) -> TensorPart:
 def _memory(held: Iterable[Local]) -> dict[int, tuple[Tensor, int]]:
     """For each storage that they lie in: the bytes from the first of them to the last, and their address."""
     spans: dict[int, tuple[int, int]] = {}
-    storages = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for one in held:
         if one.pieces:
             first, last = _extent(one)
             storage = one.tensor.untyped_storage()
             low, high = spans.get(storage.data_ptr(), (first, last))
-            storages[storage.data_ptr()] = storage
+            known = storages.get(storage.data_ptr())
+            if known is None or known.nbytes() < storage.nbytes():  # several may stand on the same memory
+                storages[storage.data_ptr()] = storage
             spans[storage.data_ptr()] = min(low, first), max(high, last)
     memory = {}
     for base, (low, high) in spans.items():
@@ -381,7 +383,7 @@ class _Reading:
         self._values: list[tuple[Leaf, Any]] = []
         self._filled: dict[tuple[object, ...], str] = {}  # destinations, and the names they have
         self._extents: list[tuple[int, int, str]] = []
-        self._keep: list[Tensor] = []
+        self._keep: list[Any] = []  # storages: a parameter may get another one
 
     def add(self, leaf: Leaf) -> None:
         if leaf.name in self._state._values:
@@ -396,7 +398,7 @@ class _Reading:
         here = local(leaf.name, leaf.value)
         if here.pieces and not self._is_filled(leaf.name, here, owned):
             self._extents.append((*_extent(here), leaf.name))
-            self._keep.append(here.tensor)
+            self._keep.append(here.tensor.untyped_storage())
             self._add_tensor(leaf.name, here, owned)
 
     def _is_filled(self, name: str, here: Local, owned: dict[int, TensorPart]) -> bool:

@@ -39,8 +39,8 @@ from monarch_backend.rdma._verbs import refusal_of
 from monarch_backend.transport._frames import Setting
 from monarch_backend.transport._peer import Peer
 
-MOST_THREADS = 8
-"""That move bytes at the same time."""
+MOST_THREADS = 64
+"""That move bytes at the same time, or wait for processes that do not answer."""
 
 _REFUSALS = (
     "",
@@ -101,8 +101,9 @@ class Engine:
                 transfer.run(part, route)
             return transfer.future
         transfer.watch()
-        for part, route in routed:
-            self._submit(lambda part=part, route=route: transfer.run(part, route))  # type: ignore[misc]
+        for number, (part, route) in enumerate(routed):
+            transfer.queued.add(number)
+            self._submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
         return transfer.future
 
     def change(self, change: Change, timeout: float | None) -> Future[int]:
@@ -168,18 +169,23 @@ class _Transfer:
         self._patient = patient(timeout)
         self._lock = threading.Lock()
         self._ended, self._told = threading.Event(), threading.Event()
+        self.queued: set[int] = set()  # parts that no thread has begun with
+        self._given_up: CancelledError | None = None  # by its user
         self._error: BaseException | None = None
         self._number = 0
         self._tokens: set[str] = set()
         self._gone: dict[str, MeshFailure] = {}
-        self.future: Future[Any] = Future(engine.program.wait, self._cancel)
+        self.future: Future[Any] = TransferFuture(engine.program.wait, self._cancel)
         if count == 0:
             self._finish()
 
     def watch(self) -> None:
-        """From now on the program tells us of processes that go."""
+        """From now on the program tells us of processes that go, and when its time is over."""
         self._number = next(self._engine.program.ids)
         self._engine.program.pending[self._number] = self
+        if self._timeout is not None:
+            late = TimeoutError(f"the transfer was not begun within {self._timeout:g} s: too many others wait")
+            self._engine.program.pump.later(self._timeout, lambda: self._end_queued(late))
 
     def on_gone(self, peer: Any, failure: MeshFailure) -> None:
         """As any pending call."""
@@ -190,6 +196,27 @@ class _Transfer:
 
     def on_reply(self, frame: Any) -> None:
         """Nobody replies to it."""
+
+    def run_queued(self, number: int, part: Part | Change, route: Route) -> None:
+        """As `run`, unless somebody has given it up meanwhile."""
+        with self._lock:
+            if number not in self.queued:
+                return
+            self.queued.discard(number)
+        self.run(part, route)
+
+    def _end_queued(self, error: BaseException) -> None:
+        """What no thread has begun with is not begun any more."""
+        with self._lock:
+            if not self.queued:
+                return
+            self._left -= len(self.queued)
+            self.queued.clear()
+            self._error = self._error or error
+            self._patient.cancel()
+            if self._left:
+                return
+        self._finish()
 
     def run(self, part: Part | Change, route: Route) -> None:
         """Do one part. Never raises."""
@@ -225,6 +252,8 @@ class _Transfer:
     def _failure(self, handle: Handle, result: Result) -> BaseException:
         known = self._gone.get(handle.token)
         broken = result.outcome in (LOST, UNREACHABLE)
+        if result.outcome == CANCELLED and self._given_up is not None:
+            return self._given_up
         if broken and known is None and self._is_gone_soon(handle.token):
             known = self._gone.get(handle.token)
         if known is not None or (result.outcome == LOST and not result.text):  # the route knows that it has ended
@@ -238,7 +267,7 @@ class _Transfer:
                 f"the transfer with {handle} was not done within {self._timeout:g} s; a part of it may be"
             )
         if result.outcome == CANCELLED:
-            return CancelledError("the transfer was cancelled; a part of it may be done")
+            return RDMAError(f"a transfer with {handle} was ended, since another part of it has failed")
         if result.error == errno.EFAULT:
             return RDMAError(
                 f"{handle} can't be used: a part of it, or of this process's own buffer, is not there any more"
@@ -269,10 +298,26 @@ class _Transfer:
         if self._number:
             self._engine.program.pump.wake()
 
-    def _cancel(self, _: str) -> None:
+    def _cancel(self, reason: str) -> None:
         """By its user, who may use the buffers again when this returns."""
+        self._given_up = CancelledError(reason)
         self._patient.cancel()
+        self._end_queued(self._given_up)
         self._ended.wait()
+
+
+class TransferFuture(Future[Any]):
+    """One that is done when its transfer is, also where that is given up: then nobody touches its memory any more."""
+
+    __slots__ = ()
+
+    def cancel(self, reason: str = "cancelled by the caller") -> bool:
+        """End the transfer, and wait for that: a moment. False if it has ended already."""
+        end = self._cancel
+        if self.ready or end is None:
+            return False
+        end(reason)
+        return isinstance(self._error, CancelledError)
 
 
 def lost(owner: Program, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:

@@ -17,6 +17,7 @@ from monarch_backend.actor._program import Program
 from monarch_backend.rdma._conversation import ask
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle, Ticket
+from monarch_backend.rdma._memory import LocalMemory
 from monarch_backend.rdma._registry import Registry
 from monarch_backend.rdma._route import (
     DONE,
@@ -220,13 +221,12 @@ def _told(error: Any) -> Result:
 
 def _owners(segments: Sequence[Segment], keep: Any) -> Any:
     """The object of each local address, among those that are kept for the transfer."""
-    if not isinstance(keep, (list, tuple)):
-        return keep
-    if len(keep) == 1:
-        return keep[0]
+    each_one = [memory.keep if isinstance(memory, LocalMemory) else memory for memory in keep]
+    if len(each_one) == 1:
+        return each_one[0]
     from monarch_backend.rdma.verbs._memory import allocation_of
 
-    found = sorted(((allocation_of(each), each) for each in keep), key=lambda pair: pair[0].address)
+    found = sorted(((allocation_of(each), each) for each in each_one), key=lambda pair: pair[0].address)
     starts = [allocation.address for allocation, _ in found]
     return [found[max(0, bisect_right(starts, address) - 1)][1] for _, address, _ in segments]
 

@@ -107,6 +107,7 @@ class Process(Actor):
     @endpoint
     def way(self, buffer: RDMABuffer) -> int:
         handle = buffer._handle
+        buffer.read_into(bytearray(buffer.size())).get()  # they have met
         return int(rdma._registry.registry().native.way(handle.token, handle.ticket))
 
     @endpoint
@@ -177,6 +178,15 @@ class Process(Actor):
             future.cancel()
         error = future.exception()
         return "done" if error is None else type(error).__name__
+
+    @endpoint
+    def gives_up_many(self, stuck: RDMABuffer, healthy: RDMABuffer, count: int) -> list[str]:
+        """Read from one who does not answer, many times at once; others are read all the same."""
+        futures = [stuck.read_into(torch.empty(stuck.size(), dtype=torch.uint8)) for _ in range(count)]
+        healthy.read_into(torch.empty(healthy.size(), dtype=torch.uint8), timeout=10).get()
+        for future in futures:
+            future.cancel()
+        return [type(future.exception()).__name__ for future in futures]
 
     @endpoint
     def add_within(self, buffer: RDMABuffer, seconds: float) -> str:

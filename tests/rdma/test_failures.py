@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
+import mmap
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,10 +170,12 @@ def test_memory_in_use_is_not_given_back(
 
 
 def test_what_is_registered_stays_alive_until_it_is_dropped() -> None:
-    value = torch.arange(1000)
-    gone = weakref.ref(value)
+    memory = np.arange(1000)
+    gone = weakref.ref(memory)
+    value = torch.from_numpy(memory)
     buffer = RDMABuffer(value)
-    del value
+    value.data = torch.zeros(1, dtype=torch.int64)  # as model.to() does
+    del value, memory
     gc.collect()
     assert gone() is not None
     into = torch.zeros(1000, dtype=torch.int64)
@@ -179,6 +186,65 @@ def test_what_is_registered_stays_alive_until_it_is_dropped() -> None:
     assert gone() is None
     with pytest.raises(DroppedError, match="not registered any more"):
         buffer.read_into(into).get()
+
+
+def test_what_is_registered_is_not_resized() -> None:
+    value = torch.arange(1000)
+    buffer = RDMABuffer(value)
+    with pytest.raises(RuntimeError, match="resiz"):
+        value.untyped_storage().resize_(0)
+    buffer.drop()
+
+
+def test_memory_that_changes_before_an_action_is_submitted() -> None:
+    value = torch.zeros(1 << 20, dtype=torch.uint8)
+    buffer, into = RDMABuffer(value), bytearray(1 << 20)
+    action = RDMAAction().read_remote(into, buffer)
+    del into[16:]
+    with pytest.raises(ValueError, match="dst has 16 bytes"):
+        action.submit()
+    source = bytearray(8)
+    action = RDMAAction().write_remote(buffer[0:8], source)
+    source.extend(bytes([255] * 8))
+    with pytest.raises(ValueError, match="do not fit"):
+        action.submit()
+    assert not value.any()
+    buffer.drop()
+
+
+def test_buffers_stay_where_they_are_during_a_transfer() -> None:
+    buffer = RDMABuffer(torch.ones(64 * MIB, dtype=torch.uint8))
+    with mmap.mmap(-1, 64 * MIB) as room:
+        future = buffer.read_into(room)
+        if not future.done():
+            with contextlib.suppress(BufferError):
+                room.close()
+        future.get(20)
+        assert room.closed or room[-1] == 1
+    buffer.drop()
+
+
+def test_memory_of_a_file_that_can_only_be_read(tmp_path: Path) -> None:
+    np.zeros(8192, dtype=np.uint8).tofile(tmp_path / "file")
+    mapped = np.memmap(tmp_path / "file", mode="r", dtype=np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        buffer = RDMABuffer(torch.from_numpy(mapped))
+    said = repr(buffer.write_from(bytes(8192)).exception(20))  # the error itself has a traceback, which keeps the file
+    assert said.startswith("RDMAError") and "read-only" in said
+    buffer.drop()
+
+
+def test_many_who_wait_do_not_hold_up_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
+    owner, reader = fresh
+    if route_of(request) not in ("thread", "tcp", "tls"):
+        pytest.skip("on this route nobody waits for an owner")
+    buffer = owner.own.call_one("tensor", 4 * MIB).get()
+    mine = RDMABuffer(torch.ones(4 * MIB, dtype=torch.uint8))
+    assert reader.read.call_one(buffer).get()
+    with held_up(pid_of(owner)):
+        assert reader.gives_up_many.call_one(buffer, mine, 12).get(20) == ["CancelledError"] * 12
+    buffer.drop(), mine.drop()
 
 
 def test_ten_thousand_registrations_take_no_memory() -> None:

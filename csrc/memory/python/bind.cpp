@@ -71,7 +71,10 @@ PyResult move(Registered& memory, const std::string& token, const PyTicket& tick
 
 PyResult change(Registered& memory, const std::string& token, const PyTicket& ticket, std::uint32_t access, std::uint64_t offset,
                 std::uint64_t operand, std::uint64_t expected, const Patient& patient) {
-  return with(memory, token, ticket_of(ticket), 8, patient, [&](const auto& peer) {
+  const std::shared_ptr<Peer> known = memory.host().known(token);
+  const bool mapped = known != nullptr && memory.near().way(*known, ticket_of(ticket)) == Way::mapped;
+  const std::uint64_t weight = mapped ? 8 : worth_releasing;  // else another process's thread does it
+  return with(memory, token, ticket_of(ticket), weight, patient, [&](const auto& peer) {
     return memory.near().change(peer, ticket_of(ticket), static_cast<Access>(access), offset, operand, expected, patient);
   });
 }
@@ -146,9 +149,9 @@ void bind_memory(py::module_& m) {
       .def("move_here", &move_here)
       .def("change_here", &change_here)
       .def("way", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
-        const auto peer = memory.meet(token, Patient(Clock::now() + std::chrono::seconds(1)));
+        const auto peer = memory.host().known(token);
         return peer == nullptr ? -1 : static_cast<int>(memory.near().way(*peer, ticket_of(ticket)));
-      }, py::call_guard<py::gil_scoped_release>());
+      });
 }
 
 }  // namespace monarch
