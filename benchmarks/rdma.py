@@ -116,7 +116,9 @@ def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], 
 
 def station_of(name: str, station: Station, route: Route, *, case: str = "read", bare: bool = False) -> Contender:
     """Of a station, which says what it is."""
-    route.notes.append(f"{name}: {station.hear().strip(chr(34))}")
+    about = json.loads(station.hear())
+    if isinstance(about, str):
+        route.notes.append(f"{name}: {about}")
     below = (lambda: ask(station, "bare", 8)) if bare else None
     return Contender(name, lambda size: ask(station, case, size), bare=below)
 

@@ -9,7 +9,8 @@ import signal
 import sys
 
 import torch
-from _station import Call, Calls, fill, pattern, serve
+from _station import Calls, serve
+from _timing import Call, fill, pattern
 
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -7,6 +7,7 @@ whether it is done until it is.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from _station import Call, Calls, pattern, serve
+from _station import Calls, answer, serve
+from _timing import Call, pattern
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 PR_SET_PDEATHSIG = 1
@@ -28,11 +30,9 @@ def _agent(name: str) -> Any:
 def own(nbytes: int) -> None:
     """The other process: says what it has, and stays."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print
     agent, memory = _agent("owner"), pattern(nbytes)
     registered = agent.register_memory([memory])
-    print(agent.get_agent_metadata().hex(), memory.data_ptr(), file=out, flush=True)
+    answer([agent.get_agent_metadata().hex(), memory.data_ptr()])
     while registered is not None:
         signal.pause()
 
@@ -43,8 +43,7 @@ class Nixl:
     def __init__(self, nbytes: int) -> None:
         owner = subprocess.Popen([sys.executable, __file__, str(nbytes), "own"], stdout=subprocess.PIPE, text=True)
         assert owner.stdout is not None
-        metadata, address = owner.stdout.readline().split()
-        self.address = int(address)
+        metadata, self.address = json.loads(owner.stdout.readline())
         self.agent, self.into = _agent("reader"), torch.zeros(nbytes, dtype=torch.uint8)
         self.registered = self.agent.register_memory([self.into])
         self.owner = self.agent.add_remote_agent(bytes.fromhex(metadata))

@@ -11,7 +11,8 @@ import sys
 from typing import Any
 
 import torch
-from _station import Call, Calls, check, fill, serve
+from _station import Calls, serve
+from _timing import Call, check, fill
 
 from monarch_backend import rdma
 from monarch_backend.actor import Actor, endpoint, this_host
@@ -90,7 +91,7 @@ class Ours:
     def _bare(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         """What is below Python: the compiled call that a read ends in."""
         handle, waits = buffer._handle, patient(None)
-        segments = [(handle.start, into.data_ptr(), len(into))]
+        segments = [(handle.offset, into.data_ptr(), len(into))]
         if buffer.backend == "same host":
             native = registry().native
             return lambda: native.move(handle.token, handle.ticket, False, segments, waits)

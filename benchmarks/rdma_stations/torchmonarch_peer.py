@@ -7,7 +7,8 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from _station import check, fill, serve, timed
+from _station import serve
+from _timing import check, fill, timed
 from monarch.actor import Actor, endpoint, this_host
 from monarch.config import configure
 from monarch.rdma import RDMABuffer, get_rdma_backend
