@@ -90,8 +90,8 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def plot(routes: Sequence[Route], file: Path) -> str | None:
-    """Time over size, and rate over size, for each route; the reason where it can't be drawn."""
+def plot(route: Route, file: Path) -> str | None:
+    """Time over size, and rate over size; the reason where it can't be drawn."""
     try:
         import matplotlib
     except ImportError:
@@ -99,20 +99,19 @@ def plot(routes: Sequence[Route], file: Path) -> str | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(routes), figsize=(7 * len(routes), 8), squeeze=False, sharex="col")
-    for column, route in enumerate(routes):
-        for panel, rate in ((axes[0][column], False), (axes[1][column], True)):
-            for index, name in enumerate(route.names):
-                points = {size: row[name].median for size, row in route.rows.items() if name in row}
-                values = [size / us / 1e3 if rate else us for size, us in points.items()]
-                style = "--" if name in route.floors.values() else "-"
-                panel.loglog(list(points), values, style, color=f"C{index}", marker="o", markersize=3, label=name)
-            panel.set_ylabel("GB/s" if rate else "median, us")
-            panel.grid(True, which="major", alpha=0.3)
-            panel.set_xticks(list(route.rows), [size_name(size) for size in route.rows], rotation=45, fontsize=7)
-            panel.minorticks_off()
-        axes[0][column].set_title(route.title, fontsize=10)
-        axes[0][column].legend(fontsize=7)
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5))
+    for panel, rate in zip(axes, (False, True), strict=True):
+        for index, name in enumerate(route.names):
+            points = {size: row[name].median for size, row in route.rows.items() if name in row}
+            values = [size / us / 1e3 if rate else us for size, us in points.items()]
+            style = "--" if name in route.floors.values() else "-"
+            panel.loglog(list(points), values, style, color=f"C{index}", marker="o", markersize=3, label=name)
+        panel.set_ylabel("GB/s" if rate else "median, us")
+        panel.grid(True, which="major", alpha=0.3)
+        panel.set_xticks(list(route.rows), [size_name(size) for size in route.rows], rotation=45, fontsize=7)
+        panel.minorticks_off()
+    axes[0].legend(fontsize=7)
+    figure.suptitle(route.title)
     figure.tight_layout()
     figure.savefig(file, dpi=130)
     pyplot.close(figure)

@@ -30,7 +30,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -163,7 +162,7 @@ def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
         if not python.exists():
             route.notes.append(f"{name}: not installed; run: python tools/peer_env.py {key}")
             continue
-        station = make(0, python, STATIONS / script, most)
+        station = make(0, python, STATIONS / script, most, PYTHONPATH=str(STATIONS))  # workers import it
         try:
             made = station_of(name, station, route)
         except (Silent, Ended) as error:
@@ -322,8 +321,11 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
         end_all()
     load = f"load {before:.1f} before, {os.getloadavg()[0]:.1f} at the end; {others.note()}"
-    name = "rdma-verbs" if args.only == ["verbs"] else "rdma"
-    drawn: Any = plot([route for route in routes if route.rows], args.out / f"{name}.png")
+    reasons = [
+        plot(one, args.out / f"rdma-{name}.png") for name, one in zip(args.only, routes, strict=True) if one.rows
+    ]
+    drawn = next(filter(None, reasons), None)
+    name = "rdma" if len(args.only) > 1 else f"rdma-{args.only[0]}"
     tables = "\n".join(route.markdown() for route in routes)
     text = f"# Memory of other processes\n\n{machine()}; {args.rounds} rounds; {load}\n\n{tables}"
     text += f"\n- {drawn}\n" if drawn else ""
