@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 PATIENCE = 60.0
-VOLUME = 16 << 20  # bytes of the short run, at least five messages
+VOLUME = 8 << 20  # bytes of the short run, at least five messages
 DEVICES = Path("/sys/class/infiniband")
 
 
