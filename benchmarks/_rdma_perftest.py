@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 PATIENCE = 60.0
-VOLUME = 8 << 20  # bytes of the short run, at least five messages
+LASTS, MARGIN = 4, 1  # seconds of a run, and those at both ends that do not count
 DEVICES = Path("/sys/class/infiniband")
 
 
@@ -25,24 +25,18 @@ def missing() -> str | None:
 def seconds(kind: str, size: int, depth: int, port: int) -> float:
     """Of one message, with so many in flight. Raises RuntimeError.
 
-    perftest's own clock stands still in a guest of User-Mode Linux, so it is the difference of a long and a short run.
+    From how many it counts between two alarms: the clock that its rates are of stands still in User-Mode Linux.
     """
-    few = max(VOLUME // size, 5)
-    return max(_wall(kind, size, depth, 5 * few, port) - _wall(kind, size, depth, few, port), 1e-9) / (4 * few)
-
-
-def _wall(kind: str, size: int, depth: int, count: int, port: int) -> float:
     near, far = devices()[:2]
-    options = [f"ib_{kind}_bw", "-F", *map(str, ("-s", size, "-n", count, "-t", min(depth, count), "-p", port))]
+    options = [f"ib_{kind}_bw", "-F", *map(str, ("-s", size, "-t", depth, "-p", port, "-D", LASTS, "-f", MARGIN))]
     server = subprocess.Popen([*options, "-d", far], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         time.sleep(0.5)  # it says nothing when it listens
-        begun = time.perf_counter()
         done = subprocess.run([*options, "-d", near, "127.0.0.1"], capture_output=True, text=True, timeout=PATIENCE)
-        took = time.perf_counter() - begun
-        if done.returncode:
-            raise RuntimeError(f"ib_{kind}_bw: {(done.stderr or done.stdout).strip()[-200:]}")
-        return took
+        rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == [str(size)]]
+        if done.returncode or not rows or int(rows[0][1]) < 1:
+            raise RuntimeError(f"ib_{kind}_bw, {size} bytes: {(done.stderr or done.stdout).strip()[-200:]}")
+        return (LASTS - 2 * MARGIN) / int(rows[0][1])
     finally:
         server.kill()
         server.wait()
