@@ -90,9 +90,12 @@ bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables a
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/header_check.py
 	$(BIN)/python benchmarks/collectives.py --ddp
-	-$(BIN)/python tools/peer_env.py torchmonarch ray
+	-$(BIN)/python tools/peer_env.py torchmonarch ray nixl
 	$(BIN)/python benchmarks/actors.py
 	-$(BIN)/python benchmarks/hosts.py
+	$(BIN)/python benchmarks/rdma.py
+	-test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs
+	-PYTHONPATH=$(CURDIR)/.envs/rdma tools/rxe_guest.sh $(CURDIR)/$(BIN)/python benchmarks/rdma.py --only verbs --rounds 3
 	$(BIN)/python benchmarks/scale.py
 
 # DeepSpeed builds only beside the torch that is there; without it, as without any peer, the benchmark goes on.

@@ -25,9 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import os
-import platform
-import resource
 import signal
 import statistics
 import sys
@@ -48,9 +45,8 @@ from _actor_stations import (
     adopt_orphans,
     available_bytes,
     end_all,
-    machine_cpu_seconds,
-    tree_cpu_seconds,
 )
+from _machine import Others, machine
 
 CHOICES = ("round_trip", "pipelined", "cast", "tensor", "start", "death", "memory")
 SIDE_BY_SIDE = 8  # of larger meshes only one at a time fits into memory
@@ -217,33 +213,8 @@ class Run:
             self.left[key] = self.left.get(key, 0) + station.left
 
 
-class _Others:
-    """How busy processes that are not ours keep the machine: noise that the reader should know of."""
-
-    def __init__(self) -> None:
-        self._start, self._before = time.monotonic(), self._used()
-
-    @staticmethod
-    def _used() -> float:
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        mine = time.process_time() + ended.ru_utime + ended.ru_stime + tree_cpu_seconds(os.getpid())
-        return machine_cpu_seconds() - mine
-
-    def note(self) -> str:
-        """Cores, on average since the start."""
-        cores = (self._used() - self._before) / (time.monotonic() - self._start)
-        return f"other processes of the machine used {max(cores, 0):.2f} cores meanwhile"
-
-
-def _machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
-    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{model}, {cores} cores, {memory:.0f} GiB; Linux {platform.release()}; Python {platform.python_version()}"
-
-
 def _text(run: Run, peers: Sequence[Peer]) -> str:
-    lines = ["# Actors of one host", "", _machine(), ""]
+    lines = ["# Actors of one host", "", machine(), ""]
     lines += ["Median, or median / 99th percentile (ours is so many times better; below 1 worse)", ""]
     lines += [markdown(run.results, peers), ""]
     lines += [f"- {peer.name}: {run.versions[peer.key]}; {peer.settings}" for peer in peers if peer.key in run.versions]
@@ -280,7 +251,7 @@ def main() -> None:
         sys.exit("the processes are watched through /proc and pidfds, which are Linux's")
     signal.signal(signal.SIGTERM, _stop)
     args.out.mkdir(parents=True, exist_ok=True)
-    peers, others = [peer for peer in PEERS if peer.key in args.peers], _Others()
+    peers, others = [peer for peer in PEERS if peer.key in args.peers], Others()
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="mba-", ignore_cleanup_errors=True) as folder:
         run, patient = Run(peers, args, Path(folder)), False

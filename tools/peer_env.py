@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Builds a virtual environment with another actor library, for benchmarks/actors.py and hosts.py to compare with.
+"""Builds a virtual environment with another library, for benchmarks/actors.py, hosts.py and rdma.py to compare with.
 
     python tools/peer_env.py torchmonarch ray     # makes .envs/peer-torchmonarch and .envs/peer-ray; again: no change
+    python tools/peer_env.py nixl                 # .envs/peer-nixl; x86-64 and arm64
 
 Each has the torch of constraints.txt, for the CPU, put there before the library so that pip does not fetch another
 one; how a CUDA build of torch becomes one for the CPU is in torch_env.py. This checkout is not installed in them.
-What is measured, and how, is in benchmarks/actor_peers and host_stations.
+What is measured, and how, is in benchmarks/actor_peers, host_stations and rdma_stations.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ RECIPE = 1  # raise it when environments that were built before must be built ag
 PEERS = {
     "torchmonarch": (["torchmonarch==0.7.0"], "monarch.actor"),
     "ray": (["ray==2.60.0"], "ray"),
+    # Not the package "nixl", which brings the builds for two releases of CUDA; on CPU memory this one needs none.
+    "nixl": (["nixl-cu12==1.5.1"], "nixl_cu12._api"),
 }
 
 

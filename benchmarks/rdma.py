@@ -1,0 +1,340 @@
+"""Reading another process's memory: RDMABuffer on every route, beside what limits it and beside peers.
+
+    python tools/peer_env.py torchmonarch nixl        # once: the peers' own environments
+    python benchmarks/rdma.py [--rounds N] [--sizes 8 64K 64M] [--only host hosts verbs] [--out DIR]
+    tools/rxe_guest.sh python benchmarks/rdma.py --only verbs      # where this machine has no two RDMA devices
+
+host    two processes of this host: memory of rdma.empty (mapped), ordinary memory (process_vm_readv), and through the
+        owner's thread (MONARCH_CMA=0); floors are memcpy in one process and a bare process_vm_readv; peers are NIXL
+        over UCX and torchmonarch, whose RDMABuffer takes TCP where no NIC is
+hosts   two network namespaces, over TCP, with and without TLS, beside sockets and iperf3 with one stream; needs root,
+        iproute2 and iperf3
+verbs   two RDMA devices of this machine, beside perftest with as many in flight
+
+Each size goes round all contenders, round after round and each round from another one on. Cells have the median of all
+calls, the rate, and in brackets how fast that is beside the contender's floor: the median of the rounds' ratios. All
+that is read is compared with what it must be, once for each size. Python's own part of a read is the time of the call
+less that of the compiled call that it ends in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import _rdma_perftest as perftest
+from _actor_stations import adopt_orphans, end_all
+from _host_stations import STATIONS as HOST_STATIONS
+from _host_stations import Ended, Silent, Station, daemon, stations
+from _machine import Others, machine
+from _rdma_report import Must, Route, plot
+from _report import Series
+from hosts import iperf
+
+from tests.support.hosts import Hosts, hosts, refusal
+
+ROOT = Path(__file__).resolve().parent.parent
+STATIONS = Path(__file__).with_name("rdma_stations")
+SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+VERBS_SIZES = (8, 64 << 10, 1 << 20, 16 << 20)
+LARGE = 1 << 20  # from here on iperf3 is a floor
+IN_FLIGHT = 16  # as rdma_stations/ours.py
+BATCH = 128 << 20  # bytes of a batch of calls, at most
+FEWEST, MOST = 2, 100  # calls in it
+COMMON = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+Make = Callable[..., Station]
+
+
+class Refused(Exception):
+    """A station's own word that it can't."""
+
+
+def ask(station: Station, case: str, size: int) -> list[float]:
+    """Times of a batch."""
+    station.tell(case, max(FEWEST, min(MOST, BATCH // size)), size)
+    return heard(station)
+
+
+def heard(station: Station) -> list[float]:
+    """The answer. Raises Refused."""
+    answer = json.loads(station.hear())
+    if isinstance(answer, dict):
+        raise Refused(answer["error"])
+    found: list[float] = answer
+    return found
+
+
+@dataclass
+class Contender:
+    """One column: how a batch of a size is had."""
+
+    name: str
+    times: Callable[[int], list[float]]
+    least: int = 0  # bytes
+    bare: Callable[[], list[float]] | None = None  # what is below Python, of 8 bytes
+    failed: bool = field(default=False)
+
+    def turn(self, route: Route, size: int) -> None:
+        """Its part of a round."""
+        if self.failed or size < self.least:
+            return
+        try:
+            times = self.times(size)
+            route.add(size, self.name, times)
+            if self.bare is not None and size == min(route.rows):
+                own = statistics.median(times) - statistics.median(self.bare())
+                route.own.setdefault(self.name, Series()).rounds.append([own * 1e6])
+        except (Refused, Silent, Ended, OSError, RuntimeError) as error:
+            self.failed = True
+            route.fail(self.name, str(error).strip().splitlines()[-1][:300])
+
+
+def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], count: int) -> None:
+    """All of it."""
+    for turn in range(count):
+        print(f"{route.title}: round {turn + 1} of {count}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+        first = turn % len(contenders)
+        for size in sizes:
+            for one in [*contenders[first:], *contenders[:first]]:
+                one.turn(route, size)
+    order = [one.name for one in contenders]
+    for size, row in route.rows.items():
+        route.rows[size] = {name: row[name] for name in order if name in row}
+
+
+def station_of(name: str, station: Station, route: Route, *, case: str = "read", bare: bool = False) -> Contender:
+    """Of a station, which says what it is."""
+    about = json.loads(station.hear())
+    if isinstance(about, str):
+        route.notes.append(f"{name}: {about}")
+    below = (lambda: ask(station, "bare", 8)) if bare else None
+    return Contender(name, lambda size: ask(station, case, size), bare=below)
+
+
+# ---- one host
+
+
+class Alone:
+    """This very host, in the place of Hosts."""
+
+    pids = ()
+
+    @staticmethod
+    def command(_: int, *words: str) -> list[str]:
+        """No namespaces."""
+        return list(words)
+
+
+def asleep(contender: Contender, station: Station) -> Contender:
+    """The same, stopped between its turns: its threads never sleep."""
+    inner = contender.times
+
+    def times(size: int) -> list[float]:
+        os.killpg(station.process.pid, signal.SIGCONT)
+        try:
+            return inner(size)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(station.process.pid, signal.SIGSTOP)
+
+    os.killpg(station.process.pid, signal.SIGSTOP)
+    contender.times = times
+    return contender
+
+
+def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
+    for key, name, script in (
+        ("nixl", "NIXL", "nixl_peer.py"),
+        ("torchmonarch", "torchmonarch", "torchmonarch_peer.py"),
+    ):
+        python = ROOT / ".envs" / f"peer-{key}" / "bin" / "python"
+        if not python.exists():
+            route.notes.append(f"{name}: not installed; run: python tools/peer_env.py {key}")
+            continue
+        station = make(0, python, STATIONS / script, most, PYTHONPATH=str(STATIONS))  # workers import it
+        try:
+            made = station_of(name, station, route)
+        except (Silent, Ended) as error:
+            route.notes.append(f"{name}: {error}")
+            continue
+        yield asleep(made, station) if key == "nixl" else made
+
+
+def one_host(sizes: Sequence[int], count: int) -> Route:
+    """Two processes of this host."""
+    large = [size for size in sizes if size >= 64 << 10]
+    floors = {"mapped": "memcpy", "ordinary": "process_vm_readv"}
+    floors |= dict.fromkeys(("owner's thread", "NIXL", "torchmonarch"), "process_vm_readv")
+    musts = (
+        Must("mapped", "memcpy", 0.8, [64 << 20]),
+        Must("ordinary", "process_vm_readv", 0.95, [64 << 20], rate=5.0),
+        Must("ordinary", "NIXL", 1.0, large),
+        Must("mapped", "NIXL", 1.0, large),
+    )
+    route = Route("One host", floors, musts)
+    most, alone, ours = max(sizes), Alone(), STATIONS / "ours.py"
+    with stations(alone, **COMMON) as make:  # type: ignore[arg-type]
+        mapped = make(0, sys.executable, ours, "mapped", most)
+        ordinary = make(0, sys.executable, ours, "ordinary", most)
+        thread = make(0, sys.executable, ours, "ordinary", most, MONARCH_CMA="0")
+        floor = make(0, sys.executable, STATIONS / "floor.py", most)
+        made = [
+            station_of("mapped", mapped, route, bare=True),
+            station_of("ordinary", ordinary, route, bare=True),
+            station_of("owner's thread", thread, route),
+            station_of("memcpy", floor, route, case="copy"),
+            Contender("memcpy of shared pages", lambda size: ask(floor, "copy_shared", size)),
+            Contender("process_vm_readv", lambda size: ask(floor, "readv", size)),
+            *_peers(make, most, route),
+        ]
+        rounds(route, made, sizes, count)
+    return route
+
+
+# ---- two hosts
+
+
+def _far(make: Make, where: Hosts, most: int, route: Route) -> Iterator[Contender]:
+    there, python = where.address(1), sys.executable
+    for name, tls, port in (("ours", "0", 26611), ("ours, TLS", "1", 26612)):
+        daemon(make, f"{there}:{port}", tls)
+        station = make(0, python, STATIONS / "ours.py", "ordinary", most, f"{there}:{port}", MONARCH_TLS=tls)
+        yield station_of(name, station, route, bare=True)
+    for name, port, *tls in ("socket", 29411), ("TLS socket", 29412, "tls"):
+        make(1, python, HOST_STATIONS / "floor.py", "listen", there, port, *tls).hear()
+        station = make(0, python, HOST_STATIONS / "floor.py", "call", there, port, *tls)
+        yield station_of(name, station, route)
+    make(1, "iperf3", "-s")
+    yield Contender("iperf3", lambda size: [size / iperf(where)], least=LARGE)
+
+
+def two_hosts(sizes: Sequence[int], count: int) -> Route:
+    """Two network namespaces."""
+    floors = {"ours": "socket", "ours, TLS": "TLS socket"}
+    large = [size for size in sizes if size >= 64 << 20]
+    musts = (Must("ours", "iperf3", 0.7, large), Must("ours, TLS", "TLS socket", 0.7, large))
+    route = Route("Two hosts, TCP", floors, musts)
+    if why := refusal():
+        route.notes.append(why)
+        return route
+    with tempfile.NamedTemporaryFile("w") as secret:  # mode 600
+        secret.write(os.urandom(32).hex())
+        secret.flush()
+        with hosts(2) as where, stations(where, MONARCH_SECRET_FILE=secret.name, **COMMON) as make:
+            rounds(route, list(_far(make, where, max(sizes), route)), sizes, count)
+    return route
+
+
+# ---- RDMA devices
+
+
+def verbs(count: int) -> Route:
+    """From one device to the other."""
+    floors = {f"{kind}, {n} in flight": f"ib_{kind}_bw -t {n}" for kind in ("read", "write") for n in (1, IN_FLIGHT)}
+    route = Route("Verbs", floors)
+    found = perftest.devices()
+    if len(found) < 2:
+        route.notes.append("this machine has no two RDMA devices; tools/rxe_guest.sh makes a guest that has")
+        return route
+    env = {"MONARCH_RDMA": "verbs", "MONARCH_TLS": "0", "MONARCH_RDMA_DEVICES": found[0], "OWNER_DEVICES": found[1]}
+    ports = iter(range(18600, 65000))
+    with stations(Alone(), **COMMON) as make:  # type: ignore[arg-type]
+        ours = make(0, sys.executable, STATIONS / "ours.py", "ordinary", max(VERBS_SIZES), **env)
+        made = [station_of("read, 1 in flight", ours, route)]
+        made += [_many(ours, kind, n) for kind, n in (("read", IN_FLIGHT), ("write", 1), ("write", IN_FLIGHT))]
+        if why := perftest.missing():
+            route.notes.append(f"perftest: {why}")
+        else:
+            made += [_perftest(name, ports) for name in floors.values()]
+        rounds(route, made, VERBS_SIZES, count)
+    return route
+
+
+def _many(station: Station, kind: str, depth: int) -> Contender:
+    case = kind if depth == 1 else f"{kind}_many"
+
+    def times(size: int) -> list[float]:
+        station.tell(case, max(FEWEST, min(20, (16 << 20) // (size * depth))), size)
+        return [seconds / depth for seconds in heard(station)]
+
+    return Contender(f"{kind}, {depth} in flight", times)
+
+
+def _perftest(name: str, ports: Iterator[int]) -> Contender:
+    kind, depth = name.split("_")[1], int(name.split()[-1])
+    return Contender(name, lambda size: [perftest.seconds(kind, size, depth, next(ports))], least=64 << 10)
+
+
+# ---- all
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 1 << 10, "M": 1 << 20}
+    return int(text[:-1]) * units[text[-1].upper()] if text[-1].upper() in units else int(text)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sizes", type=_bytes, nargs="+", default=list(SIZES), help="bytes, or with K or M")
+    default = ["host", "hosts", *(["verbs"] if len(perftest.devices()) > 1 else [])]
+    parser.add_argument("--only", nargs="+", choices=("host", "hosts", "verbs"), default=default)
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="where the table and the plot go")
+    return parser.parse_args()
+
+
+def _stop(*_: object) -> None:
+    sys.exit(143)
+
+
+def measure(args: argparse.Namespace) -> list[Route]:
+    """The routes that are asked for."""
+    found: dict[str, Callable[[], Route]] = {
+        "host": lambda: one_host(args.sizes, args.rounds),
+        "hosts": lambda: two_hosts(args.sizes, args.rounds),
+        "verbs": lambda: verbs(args.rounds),
+    }
+    return [found[name]() for name in args.only]
+
+
+def main() -> None:
+    """Measure, print, write."""
+    args, others = _arguments(), Others()
+    signal.signal(signal.SIGTERM, _stop)
+    args.out.mkdir(parents=True, exist_ok=True)
+    adopt_orphans()
+    before = os.getloadavg()[0]
+    try:
+        routes = measure(args)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
+        end_all()
+    load = f"load {before:.1f} before, {os.getloadavg()[0]:.1f} at the end; {others.note()}"
+    reasons = [
+        plot(one, args.out / f"rdma-{name}.png") for name, one in zip(args.only, routes, strict=True) if one.rows
+    ]
+    drawn = next(filter(None, reasons), None)
+    name = "rdma" if len(args.only) > 1 else f"rdma-{args.only[0]}"
+    tables = "\n".join(route.markdown() for route in routes)
+    text = f"# Memory of other processes\n\n{machine()}; {args.rounds} rounds; {load}\n\n{tables}"
+    text += f"\n- {drawn}\n" if drawn else ""
+    print(text)
+    (args.out / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

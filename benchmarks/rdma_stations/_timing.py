@@ -1,0 +1,49 @@
+"""The loop that times all contenders of benchmarks/rdma.py, and the bytes by which it is known that they were right.
+
+Workers in the contenders' own environments import it: only the standard library and torch may be imported here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+
+
+class Wrong(Exception):
+    """What was transferred is not what was there."""
+
+
+def pattern(nbytes: int) -> torch.Tensor:
+    """Bytes that repeat after 251, so that no power of two looks alike; fresh memory."""
+    made = torch.empty(nbytes, dtype=torch.uint8)
+    fill(made)
+    return made
+
+
+def fill(memory: torch.Tensor) -> None:
+    """With that pattern, without a second buffer as large."""
+    block = torch.arange(251, dtype=torch.uint8).repeat(1 << 12)
+    for start in range(0, len(memory), len(block)):
+        part = memory[start : start + len(block)]
+        part.copy_(block[: len(part)])
+
+
+def check(memory: torch.Tensor, what: str) -> None:
+    """Raises Wrong where it does not hold that pattern."""
+    if not torch.equal(memory, pattern(len(memory))):
+        raise Wrong(f"{what}: the bytes are not those of the source")
+
+
+def timed(call: Call, count: int) -> list[float]:
+    """Seconds of each of so many calls in a row, after one that does not count."""
+    clock, times = time.perf_counter, []
+    call()
+    for _ in range(count):
+        begun = clock()
+        call()
+        times.append(clock() - begun)
+    return times

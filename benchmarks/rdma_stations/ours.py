@@ -1,0 +1,105 @@
+"""Reads and writes of another process's RDMABuffer. `ours.py ordinary|mapped BYTES [ADDRESS]`.
+
+The owner is a process of this host, or of the daemon at ADDRESS. Which route that is the environment decides, and
+OWNER_DEVICES which NICs the owner has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+from _station import Calls, serve
+from _timing import Call, check, fill
+
+from monarch_backend import rdma
+from monarch_backend.actor import Actor, endpoint, this_host
+from monarch_backend.rdma import RDMABuffer
+from monarch_backend.rdma._registry import registry
+from monarch_backend.rdma._route import patient
+from monarch_backend.rdma._transfers import engine
+
+IN_FLIGHT = 16
+
+
+class Owner(Actor):
+    """Of the memory that is read."""
+
+    @endpoint
+    def own(self, mapped: bool, nbytes: int) -> RDMABuffer:
+        torch.set_num_threads(1)
+        self.memory = rdma.empty(nbytes, dtype=torch.uint8) if mapped else torch.empty(nbytes, dtype=torch.uint8)
+        fill(self.memory)
+        return RDMABuffer(self.memory)
+
+    @endpoint
+    def clear(self, nbytes: int) -> None:
+        self.memory[:nbytes].zero_()
+
+    @endpoint
+    def check(self, nbytes: int) -> None:
+        check(self.memory[:nbytes], "write")
+
+
+class Ours:
+    """The reader's side."""
+
+    def __init__(self, kind: str, nbytes: int, address: str | None) -> None:
+        if address is None:
+            devices = os.environ.get("OWNER_DEVICES")
+            env = {"MONARCH_RDMA_DEVICES": devices} if devices else None
+            procs = this_host().spawn_procs({"gpus": 1}, env=env, name="owner")
+        else:
+            from monarch_backend.hosts import attach_to_workers
+
+            procs = attach_to_workers([address]).spawn_procs({"gpus": 1}, name="owner").slice(hosts=0)
+        self.owner: Any = procs.spawn("owner", Owner).slice(gpus=0)
+        self.whole = self.owner.own.call_one(kind == "mapped", nbytes).get()
+        self.into = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def about(self) -> str:
+        """The route that is taken, and how."""
+        self.whole[:8].read_into(self.into[:8]).get()
+        if self.whole.backend != "same host":
+            return str(self.whole.backend)
+        return str(engine().routes._near.way(self.whole._handle))
+
+    def ready(self, case: str, size: int) -> Call:
+        """See Calls."""
+        made: Call = getattr(self, f"_{case}")(self.whole[:size], self.into[:size])
+        return made
+
+    def _read(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        return lambda: buffer.read_into(into).get()
+
+    def _write(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        fill(into)
+        self.owner.clear.call_one(len(into)).get()
+        buffer.write_from(into).get()
+        self.owner.check.call_one(len(into)).get()
+        return lambda: buffer.write_from(into).get()
+
+    def _read_many(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        return lambda: [future.get() for future in [buffer.read_into(into) for _ in range(IN_FLIGHT)]]
+
+    def _write_many(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        fill(into)
+        return lambda: [future.get() for future in [buffer.write_from(into) for _ in range(IN_FLIGHT)]]
+
+    def _bare(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        """What is below Python: the compiled call that a read ends in."""
+        handle, waits = buffer._handle, patient(None)
+        segments = [(handle.offset, into.data_ptr(), len(into))]
+        if buffer.backend == "same host":
+            native = registry().native
+            return lambda: native.move(handle.token, handle.ticket, False, segments, waits)
+        client = engine().routes._tcp._clients[handle.token][0]
+        return lambda: client.move(handle.ticket, False, segments, waits)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ours = Ours(sys.argv[1], int(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None)
+    serve(ours.about(), Calls(ours.into, ours.ready).times)
