@@ -13,7 +13,7 @@ from monarch_backend.rdma._transfers import engine
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.rdma.actors import ROUTES, Process, take
 
-MARKS = {"verbs": pytest.mark.verbs, **dict.fromkeys(("mapped", "thread", "tls"), pytest.mark.slow)}
+MARKS = {"verbs": (pytest.mark.verbs, pytest.mark.slow), **dict.fromkeys(("mapped", "thread", "tls"), pytest.mark.slow)}
 """Of routes in tests that start processes for each case: of these the ordinary run has the matrix only."""
 
 

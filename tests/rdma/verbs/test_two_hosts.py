@@ -153,6 +153,7 @@ def _read_often(host: Host, region: bytes, nbytes: int, times: int) -> str:
     return peers.digest(host, "here")
 
 
+@pytest.mark.slow
 def test_sixteen_pairs_at_once(start: Start, devices: list[str]) -> None:
     nbytes, pairs = 4 * MI, []
     for i in range(16):
