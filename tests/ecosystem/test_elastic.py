@@ -49,10 +49,8 @@ def _reports(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-BEFORE = pytest.param(0, id="before a checkpoint", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("die_at", [BEFORE, pytest.param(3, id="after checkpoints")])
+@pytest.mark.slow
+@pytest.mark.parametrize("die_at", [0, 3], ids=["before a checkpoint", "after checkpoints"])
 def test_restart_after_a_killed_rank(die_at: int, tmp_path: Path) -> None:
     expected = run_ranks(_undisturbed, 2, str(tmp_path), backend="gloo")
     assert all(learns(losses) for losses in expected)

@@ -10,7 +10,7 @@ import pytest
 from tests.hosts import schedules
 from tests.hosts.support import Daemon, World
 
-SEEDS = 2
+SEEDS = 1
 MANY_SEEDS, CHUNK = 10, 5
 
 

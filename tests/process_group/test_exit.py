@@ -28,7 +28,7 @@ if how == "held":
 """
 
 
-@pytest.mark.parametrize("how", ["never destroyed", "held"])
+@pytest.mark.parametrize("how", ["never destroyed", pytest.param("held", marks=pytest.mark.slow)])
 def test_a_script_that_ends_with_a_group_alive_ends_well(how: str, tmp_path: Path) -> None:
     jobs = [
         subprocess.Popen(
