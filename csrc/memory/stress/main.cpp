@@ -101,7 +101,7 @@ void stranger(std::uint16_t port, unsigned seed) {
   close(fd);
 }
 
-std::atomic<int> outcomes[6];
+std::atomic<int> outcomes[static_cast<int>(Outcome::unreachable) + 1];
 
 void call(Client& client, Shelf& shelf, unsigned seed, const std::atomic<bool>& end) {
   std::minstd_rand random(seed);
@@ -162,7 +162,8 @@ void play(unsigned seed, const std::string& folder) {
 int main(int count, char** words) {
   if (count != 3) fail("memory_stress ROUNDS FOLDER");
   for (int round = 1; round <= std::atoi(words[1]); ++round) play(static_cast<unsigned>(round), words[2]);
-  std::printf("done %d, refused %d, unreachable %d, lost %d, timed out %d, cancelled %d\n", outcomes[0].load(), outcomes[1].load(),
-              outcomes[2].load(), outcomes[3].load(), outcomes[4].load(), outcomes[5].load());
+  const auto times = [](Outcome outcome) { return outcomes[static_cast<int>(outcome)].load(); };
+  std::printf("done %d, refused %d, unreachable %d, lost %d, timed out %d, cancelled %d\n", times(Outcome::done), times(Outcome::refused),
+              times(Outcome::unreachable), times(Outcome::lost), times(Outcome::late), times(Outcome::cancelled));
   return outcomes[0] > 0 && outcomes[1] > 0 ? 0 : 1;
 }
