@@ -28,7 +28,10 @@ std::uint64_t start_of(std::uint32_t pid) {
   std::snprintf(path, sizeof path, "/proc/%u/stat", pid);
   errno = 0;
   std::FILE* file = std::fopen(path, "re");
-  if (file == nullptr) return errno == ENOENT || errno == ESRCH ? (kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH ? 0 : unknown) : unknown;
+  if (file == nullptr) {
+    const bool none = (errno == ENOENT || errno == ESRCH) && kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH;
+    return none ? 0 : unknown;
+  }
   char text[1024];
   const std::size_t bytes = std::fread(text, 1, sizeof text - 1, file);
   const bool gone = bytes == 0 && errno == ESRCH;

@@ -331,15 +331,17 @@ TlsSession::Wants TlsSession::shake_hands() {
   return what_next("TLS", ssl.SSL_get_error(ssl_, done));
 }
 
-std::size_t TlsSession::read(char* to, std::size_t bytes, Wants& wants) {
+// A record at a time, by `step(at, left, &n)`, until all of it has moved or nothing more does now.
+template <class Step>
+std::size_t TlsSession::move(std::size_t bytes, Wants& wants, Step&& step) {
   const OpenSsl& ssl = openssl();
   wants = Wants::nothing;
   std::size_t all = 0;
-  while (all < bytes) {  // a record at a time
+  while (all < bytes) {
     ssl.ERR_clear_error();
     errno = 0;
     std::size_t n = 0;
-    const int done = ssl.SSL_read_ex(ssl_, to + all, bytes - all, &n);
+    const int done = step(all, bytes - all, &n);
     if (done != 1) {
       const int error = ssl.SSL_get_error(ssl_, done);
       // What came before an end counts; the next call finds the end again.
@@ -352,25 +354,12 @@ std::size_t TlsSession::read(char* to, std::size_t bytes, Wants& wants) {
   return all;
 }
 
+std::size_t TlsSession::read(char* to, std::size_t bytes, Wants& wants) {
+  return move(bytes, wants, [&](std::size_t at, std::size_t left, std::size_t* n) { return openssl().SSL_read_ex(ssl_, to + at, left, n); });
+}
+
 std::size_t TlsSession::write(const char* from, std::size_t bytes, Wants& wants) {
-  const OpenSsl& ssl = openssl();
-  wants = Wants::nothing;
-  std::size_t all = 0;
-  while (all < bytes) {
-    ssl.ERR_clear_error();
-    errno = 0;
-    std::size_t n = 0;
-    const int done = ssl.SSL_write_ex(ssl_, from + all, bytes - all, &n);
-    if (done != 1) {
-      const int error = ssl.SSL_get_error(ssl_, done);
-      // What came before an end counts; the next call finds the end again.
-      const bool over = error != error_want_read && error != error_want_write;
-      if (!over || all == 0) wants = what_next("TLS", error);
-      break;
-    }
-    all += n;
-  }
-  return all;
+  return move(bytes, wants, [&](std::size_t at, std::size_t left, std::size_t* n) { return openssl().SSL_write_ex(ssl_, from + at, left, n); });
 }
 
 std::array<Digest, 2> TlsSession::certificates() const {

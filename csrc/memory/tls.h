@@ -59,6 +59,9 @@ class TlsSession {
   std::array<Digest, 2> certificates() const;
 
  private:
+  template <class Step>
+  std::size_t move(std::size_t bytes, Wants& wants, Step&& step);
+
   [[noreturn]] void fail(const char* what, int error) const;
   Wants what_next(const char* what, int error) const;
 

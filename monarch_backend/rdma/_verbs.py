@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from monarch_backend.actor._program import Program
-from monarch_backend.rdma._conversation import ask
+from monarch_backend.rdma._conversation import TICK, ask
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle, Ticket
 from monarch_backend.rdma._memory import LocalMemory
@@ -36,9 +36,6 @@ from monarch_backend.rdma._route import (
 )
 from monarch_backend.rdma.verbs import Engine, Region, VerbsError, available
 from monarch_backend.transport._peer import Peer
-
-TICK = 0.02
-"""Seconds after which somebody who waits for a NIC looks whether he still wants to."""
 
 MERCY = 0.5
 """Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""

@@ -4,8 +4,9 @@
 
 #include <pybind11/stl.h>
 
-#include <tuple>
+#include <optional>
 
+#include "memory/python/shapes.h"
 #include "memory/registered.h"
 
 namespace py = pybind11;
@@ -15,16 +16,6 @@ namespace monarch {
 namespace {
 
 constexpr std::uint64_t worth_releasing = 64 << 10;  // bytes of a copy during which others may have the GIL
-
-using PyTicket = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>;
-using PyResult = std::tuple<std::uint32_t, std::uint32_t, int, std::uint64_t>;  // outcome, refusal, errno, found
-using PySegments = std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>;
-
-Ticket ticket_of(const PyTicket& ticket) { return {std::get<0>(ticket), std::get<1>(ticket), std::get<2>(ticket)}; }
-
-PyResult result_of(const Result& result) {
-  return {static_cast<std::uint32_t>(result.outcome), static_cast<std::uint32_t>(result.refusal), result.error, result.found};
-}
 
 template <class Work>
 PyResult with(Registered& memory, const std::string& token, const Ticket& ticket, std::uint64_t bytes, const Patient& patient, Work&& work) {
@@ -57,13 +48,9 @@ class View {
 };
 
 PyResult move(Registered& memory, const std::string& token, const PyTicket& ticket, bool write, const PySegments& parts, const Patient& patient) {
-  std::vector<Segment> segments;
-  segments.reserve(parts.size());
+  const std::vector<Segment> segments = segments_of(parts);
   std::uint64_t bytes = 0;
-  for (const auto& [offset, address, length] : parts) {
-    segments.push_back({offset, reinterpret_cast<char*>(address), length});
-    bytes += length;
-  }
+  for (const Segment& segment : segments) bytes += segment.bytes;
   const Access access = write ? Access::write : Access::read;
   return with(memory, token, ticket_of(ticket), bytes, patient,
                      [&](const auto& peer) { return memory.near().move(peer, ticket_of(ticket), access, segments, patient); });

@@ -12,6 +12,7 @@
 
 #include "memory/client.h"
 #include "memory/near.h"
+#include "memory/python/shapes.h"
 #include "memory/registered.h"
 #include "memory/server.h"
 
@@ -22,18 +23,6 @@ namespace monarch {
 namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
-using Numbers = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>;  // slot, epoch, key
-using Places = std::vector<std::tuple<std::uint64_t, std::uintptr_t, std::uint64_t>>;  // offset, local address, bytes
-
-Ticket ticket_of(const Numbers& numbers) { return {std::get<0>(numbers), std::get<1>(numbers), std::get<2>(numbers)}; }
-
-std::vector<Segment> segments_of(const Places& places) {
-  std::vector<Segment> segments;
-  segments.reserve(places.size());
-  for (const auto& [offset, local, bytes] : places) segments.push_back({offset, reinterpret_cast<char*>(local), bytes});
-  return segments;
-}
-
 Moment deadline_in(std::optional<double> seconds) {
   if (!seconds) return Moment::max();
   const double longest = 1e8;  // three years: what the clock can surely add
@@ -49,38 +38,32 @@ std::shared_ptr<Identity> identity_of(const std::string& token, const py::bytes&
                                     std::string(bytes_of(key)), std::string(bytes_of(ca)));
 }
 
-Result read(Client& client, const Numbers& ticket, const Places& places, std::optional<double> seconds, const Cancel* cancel) {
+Result read(Client& client, const PyTicket& ticket, const PySegments& places, std::optional<double> seconds, const Cancel* cancel) {
   return client.read(ticket_of(ticket), segments_of(places), deadline_in(seconds), cancel);
 }
 
-Result write(Client& client, const Numbers& ticket, const Places& places, std::optional<double> seconds, const Cancel* cancel) {
+Result write(Client& client, const PyTicket& ticket, const PySegments& places, std::optional<double> seconds, const Cancel* cancel) {
   return client.write(ticket_of(ticket), segments_of(places), deadline_in(seconds), cancel);
 }
 
-Result fetch_add(Client& client, const Numbers& ticket, std::uint64_t offset, std::uint64_t operand,
+Result fetch_add(Client& client, const PyTicket& ticket, std::uint64_t offset, std::uint64_t operand,
                  std::optional<double> seconds, const Cancel* cancel) {
   return client.atomic(ticket_of(ticket), offset, Access::fetch_add, operand, 0, deadline_in(seconds), cancel);
 }
 
-Result compare_and_swap(Client& client, const Numbers& ticket, std::uint64_t offset, std::uint64_t expected,
+Result compare_and_swap(Client& client, const PyTicket& ticket, std::uint64_t offset, std::uint64_t expected,
                         std::uint64_t wanted, std::optional<double> seconds, const Cancel* cancel) {
   return client.atomic(ticket_of(ticket), offset, Access::compare_and_swap, wanted, expected, deadline_in(seconds), cancel);
 }
 
-using Ended = std::tuple<std::uint32_t, std::uint32_t, int, std::uint64_t, std::string>;  // as rdma/_routes.py's Result
-
-Ended ended(const Result& result) {
-  return {static_cast<std::uint32_t>(result.outcome), static_cast<std::uint32_t>(result.refusal), result.error, result.found, result.text};
-}
-
-Ended move(Client& client, const Numbers& ticket, bool write, const Places& places, const Patient& patient) {
+PyResult move(Client& client, const PyTicket& ticket, bool write, const PySegments& places, const Patient& patient) {
   const auto act = write ? &Client::write : &Client::read;
-  return ended((client.*act)(ticket_of(ticket), segments_of(places), patient.deadline, patient.event()));
+  return result_of((client.*act)(ticket_of(ticket), segments_of(places), patient.deadline, patient.event()));
 }
 
-Ended change(Client& client, const Numbers& ticket, std::uint32_t access, std::uint64_t offset, std::uint64_t operand,
+PyResult change(Client& client, const PyTicket& ticket, std::uint32_t access, std::uint64_t offset, std::uint64_t operand,
              std::uint64_t expected, const Patient& patient) {
-  return ended(client.atomic(ticket_of(ticket), offset, static_cast<Access>(access), operand, expected, patient.deadline, patient.event()));
+  return result_of(client.atomic(ticket_of(ticket), offset, static_cast<Access>(access), operand, expected, patient.deadline, patient.event()));
 }
 
 // What the system has refused is an OSError, with its number.
