@@ -190,6 +190,7 @@ class _Transfer:
         self.queued: set[int] = set()  # parts that no thread has begun with
         self._flights: dict[int, Flight | None] = {}  # of parts that no thread does; None: it has landed
         self._flying = 0  # bytes
+        self._unwanted = 0  # the outcome of those that have not landed yet
         self._given_up: CancelledError | None = None  # by its user
         self._error: BaseException | None = None
         self._number = 0
@@ -236,8 +237,8 @@ class _Transfer:
         with self._lock:
             self._flying += _nbytes(part)
             self._flights.setdefault(number, flight)
-        if over := self._patient.over():  # meanwhile: nobody may have seen this flight then
-            flight.end(over)
+        if self._unwanted:  # since a moment ago: nobody may have seen this flight then
+            flight.end(self._unwanted)
         return True
 
     def _landed(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
@@ -266,6 +267,7 @@ class _Transfer:
         self._part_over(error)
 
     def _end_flights(self, outcome: int) -> None:
+        self._unwanted = outcome
         for flight in list(self._flights.values()):
             if flight is not None:
                 flight.end(outcome)

@@ -165,7 +165,8 @@ class Completions:
 
     def help(self, request: Request, seconds: float) -> None:
         """On a thread that waits for it: look, for so long at most, and not longer than is good for others."""
-        until = time.perf_counter() + seconds if self.may_spin else 0.0
+        spins = self.may_spin and seconds > 0
+        until = time.perf_counter() + seconds if spins else 0.0
         while True:
             if self._lock.acquire(blocking=False):  # else somebody looks, or posts
                 try:
@@ -175,7 +176,7 @@ class Completions:
                 finally:
                     self._lock.release()
                 self.tell()
-            if request.finished or time.perf_counter() >= until:
+            if request.finished or not spins or time.perf_counter() >= until:
                 return
 
     def listen(self, request: Request) -> None:

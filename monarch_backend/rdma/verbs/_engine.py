@@ -52,6 +52,16 @@ AT_ONCE = 1 << 20
 
 _ALL = (1 << 64) - 1
 
+_forks = 0  # between this process and the first one: getpid() asks the kernel
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
 Peer = Hashable
 Segment = tuple[int, int, int]
 """Offset in the region, local address, bytes."""
@@ -117,14 +127,14 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._wake = -1
         self._closed = False
-        self._process = os.getpid()
+        self._fork = _forks
 
     # ---- opening and closing
 
     def devices(self) -> list[Device]:
         """Open, from now on. Raises VerbsError."""
         with self._lock:
-            if self._process != os.getpid():
+            if self._fork != _forks:
                 raise VerbsError("this engine belongs to the process that this one was forked from: make one here")
             if self._closed:
                 raise VerbsError("the engine is closed")
@@ -161,7 +171,7 @@ class Engine:
         if self.is_here:
             raise RuntimeError("a callback cannot close the engine whose thread it runs on")
         with self._lock:
-            if self._closed or self._process != os.getpid():
+            if self._closed or self._fork != _forks:
                 return
             for link in self._links.values():
                 link.fail(VerbsError(f"the engine was closed with transfers from or to {link.peer} under way"))
@@ -378,7 +388,7 @@ class Engine:
 
     def help(self, request: Request, seconds: float) -> None:
         """On a thread that waits for it: look for completions, for so long at most. Calls back."""
-        if self._process == os.getpid():
+        if self._fork == _forks:
             self._carefully(lambda: self._completions.help(request, seconds))
 
     @property
@@ -388,7 +398,7 @@ class Engine:
 
     def listen(self, request: Request) -> None:
         """Before somebody sleeps until it is over. May call back."""
-        if self._process == os.getpid():
+        if self._fork == _forks:
             self._carefully(lambda: self._completions.listen(request))
 
     def stop(self, peer: Peer, request: Request, why: str) -> None:

@@ -101,12 +101,16 @@ class Link:
                 if not lane.room:
                     continue
                 try:
-                    posted |= lane.post(self._for(lane)) > 0
+                    count = lane.post(self._for(lane))
                 except OSError as error:
                     self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
                     return
-            for request in [r for r in itertools.islice(self._waiting, _LOOK_AHEAD) if not r.has_more]:
-                del self._waiting[request]
+                if count:
+                    posted = True
+                    for request in [r for r in itertools.islice(self._waiting, _LOOK_AHEAD) if not r.has_more]:
+                        del self._waiting[request]
+                    if not self._waiting:
+                        return
 
     def _for(self, lane: Lane) -> list[Request]:
         first = itertools.islice(self._waiting, _LOOK_AHEAD)
