@@ -98,7 +98,7 @@ class Flight(Protocol):
 class FlyingRoute(Route, Protocol):
     """A route that can do parts by itself."""
 
-    def begin(self, part: Part | Change, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
         """Set it going on the caller's thread, without waiting for anybody. ``done`` is called once, on any thread,
         when nobody touches the local memory any more; perhaps before this returns, and it must not wait.
 

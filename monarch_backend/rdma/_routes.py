@@ -40,9 +40,10 @@ def forced() -> str:
 class Routes:
     """Those of one process."""
 
-    def __init__(self, owner: Program, registry: Registry) -> None:
+    def __init__(self, owner: Program, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
+        """``submit``: have it done by a thread that may wait."""
         self._program, self._registry = owner, registry
-        self._here, self._near, self._tcp = Here(registry), SameHost(registry), Tcp(owner, registry)
+        self._here, self._near, self._tcp = Here(registry), SameHost(registry), Tcp(owner, registry, submit)
         self.verbs = Verbs(owner, registry)
         registry.on_drop.append(self.verbs.dropped)
         self._chosen: dict[tuple[str, bool], Route] = {}  # by process, and whether a NIC can reach this memory
@@ -143,9 +144,9 @@ class Far:
         """See Route."""
         return False
 
-    def begin(self, part: Part | Change, keep: Any, done: Callable[[Result], None]) -> Flight | None:
-        """See FlyingRoute."""
-        return None if self._why else self._verbs.begin(part, keep, done)
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+        """See FlyingRoute. Over TCP a thread does it: which of the two has begun it `mend` would not know."""
+        return None if self._why else self._verbs.begin(part, patient, keep, done)
 
     def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
         """See FlyingRoute."""

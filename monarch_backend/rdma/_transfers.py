@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(self, owner: Program, registered: Registry) -> None:
         self.program, self.registry = owner, registered
-        self.routes = Routes(owner, registered)
+        self.routes = Routes(owner, registered, self.submit)
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = self._idle = 0
@@ -231,7 +231,7 @@ class _Transfer:
         if route is None or self._is_gone(part.handle.token):
             return False
         self._tokens.add(part.handle.token)
-        flight = route.begin(part, self._keep, lambda result: self._landed(number, part, route, result))
+        flight = route.begin(part, self._patient, self._keep, lambda result: self._landed(number, part, route, result))
         if flight is None:
             return False
         with self._lock:
@@ -276,7 +276,8 @@ class _Transfer:
 
     def wait(self, what: Any, seconds: float | None) -> bool:
         """Of the future: whoever waits helps first."""
-        flights = self._look(0.0 if seconds == 0 else min(MOST_HELP, HELP + self._flying * HELP_PER_BYTE))
+        most = min(MOST_HELP, HELP + self._flying * HELP_PER_BYTE)
+        flights = self._look(most if seconds is None else min(most, max(0.0, seconds)))
         if self.future.ready:
             return True
         self._awaited = True

@@ -120,7 +120,7 @@ class Verbs:
         """See Route."""
         return False
 
-    def begin(self, part: Part | Change, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
         """See FlyingRoute."""
         token, engine = part.handle.token, self._engine
         if engine is None or not engine.connected(token):

@@ -461,7 +461,7 @@ class Engine:
 
     def finish(self, request: Request) -> None:
         """As Host."""
-        outcome, done = request.close(), request.done
+        done, outcome = request.done, request.close()
         self._completions.ends(request, lambda: done(outcome))
 
     def dial(self, peer: Peer) -> bool:

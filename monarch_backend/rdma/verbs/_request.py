@@ -76,6 +76,10 @@ def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
         yield last
 
 
+def _done_already(_: Any) -> None:
+    raise AssertionError("a request has ended twice")
+
+
 class Request:
     """Under way or waiting, until `done` is called: once, with None, an atomic's old value, or the error.
 
@@ -215,4 +219,5 @@ class Request:
             for entry in entries:
                 self._devices[index].cache.give(entry)
         self._entries, self._devices, self._slot, self._allocations, self._lanes = {}, {}, None, (), set()
+        self.done = _done_already  # or it and what it calls would keep each other alive
         return outcome

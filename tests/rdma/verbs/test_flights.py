@@ -380,7 +380,7 @@ def test_tcp_is_taken_where_the_devices_stop_to_reach_each_other(far: Make, capl
     assert route.mend(part, over, patient(None), None).outcome == 0
     assert len(tried) == 1
     assert route.name == "tcp"
-    assert route.begin(part, None, lambda _: None) is None
+    assert route.begin(part, patient(None), None, lambda _: None) is None
     assert "over TCP: no way" in caplog.text
 
 
