@@ -299,6 +299,9 @@ class Memory:
         segments: _Segments,
         patient: Patient,
     ) -> tuple[int, int, int, int, str]: ...
+    def at_once(self, token: str, ticket: _Ticket, write: bool, offset: int, local: int, nbytes: int) -> bool:
+        """True if it is done; False if somebody is needed for it, or it failed: `move` says why."""
+
     def change(
         self,
         token: str,
@@ -315,6 +318,15 @@ class Memory:
     ) -> tuple[int, int, int, int, str]: ...
     def way(self, token: str, ticket: _Ticket) -> int:
         """A Way; -1 of a process that this one has not met yet."""
+
+class Copies:
+    """Copies between this process and others of its host that are made again and again."""
+
+    def __init__(self, memory: Memory, copies: Sequence[tuple[str, _Ticket, bool, int, int, int]]) -> None:
+        """Token, ticket, whether it is written to; offset, local address, bytes."""
+
+    def run(self) -> bool:
+        """True if all are done; False if not: `Memory.move` says why."""
 
 class MemoryIdentity:
     """Who this process is for those who want its memory, and how it proves it."""

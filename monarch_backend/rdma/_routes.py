@@ -47,6 +47,8 @@ class Routes:
         registry.on_drop.append(self.verbs.dropped)
         self._chosen: dict[tuple[str, bool], Route] = {}  # by process, and whether a NIC can reach this memory
         self._forced = forced()
+        self.near: set[str] = set()
+        """Processes to whose memory the way is that of one host."""
 
     def to(self, handle: Handle) -> Route:
         """The route to this memory. Raises RDMAError if there is none."""
@@ -82,6 +84,7 @@ class Routes:
 
     def forget(self, token: str) -> None:
         """That process is gone."""
+        self.near.discard(token)
         self._chosen.pop((token, True), None)
         self._chosen.pop((token, False), None)
         self._tcp.forget(token)
@@ -101,6 +104,7 @@ class Routes:
             return self._here
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
             _say(handle, f"{self._near.name}, {self._near.way(handle)}")
+            self.near.add(handle.token)
             return self._near
         return self._far(handle)
 

@@ -4,6 +4,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "memory/python/shapes.h"
@@ -66,6 +67,46 @@ PyResult change(Registered& memory, const std::string& token, const PyTicket& ti
   });
 }
 
+// Copies that are done at once, without anybody's help, or not at all: then they are for `move`, which says why.
+class Copies {
+ public:
+  using PyCopy = std::tuple<std::string, PyTicket, bool, std::uint64_t, std::uint64_t, std::uint64_t>;  // token, ticket, writes, a segment
+
+  Copies(std::shared_ptr<Registered> memory, const std::vector<PyCopy>& copies) : memory_(std::move(memory)) {
+    for (const auto& [token, ticket, writes, offset, local, bytes] : copies) {
+      copies_.push_back({token, ticket_of(ticket), writes ? Access::write : Access::read, {{offset, reinterpret_cast<char*>(local), bytes}}});
+      bytes_ += bytes;
+    }
+  }
+
+  bool run() const {
+    if (bytes_ < worth_releasing) return run_all();
+    const py::gil_scoped_release release;
+    return run_all();
+  }
+
+ private:
+  struct Copy {
+    std::string token;
+    Ticket ticket;
+    Access access;
+    std::vector<Segment> segment;  // one
+  };
+
+  bool run_all() const {
+    static const Patient forever;
+    return std::all_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
+      const std::shared_ptr<Peer> peer = memory_->host().known(copy.token);
+      return peer != nullptr && memory_->near().way(*peer, copy.ticket) != Way::thread &&
+             memory_->near().move(peer, copy.ticket, copy.access, copy.segment, forever).outcome == Outcome::done;
+    });
+  }
+
+  std::shared_ptr<Registered> memory_;
+  std::vector<Copy> copies_;
+  std::uint64_t bytes_ = 0;
+};
+
 // The same in this very process.
 PyResult move_here(Registered& memory, const PyTicket& py_ticket, bool write, const PySegments& parts) {
   const Ticket ticket = ticket_of(py_ticket);
@@ -114,6 +155,10 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("readonly", &View::readonly)
       .def_property_readonly("contiguous", &View::contiguous);
 
+  py::class_<Copies>(m, "Copies", "Copies between this process and others of its host that are made again and again.")
+      .def(py::init<std::shared_ptr<Registered>, const std::vector<Copies::PyCopy>&>())
+      .def("run", &Copies::run);
+
   py::class_<Registered, std::shared_ptr<Registered>>(m, "Memory", "Memory that this process has registered, and its ways to that of others on this host.")
       .def(py::init<std::shared_ptr<Host>, bool>(), py::arg("host"), py::arg("kernel") = true)
       .def("add", [](Registered& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
@@ -132,6 +177,10 @@ void bind_memory(py::module_& m) {
       })
       .def("count", [](Registered& memory) { return memory.table().count(); })
       .def("move", &move)
+      .def("at_once", [](std::shared_ptr<Registered> memory, const std::string& token, const PyTicket& ticket, bool write, std::uint64_t offset,
+                         std::uint64_t local, std::uint64_t bytes) {
+        return Copies(std::move(memory), {{token, ticket, write, offset, local, bytes}}).run();
+      })
       .def("change", &change)
       .def("move_here", &move_here)
       .def("change_here", &change_here)
