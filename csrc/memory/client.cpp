@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "memory/link.h"
+#include "memory/staged.h"
 #include "memory/wire.h"
 
 namespace monarch {
@@ -21,6 +22,7 @@ namespace monarch {
 namespace {
 
 constexpr std::uint64_t piece_bytes = 1 << 20;
+static_assert(piece_bytes <= gpu::room_bytes);
 constexpr std::size_t ahead = 4;  // requests of one connection that wait for their replies
 constexpr auto look_at_cancel = std::chrono::milliseconds(20);
 constexpr auto helper_patience = std::chrono::seconds(10);  // to connect, which nobody waits for
@@ -39,6 +41,10 @@ const char* in_words(Refusal refusal) {
       return "the memory is registered for reading only";
     case Refusal::misaligned:
       return "an atomic operation needs 8 bytes at a multiple of 8";
+    case Refusal::device:
+      return "the driver of its owner's GPU could not copy it";
+    case Refusal::no_atomics:
+      return "it is memory of a GPU, which has no atomic operations on this route";
   }
   return "its owner refuses, for a reason that this version does not know";
 }
@@ -47,7 +53,7 @@ const char* in_words(Refusal refusal) {
 class Transfer {
  public:
   Transfer(Access access, const Ticket& ticket, const std::vector<Segment>& segments, const Limits& limits)
-      : access(access), ticket(ticket), limits(limits) {
+      : access(access), ticket(ticket), limits(limits), device(segments.empty() ? gpu::none : gpu::device_of(segments.front().local)) {
     for (const Segment& segment : segments) cut(segment);
     starts_.push_back(parts_.size());
   }
@@ -98,6 +104,7 @@ class Transfer {
   const Access access;
   const Ticket ticket;
   const Limits limits;
+  const int device;  // of the local memory
   std::uint64_t operand = 0, expected = 0;
   std::uint64_t value = 0;  // of an atomic, which has one driver
 
@@ -133,9 +140,9 @@ class Stream {
                const Limits& limits, Inheritance& inheritance);
   void hang_up(Inheritance& inheritance);
 
-  // Pieces, in the order in which they are answered.
-  void ask(const Transfer& transfer, std::size_t index);
-  Refusal hear(Transfer& transfer, std::size_t index);
+  // Pieces, in the order in which they are answered; `staged` is for memory of a GPU, else nullptr.
+  void ask(const Transfer& transfer, std::size_t index, Staged* staged);
+  Refusal hear(Transfer& transfer, std::size_t index, Staged* staged);
 
   bool busy = false;  // the pool's, under its lock
 
@@ -148,7 +155,8 @@ class Stream {
     std::size_t place = 0;
   };
   void send(const char* from, std::uint64_t bytes, const Limits& limits);
-  Refusal hear_bytes(const Transfer::Piece& piece, const Limits& limits);
+  Refusal hear_bytes(const Transfer::Piece& piece, const Limits& limits, Staged* staged);
+  Refusal hear_tail(const Limits& limits);
 
   std::optional<Connection> connection_;
   std::uint64_t asked_ = 0, heard_ = 0;
@@ -179,7 +187,7 @@ void Stream::send(const char* from, std::uint64_t bytes, const Limits& limits) {
   }
 }
 
-void Stream::ask(const Transfer& transfer, std::size_t index) {
+void Stream::ask(const Transfer& transfer, std::size_t index, Staged* staged) {
   const Transfer::Piece piece = transfer.piece(index);
   const wire::Request request{wire::request_magic,
                               static_cast<std::uint32_t>(transfer.access),
@@ -197,7 +205,9 @@ void Stream::ask(const Transfer& transfer, std::size_t index) {
     const wire::Range range{piece.first[i].offset, piece.first[i].bytes};
     writer.put(&range, sizeof range);
   }
-  if (transfer.access == Access::write) {
+  if (transfer.access == Access::write && staged != nullptr) {
+    staged->send(piece.first, piece.count, [&](const char* from, std::uint64_t bytes) { send(from, bytes, transfer.limits); });
+  } else if (transfer.access == Access::write) {
     for (std::size_t i = 0; i < piece.count; ++i) send(piece.first[i].local, piece.first[i].bytes, transfer.limits);
   }
   writer.flush(transfer.limits);
@@ -207,15 +217,26 @@ void Stream::ask(const Transfer& transfer, std::size_t index) {
   throw LinkError(Outcome::lost, std::string("the other side sent ") + what + ": install the same monarch_backend on both");
 }
 
-Refusal Stream::hear_bytes(const Transfer::Piece& piece, const Limits& limits) {
-  for (std::size_t i = 0; i < piece.count; ++i) connection_->reader.read(piece.first[i].local, piece.first[i].bytes, limits);
+Refusal Stream::hear_bytes(const Transfer::Piece& piece, const Limits& limits, Staged* staged) {
+  if (staged == nullptr) {
+    for (std::size_t i = 0; i < piece.count; ++i) connection_->reader.read(piece.first[i].local, piece.first[i].bytes, limits);
+    return hear_tail(limits);
+  }
+  Refusal refusal = Refusal::none;
+  staged->receive(
+      piece.first, piece.count, [&](char* to, std::uint64_t bytes) { connection_->reader.read(to, bytes, limits); },
+      [&] { return (refusal = hear_tail(limits)) == Refusal::none; });
+  return refusal;
+}
+
+Refusal Stream::hear_tail(const Limits& limits) {
   wire::Tail tail;
   connection_->reader.read(&tail, sizeof tail, limits);
   if (tail.magic != wire::tail_magic || tail.number != heard_) wrong("no end of what was read");
   return static_cast<Refusal>(tail.refusal);
 }
 
-Refusal Stream::hear(Transfer& transfer, std::size_t index) {
+Refusal Stream::hear(Transfer& transfer, std::size_t index, Staged* staged) {
   wire::Reply reply;
   connection_->reader.read(&reply, sizeof reply, transfer.limits);
   if (reply.magic != wire::reply_magic || reply.number != ++heard_) wrong("what is no reply");
@@ -223,7 +244,7 @@ Refusal Stream::hear(Transfer& transfer, std::size_t index) {
   const auto refusal = static_cast<Refusal>(reply.refusal);
   const bool bytes_come = transfer.access == Access::read && refusal == Refusal::none;
   if (reply.bytes != (bytes_come ? piece.bytes : 0)) wrong("another number of bytes than was asked for");
-  if (bytes_come) return hear_bytes(piece, transfer.limits);
+  if (bytes_come) return hear_bytes(piece, transfer.limits, staged);
   if (transfer.access == Access::fetch_add || transfer.access == Access::compare_and_swap) transfer.value = reply.value;
   return refusal;
 }
@@ -327,6 +348,9 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   } catch (const LinkError& error) {
     transfer->fail(error.outcome, Refusal::none, told(error));
     if (stream != nullptr) stream->hang_up(inheritance_);
+  } catch (const gpu::Failure& failure) {
+    transfer->fail(Outcome::failed, Refusal::none, failure.what());
+    if (stream != nullptr) stream->hang_up(inheritance_);
   } catch (const std::exception& error) {  // no memory, no more threads
     transfer->fail(Outcome::lost, Refusal::none, told(error));
     if (stream != nullptr) stream->hang_up(inheritance_);
@@ -339,20 +363,24 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
 }
 
 void Client::Pool::drive(Transfer& transfer, Stream& stream, bool helps) {
+  std::optional<Staged> staged;
+  if (transfer.device != gpu::none) staged.emplace(transfer.device);
+  Staged* const through = staged ? &*staged : nullptr;
   std::deque<std::size_t> under_way;
   for (;;) {
     while (under_way.size() < ahead && !(helps && waiting_ > 0)) {
       const std::optional<std::size_t> index = transfer.take();
       if (!index) break;
       transfer.limits.check();
-      stream.ask(transfer, *index);
+      stream.ask(transfer, *index, through);
       under_way.push_back(*index);
     }
-    if (under_way.empty()) return;
-    const Refusal refusal = stream.hear(transfer, under_way.front());
+    if (under_way.empty()) break;
+    const Refusal refusal = stream.hear(transfer, under_way.front(), through);
     under_way.pop_front();
     if (refusal != Refusal::none) transfer.fail(Outcome::refused, refusal, in_words(refusal));
   }
+  if (staged) staged->finish();
 }
 
 // One helper for each further connection, as long as there is something to do for it.
@@ -395,7 +423,8 @@ void Client::Pool::help_with(Transfer& transfer, Stream& stream) {
     drive(transfer, stream, true);
   } catch (const std::exception& error) {
     const auto* link = dynamic_cast<const LinkError*>(&error);
-    transfer.fail(link != nullptr ? link->outcome : Outcome::lost, Refusal::none, told(error));
+    const bool here = dynamic_cast<const gpu::Failure*>(&error) != nullptr;
+    transfer.fail(link != nullptr ? link->outcome : here ? Outcome::failed : Outcome::lost, Refusal::none, here ? error.what() : told(error));
     stream.hang_up(inheritance_);
   }
   transfer.leave();

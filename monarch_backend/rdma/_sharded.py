@@ -185,7 +185,7 @@ class ShardedState:
         up to 64 KiB, which travel in the description as they are now, and mappings of all that, whose names are joined
         by ``/``.
 
-        Raises ValueError, with the name, for tensors that are not in CPU memory, expanded, a `Partial` sum, or cut
+        Raises ValueError, with the name, for tensors that have no memory that can be shared, expanded, a `Partial` sum, or cut
         as no placement says.
         """
         tensors: dict[str, tuple[torch.dtype, Local]] = {}
@@ -300,7 +300,7 @@ def _memory(held: Iterable[Local]) -> dict[int, tuple[Tensor, int]]:
             spans[storage.data_ptr()] = min(low, first), max(high, last)
     memory = {}
     for base, (low, high) in spans.items():
-        whole = torch.empty(0, dtype=torch.uint8).set_(storages[base])
+        whole = torch.empty(0, dtype=torch.uint8, device=storages[base].device).set_(storages[base])
         memory[base] = whole[low - base : high - base], low
     return memory
 

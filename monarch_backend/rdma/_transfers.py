@@ -49,6 +49,8 @@ _REFUSALS = (
     "the range is outside of what was registered",
     "it was registered read-only",
     "atomics need 8 bytes at an address that is a multiple of 8",
+    "its owner's GPU, or the driver of it, could not copy it",
+    "atomics on memory of a GPU are possible over verbs only: use memory of the CPU for it",
 )
 SOON = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""

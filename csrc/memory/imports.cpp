@@ -1,0 +1,60 @@
+#include "memory/imports.h"
+
+#include <limits>
+
+namespace monarch {
+
+Imports::Key Imports::key_of(const Peer& owner, const gpu::Export& exported, int device) {
+  return {owner.token, std::string(reinterpret_cast<const char*>(exported.handle), sizeof exported.handle), exported.allocation, device};
+}
+
+std::shared_ptr<const Imports::Import> Imports::get(const std::shared_ptr<Peer>& owner, TableMemory& table, const Ticket& ticket, int device) {
+  const gpu::Export exported = table.exports[ticket.slot];
+  const std::scoped_lock lock(mutex_);
+  std::shared_ptr<Import>& import = all_[key_of(*owner, exported, device)];
+  if (import == nullptr) {
+    const std::shared_ptr<Import> made = import = std::make_shared<Import>();
+    made->owner = owner;
+    made->registrations.emplace(ticket.slot, ticket.epoch);
+    sweep_locked();  // some memory of theirs may have taken the place of what is mapped
+    try {
+      made->memory = std::make_unique<gpu::Imported>(exported, device);
+    } catch (const gpu::Failure& failure) {
+      made->why_not = failure.what();
+    }
+    return made;
+  }
+  import->registrations.emplace(ticket.slot, ticket.epoch);
+  return import;
+}
+
+std::string Imports::why_not(const Peer& owner, const TableMemory& table, const Ticket& ticket) {
+  const std::scoped_lock lock(mutex_);
+  const auto found = all_.lower_bound(key_of(owner, table.exports[ticket.slot], std::numeric_limits<int>::min()));
+  if (found == all_.end() || !found->second->registrations.contains({ticket.slot, ticket.epoch})) return {};
+  return found->second->why_not;
+}
+
+void Imports::sweep() {
+  const std::scoped_lock lock(mutex_);
+  sweep_locked();
+}
+
+void Imports::sweep_locked() {
+  std::erase_if(all_, [](auto& entry) {
+    Import& import = *entry.second;
+    if (import.owner->state.load(std::memory_order_acquire) != Peer::alive) return true;
+    const TableMemory* table = table_of(*import.owner);
+    std::erase_if(import.registrations, [&](const auto& registration) {
+      return table == nullptr || table->entries[registration.first].epoch.load(std::memory_order_acquire) != registration.second;
+    });
+    return import.registrations.empty();
+  });
+}
+
+std::size_t Imports::count() {
+  const std::scoped_lock lock(mutex_);
+  return all_.size();
+}
+
+}  // namespace monarch
