@@ -28,20 +28,20 @@ def of_tensor(tensor: torch.Tensor, what: str) -> DeviceMemory:
     """Of a contiguous CUDA or HIP tensor, once its device's current stream is done."""
     address = tensor.data_ptr()
     number = _number_of(address, what)
-    settle(tensor)
+    settle(tensor.device)
     return DeviceMemory(address, tensor.nbytes, True, _name(number))
 
 
-def settle(tensor: torch.Tensor) -> None:
-    """Wait for what this thread has asked of the tensor's GPU, in its current stream."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+def settle(device: torch.device) -> None:
+    """Wait for what this thread has asked of it, if it is a GPU, in its current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def of_array(value: Any, what: str) -> DeviceMemory:
     """Of an object with ``__cuda_array_interface__``, once the stream that it names is done.
 
-    Raises ValueError for what is not contiguous, or no memory of a GPU.
+    Raises ValueError for what is not contiguous, or no memory of a GPU; RDMAError for a driver that fails.
     """
     described = value.__cuda_array_interface__
     address, readonly = described["data"]
@@ -57,7 +57,10 @@ def of_array(value: Any, what: str) -> DeviceMemory:
     number = _number_of(address, what)
     stream = described.get("stream")
     if stream is not None:
-        _native.gpu_wait_for_stream(number, stream)
+        try:
+            _native.gpu_wait_for_stream(number, stream)
+        except _native.GpuFailure as error:
+            raise RDMAError(f"what fills {what} has failed: {error}") from None
     return DeviceMemory(address, nbytes, not readonly, _name(number))
 
 
@@ -70,7 +73,8 @@ def _name(number: int) -> str:
     return f"cuda:{number}"  # as torch calls AMD's, too
 
 
-def _number_of(address: int, what: str) -> int:
+def use(what: str) -> None:
+    """Open the driver, if that was not done yet. Raises RDMAError; ``what`` needs it."""
     try:
         _native.gpu_open()
     except _native.GpuFailure as error:
@@ -78,6 +82,10 @@ def _number_of(address: int, what: str) -> int:
             f"{what} is memory of a GPU, whose driver can't be used: {error}. Use memory of the CPU, or see "
             "`monarch-backend doctor`"
         ) from None
+
+
+def _number_of(address: int, what: str) -> int:
+    use(what)
     number = _native.gpu_device_of(address)
     if number < 0:
         raise ValueError(f"{what} is at {address:#x}, which the GPU's driver does not know as memory of a GPU")

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monarch_backend.actor import Future, ValueMesh, current_rank
+from monarch_backend.rdma import _device
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._local import Leaf, Local, check_value, leaves, local, offset_in
+from monarch_backend.rdma._memory import CPU
 from monarch_backend.rdma._regions import (
     Box,
     LayoutError,
@@ -130,6 +132,8 @@ class Plan:
         """
         for leaf, value in self._values:
             leaf.holder[leaf.key] = copy.deepcopy(value)  # the reader may change what it gets
+        for device in {storage.device for storage in self._keep}:
+            _device.settle(device)
         return engine().start(self._parts, self._keep, timeout)
 
     def __repr__(self) -> str:
@@ -396,6 +400,8 @@ class _Reading:
         owned = self._state._tensors[leaf.name]
         _check_same(leaf.name, leaf.value, next(iter(owned.values())))
         here = local(leaf.name, leaf.value)
+        if here.tensor.is_cuda:
+            _device.use(leaf.name)
         if here.pieces and not self._is_filled(leaf.name, here, owned):
             self._extents.append((*_extent(here), leaf.name))
             self._keep.append(here.tensor.untyped_storage())
@@ -444,6 +450,12 @@ class _Reading:
     def _add_box(
         self, name: str, box: Box, here: Local, piece: Piece, rank: int, part: TensorPart, source: Piece
     ) -> None:
+        kind = self._state._parts[rank]._buffers[part.buffer].device
+        if (kind == CPU) != here.tensor.is_cpu:
+            raise ValueError(
+                f"{name}: it is on {here.tensor.device} here and on {kind} at rank {rank}: read into a tensor on the "
+                "same kind of device, and copy_() from it"
+            )
         there = part.start + offset_in(box, source, part.strides)
         address = here.tensor.data_ptr() + offset_in(box, piece, here.strides)
         try:
