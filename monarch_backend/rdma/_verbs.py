@@ -34,7 +34,7 @@ from monarch_backend.rdma._route import (
     Result,
     Segment,
 )
-from monarch_backend.rdma.verbs import Engine, Region, VerbsError, available
+from monarch_backend.rdma.verbs import Engine, Region, UnreachableMemoryError, VerbsError, available
 from monarch_backend.transport._peer import Peer
 
 MERCY = 0.5
@@ -170,6 +170,8 @@ class Verbs:
         engine, over = self._started(), 0
         try:
             begin(engine, done)
+        except UnreachableMemoryError as error:
+            return _told(error)
         except (VerbsError, ValueError, TypeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
         while not ended.wait(TICK):
@@ -210,7 +212,7 @@ class Verbs:
 
 
 def _told(error: Any) -> Result:
-    if isinstance(error, _NoWay):
+    if isinstance(error, (_NoWay, UnreachableMemoryError)):
         return Result(UNREACHABLE, 0, 0, 0, str(error))
     refused = isinstance(error, VerbsError) and error.status not in ("", "transport retry counter exceeded")
     return Result(FAILED if refused or not isinstance(error, VerbsError) else LOST, 0, 0, 0, str(error))

@@ -19,15 +19,14 @@ import torch
 from monarch_backend import rdma
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
+from tests.actor.actors import held_up, pid_of
 from tests.actor.support import Faults
 from tests.rdma import pretended
 from tests.rdma.actors import DEVICE_ROUTES, Process, fill, pattern, take
 from tests.rdma.conftest import MARKS
 from tests.rdma.test_failures import (  # noqa: F401
     test_a_reader_that_dies_holds_up_nobody,
-    test_a_reader_that_stands_still_holds_up_nobody,
     test_an_owner_that_stands_still,
-    test_many_who_wait_do_not_hold_up_others,
 )
 from tests.rdma.test_matrix import (  # noqa: F401
     test_dropped_from_elsewhere,
@@ -265,6 +264,23 @@ def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -
     assert isinstance(raised.value.__cause__, OwnerLostError)
     faults.next()
     _eventually(lambda: reader.counts.call_one().get()[pretended.IMPORTED], 0)
+
+
+def test_a_reader_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
+    """It holds up nobody, unless it copies itself."""
+    owner, reader = fresh
+    pid = pid_of(reader)
+    buffer = owner.own.call_one("tensor", 64 * MIB).get()
+    reading = reader.read_for_ever.call_one(buffer)
+    for _ in range(5):
+        with held_up(pid):
+            assert not reading.done()
+    if request.node.callspec.params["fresh"] == "gpu ipc":
+        owner.drop.call_one(buffer).get(20)
+    else:
+        with held_up(pid):
+            owner.drop.call_one(buffer).get(20)
+    assert reading.get(20).startswith("DroppedError")
 
 
 # ---- IPC
