@@ -19,8 +19,9 @@ class RDMABuffer:
     """Registered memory of a process: a handle to send to others, who read and write it one-sided.
 
     ``data`` is a contiguous tensor of any dtype, of the CPU or of a GPU, a NumPy array, a memoryview or anything else
-    with the buffer protocol or ``__cuda_array_interface__``; what may not be written to is registered read-only. The memory stays registered and alive until `drop` is
-    called, in whichever process, or until its owner ends; the handle itself may be dropped, pickled and copied.
+    with the buffer protocol or ``__cuda_array_interface__``; what may not be written to is registered
+    read-only. The memory stays registered and alive until `drop` is called, in whichever process, or until its owner
+    ends; the handle itself may be dropped, pickled and copied.
 
     Nobody is asked when the memory is read or written, so who reads while its owner writes gets some of both: order
     them by messages, of actors for example. Raises TypeError or ValueError for what has no memory, or none in one

@@ -1,7 +1,7 @@
 """What a user's object is as memory: where it lies, how long it is, whether it may be written to.
 
-Tensors, NumPy arrays, and whatever else lends its memory; of GPUs, with _device.py. What can't be transferred is refused
-here, at the caller. Nothing is registered or moved.
+Tensors, NumPy arrays, and whatever else lends its memory; of GPUs, with _device.py. What can't be transferred is
+refused here, at the caller. Nothing is registered or moved.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ class ShardedState:
         up to 64 KiB, which travel in the description as they are now, and mappings of all that, whose names are joined
         by ``/``.
 
-        Raises ValueError, with the name, for tensors that have no memory that can be shared, expanded, a `Partial` sum, or cut
-        as no placement says.
+        Raises ValueError, with the name, for tensors without memory that can be shared, expanded, a `Partial` sum, or
+        cut as no placement says.
         """
         tensors: dict[str, tuple[torch.dtype, Local]] = {}
         values = {}

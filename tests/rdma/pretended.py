@@ -1,5 +1,5 @@
-"""A GPU that there is not: pretended_gpu.c, compiled, and arrays in its memory. For processes of their own: a process that
-has opened this driver keeps it.
+"""A GPU that there is not: pretended_gpu.c, compiled, and arrays in its memory. For processes of their own: who
+opens this driver keeps it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of GPUs on every route but verbs, with a driver that is pretended (pretended_gpu.c): what the routes do with it.
+"""Memory of GPUs on every route but verbs, with a driver that is pretended (pretended_gpu.c).
 
 The cases of test_matrix.py and test_failures.py that make sense for it are run here again. What the real driver does is
 tests/gpu's part.
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from monarch_backend import rdma
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
@@ -126,7 +125,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     yield from _processes(request.param)
 
 
-@pytest.fixture(params=[name if name == "gpu ipc" else pytest.param(name, marks=MARKS["tls"]) for name in DEVICE_ROUTES])
+@pytest.fixture(
+    params=[name if name == "gpu ipc" else pytest.param(name, marks=MARKS["tls"]) for name in DEVICE_ROUTES]
+)
 def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
     """The same, that may die."""
     pretended.library()
@@ -188,11 +189,11 @@ def test_who_copies(pair: Pair, request: pytest.FixtureRequest) -> None:
 def test_another_kind_of_device_is_refused_at_the_caller(pair: Pair) -> None:
     owner, reader = pair
     on_gpu = owner.own.call_one("tensor", 100).get()
-    with pytest.raises(ActorError, match="dst is on cpu and the buffer, of process .* on cuda:0: copy it") as raised:
+    with pytest.raises(ActorError, match=r"dst is on cpu and the buffer, of process .* on cuda:0: copy it") as raised:
         reader.read_to_the_cpu.call_one(on_gpu).get()
     assert isinstance(raised.value.__cause__, ValueError)
     on_cpu = owner.own_on_the_cpu.call_one(100).get()
-    with pytest.raises(ActorError, match="dst is on cuda:0 and the buffer, of process .* on cpu: copy it"):
+    with pytest.raises(ActorError, match=r"dst is on cuda:0 and the buffer, of process .* on cpu: copy it"):
         reader.read.call_one(on_cpu).get()
     reader.read_to_the_cpu.call_one(on_cpu).get()
     for each in (on_gpu, on_cpu):
@@ -302,9 +303,9 @@ def test_it_is_unmapped_when_all_of_an_allocation_is_dropped(on: Any) -> None:
 
 def test_memory_that_takes_the_place_of_what_was_dropped(on: Any) -> None:
     owner, reader = on("gpu ipc")
-    for round in range(5):
-        buffer = owner.own.call_one("tensor", MIB, round).get()
-        assert reader.read.call_one(buffer, "tensor", round).get()
+    for seed in range(5):
+        buffer = owner.own.call_one("tensor", MIB, seed).get()
+        assert reader.read.call_one(buffer, "tensor", seed).get()
         owner.drop.call_one(buffer).get()
         owner.forget.call_one().get()
         assert reader.failure.call_one(buffer).get().startswith("DroppedError")

@@ -1,7 +1,8 @@
 """Registration of a GPU's memory with a NIC, which then reaches it without the host's memory in between.
 
-Two ways, whichever the drivers offer: peer memory, where the NIC's driver asks the GPU's about an address (nvidia_peermem,
-amdgpu), and dma-buf, where the GPU's driver exports the range as a file. Where neither works, others take TCP to it.
+Two ways, whichever the drivers offer: peer memory, where the NIC's driver asks the GPU's about an address
+(nvidia_peermem, amdgpu), and dma-buf, where the GPU's driver exports the range as a file. Where neither works, others
+take TCP to it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def register(nic: Nic, address: int, nbytes: int, access: int) -> Registration:
     except (OSError, _native.GpuFailure) as failure:
         dma_buf = str(failure)
     raise UnreachableMemoryError(
-        f"cannot register {nbytes} bytes of a GPU with {nic.name}, so they go through pinned memory of the hosts: by peer "
-        f"memory: {peer_memory} (is nvidia_peermem loaded?); by dma-buf: {dma_buf}",
+        f"cannot register {nbytes} bytes of a GPU with {nic.name}, so they go through pinned memory of the hosts: by "
+        f"peer memory: {peer_memory} (is nvidia_peermem loaded?); by dma-buf: {dma_buf}",
         "",
         nic.name,
     ) from None
