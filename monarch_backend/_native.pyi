@@ -319,6 +319,12 @@ class Memory:
     def why_not_mapped(self, token: str, ticket: _Ticket) -> str:
         """Of memory of a GPU, for people; empty where nothing is known to be in the way."""
 
+    def lend(self, token: str, ticket: _Ticket, address: int) -> bool:
+        """That memory of a GPU is mapped here, by the caller, until it is `returned`; False if its owner is not met."""
+
+    def returned(self) -> list[tuple[str, int, int]]:
+        """Token, slot and epoch of what was lent and nobody uses any more; each is told once."""
+
     def sweep(self) -> None:
         """Unmap other processes' GPU memory that was dropped, or whose process is gone."""
 

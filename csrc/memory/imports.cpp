@@ -19,6 +19,7 @@ std::shared_ptr<const Imports::Import> Imports::get(const std::shared_ptr<Peer>&
     sweep_locked();  // some memory of theirs may have taken the place of what is mapped
     try {
       made->memory = std::make_unique<gpu::Imported>(exported, device);
+      made->base = made->memory->base();
     } catch (const gpu::Failure& failure) {
       made->why_not = failure.what();
     }
@@ -40,15 +41,53 @@ void Imports::sweep() {
   sweep_locked();
 }
 
+void Imports::lend(const std::shared_ptr<Peer>& owner, const Ticket& ticket, char* base) {
+  const auto made = std::make_shared<Import>();
+  made->base = base;
+  made->owner = owner;
+  made->registrations.emplace(ticket.slot, ticket.epoch);
+  const std::scoped_lock lock(mutex_);
+  lent_.emplace(Registration{owner->token, ticket.slot, ticket.epoch}, made);
+}
+
+std::shared_ptr<const Imports::Import> Imports::lent(const Peer& owner, const Ticket& ticket) {
+  const std::scoped_lock lock(mutex_);
+  const auto found = lent_.find({owner.token, ticket.slot, ticket.epoch});
+  return found == lent_.end() ? nullptr : found->second;
+}
+
+std::vector<Imports::Registration> Imports::returned() {
+  const std::scoped_lock lock(mutex_);
+  sweep_locked();
+  std::vector<Registration> free;
+  std::erase_if(ended_, [&](const auto& entry) {
+    if (entry.second.use_count() > 1) return false;
+    free.push_back(entry.first);
+    return true;
+  });
+  return free;
+}
+
+namespace {
+
+// Whether its owner is gone, or has dropped all that lies in it.
+bool has_ended(Imports::Import& import) {
+  if (import.owner->state.load(std::memory_order_acquire) != Peer::alive) return true;
+  const TableMemory* table = table_of(*import.owner);
+  std::erase_if(import.registrations, [&](const auto& registration) {
+    return table == nullptr || table->entries[registration.first].epoch.load(std::memory_order_acquire) != registration.second;
+  });
+  return import.registrations.empty();
+}
+
+}  // namespace
+
 void Imports::sweep_locked() {
-  std::erase_if(all_, [](auto& entry) {
-    Import& import = *entry.second;
-    if (import.owner->state.load(std::memory_order_acquire) != Peer::alive) return true;
-    const TableMemory* table = table_of(*import.owner);
-    std::erase_if(import.registrations, [&](const auto& registration) {
-      return table == nullptr || table->entries[registration.first].epoch.load(std::memory_order_acquire) != registration.second;
-    });
-    return import.registrations.empty();
+  std::erase_if(all_, [](auto& entry) { return has_ended(*entry.second); });
+  std::erase_if(lent_, [this](auto& entry) {
+    if (!has_ended(*entry.second)) return false;
+    ended_.emplace_back(entry.first, entry.second);
+    return true;
   });
 }
 

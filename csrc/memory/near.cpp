@@ -98,6 +98,7 @@ Way Near::way(Peer& peer, const Ticket& ticket) {
   if (table == nullptr || ticket.slot >= most_registrations) return kernel_lets_us(peer) ? Way::kernel : Way::thread;
   const Entry& entry = table->entries[ticket.slot];
   if (entry.device() != gpu::none) {
+    if (imports_->lent(peer, ticket) != nullptr) return Way::lent;
     const bool maps = ipc_ && entry.is_exported.load() != 0 && imports_->why_not(peer, *table, ticket).empty();
     return maps ? Way::gpu : Way::thread;
   }
@@ -150,9 +151,10 @@ Result Near::by_gpu(Transfer& transfer) {
   if (device == gpu::none) return failed("it is memory of a GPU, and the memory here is not");
   try {
     const Entry& entry = *transfer.claimed.entry();
+    if (const auto lent = imports_->lent(*transfer.peer, transfer.ticket)) return by_import(transfer, lent->base, device);
     if (ipc_ && entry.is_exported.load(std::memory_order_relaxed) != 0) {
       const std::shared_ptr<const Imports::Import> import = imports_->get(transfer.peer, transfer.table, transfer.ticket, device);
-      if (import->memory) return by_import(transfer, import->memory->base() + transfer.table.exports[transfer.ticket.slot].offset, device);
+      if (import->base != nullptr) return by_import(transfer, import->base + transfer.table.exports[transfer.ticket.slot].offset, device);
     }
     return by_thread(transfer, device);
   } catch (const gpu::Failure& failure) {

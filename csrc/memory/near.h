@@ -37,7 +37,7 @@ class Patient {
   mutable std::optional<Cancel> event_;  // made when somebody asks for it
 };
 
-enum class Way : int { mapped, kernel, thread, gpu };
+enum class Way : int { mapped, kernel, thread, gpu, lent };
 
 class Near {
  public:

@@ -43,7 +43,7 @@ class Routes:
 
     def __init__(self, owner: Program, registry: Registry) -> None:
         self._program, self._registry = owner, registry
-        self._here, self._near, self._tcp = Here(registry), SameHost(registry, _say), Tcp(owner, registry)
+        self._here, self._near, self._tcp = Here(registry), SameHost(owner, registry, _say), Tcp(owner, registry)
         self.verbs = Verbs(owner, registry)
         registry.on_drop.append(self.verbs.dropped)
         # By process, whether a NIC can reach this memory, and whether it is a GPU's.

@@ -17,6 +17,7 @@ import msgspec
 
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 from monarch_backend.actor._program import Program, program
+from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._handle import Handle
@@ -367,7 +368,11 @@ def _refusal(_: Program, __: Peer, question: bytes) -> bytes:
     return refusal_of(registry(), question)
 
 
-TOPICS.update(ways=_ways, verbs=_accept, refusal=_refusal)
+def _torch_shares(_: Program, __: Peer, question: bytes) -> bytes:
+    return _torch_ipc.answer(registry(), question)
+
+
+TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal, _torch_ipc.TOPIC: _torch_shares})
 
 
 def engine() -> Engine:

@@ -12,7 +12,7 @@ import torch
 
 from monarch_backend import rdma
 from monarch_backend.actor import Actor, endpoint
-from monarch_backend.rdma import RDMAAction, RDMABuffer
+from monarch_backend.rdma import RDMAAction, RDMABuffer, _torch_ipc
 from tests.rdma import pretended
 
 
@@ -26,6 +26,7 @@ class RouteCase:
     way: int = 1  # as enum Way (csrc/memory/near.h)
     device: bool = False  # the memory is a pretended GPU's, on both sides
     refuses: str = ""  # what its driver refuses
+    torch: bool = False  # and torch, which is pretended, too, knows another way
 
 
 ROUTES = {
@@ -42,6 +43,7 @@ DEVICE_ROUTES = {
     "gpu thread": RouteCase("same host", {"MONARCH_GPU_IPC": "0"}, way=2, device=True),
     "gpu not exported": RouteCase("same host", way=2, device=True, refuses="ipc_get"),
     "gpu not mapped": RouteCase("same host", way=2, device=True, refuses="ipc_open"),
+    "gpu lent": RouteCase("same host", way=4, device=True, refuses="ipc_get", torch=True),
     "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}, way=3, device=True),
     "gpu tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}, way=3, device=True),
 }
@@ -59,6 +61,8 @@ def take(route: str) -> None:
     os.environ.update(case(route).environment)
     if case(route).device:
         pretended.take(case(route).refuses)
+    if case(route).torch:
+        _torch_ipc.share, _torch_ipc.adopt = pretended.share, pretended.adopt
 
 
 def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
@@ -144,8 +148,12 @@ class Process(Actor):
     @endpoint
     def way(self, buffer: RDMABuffer) -> int:
         handle = buffer._handle
-        buffer.read_into(self.mine("tensor", buffer.size())).get()  # they have met
-        return int(rdma._registry.registry().native.way(handle.token, handle.ticket))
+        native, until = rdma._registry.registry().native, time.monotonic() + 10
+        while True:
+            buffer.read_into(self.mine("tensor", buffer.size())).get()  # they have met
+            found = int(native.way(handle.token, handle.ticket))
+            if found == self.route.way or not self.route.torch or time.monotonic() > until:
+                return found  # torch's way is there a moment after the first transfer
 
     @endpoint
     def read(self, buffer: RDMABuffer, kind: str = "tensor", seed: int = 1, timeout: float | None = 30) -> bool:

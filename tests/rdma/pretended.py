@@ -49,6 +49,9 @@ def driver() -> Any:
     for name in ("pretended_allocate", "pretended_count"):
         getattr(found, name).restype = ctypes.c_uint64
     found.pretended_allocate.argtypes = ctypes.c_int, ctypes.c_size_t
+    found.pretended_share.argtypes = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p
+    found.pretended_adopt.restype = ctypes.c_uint64
+    found.pretended_adopt.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_uint64
     found.pretended_free.argtypes = (ctypes.c_uint64,)
     found.pretended_put.argtypes = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
     found.pretended_get.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
@@ -74,6 +77,37 @@ class Allocation:
 
     def __del__(self) -> None:
         driver().pretended_free(self.address)
+
+
+def share(_: Any, address: int) -> bytes:
+    """As _torch_ipc.share."""
+    at, nbytes = ctypes.c_uint64(), ctypes.c_uint64()
+    number = driver().pretended_share(address, ctypes.byref(at), ctypes.byref(nbytes))
+    return f"{os.getpid()} {number} {nbytes.value} {address - at.value}".encode()
+
+
+class Adopted:
+    """Another process's allocation; freed at its end."""
+
+    living = 0
+
+    def __init__(self, shared: bytes) -> None:
+        pid, number, nbytes, self.offset = map(int, shared.split())
+        self.address = driver().pretended_adopt(pid, number, nbytes)
+        if not self.address:
+            raise RuntimeError("there is no such allocation")
+        Adopted.living += 1
+
+    def __del__(self) -> None:
+        if self.address:
+            driver().pretended_free(self.address)
+            Adopted.living -= 1
+
+
+def adopt(shared: bytes) -> tuple[Adopted, int]:
+    """As _torch_ipc.adopt."""
+    made = Adopted(shared)
+    return made, made.address + made.offset
 
 
 class Array:

@@ -124,6 +124,30 @@ int pretended_get(void *to, uint64_t from, size_t bytes) {
   return real != NULL;
 }
 
+/* What torch may know of an allocation when the driver exports none: its descriptor's number. */
+int pretended_share(uint64_t address, uint64_t *at, uint64_t *bytes) {
+  pthread_mutex_lock(&lock);
+  Allocation *a = find(address, 0);
+  if (a != NULL) *at = a->at, *bytes = a->bytes;
+  int fd = a == NULL ? -1 : a->fd;
+  pthread_mutex_unlock(&lock);
+  return fd;
+}
+
+uint64_t pretended_adopt(int pid, int number, uint64_t bytes) {
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, number);
+  int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return 0;
+  pthread_mutex_lock(&lock);
+  Allocation *a = add(fd, bytes, 0, next_id++, 1);
+  uint64_t at = a == NULL ? 0 : a->at;
+  if (a != NULL) a->fd = -1;
+  pthread_mutex_unlock(&lock);
+  close(fd);
+  return at;
+}
+
 /* ---- the driver's own functions */
 
 int cuInit(unsigned flags) {

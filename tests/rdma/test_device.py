@@ -54,6 +54,10 @@ class DeviceProcess(Process):
         return rdma._registry.registry().native.mapped()
 
     @endpoint
+    def adopted(self) -> int:
+        return pretended.Adopted.living
+
+    @endpoint
     def refuse(self, what: str) -> None:
         pretended.refuse(what)
 
@@ -126,7 +130,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 @pytest.fixture(
-    params=[name if name == "gpu ipc" else pytest.param(name, marks=MARKS["tls"]) for name in DEVICE_ROUTES]
+    params=[
+        name if name == "gpu ipc" else pytest.param(name, marks=MARKS["tls"])
+        for name in DEVICE_ROUTES
+        if name != "gpu lent"
+    ]
 )
 def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
     """The same, that may die."""
@@ -172,13 +180,13 @@ def test_who_copies(pair: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = pair
     size, route = 3 * MIB, request.node.callspec.params["pair"]
     buffer = owner.own.call_one("tensor", size).get()
-    assert reader.read.call_one(buffer).get()
+    reader.way.call_one(buffer).get()
     theirs, mine = owner.counts.call_one().get(), reader.counts.call_one().get()
     assert reader.read.call_one(buffer).get()
     theirs_now, mine_now = owner.counts.call_one().get(), reader.counts.call_one().get()
     copied = pretended.COPIED_BYTES
     assert mine_now[copied] - mine[copied] == size
-    assert theirs_now[copied] - theirs[copied] == (0 if route == "gpu ipc" else size)
+    assert theirs_now[copied] - theirs[copied] == (0 if route in ("gpu ipc", "gpu lent") else size)
     for counts in (theirs_now, mine_now):
         assert counts[pretended.PINNED] <= (16 if "tcp" in route or "tls" in route else 0)
         assert counts[pretended.STREAMS] <= 64
@@ -240,7 +248,7 @@ def test_a_driver_that_fails(pair: Pair, write: bool, request: pytest.FixtureReq
         assert said.startswith("RDMAError") and "an illegal memory access was encountered (700)" in said
         reader.refuse.call_one("").get()
         assert reader.failure.call_one(buffer).get() == ""
-    if request.node.callspec.params["pair"] != "gpu ipc":
+    if request.node.callspec.params["pair"] not in ("gpu ipc", "gpu lent"):
         for what in ("copy", "wait"):
             owner.refuse.call_one(what).get()
             assert "its owner's GPU, or the driver of it" in reader.failure.call_one(buffer, write).get()
@@ -333,6 +341,24 @@ def test_what_people_are_told(on: Any) -> None:
         said = reader.way_in_words.call_one(buffer).get()
         assert re.match(text, said), said
         owner.drop.call_one(buffer).get()
+
+
+def test_what_torch_has_mapped_is_given_back(on: Any, faults: Faults) -> None:
+    owner, reader = on("gpu lent")
+    first, second = owner.own_two.call_one(MIB).get()
+    for buffer in (first, second):
+        assert reader.way.call_one(buffer).get() == 4
+        assert reader.way_in_words.call_one(buffer).get() == "CUDA IPC, by torch"
+    assert reader.adopted.call_one().get() == 2
+    with held_up(pid_of(owner)):
+        assert reader.read.call_one(first).get(20), "nobody needs the owner"
+    owner.drop.call_one(first).get()
+    assert reader.failure.call_one(first).get().startswith("DroppedError")
+    assert reader.read.call_one(second).get()
+    assert reader.adopted.call_one().get() == 1
+    os.kill(pid_of(owner), signal.SIGKILL)
+    _eventually(lambda: reader.adopted.call_one().get(), 0)
+    faults.next()
 
 
 # ---- what is registered

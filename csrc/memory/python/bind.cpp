@@ -143,6 +143,12 @@ void bind_memory(py::module_& m) {
         const auto peer = memory.host().known(token);
         return peer == nullptr ? std::string() : memory.near().why_not(*peer, ticket_of(ticket));
       })
+      .def("lend", [](Registered& memory, const std::string& token, const PyTicket& ticket, std::uint64_t address) {
+        const auto peer = memory.host().known(token);
+        if (peer != nullptr) memory.near().imports()->lend(peer, ticket_of(ticket), reinterpret_cast<char*>(address));
+        return peer != nullptr;
+      })
+      .def("returned", [](Registered& memory) { return memory.near().imports()->returned(); }, py::call_guard<py::gil_scoped_release>())
       .def("sweep", [](Registered& memory) { memory.near().imports()->sweep(); }, py::call_guard<py::gil_scoped_release>())
       .def("mapped", [](Registered& memory) { return memory.near().imports()->count(); })
       .def("drop", [](Registered& memory, const PyTicket& ticket, double seconds) {
