@@ -299,6 +299,9 @@ class Memory:
         segments: _Segments,
         patient: Patient,
     ) -> tuple[int, int, int, int, str]: ...
+    def at_once(self, token: str, ticket: _Ticket, write: bool, offset: int, local: int, nbytes: int) -> bool:
+        """True if it is done; False if somebody is needed for it, or it failed: `move` says why."""
+
     def change(
         self,
         token: str,
@@ -351,6 +354,15 @@ def gpu_wait_for_stream(device: int, stream: int) -> None:
 
 def gpu_dma_buf(address: int, nbytes: int) -> int:
     """A new descriptor of the dma-buf of this range, of whole pages. Raises GpuFailure."""
+
+class Copies:
+    """Copies between this process and others of its host that are made again and again."""
+
+    def __init__(self, memory: Memory, copies: Sequence[tuple[str, _Ticket, bool, int, int, int]]) -> None:
+        """Token, ticket, whether it is written to; offset, local address, bytes."""
+
+    def run(self) -> bool:
+        """True if all are done; False if not: `Memory.move` says why."""
 
 class MemoryIdentity:
     """Who this process is for those who want its memory, and how it proves it."""

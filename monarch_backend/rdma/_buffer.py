@@ -155,9 +155,11 @@ class RDMABuffer:
             )
 
     def _move(self, write: bool, memory: LocalMemory, nbytes: int, timeout: float | None) -> Future[None]:
-        handle = self._handle
+        handle, mover = self._handle, engine()
+        if (timeout is None or timeout > 0) and mover.at_once(handle, write, memory, nbytes):
+            return Future.of(None)
         part = Part(handle, write, ((handle.offset, memory.address, nbytes),))
-        return engine().start((part,), (memory,), timeout)
+        return mover.start((part,), (memory,), timeout)
 
     def _change(self, access: int, offset: int, operand: int, expected: int, timeout: float | None) -> Future[int]:
         return engine().change(self._atomic(access, offset, operand, expected), timeout)

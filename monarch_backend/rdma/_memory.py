@@ -55,6 +55,17 @@ def frozen(memory: LocalMemory) -> LocalMemory:
     return memory._replace(hold=held)
 
 
+def unmoved(value: Any, memory: LocalMemory) -> bool:
+    """A tensor is the memory that it was, and all of it. False also where only `memory_of` could tell."""
+    return (
+        isinstance(memory.keep, torch.UntypedStorage)
+        and value.data_ptr() == memory.address
+        and value.nbytes == memory.nbytes
+        and value.is_contiguous()
+        and memory.keep.nbytes() - (memory.address - memory.keep.data_ptr()) >= memory.nbytes
+    )
+
+
 def writable(memory: LocalMemory, what: str) -> LocalMemory:
     """The same. Raises ValueError where it can only be read."""
     if not memory.writable:
@@ -81,12 +92,12 @@ def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
             f"{what} is on {tensor.device}: only memory of the CPU, and of GPUs with CUDA or HIP, can be registered, "
             "read and written; copy it there, and back"
         )
-    nbytes = tensor.nbytes
-    if nbytes and tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes:
+    nbytes, storage = tensor.nbytes, tensor.untyped_storage()
+    if nbytes and storage.nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes:
         raise ValueError(f"{what} has {nbytes} bytes, but the memory of its storage was freed")
     if tensor.is_cuda and nbytes:
-        return LocalMemory(*_device.of_tensor(tensor, what), tensor.untyped_storage())
-    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, CPU, tensor.untyped_storage())
+        return LocalMemory(*_device.of_tensor(tensor, what), storage)
+    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, CPU, storage)
 
 
 def refuse_subclass(tensor: torch.Tensor, what: str) -> None:

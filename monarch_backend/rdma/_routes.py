@@ -49,6 +49,8 @@ class Routes:
         # By process, whether a NIC can reach this memory, and whether it is a GPU's.
         self._chosen: dict[tuple[str, bool, bool], Route] = {}
         self._forced = forced()
+        self.near: set[str] = set()
+        """Processes to whose memory the way is that of one host."""
 
     def to(self, handle: Handle) -> Route:
         """The route to this memory. Raises RDMAError if there is none."""
@@ -84,6 +86,7 @@ class Routes:
 
     def forget(self, token: str) -> None:
         """That process is gone."""
+        self.near.discard(token)
         for which in [which for which in [*self._chosen] if which[0] == token]:
             self._chosen.pop(which, None)
         self._near.forget(token)
@@ -105,6 +108,7 @@ class Routes:
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
             if handle.device == CPU:  # else the first transfer shows what the driver does
                 _say(handle, f"{self._near.name}, {self._near.way(handle)}")
+            self.near.add(handle.token)
             return self._near
         return self._far(handle)
 

@@ -212,6 +212,43 @@ def test_memory_that_changes_before_an_action_is_submitted() -> None:
     buffer.drop()
 
 
+def test_an_action_that_is_submitted_again_and_again(fresh: Pair, request: pytest.FixtureRequest) -> None:
+    owner, reader = fresh
+    if route_of(request) in ("tcp", "tls", "verbs"):
+        pytest.skip("on this route each submit is a new one")
+    into, theirs = torch.zeros(4096, dtype=torch.uint8), owner.own.call_one("tensor", 4096, 1).get()
+    action = RDMAAction().read_remote(into, theirs)
+    for seed in (1, 2, 3):
+        reader.write.call_one(theirs, "tensor", seed).get()
+        action.submit().get()
+        assert torch.equal(into, pattern(4096, seed))
+    other = torch.zeros(8, dtype=torch.uint8)
+    action.read_remote(other, theirs[4:12]).submit().get()
+    assert torch.equal(other, pattern(4096, 3)[4:12])
+    into.data = torch.zeros(4096, dtype=torch.uint8)  # it lies elsewhere now
+    action.submit().get()
+    assert torch.equal(into, pattern(4096, 3))
+    into.untyped_storage().resize_(4000)
+    with pytest.raises(ValueError, match="was freed"):
+        action.submit()
+    into.untyped_storage().resize_(4096)
+    action.submit(timeout=30).get()
+    owner.drop.call_one(theirs).get()
+    with pytest.raises(DroppedError):
+        action.submit().get()
+
+
+def test_an_action_lets_go_of_what_it_was_given() -> None:
+    value, into = torch.ones(8, dtype=torch.uint8), bytearray(8)
+    buffer = RDMABuffer(value)
+    action = RDMAAction().read_remote(into, buffer)
+    action.submit().get()
+    into.extend(b"more")  # as before it was submitted
+    action.submit().get()
+    assert into == bytearray([1] * 8) + b"more"
+    buffer.drop()
+
+
 def test_buffers_stay_where_they_are_during_a_transfer() -> None:
     buffer = RDMABuffer(torch.ones(64 * MIB, dtype=torch.uint8))
     with mmap.mmap(-1, 64 * MIB) as room:

@@ -279,6 +279,7 @@ def _in_short(error: Exception) -> str:
 def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
     os.environ.update(MONARCH_SHM="1", MONARCH_SHM_READV="40000", RANK=str(rank), WORLD_SIZE=str(scene.program.size))
     torch.set_num_threads(1)
+    inherited = _left()  # of the process of the tests, which may have programs and memory of its own
 
     def play() -> Report:
         init(rank, scene.program.size, address)
@@ -292,16 +293,18 @@ def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Con
 
     _answer(connection, play)
     if connection.poll(DEADLINE) and connection.recv_bytes():  # the others may still need us: until all have reported
-        _answer(connection, _leave)
+        _answer(connection, lambda: _leave(inherited))
 
 
-def _leave() -> dict[str, int]:
+def _leave(inherited: dict[str, int]) -> dict[str, int]:
     """End, and tell what is left of the others in this process."""
     dist.destroy_process_group()
     end = time.monotonic() + 5
     # The threads that tell of an operation's end hold its group until they have.
     while (
-        (left := _left()) and (left["of the dead"] or left["mappings"] > 1 + left["pidfds"]) and time.monotonic() < end
+        (left := {what: count - inherited[what] for what, count in _left().items()})
+        and (left["of the dead"] or left["mappings"] > 1 + left["pidfds"])
+        and time.monotonic() < end
     ):
         gc.collect()
         # What groups that are gone still hold is given back when the next one needs memory.

@@ -4,6 +4,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "memory/python/shapes.h"
@@ -17,14 +18,13 @@ namespace {
 
 constexpr std::uint64_t worth_releasing = 64 << 10;  // bytes of a copy during which others may have the GIL
 
+// Nobody else is needed: neither a thread of the owner's nor the driver of a GPU, which waits for it.
+bool is_at_once(Way way) { return way == Way::mapped || way == Way::kernel; }
+
 template <class Work>
 PyResult with(Registered& memory, const std::string& token, const Ticket& ticket, std::uint64_t bytes, const Patient& patient, Work&& work) {
   std::shared_ptr<Peer> peer = memory.host().known(token);
-  const auto at_once = [&] {
-    const Way way = memory.near().way(*peer, ticket);
-    return way == Way::mapped || way == Way::kernel;
-  };
-  if (peer != nullptr && bytes < worth_releasing && at_once()) return result_of(work(peer));
+  if (peer != nullptr && bytes < worth_releasing && is_at_once(memory.near().way(*peer, ticket))) return result_of(work(peer));
   const py::gil_scoped_release release;
   if (peer == nullptr) peer = memory.meet(token, patient);
   if (peer != nullptr) return result_of(work(peer));
@@ -69,6 +69,46 @@ PyResult change(Registered& memory, const std::string& token, const PyTicket& ti
     return memory.near().change(peer, ticket_of(ticket), static_cast<Access>(access), offset, operand, expected, patient);
   });
 }
+
+// Copies that are done at once, without anybody's help, or not at all: then they are for `move`, which says why.
+class Copies {
+ public:
+  using PyCopy = std::tuple<std::string, PyTicket, bool, std::uint64_t, std::uint64_t, std::uint64_t>;  // token, ticket, writes, a segment
+
+  Copies(std::shared_ptr<Registered> memory, const std::vector<PyCopy>& copies) : memory_(std::move(memory)) {
+    for (const auto& [token, ticket, writes, offset, local, bytes] : copies) {
+      copies_.push_back({token, ticket_of(ticket), writes ? Access::write : Access::read, {{offset, reinterpret_cast<char*>(local), bytes}}});
+      bytes_ += bytes;
+    }
+  }
+
+  bool run() const {
+    if (bytes_ < worth_releasing) return run_all();
+    const py::gil_scoped_release release;
+    return run_all();
+  }
+
+ private:
+  struct Copy {
+    std::string token;
+    Ticket ticket;
+    Access access;
+    std::vector<Segment> segment;  // one
+  };
+
+  bool run_all() const {
+    static const Patient forever;
+    return std::all_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
+      const std::shared_ptr<Peer> peer = memory_->host().known(copy.token);
+      return peer != nullptr && is_at_once(memory_->near().way(*peer, copy.ticket)) &&
+             memory_->near().move(peer, copy.ticket, copy.access, copy.segment, forever).outcome == Outcome::done;
+    });
+  }
+
+  std::shared_ptr<Registered> memory_;
+  std::vector<Copy> copies_;
+  std::uint64_t bytes_ = 0;
+};
 
 // `device`: whose memory both are. What its driver says if it can't.
 std::string move_bytes(int device, void* to, const void* from, std::uint64_t bytes) {
@@ -133,6 +173,10 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("readonly", &View::readonly)
       .def_property_readonly("contiguous", &View::contiguous);
 
+  py::class_<Copies>(m, "Copies", "Copies between this process and others of its host that are made again and again.")
+      .def(py::init<std::shared_ptr<Registered>, const std::vector<Copies::PyCopy>&>())
+      .def("run", &Copies::run);
+
   py::class_<Registered, std::shared_ptr<Registered>>(m, "Memory", "Memory that this process has registered, and its ways to that of others on this host.")
       .def(py::init<std::shared_ptr<Host>, bool, bool>(), py::arg("host"), py::arg("kernel") = true, py::arg("ipc") = true)
       .def("add", [](Registered& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
@@ -163,6 +207,10 @@ void bind_memory(py::module_& m) {
       })
       .def("count", [](Registered& memory) { return memory.table().count(); })
       .def("move", &move)
+      .def("at_once", [](std::shared_ptr<Registered> memory, const std::string& token, const PyTicket& ticket, bool write, std::uint64_t offset,
+                         std::uint64_t local, std::uint64_t bytes) {
+        return Copies(std::move(memory), {{token, ticket, write, offset, local, bytes}}).run();
+      })
       .def("change", &change)
       .def("move_here", &move_here)
       .def("change_here", &change_here)
