@@ -38,7 +38,7 @@ Pair = tuple[ActorMesh, ActorMesh]
 ENVIRONMENTS = {
     "ipc": {},
     "thread": {"MONARCH_GPU_IPC": "0"},
-    "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # which no IPC handle is had of
+    "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # torch knows how to share it
     "tcp": {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"},
     "tls": {"MONARCH_RDMA": "tcp"},
 }
