@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from monarch_backend.actor import Future
 from monarch_backend.rdma._buffer import RDMABuffer
-from monarch_backend.rdma._memory import LocalMemory, memory_of, unmoved, writable
+from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, unmoved, writable
 from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
 from monarch_backend.rdma._transfers import Change, Engine, Part, engine
 
@@ -131,6 +131,8 @@ def _ready(
 
 def _eight_bytes(dst: Any) -> LocalMemory:
     found = writable(memory_of(dst, "dst"), "dst")
+    if found.device != CPU:
+        raise ValueError(f"dst is on {found.device}: what an atomic has found comes to the CPU")
     if found.nbytes != 8:
         raise ValueError(f"dst has {found.nbytes} bytes: an atomic needs 8")
     return found

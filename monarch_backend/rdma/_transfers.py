@@ -19,6 +19,7 @@ import msgspec
 from monarch_backend import _native
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 from monarch_backend.actor._program import Program, program
+from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._handle import Handle
@@ -58,6 +59,8 @@ _REFUSALS = (
     "the range is outside of what was registered",
     "it was registered read-only",
     "atomics need 8 bytes at an address that is a multiple of 8",
+    "its owner's GPU, or the driver of it, could not copy it",
+    "atomics on memory of a GPU are possible over verbs only: use memory of the CPU for it",
 )
 SOON = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""
@@ -530,7 +533,11 @@ def _refusal(_: Program, __: Peer, question: bytes) -> bytes:
     return refusal_of(registry(), question)
 
 
-TOPICS.update(ways=_ways, verbs=_accept, refusal=_refusal)
+def _torch_shares(_: Program, __: Peer, question: bytes) -> bytes:
+    return _torch_ipc.answer(registry(), question)
+
+
+TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal, _torch_ipc.TOPIC: _torch_shares})
 
 
 def engine() -> Engine:

@@ -36,7 +36,7 @@ from monarch_backend.rdma._route import (
     Result,
     Segment,
 )
-from monarch_backend.rdma.verbs import Engine, Region, VerbsError, available
+from monarch_backend.rdma.verbs import Engine, Region, UnreachableMemoryError, VerbsError, available
 from monarch_backend.transport._peer import Peer
 
 _NO_ACCESS = "remote access error"
@@ -165,6 +165,8 @@ class Verbs:
             if refusal := _refusal(part, region):
                 return Result(REFUSED, refusal, 0, 0)
             _ask(engine, part, region, keep, done)
+        except UnreachableMemoryError as error:
+            return result_of(error, 0)
         except (VerbsError, ValueError, TypeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
         while not ended.wait(TICK):

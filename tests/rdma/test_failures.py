@@ -25,7 +25,7 @@ from monarch_backend.actor import ActorError, ActorMesh, CancelledError, Supervi
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
 from tests.actor.actors import held_up, pid_of, resident_bytes
 from tests.actor.support import Faults
-from tests.rdma.actors import Process, pattern, take
+from tests.rdma.actors import ALONE, Process, pattern, take
 from tests.rdma.conftest import routes
 
 MIB = 1 << 20
@@ -90,7 +90,7 @@ def test_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest)
     assert reader.read.call_one(buffer).get()
     with held_up(pid):
         reading = reader.read.call_one(buffer, "tensor", 1, 0.3)
-        if route_of(request) in ("kernel", "mapped", "verbs"):
+        if route_of(request) in ALONE:
             assert reading.get(20), "nobody needs it"
         else:
             with pytest.raises(ActorError, match=r"was not done within 0\.3 s") as raised:

@@ -18,10 +18,13 @@ namespace {
 
 constexpr std::uint64_t worth_releasing = 64 << 10;  // bytes of a copy during which others may have the GIL
 
+// Nobody else is needed: neither a thread of the owner's nor the driver of a GPU, which waits for it.
+bool is_at_once(Way way) { return way == Way::mapped || way == Way::kernel; }
+
 template <class Work>
 PyResult with(Registered& memory, const std::string& token, const Ticket& ticket, std::uint64_t bytes, const Patient& patient, Work&& work) {
   std::shared_ptr<Peer> peer = memory.host().known(token);
-  if (peer != nullptr && bytes < worth_releasing && memory.near().way(*peer, ticket) != Way::thread) return result_of(work(peer));
+  if (peer != nullptr && bytes < worth_releasing && is_at_once(memory.near().way(*peer, ticket))) return result_of(work(peer));
   const py::gil_scoped_release release;
   if (peer == nullptr) peer = memory.meet(token, patient);
   if (peer != nullptr) return result_of(work(peer));
@@ -97,7 +100,7 @@ class Copies {
     static const Patient forever;
     return std::all_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
       const std::shared_ptr<Peer> peer = memory_->host().known(copy.token);
-      return peer != nullptr && memory_->near().way(*peer, copy.ticket) != Way::thread &&
+      return peer != nullptr && is_at_once(memory_->near().way(*peer, copy.ticket)) &&
              memory_->near().move(peer, copy.ticket, copy.access, copy.segment, forever).outcome == Outcome::done;
     });
   }
@@ -106,6 +109,20 @@ class Copies {
   std::vector<Copy> copies_;
   std::uint64_t bytes_ = 0;
 };
+
+// `device`: whose memory both are. What its driver says if it can't.
+std::string move_bytes(int device, void* to, const void* from, std::uint64_t bytes) {
+  if (device == gpu::none) {
+    std::memmove(to, from, bytes);
+    return {};
+  }
+  try {
+    gpu::copy(device, to, from, bytes);
+    return {};
+  } catch (const gpu::Failure& failure) {
+    return failure.what();
+  }
+}
 
 // The same in this very process.
 PyResult move_here(Registered& memory, const PyTicket& py_ticket, bool write, const PySegments& parts) {
@@ -116,8 +133,9 @@ PyResult move_here(Registered& memory, const PyTicket& py_ticket, bool write, co
     const Refusal refusal = memory.table().hold(ticket, offset, bytes, write ? Access::write : Access::read, &there);
     if (refusal != Refusal::none) return result_of({Outcome::refused, refusal});
     char* here = reinterpret_cast<char*>(address);
-    std::memmove(write ? there : here, write ? here : there, bytes);
+    const std::string failure = move_bytes(memory.table().device(ticket), write ? there : here, write ? here : there, bytes);
     memory.table().let_go(ticket);
+    if (!failure.empty()) return result_of({Outcome::failed, Refusal::none, 0, 0, failure});
   }
   return result_of({});
 }
@@ -160,11 +178,23 @@ void bind_memory(py::module_& m) {
       .def("run", &Copies::run);
 
   py::class_<Registered, std::shared_ptr<Registered>>(m, "Memory", "Memory that this process has registered, and its ways to that of others on this host.")
-      .def(py::init<std::shared_ptr<Host>, bool>(), py::arg("host"), py::arg("kernel") = true)
+      .def(py::init<std::shared_ptr<Host>, bool, bool>(), py::arg("host"), py::arg("kernel") = true, py::arg("ipc") = true)
       .def("add", [](Registered& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
         const Ticket ticket = memory.table().add(reinterpret_cast<void*>(address), bytes, writable);
         return PyTicket{ticket.slot, ticket.epoch, ticket.key};
       })
+      .def("why_not_mapped", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
+        const auto peer = memory.host().known(token);
+        return peer == nullptr ? std::string() : memory.near().why_not(*peer, ticket_of(ticket));
+      })
+      .def("lend", [](Registered& memory, const std::string& token, const PyTicket& ticket, std::uint64_t address) {
+        const auto peer = memory.host().known(token);
+        if (peer != nullptr) memory.near().imports()->lend(peer, ticket_of(ticket), reinterpret_cast<char*>(address));
+        return peer != nullptr;
+      })
+      .def("returned", [](Registered& memory) { return memory.near().imports()->returned(); }, py::call_guard<py::gil_scoped_release>())
+      .def("sweep", [](Registered& memory) { memory.near().imports()->sweep(); }, py::call_guard<py::gil_scoped_release>())
+      .def("mapped", [](Registered& memory) { return memory.near().imports()->count(); })
       .def("drop", [](Registered& memory, const PyTicket& ticket, double seconds) {
         return static_cast<int>(memory.table().drop(ticket_of(ticket), seconds));
       }, py::call_guard<py::gil_scoped_release>())
