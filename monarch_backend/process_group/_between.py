@@ -94,7 +94,7 @@ class Between:
                 if tensor.nbytes == 0:
                     continue
                 what = f"{call.number} {call.text} {stage} {tensor.nbytes}"
-                tag = zlib.crc32(what.encode()) >> 2 | 1 << 30  # far from those that people choose
+                tag = zlib.crc32(what.encode()) >> 2 | 1 << 30  # apart from people's and _letters.py's
                 try:
                     posted.append((begin([tensor.view(torch.uint8)], rank, tag), rank))
                 except RuntimeError as error:
