@@ -46,6 +46,12 @@ class _Message(Operation):
     def __init__(self, body: Callable[[_Message], None], source: int = -1) -> None:
         super().__init__(lambda: body(self), None)
         self.source = source
+        self.deaf = False  # nothing but a message, or the end of its time, ends Gloo's receive from anybody
+
+    def abandon(self, fault: _Fault) -> None:
+        """It has failed, whatever becomes of it."""
+        self.fault, self.done = fault, True
+        self._ended.set()
 
 
 class _Clock:
@@ -84,7 +90,7 @@ class Far:
         self.closed = False
         self.closed_why = ""  # set before it is closed
         self._change = threading.Condition()
-        self._under_way = 0
+        self._under_way: dict[_Message, ShmWork] = {}
         self.carried: Counter[str] = Counter()  # messages received, by what has carried them
 
     # As an inner group ------------------------------------------------------------------------------------------
@@ -148,11 +154,15 @@ class Far:
             return
         self.closed = True
         with self._change:
-            under_way = self._under_way
+            under_way = dict(self._under_way)
         if under_way:
             _torch.close_gloo_links(self._gloo, next(r for r in range(len(self._members)) if r != self._rank))
+        for message, work in under_way.items():
+            if message.deaf:
+                message.abandon(_Fault(("closed", -1, "")))
+                work.ended()
         with self._change:
-            self._change.wait_for(lambda: not self._under_way, _FAREWELL)
+            self._change.wait_for(lambda: all(message.deaf for message in self._under_way), _FAREWELL)
         if self._nics is not None:
             _nics.leave(self._nics, self._others)
 
@@ -164,14 +174,14 @@ class Far:
         work = ShmWork(self, tensors)  # type: ignore[arg-type]  # it asks for `native` and `error` only
         work._operation = message
         with self._change:
-            self._under_way += 1
+            self._under_way[message] = work
 
         def run() -> None:
             try:
                 message.run()
             finally:
                 with self._change:
-                    self._under_way -= 1
+                    del self._under_way[message]
                     self._change.notify_all()
 
         if _torch.is_waited_for(caller):
@@ -239,7 +249,11 @@ class Far:
         posted = talk.listen(_letters.ANNOUNCEMENT)
 
         def body(message: _Message) -> None:
+            message.deaf = rank < 0
             talk.wait(posted[0])
+            message.deaf = False
+            if self.closed:
+                raise _Fault(("closed", -1, ""))
             message.source = rank if rank >= 0 else int(posted[0]._source_rank())
             self._fetch(message.source, talk.read(Announcement.unpack, posted[1]), x, clock)
 
