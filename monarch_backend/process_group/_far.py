@@ -1,10 +1,10 @@
 """Large messages between ranks of different hosts: the receiver's NIC reads them out of the sender's memory.
 
-An inner group for point to point only. Where a rank of the group may use NICs on two hosts, all ranks take it for all
-messages of at least so many bytes, whoever the two are: a receive from anybody does not know whom it will meet. What
-the two know before they talk is the size and the tag. They talk over Gloo (_letters.py), and until the receiver has
-said that it has the message the sender can still be asked to let Gloo carry it: so a NIC that fails costs no message,
-only a warning, and the pair stays with Gloo.
+An inner group for point to point, and for what the stages of a hierarchy send each other. Where ranks of two hosts may
+use NICs, all ranks of the group take it for all messages of at least so many bytes, whoever the two are: a receive from
+anybody does not know whom it will meet. What the two know before they talk is the size and the tag. They talk over Gloo
+(_letters.py), and until the receiver has said that it has the message the sender can still be asked to let Gloo carry
+it: so a NIC that fails costs no message, only a warning, and the pair stays with Gloo.
 
 Gloo's messages are begun in the caller's thread, which keeps their order; the rest happens there too if the caller
 waits for nothing else, or in a thread of the conversation's own. What the NICs do is _nics.py's.
@@ -81,7 +81,7 @@ class Far:
         label: str = "",
     ) -> None:
         self._gloo, self._members, self._rank, self._timeout = gloo, members, rank, timeout
-        self._tokens, self._least, self._label = tokens, least, label
+        self._tokens, self.least, self._label = tokens, least, label
         self._others = [_nics.Rank(t, f"rank {r} ({members[r]})") for r, t in enumerate(tokens) if t]
         self._nics = _nics.join(self._others) if self._others else None
         self._numbers = itertools.count()
@@ -97,16 +97,20 @@ class Far:
 
     def takes(self, tensors: Sequence[Tensor], tag: int) -> bool:
         """Whether messages of this size and tag come here: the same on both sides."""
-        return len(tensors) == 1 and tensors[0].nbytes >= self._least and 0 <= tag < _letters.MOST_TAG
+        known = 0 <= tag < _letters.MOST_TAG or tag >= _letters.STAGES
+        return len(tensors) == 1 and tensors[0].nbytes >= self.least and known
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
-        """Send a tensor: done when the tensor may change again, which is when it was received."""
+    def send(self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None) -> ShmWork:
+        """Send a tensor: done when the tensor may change again, which is when it was received.
+
+        ``owner``: a tensor that lives longer, over the same memory.
+        """
         clock = _Clock(self, self._timeout().total_seconds())
         self._check_open()
         (x,) = tensors
         number = next(self._numbers) % _letters.NUMBERS
         talk = _Talk(self, rank, _letters.talk(number, self._rank, rank), clock)
-        lent, announcement = self._announce(x, rank, number)
+        lent, announcement = self._announce(x, rank, number, owner)
         try:
             first = talk.listen()
             announced = talk.post(announcement.pack(), _letters.announced(tag))
@@ -123,13 +127,13 @@ class Far:
 
         return self._start(_Message(body), tensors, sys._getframe(2))
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None) -> ShmWork:
         """Receive a tensor of the same size from a rank."""
-        return self._receive(tensors, rank, tag)
+        return self._receive(tensors, rank, tag, owner)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
         """Receive from whoever sends first."""
-        return self._receive(tensors, -1, tag)
+        return self._receive(tensors, -1, tag, None)
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
         """The operation that torch's dispatcher calls ``name``, with its arguments."""
@@ -200,10 +204,12 @@ class Far:
 
     # The sender's side ------------------------------------------------------------------------------------------
 
-    def _announce(self, x: Tensor, rank: int, number: int) -> tuple[_nics.Lent | None, Announcement]:
+    def _announce(
+        self, x: Tensor, rank: int, number: int, owner: Tensor | None
+    ) -> tuple[_nics.Lent | None, Announcement]:
         if self._nics is not None and self._tokens[rank] and rank not in self._plain:
             try:
-                lent, region, offset = self._nics.lend(x)
+                lent, region, offset = self._nics.lend(x, owner)
             except _nics.UnusableError as error:
                 self._stay_plain(rank, str(error))
             else:
@@ -241,7 +247,7 @@ class Far:
 
     # The receiver's side ----------------------------------------------------------------------------------------
 
-    def _receive(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
+    def _receive(self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None) -> ShmWork:
         clock = _Clock(self, self._timeout().total_seconds())
         self._check_open()
         (x,) = tensors
@@ -255,17 +261,17 @@ class Far:
             if self.closed:
                 raise _Fault(("closed", -1, ""))
             message.source = rank if rank >= 0 else int(posted[0]._source_rank())
-            self._fetch(message.source, talk.read(Announcement.unpack, posted[1]), x, clock)
+            self._fetch(message.source, talk.read(Announcement.unpack, posted[1]), x, owner, clock)
 
         return self._start(_Message(body, rank), tensors, sys._getframe(3))
 
-    def _fetch(self, source: int, it: Announcement, x: Tensor, clock: _Clock) -> None:
+    def _fetch(self, source: int, it: Announcement, x: Tensor, owner: Tensor | None, clock: _Clock) -> None:
         talk = _Talk(self, source, _letters.talk(it.number, source, self._rank), clock)
         if it.nbytes != x.nbytes:
             talk.say(REFUSED, x.nbytes)
             what = f"rank {source} sent {it.nbytes} bytes, and the receive of rank {self._rank} is of {x.nbytes}"
             raise _Fault(("mismatch", -1, what))
-        why = self._read(talk, it, x)
+        why = self._read(talk, it, x, owner)
         if why is None:
             talk.say(DONE)
             self._count("verbs", source)
@@ -275,12 +281,13 @@ class Far:
         talk.wait(posted)
         self._count("gloo", source)
 
-    def _read(self, talk: _Talk, it: Announcement, x: Tensor) -> str | None:
+    def _read(self, talk: _Talk, it: Announcement, x: Tensor, owner: Tensor | None) -> str | None:
         """None when it was read, else why not; "" where that is nothing new."""
         if not it.region or self._nics is None or not self._tokens[talk.rank] or talk.rank in self._plain:
             return ""
         try:
-            self._nics.read(self._tokens[talk.rank], it.region, it.offset, x, talk.introduce, talk.clock.left)
+            token, into = self._tokens[talk.rank], _nics.Into(x.data_ptr(), x.nbytes, x if owner is None else owner)
+            self._nics.read(token, it.region, it.offset, into, talk.introduce, talk.clock.left)
         except _nics.UnusableError as error:
             self._stay_plain(talk.rank, str(error))
             return str(error)
@@ -307,7 +314,7 @@ class Far:
             self.carried[f"{way} from {rank}"] += 1
             first = self.carried[f"{way} from {rank}"] == 1
         if first and self._label:
-            sys.stderr.write(f"{self._label}messages from rank {rank} of {self._least} bytes and more: {way}\n")
+            sys.stderr.write(f"{self._label}messages from rank {rank} of {self.least} bytes and more: {way}\n")
             sys.stderr.flush()
 
 
@@ -382,7 +389,7 @@ class _Talk:
 
     def late(self) -> _Fault:
         """There was no time left."""
-        least, seconds = self._far._least, self.clock.seconds
+        least, seconds = self._far.least, self.clock.seconds
         what = f"did not do its part of a message within {seconds:g} s (is its tensor smaller than {least} bytes?)"
         return _Fault(("late", self.rank, what if self.rank >= 0 else f"nobody sent a message within {seconds:g} s"))
 

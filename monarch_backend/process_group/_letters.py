@@ -17,9 +17,10 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-# Tags are below 2**31. Those of people are below MOST_TAG, or their messages go as they always did; a group's stages
-# between hosts (_between.py) begin at 2**30.
+# Tags are below 2**31. Those of people are below MOST_TAG, or their messages go as they always did; those of a group's
+# stages between hosts (_between.py) begin at STAGES, and are made of the number of bytes, too.
 MOST_TAG = 1 << 28
+STAGES = 1 << 30
 _ANNOUNCED = 1 << 29
 _TALKS = _ANNOUNCED + MOST_TAG
 NUMBERS = 1 << 27
@@ -90,7 +91,7 @@ class Word(NamedTuple):
 
 def announced(tag: int) -> int:
     """Gloo's tag for announcements of messages with this tag."""
-    return _ANNOUNCED + tag
+    return tag if tag >= STAGES else _ANNOUNCED + tag
 
 
 def talk(number: int, sender: int, receiver: int) -> int:

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -84,6 +84,14 @@ class Lent:
     kept: bool = True
 
 
+class Into(NamedTuple):
+    """Where to read to, and whose memory that is."""
+
+    address: int
+    nbytes: int
+    owner: Tensor
+
+
 class Nics:
     """Made with the first group that can use them, gone with the last; see :func:`join`."""
 
@@ -98,14 +106,14 @@ class Nics:
 
     # Memory for others ------------------------------------------------------------------------------------------
 
-    def lend(self, tensor: Tensor) -> tuple[Lent, bytes, int]:
+    def lend(self, tensor: Tensor, owner: Tensor | None = None) -> tuple[Lent, bytes, int]:
         """Others may read it until it is given back; with the region as bytes, and the tensor's offset in it.
 
         The storage is registered as a whole, and stays so while it lives. Raises UnusableError.
         """
         from monarch_backend.rdma.verbs import VerbsError
 
-        storage = tensor.untyped_storage()
+        storage = (tensor if owner is None else owner).untyped_storage()
         self.sweep()
         key, address, nbytes = id(storage), storage.data_ptr(), storage.nbytes()
         with self._lock:
@@ -202,11 +210,11 @@ class Nics:
         token: str,
         region: bytes,
         offset: int,
-        tensor: Tensor,
+        into: Into,
         introduce: Callable[[bytes], bytes],
         left: Callable[[], float],
     ) -> None:
-        """A process's memory into a tensor. ``introduce`` takes an offer there and brings the answer.
+        """A process's memory into ours. ``introduce`` takes an offer there and brings the answer.
 
         Raises UnusableError; TimeoutError when nothing is left of the time; and what ``introduce`` and ``left`` raise.
         """
@@ -216,7 +224,7 @@ class Nics:
         for _ in range(_TRIES):
             try:
                 self._connect(other, introduce, left)
-                self._transfer(other, Region.from_bytes(region), offset, tensor, left)
+                self._transfer(other, Region.from_bytes(region), offset, into, left)
                 return
             except VerbsError as error:
                 why = str(error)
@@ -244,16 +252,16 @@ class Nics:
         finally:
             other.connecting.release()
 
-    def _transfer(self, other: _Other, region: Region, offset: int, tensor: Tensor, left: Callable[[], float]) -> None:
+    def _transfer(self, other: _Other, region: Region, offset: int, into: Into, left: Callable[[], float]) -> None:
         ended, outcome = threading.Event(), []
 
         def done(error: BaseException | None) -> None:
             outcome.append(error)
             ended.set()
 
-        segments = [(offset, tensor.data_ptr(), tensor.nbytes)]
+        segments = [(offset, into.address, into.nbytes)]
         try:
-            self._engine.transfer(other.peer, "read", region, segments, tensor, done)
+            self._engine.transfer(other.peer, "read", region, segments, into.owner, done)
         except (TypeError, ValueError) as error:  # the region is smaller than the message
             raise UnusableError(str(error)) from None
         try:
@@ -264,7 +272,7 @@ class Nics:
             if not ended.is_set():
                 self._engine.give_up(other.peer, "another message from it was given up")
                 other.connected = False
-                ended.wait()  # nothing writes to the tensor any more
+                ended.wait()  # nothing writes there any more
             raise
         if outcome[0] is not None:
             raise outcome[0]

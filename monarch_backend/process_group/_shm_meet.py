@@ -76,32 +76,33 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
     if why_not:
         return Meeting(None, "gloo", why_not)
     hosts, peers, remark = _hosts(store, host, rank, everyone, timeout())
+    far = _nics_between(rank, everyone, hosts, timeout, gloo, label)
     if len(hosts) == size > 1:
         met = Meeting(None, "gloo", f"no two ranks share memory{remark}")
     else:
-        met = _share(store, host, rank, everyone, hosts, peers, timeout, gloo, remark, label)
-    return _with_nics(met, rank, everyone, hosts, timeout, gloo, label)
+        met = _share(store, host, rank, everyone, hosts, peers, timeout, gloo, far, remark, label)
+    if far is None:
+        return met
+    return replace(met, far=far, why=f"{met.why}; verbs for {far.least} bytes and more between hosts with NICs")
 
 
-def _with_nics(
-    met: Meeting,
+def _nics_between(
     rank: int,
     everyone: list[dict[str, Any]],
     hosts: list[list[int]],
     timeout: Callable[[], timedelta],
     gloo: Any,
     label: str,
-) -> Meeting:
-    """With the way for large messages between hosts, if ranks of two hosts have NICs: all ranks find the same."""
+) -> Far | None:
+    """The way for large messages between hosts, if ranks of two hosts have NICs: all ranks find the same."""
     able = [bool(said["nics"]) for said in everyone]
     if sum(any(able[r] for r in ranks) for ranks in hosts) < 2:
-        return met
+        return None
     here = next(ranks for ranks in hosts if rank in ranks)
     there = [r for r in range(len(everyone)) if able[rank] and able[r] and r not in here]
     tokens = [said["token"] if r in there else "" for r, said in enumerate(everyone)]
     least = max(said["nics"] for said in everyone)
-    far = Far(gloo, [said["member"] for said in everyone], rank, timeout, tokens, least, label)
-    return replace(met, far=far, why=f"{met.why}; verbs for messages of {least} bytes and more between hosts with NICs")
+    return Far(gloo, [said["member"] for said in everyone], rank, timeout, tokens, least, label)
 
 
 def _hosts(
@@ -170,6 +171,7 @@ def _share(
     peers: dict[int, Any],
     timeout: Callable[[], timedelta],
     gloo: Any,
+    far: Far | None,
     remark: str,
     label: str,
 ) -> Meeting:
@@ -188,7 +190,7 @@ def _share(
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         return Meeting(memory, "shm", "all ranks share memory")
-    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, store)
+    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, far, store)
     return Meeting(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")
 
 

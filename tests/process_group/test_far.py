@@ -303,12 +303,67 @@ def test_groups_share_connections(run: Run) -> None:
     run(_objects_and_groups)
 
 
+def _collectives(rank: int, count: int) -> dict[str, int]:
+    """All that a hierarchy sends between hosts, twice: memory that is lent stays so."""
+    size = dist.get_world_size()
+    own, every = [torch.arange(count, dtype=torch.float32) + 10 * r for r in range(size)], range(size)
+    for _ in range(2):
+        x = own[rank].clone()
+        dist.all_reduce(x)
+        assert torch.equal(x, sum(own, torch.zeros(count)))
+        for root in every:
+            x = own[rank].clone()
+            dist.broadcast(x, root)
+            assert torch.equal(x, own[root])
+            dist.reduce(x, root, dist.ReduceOp.MAX)
+            assert rank != root or torch.equal(x, own[root])
+        gathered = [torch.zeros(count) for _ in every]
+        dist.all_gather(gathered, own[rank])
+        assert all(torch.equal(got, want) for got, want in zip(gathered, own, strict=True))
+        x = torch.zeros(count)
+        dist.reduce_scatter(x, [own[rank] + r for r in every])
+        assert torch.equal(x, sum(own, torch.zeros(count)) + size * rank)
+        dist.all_to_all(gathered, [own[rank] + r for r in every])
+        assert all(torch.equal(got, want + rank) for got, want in zip(gathered, own, strict=True))
+        under_way = [own[rank] + r for r in every]
+        works = [dist.all_reduce(x, async_op=True) for x in under_way]
+        for r, work in enumerate(works):
+            assert work is not None
+            work.wait()
+            assert torch.equal(under_way[r], sum(own, torch.zeros(count)) + size * r)
+    return _carried()
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1)], ids=str)
+def test_collectives_of_a_hierarchy(run: Run, hosts: tuple[int, ...]) -> None:
+    found = run(_collectives, hosts, 50_001)
+    assert sum(carried["gloo"] for carried in found) == 0
+    assert sum(carried["verbs"] for carried in found) > 20
+
+
+def _killed_in_a_collective(rank: int) -> None:
+    dist.all_reduce(torch.ones(MIB))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 3 "):
+        dist.all_reduce(torch.ones(MIB))
+    assert time.monotonic() - began < 30
+    dist.destroy_process_group()
+
+
+def test_a_rank_is_killed_in_a_collective(run: Run) -> None:
+    with pytest.raises(AssertionError) as told:
+        run(_killed_in_a_collective, (0, 0, 1, 1))
+    assert str(told.value) == "--- rank 3:\nthe rank died without an answer"
+
+
 def _routes(rank: int) -> str:
     return monarch_backend.routes()["cpu"].why if _far() is not None else "none"
 
 
 def test_who_takes_it(run: Run) -> None:
-    assert all("verbs for messages of 4096 bytes" in why for why in run(_routes))
+    assert all("verbs for 4096 bytes" in why for why in run(_routes))
     assert run(_routes, env={"MONARCH_RDMA": "tcp"}) == ["none"] * 2
     assert run(_routes, env={"MONARCH_SHM": "0"}) == ["none"] * 2
     assert run(_routes, (0, 0)) == ["none"] * 2  # one host
@@ -343,15 +398,16 @@ def test_a_message_of_another_size(run: Run) -> None:
 
 
 def _late(rank: int, sends: bool) -> None:
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     if rank == 0:
         began = time.monotonic()
         x = torch.zeros(MIB, dtype=torch.uint8)
         with pytest.raises(CollectiveTimeoutError, match=r"rank 1 \(host .*pid \d+\) did not do its part .*within 2 s"):
             dist.send(x, 1) if sends else dist.recv(x, 1)
         assert 1.5 < time.monotonic() - began < 20
+        store.set("over", "")
     else:
-        with pytest.raises(RuntimeError):  # it waits for something else; the connection is closed under it
-            dist.recv(torch.zeros(8), 0, tag=9)
+        store.wait(["over"], datetime.timedelta(seconds=60))
     dist.destroy_process_group()
 
 
