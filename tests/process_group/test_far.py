@@ -11,10 +11,13 @@ import gc
 import itertools
 import logging
 import os
+import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +42,8 @@ from tests.rdma.verbs.peers import until
 from tests.support.ranks import init, run_ranks
 
 KIB, MIB = 1 << 10, 1 << 20
+CABLE = Path("/run/cable")
+"""Of the guest: cuts it and mends it."""
 LOW = {"MONARCH_RDMA_MESSAGE_BYTES": "4096"}
 
 Run = Callable[..., list[Any]]
@@ -533,6 +538,47 @@ def test_a_rank_forks(run: Run) -> None:
     run(_child_after_use)
 
 
+def _storm(rank: int, rounds: int) -> dict[str, int]:
+    """Everybody to everybody, of all sizes, some waited for and some not; collectives in between."""
+    size, choose = dist.get_world_size(), random.Random(5)
+    plan = [
+        (sender, receiver, choose.choice((10, 5000, 70 * KIB, MIB)), choose.randrange(3), choose.random() < 0.5)
+        for _ in range(rounds)
+        for sender, receiver in itertools.permutations(range(size), 2)
+    ]
+    works, expected = [], []
+    for number, (sender, receiver, nbytes, tag, waits) in enumerate(plan):
+        if rank == sender:
+            works.append(dist.isend(_numbers(nbytes, number), receiver, tag=tag))
+        elif rank == receiver:
+            got = torch.zeros(nbytes, dtype=torch.uint8)
+            work = dist.irecv(got, sender, tag=tag)
+            assert work is not None
+            if waits:
+                work.wait()
+                assert torch.equal(got, _numbers(nbytes, number))
+            works.append(work)
+            expected.append((got, number))
+        if number % 20 == 19:
+            x = torch.full((20_000,), float(rank))
+            dist.all_reduce(x)
+            assert x.eq(sum(range(size))).all()
+    for work in works:
+        assert work is not None
+        work.wait()
+    for got, number in expected:
+        assert torch.equal(got, _numbers(got.numel(), number))
+    return _carried()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 0, 1, 1)], ids=str)
+def test_a_storm_of_messages(run: Run, hosts: tuple[int, ...]) -> None:
+    found = run(_storm, hosts, 20)
+    assert all(carried["verbs"] > 20 for carried in found), found
+    assert sum(carried["gloo"] for carried in found) == 0 or hosts == (0, 0, 1, 1), found
+
+
 # What goes wrong with NICs: the pretended ones do it when they are told ---------------------------------------------
 
 
@@ -574,6 +620,31 @@ def test_nics_that_fail(how: str) -> None:
     for rank, lines in enumerate(found):
         assert len(lines) == (how != "broken"), lines
         assert all(f"rank {rank} and rank {1 - rank}" in line for line in lines)
+
+
+def _cut(rank: int) -> float:
+    _exchange(rank)
+    assert _carried() == {"verbs": 1, "gloo": 0}
+    if rank == 0:
+        subprocess.run([CABLE, "down"], check=True)
+    dist.barrier()
+    began = time.monotonic()
+    _exchange(rank)
+    seconds = time.monotonic() - began
+    _exchange(rank)
+    assert _carried() == {"verbs": 1, "gloo": 2}
+    return seconds
+
+
+@pytest.mark.verbs
+def test_a_cable_is_cut(run: Run, request: pytest.FixtureRequest) -> None:
+    """The hosts still reach each other, by another network than that of the NICs."""
+    if not CABLE.exists() or "pretended" in request.node.name:
+        pytest.skip("only the guest has a cable that can be cut")
+    try:
+        assert all(seconds < 60 for seconds in run(_cut))
+    finally:
+        subprocess.run([CABLE, "up"], check=True)
 
 
 # Layouts ---------------------------------------------------------------------------------------------------------
