@@ -556,8 +556,8 @@ def _storm(rank: int, rounds: int) -> dict[str, int]:
             assert work is not None
             if waits:
                 work.wait()
-                assert torch.equal(got, _numbers(nbytes, number))
-            works.append(work)
+            else:
+                works.append(work)  # Gloo's wait for ever when it is asked twice
             expected.append((got, number))
         if number % 20 == 19:
             x = torch.full((20_000,), float(rank))
