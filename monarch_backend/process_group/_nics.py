@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 DEVICES = "/sys/class/infiniband"
 
-# Bytes from which a message is worth two more latencies of Gloo and a change of threads, 0.2 ms together: in that time
-# Gloo carries about this much.
-LEAST = 512 << 10
+# Bytes from which a message is worth two more latencies of Gloo and some changes of threads, 0.3 ms together: in that
+# time Gloo carries about this much.
+LEAST = 1 << 20
 
 _TRIES = 3  # connections that one message may need: one that was there has broken, another one broke it meanwhile
 _LOOK = 0.2  # seconds after which one who waits looks whether it is still wanted
