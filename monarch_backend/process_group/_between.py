@@ -116,7 +116,7 @@ class Between:
                 tag = zlib.crc32(what.encode()) >> 2 | STAGES  # apart from those of people
                 vector = [tensor.view(torch.uint8)]
                 try:
-                    if self._far is not None and self._far.takes(vector, tag):
+                    if self._far is not None and self._far.takes(vector, 0):
                         begin = functools.partial(getattr(self._far, name), owner=call.owner_of(tensor))
                     else:
                         begin = getattr(self._gloo, name)

@@ -77,10 +77,15 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
         return Meeting(None, "gloo", why_not)
     hosts, peers, remark = _hosts(store, host, rank, everyone, timeout())
     far = _nics_between(rank, everyone, hosts, timeout, gloo, label)
-    if len(hosts) == size > 1:
-        met = Meeting(None, "gloo", f"no two ranks share memory{remark}")
-    else:
-        met = _share(store, host, rank, everyone, hosts, peers, timeout, gloo, far, remark, label)
+    try:
+        if len(hosts) == size > 1:
+            met = Meeting(None, "gloo", f"no two ranks share memory{remark}")
+        else:
+            met = _share(store, host, rank, everyone, hosts, peers, timeout, gloo, far, remark, label)
+    except BaseException:
+        if far is not None:
+            far.close()
+        raise
     if far is None:
         return met
     return replace(met, far=far, why=f"{met.why}; verbs for {far.least} bytes and more between hosts with NICs")

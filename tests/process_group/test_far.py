@@ -157,9 +157,9 @@ def test_dtypes_both_ways_at_once(run: Run) -> None:
 
 def _tags(rank: int) -> None:
     peer, nbytes = 1 - rank, 100 * KIB
-    tags = (0, 1, _letters.MOST_TAG - 1, _letters.MOST_TAG)  # the last is Gloo's
+    tags = (0, 1, _letters.MOST_TAG - 1, _letters.MOST_TAG, _letters.STAGES)  # the last two are Gloo's
     works = [dist.isend(_numbers(nbytes, 10 * rank + i), peer, tag=tag) for i, tag in enumerate(tags)]
-    for i in (2, 0, 3, 1):  # not the order in which they were sent
+    for i in (2, 0, 4, 3, 1):  # not the order in which they were sent
         got = torch.zeros(nbytes, dtype=torch.uint8)
         dist.recv(got, peer, tag=tags[i])
         assert torch.equal(got, _numbers(nbytes, 10 * peer + i))
