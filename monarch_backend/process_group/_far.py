@@ -86,6 +86,7 @@ class Far:
         self._nics = _nics.join(self._others) if self._others else None
         self._numbers = itertools.count()
         self._plain: dict[int, str] = {}  # why Gloo carries all to or from these ranks
+        self._said: set[int] = set()  # of whom there was a warning
         self.native = self  # for the works
         self.closed = False
         self.closed_why = ""  # set before it is closed
@@ -209,6 +210,8 @@ class Far:
         if self._nics is not None and self._tokens[rank] and rank not in self._plain:
             try:
                 lent, region, offset = self._nics.lend(x, owner)
+            except _nics.UnregisteredError as error:
+                self._say(rank, str(error))
             except _nics.UnusableError as error:
                 self._stay_plain(rank, str(error))
             else:
@@ -287,6 +290,9 @@ class Far:
         try:
             token, into = self._tokens[talk.rank], _nics.Into(x.data_ptr(), x.nbytes, x if owner is None else owner)
             self._nics.read(token, it.region, it.offset, into, talk.introduce, talk.clock.left)
+        except _nics.UnregisteredError as error:
+            self._say(talk.rank, str(error))
+            return ""
         except _nics.UnusableError as error:
             self._stay_plain(talk.rank, str(error))
             return str(error)
@@ -299,8 +305,14 @@ class Far:
 
     def _stay_plain(self, rank: int, why: str) -> None:
         with self._change:
-            known = rank in self._plain
-            self._plain[rank] = why
+            self._plain.setdefault(rank, why)
+        self._say(rank, why)
+
+    def _say(self, rank: int, why: str) -> None:
+        """Once for each rank."""
+        with self._change:
+            known = rank in self._said
+            self._said.add(rank)
         if not known and not self.closed:
             log.warning(
                 "large messages between rank %d and rank %d (%s) are carried by gloo: %s",

@@ -51,6 +51,10 @@ class UnusableError(Exception):
     """No NIC carries it, for this reason; nothing reads or writes its memory any more."""
 
 
+class UnregisteredError(UnusableError):
+    """Only because this memory can't be registered: other messages may do better."""
+
+
 @dataclass(frozen=True)
 class Rank:
     """A process, as the engine knows it; ``who`` is for messages."""
@@ -126,9 +130,13 @@ class Nics:
                 self._lent.move_to_end(key)
         if lent is None:
             try:
-                region = self._engine.expose(address, nbytes, None, writable=False)
+                self._engine.devices()
             except VerbsError as error:
                 raise UnusableError(str(error)) from None
+            try:
+                region = self._engine.expose(address, nbytes, None, writable=False)
+            except VerbsError as error:
+                raise UnregisteredError(str(error)) from None
             lent = self._keep(key, Lent(region, address, nbytes, weakref.ref(storage, self._ended(key)), users=1))
         return lent, lent.region.to_bytes(), tensor.data_ptr() - address
 
@@ -253,6 +261,8 @@ class Nics:
             other.connecting.release()
 
     def _transfer(self, other: _Other, region: Region, offset: int, into: Into, left: Callable[[], float]) -> None:
+        from monarch_backend.rdma.verbs import VerbsError
+
         ended, outcome = threading.Event(), []
 
         def done(error: BaseException | None) -> None:
@@ -264,6 +274,8 @@ class Nics:
             self._engine.transfer(other.peer, "read", region, segments, into.owner, done)
         except (TypeError, ValueError) as error:  # the region is smaller than the message
             raise UnusableError(str(error)) from None
+        except VerbsError as error:
+            raise UnregisteredError(str(error)) from None
         try:
             while not ended.wait(_LOOK):
                 if not left():

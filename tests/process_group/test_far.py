@@ -622,6 +622,24 @@ def test_nics_that_fail(how: str) -> None:
         assert all(f"rank {rank} and rank {1 - rank}" in line for line in lines)
 
 
+def _little_memory(rank: int, short: int) -> None:
+    if rank == short:
+        binding: Any = _engine.load("")
+        binding.memory = 3 * MIB
+    for nbytes, way in ((8 * MIB, "gloo"), (MIB, "verbs"), (8 * MIB, "gloo")):
+        before = _carried()
+        mine, theirs = _numbers(nbytes, rank), torch.zeros(nbytes, dtype=torch.uint8)
+        dist.send(mine, 1) if rank == 0 else dist.recv(theirs, 0)
+        assert rank == 0 or torch.equal(theirs, _numbers(nbytes, 0))
+        assert _carried() == (before if rank == 0 else {**before, way: before[way] + 1})
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_memory_that_cannot_be_registered(short: int) -> None:
+    """It goes over Gloo, and what can be registered does not."""
+    run_ranks(_rank, 2, _little_memory, (0, 1), (short,), [], 60.0, (), backend=None, env=LOW)
+
+
 def _cut(rank: int) -> float:
     _exchange(rank)
     assert _carried() == {"verbs": 1, "gloo": 0}
