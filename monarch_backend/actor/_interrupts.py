@@ -1,5 +1,6 @@
 """Ctrl-C in the main program: KeyboardInterrupt comes where the user's code runs or waits, never in the middle of
-sending or reading a message, of which half would be left behind. Only SIGINT; actors are interrupted by _cell.py.
+sending or reading a message or moving memory, of which half would be left behind. Only SIGINT; actors are interrupted
+by _cell.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MOST = 5.0
 """Seconds after which it comes all the same: whatever happens in there does not end by itself."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_OURS = tuple(_PACKAGE + folder + os.sep for folder in ("actor", "mesh", "transport"))
+_OURS = tuple(_PACKAGE + folder + os.sep for folder in ("actor", "mesh", "rdma", "transport"))
 
 
 class Interrupts:

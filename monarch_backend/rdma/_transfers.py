@@ -254,7 +254,7 @@ class _Transfer:
 
     def fly(self, number: int, part: Part | Change, route: FlyingRoute | None) -> bool:
         """Set this part going; False if it takes a thread."""
-        if route is None or self._is_gone(part.handle.token):
+        if route is None or self._unwanted or self._is_gone(part.handle.token):
             return False
         self._tokens.add(part.handle.token)
         flight = route.begin(part, self._patient, self._keep, lambda result: self._landed(number, part, route, result))
@@ -263,9 +263,13 @@ class _Transfer:
         with self._lock:
             self._flying += _nbytes(part)
             self._flights.setdefault(number, flight)
-        if self._unwanted:  # since a moment ago: nobody may have seen this flight then
-            flight.end(self._unwanted)
+        self._end_if_unwanted(flight)
         return True
+
+    def _end_if_unwanted(self, flight: Flight) -> None:
+        """Since a moment ago: nobody may have seen it then."""
+        if self._unwanted:
+            flight.end(self._unwanted)
 
     def _landed(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
         """Perhaps before it was noted that it flies. Must not wait."""
@@ -294,9 +298,14 @@ class _Transfer:
 
     def _end_flights(self, outcome: int) -> None:
         self._unwanted = outcome
-        for flight in list(self._flights.values()):
-            if flight is not None:
-                flight.end(outcome)
+        for flight in self._under_way():
+            flight.end(outcome)
+
+    def _under_way(self) -> list[Flight]:
+        """Those that have not landed; none in a fork of this process, which must not touch them."""
+        if self._engine.program.disowned:
+            return []
+        return [flight for flight in list(self._flights.values()) if flight is not None]
 
     # ---- who waits
 
@@ -313,7 +322,7 @@ class _Transfer:
 
     def _look(self, seconds: float) -> list[Flight]:
         """Those that are still under way after that."""
-        flights = [flight for flight in list(self._flights.values()) if flight is not None]
+        flights = self._under_way()
         for flight in flights:
             flight.help(seconds)
             if self.future.ready:
@@ -326,9 +335,8 @@ class _Transfer:
 
     def listen(self) -> None:
         """Somebody is called when it is over."""
-        for flight in list(self._flights.values()):
-            if flight is not None:
-                flight.listen()
+        for flight in self._under_way():
+            flight.listen()
 
     # ---- parts that a thread does
 

@@ -23,6 +23,7 @@ import torch
 from monarch_backend import rdma
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError, this_host
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
+from monarch_backend.rdma._transfers import engine
 from tests.actor.actors import held_up, pid_of, resident_bytes
 from tests.actor.support import Faults
 from tests.rdma.actors import ALONE, Process, pattern, take
@@ -33,8 +34,10 @@ Pair = tuple[ActorMesh, ActorMesh]
 
 
 @pytest.fixture(params=routes())
-def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
+def fresh(request: pytest.FixtureRequest, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """An owner and a reader that may die."""
+    if request.param == "verbs":  # the main program's memory is to be reached by NICs, too
+        monkeypatch.setattr(engine().routes, "_forced", "verbs")
     bootstrap = functools.partial(take, request.param)
     procs = this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap, name="memory")
     both = procs.spawn("process", Process, request.param)

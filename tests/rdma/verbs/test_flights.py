@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from monarch_backend.rdma._routes import Far
 from monarch_backend.rdma.verbs import Settings, _completions, _device
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
-from tests.rdma.verbs.fabric import Fabric
+from tests.rdma.verbs.fabric import Fabric, FakePair
 from tests.rdma.verbs.far import MI, FarOwner, Make
 from tests.rdma.verbs.peers import until
 
@@ -307,6 +308,31 @@ def test_timers_of_transfers_that_are_done_are_taken_back(far: Make) -> None:
     for _ in range(5):
         owner.buffer[:8].read_into(bytearray(8), timeout=1000).get()
     assert timers.cancelled >= before + 5 or not [each for each in timers._heap if each[2]._call is not None]
+
+
+def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, begun = far(), []
+    before = signal.getsignal(signal.SIGINT)
+    program().interrupts.guard()
+    post = FakePair.post
+
+    def interrupted(pair: FakePair, works: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        post(pair, works)
+
+    def read_and_stay() -> None:
+        monkeypatch.setattr(FakePair, "post", interrupted)
+        begun.append(owner.buffer[:8].read_into(bytearray(8)))
+        monkeypatch.setattr(FakePair, "post", post)
+        time.sleep(10)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read_and_stay()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    begun[0].get(10)
+    assert not program().interrupts.noted
 
 
 def test_an_owner_that_dies_in_the_middle(far: Make) -> None:
