@@ -186,6 +186,7 @@ int cuCtxPopCurrent_v2(void **context) {
 }
 
 int cuPointerGetAttribute(void *value, int which, uint64_t address) {
+  if (depth == 0 && refuses("attribute")) return INVALID_CONTEXT;
   pthread_mutex_lock(&lock);
   Allocation *a = find(address, 0);
   int result = a == NULL ? INVALID_VALUE : OK;
