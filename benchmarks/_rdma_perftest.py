@@ -1,4 +1,4 @@
-"""ib_read_bw and ib_write_bw of perftest between two devices of this machine: what a NIC gives to who asks it in C."""
+"""ib_read_bw, ib_write_bw and ib_read_lat between two devices of this machine: what a NIC gives to who asks it in C."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ def missing() -> str | None:
     return None if shutil.which("ib_read_bw") else "not found; apt install perftest"
 
 
-def seconds(kind: str, size: int, depth: int, port: int) -> float:
-    """Of one message, with so many in flight. Raises RuntimeError.
+def seconds(tool: str, size: int, depth: int | None, port: int) -> float:
+    """Of one message, with so many in flight; None: the tool decides. Raises RuntimeError.
 
     From how many it counts between two alarms: the clock that its rates are of stands still in User-Mode Linux.
     """
     near, far = devices()[:2]
-    options = [f"ib_{kind}_bw", "-F", *map(str, ("-s", size, "-t", depth, "-p", port, "-D", LASTS, "-f", MARGIN))]
+    options = [tool, "-F", *map(str, ("-s", size, "-p", port, "-D", LASTS, "-f", MARGIN))]
+    options += [] if depth is None else ["-t", str(depth)]
     server = subprocess.Popen([*options, "-d", far], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         time.sleep(0.5)  # it says nothing when it listens
         done = subprocess.run([*options, "-d", near, "127.0.0.1"], capture_output=True, text=True, timeout=PATIENCE)
         rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == [str(size)]]
         if done.returncode or not rows or int(rows[0][1]) < 1:
-            raise RuntimeError(f"ib_{kind}_bw, {size} bytes: {(done.stderr or done.stdout).strip()[-200:]}")
+            raise RuntimeError(f"{tool}, {size} bytes: {(done.stderr or done.stdout).strip()[-200:]}")
         return (LASTS - 2 * MARGIN) / int(rows[0][1])
     finally:
         server.kill()

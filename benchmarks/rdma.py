@@ -5,11 +5,12 @@
     tools/rxe_guest.sh python benchmarks/rdma.py --only verbs      # where this machine has no two RDMA devices
 
 host    two processes of this host: memory of rdma.empty (mapped), ordinary memory (process_vm_readv), and through the
-        owner's thread (MONARCH_CMA=0); floors are memcpy in one process and a bare process_vm_readv; peers are NIXL
+        owner's thread (MONARCH_CMA=0); "again" is an RDMAAction that is submitted again and again, as NIXL's handles
+        are; floors are memcpy in one process and a bare process_vm_readv; peers are NIXL
         over UCX and torchmonarch, whose RDMABuffer takes TCP where no NIC is
 hosts   two network namespaces, over TCP, with and without TLS, beside sockets and iperf3 with one stream; needs root,
         iproute2 and iperf3
-verbs   two RDMA devices of this machine, beside perftest with as many in flight
+verbs   two RDMA devices of this machine, beside perftest: its rates with as many in flight, and its latency of a read
 
 Each size goes round all contenders, round after round and each round from another one on. Cells have the median of all
 calls, the rate, and in brackets how fast that is beside the contender's floor: the median of the rounds' ratios. All
@@ -174,13 +175,14 @@ def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
 def one_host(sizes: Sequence[int], count: int) -> Route:
     """Two processes of this host."""
     large = [size for size in sizes if size >= 64 << 10]
-    floors = {"mapped": "memcpy", "ordinary": "process_vm_readv"}
+    floors = {"mapped": "memcpy", "mapped, again": "memcpy"}
+    floors |= dict.fromkeys(("ordinary", "ordinary, again"), "process_vm_readv")
     floors |= dict.fromkeys(("owner's thread", "NIXL", "torchmonarch"), "process_vm_readv")
     musts = (
         Must("mapped", "memcpy", 0.8, [64 << 20]),
         Must("ordinary", "process_vm_readv", 0.95, [64 << 20], rate=5.0),
-        Must("ordinary", "NIXL", 1.0, large),
-        Must("mapped", "NIXL", 1.0, large),
+        Must("ordinary, again", "NIXL", 1.0, large),
+        Must("mapped, again", "NIXL", 1.0, large),
     )
     route = Route("One host", floors, musts)
     most, alone, ours = max(sizes), Alone(), STATIONS / "ours.py"
@@ -191,7 +193,9 @@ def one_host(sizes: Sequence[int], count: int) -> Route:
         floor = make(0, sys.executable, STATIONS / "floor.py", most)
         made = [
             station_of("mapped", mapped, route, bare=True),
+            Contender("mapped, again", lambda size: ask(mapped, "read_again", size)),
             station_of("ordinary", ordinary, route, bare=True),
+            Contender("ordinary, again", lambda size: ask(ordinary, "read_again", size)),
             station_of("owner's thread", thread, route),
             station_of("memcpy", floor, route, case="copy"),
             Contender("memcpy of shared pages", lambda size: ask(floor, "copy_shared", size)),
@@ -242,7 +246,8 @@ def two_hosts(sizes: Sequence[int], count: int) -> Route:
 def verbs(count: int) -> Route:
     """From one device to the other."""
     floors = {f"{kind}, {n} in flight": f"ib_{kind}_bw -t {n}" for kind in ("read", "write") for n in (1, IN_FLIGHT)}
-    route = Route("Verbs", floors)
+    large = [size for size in VERBS_SIZES if size >= 1 << 20]
+    route = Route("Verbs", floors, tuple(Must(mine, floor, 0.9, large) for mine, floor in floors.items()))
     found = perftest.devices()
     if len(found) < 2:
         route.notes.append("this machine has no two RDMA devices; tools/rxe_guest.sh makes a guest that has")
@@ -251,12 +256,12 @@ def verbs(count: int) -> Route:
     ports = iter(range(18600, 65000))
     with stations(Alone(), **COMMON) as make:  # type: ignore[arg-type]
         ours = make(0, sys.executable, STATIONS / "ours.py", "ordinary", max(VERBS_SIZES), **env)
-        made = [station_of("read, 1 in flight", ours, route)]
+        made = [station_of("read, 1 in flight", ours, route, bare=True)]
         made += [_many(ours, kind, n) for kind, n in (("read", IN_FLIGHT), ("write", 1), ("write", IN_FLIGHT))]
         if why := perftest.missing():
             route.notes.append(f"perftest: {why}")
         else:
-            made += [_perftest(name, ports) for name in floors.values()]
+            made += [_perftest(name, ports) for name in (*floors.values(), "ib_read_lat")]
         rounds(route, made, VERBS_SIZES, count)
     return route
 
@@ -272,8 +277,9 @@ def _many(station: Station, kind: str, depth: int) -> Contender:
 
 
 def _perftest(name: str, ports: Iterator[int]) -> Contender:
-    kind, depth = name.split("_")[1], int(name.split()[-1])
-    return Contender(name, lambda size: [perftest.seconds(kind, size, depth, next(ports))], least=64 << 10)
+    tool, *depth = name.split(" -t ")
+    in_flight = int(depth[0]) if depth else None
+    return Contender(name, lambda size: [perftest.seconds(tool, size, in_flight, next(ports))])
 
 
 # ---- all

@@ -419,6 +419,18 @@ class MemoryServer:
     def abandon(self) -> None:
         """In a forked child: close what belongs to the parent, without a word to anybody."""
 
+class Errand:
+    """A small transfer that was asked for, and whose answer somebody has to fetch."""
+
+    def fetch(self, seconds: float | None) -> tuple[int, int, int, int, str] | None:
+        """How it has ended, told once; None if it is not over by then, another thread waits, or a signal came. Without
+        seconds: wait also for other threads that wait.
+        """
+
+    @property
+    def over(self) -> bool:
+        """Nobody touches its memory any more."""
+
 class MemoryClient:
     """Reads and writes the memory of one process elsewhere; every call waits, with the GIL released."""
 
@@ -457,6 +469,18 @@ class MemoryClient:
     def change(
         self, ticket: _Ticket, access: int, offset: int, operand: int, expected: int, patient: Patient, /
     ) -> tuple[int, int, int, int, str]: ...
+    def begin(
+        self,
+        ticket: _Ticket,
+        access: int,
+        segments: _Segments,
+        operand: int,
+        expected: int,
+        patient: Patient,
+        /,
+    ) -> Errand | None:
+        """Ask for a small transfer, without waiting; None if no connection is idle: nothing was asked for."""
+
     def close(self) -> None:
         """Ends all transfers, connections and threads."""
 

@@ -16,12 +16,16 @@ from _timing import Call, check, fill
 
 from monarch_backend import rdma
 from monarch_backend.actor import Actor, endpoint, this_host
-from monarch_backend.rdma import RDMABuffer
+from monarch_backend.rdma import RDMAAction, RDMABuffer
 from monarch_backend.rdma._registry import registry
 from monarch_backend.rdma._route import patient
 from monarch_backend.rdma._transfers import engine
+from monarch_backend.rdma.verbs import Region
+from monarch_backend.rdma.verbs._binding import READ, Work
+from monarch_backend.rdma.verbs._memory import allocation_of
 
 IN_FLIGHT = 16
+OURS = 1 << 48  # no work request of the engine's has such a number
 
 
 class Owner(Actor):
@@ -74,6 +78,10 @@ class Ours:
     def _read(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         return lambda: buffer.read_into(into).get()
 
+    def _read_again(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        action = RDMAAction().read_remote(into, buffer)
+        return lambda: action.submit().get()
+
     def _write(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         fill(into)
         self.owner.clear.call_one(len(into)).get()
@@ -95,8 +103,30 @@ class Ours:
         if buffer.backend == "same host":
             native = registry().native
             return lambda: native.move(handle.token, handle.ticket, False, segments, waits)
+        if buffer.backend == "verbs":
+            return _bare_verbs(buffer, into)
         client = engine().routes._tcp._clients[handle.token][0]
         return lambda: client.move(handle.ticket, False, segments, waits)
+
+
+def _bare_verbs(buffer: RDMABuffer, into: torch.Tensor) -> Call:
+    """A work request on a queue pair that there is, and looking for its completion until it has come."""
+    buffer.read_into(into).get()  # connected, and registered
+    verbs: Any = engine().routes.verbs._engine
+    lane = verbs._links[buffer._handle.token].lanes[0]
+    record, nic = Region.from_bytes(buffer._handle.verbs).record, lane.device.nic
+    entry = lane.device.cache.take(allocation_of(into), writable=True)
+    remote = record.address + buffer._handle.offset
+    key = record.keys[lane.their_nic]
+    works = [Work(OURS, READ, True, into.data_ptr(), len(into), entry.lkey, remote, key)]
+
+    def call() -> None:
+        with verbs._lock:  # nobody else looks meanwhile
+            lane.pair.post(works)
+            while not nic.poll(1):
+                pass
+
+    return call
 
 
 if __name__ == "__main__":

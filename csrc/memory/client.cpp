@@ -81,6 +81,11 @@ class Transfer {
     if (result_.outcome == Outcome::done) result_.outcome = outcome, result_.refusal = refusal, result_.text = text;
   }
 
+  bool failed() {
+    const std::scoped_lock lock(mutex_);
+    return result_.outcome != Outcome::done;
+  }
+
   // A helper may touch the local memory from when join() was true to leave().
   bool join() {
     const std::scoped_lock lock(mutex_);
@@ -143,6 +148,7 @@ class Stream {
   // Pieces, in the order in which they are answered; `staged` is for memory of a GPU, else nullptr.
   void ask(const Transfer& transfer, std::size_t index, Staged* staged);
   Refusal hear(Transfer& transfer, std::size_t index, Staged* staged);
+  bool readable(Moment until, const Limits& limits) { return connection_->reader.readable(until, limits); }
 
   bool busy = false;  // the pool's, under its lock
 
@@ -257,6 +263,8 @@ class Client::Pool {
   Pool(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
        std::size_t streams);
   Result run(const std::shared_ptr<Transfer>& transfer);
+  Stream* send(Transfer& transfer);  // on an idle connection; nullptr: there is none
+  void leave(Stream& stream, bool broken);  // after that
   Limits limits(Moment deadline, const Cancel* cancel) const { return {deadline, cancel, &closed_}; }
   void close();
   void abandon() { inheritance_.close_all(); }
@@ -271,8 +279,11 @@ class Client::Pool {
   void help_with(Transfer& transfer, Stream& stream);
   void drive(Transfer& transfer, Stream& stream, bool helps);
   void connect(Stream& stream, const Limits& limits);
+
+ public:
   std::string told(const std::exception& error) const { return address_ + " port " + std::to_string(port_) + ": " + error.what(); }
 
+ private:
   const std::string address_;
   const std::uint16_t port_;
   const std::shared_ptr<const Identity> identity_;
@@ -360,6 +371,37 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   const std::scoped_lock lock(mutex_);
   if (--callers_ == 0) idle_.notify_all();
   return result;
+}
+
+Stream* Client::Pool::send(Transfer& transfer) {
+  Stream* stream = nullptr;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (closed_.is_set() || waiting_ > 0) return nullptr;
+    for (Stream& each : streams_) {
+      if (!each.busy && each.connected()) stream = &each;
+    }
+    if (stream == nullptr) return nullptr;
+    stream->busy = true;
+    ++callers_;
+  }
+  if (stream->is_stale()) {
+    leave(*stream, true);
+    return nullptr;
+  }
+  try {
+    stream->ask(transfer, 0, nullptr);
+  } catch (const LinkError& error) {
+    transfer.fail(error.outcome, Refusal::none, told(error));
+  }
+  return stream;
+}
+
+void Client::Pool::leave(Stream& stream, bool broken) {
+  if (broken) stream.hang_up(inheritance_);
+  release(stream);
+  const std::scoped_lock lock(mutex_);
+  if (--callers_ == 0) idle_.notify_all();
 }
 
 void Client::Pool::drive(Transfer& transfer, Stream& stream, bool helps) {
@@ -455,6 +497,59 @@ std::size_t checked(std::size_t streams) {
 
 }  // namespace
 
+// An errand on its way. One thread at a time looks for the answer.
+class Client::Sent : public Errand {
+ public:
+  Sent(Pool& pool, std::shared_ptr<Transfer> transfer, Stream& stream)
+      : pool_(pool), transfer_(std::move(transfer)), stream_(stream) {
+    if (transfer_->failed()) end(true);  // it could not even be asked for
+  }
+  ~Sent() override {
+    if (!pool_.forked() && !over_) end(true);
+  }
+
+  std::optional<Result> fetch(Moment until, bool patiently) override {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (patiently) {
+      lock.lock();
+    } else if (!lock.try_lock()) {
+      return {};
+    }
+    if (!over_ && !hear(until)) return {};
+    return std::exchange(result_, {});
+  }
+  bool is_over() const override { return over_; }
+
+ private:
+  bool hear(Moment until) {
+    bool broken = true;
+    try {
+      if (!stream_.readable(until, transfer_->limits)) return false;
+      const Refusal refusal = stream_.hear(*transfer_, 0, nullptr);
+      if (refusal != Refusal::none) transfer_->fail(Outcome::refused, refusal, in_words(refusal));
+      broken = false;
+    } catch (const LinkError& error) {
+      transfer_->fail(error.outcome, Refusal::none, pool_.told(error));
+    } catch (const std::exception& error) {  // no memory
+      transfer_->fail(Outcome::lost, Refusal::none, pool_.told(error));
+    }
+    end(broken);
+    return true;
+  }
+  void end(bool broken) {
+    pool_.leave(stream_, broken);
+    result_ = transfer_->end();
+    over_ = true;
+  }
+
+  Pool& pool_;
+  const std::shared_ptr<Transfer> transfer_;
+  Stream& stream_;
+  std::mutex mutex_;
+  std::optional<Result> result_;
+  std::atomic<bool> over_{false};
+};
+
 Client::Client(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
                std::size_t streams)
     : pool_(new Pool(std::move(address), port, std::move(identity), whom, checked(streams))) {}
@@ -482,6 +577,19 @@ Result Client::atomic(const Ticket& ticket, std::uint64_t offset, Access access,
   const auto transfer = std::make_shared<Transfer>(access, ticket, segments, pool_->limits(deadline, cancel));
   transfer->operand = operand, transfer->expected = expected;
   return pool_->run(transfer);
+}
+
+std::unique_ptr<Errand> Client::begin(Access access, const Ticket& ticket, const std::vector<Segment>& segments, std::uint64_t operand,
+                                      std::uint64_t expected, Moment deadline, const Cancel* cancel) {
+  std::uint64_t bytes = 0;
+  for (const Segment& segment : segments) bytes += segment.bytes;
+  if (bytes > (access == Access::write ? errand_writes : errand_reads)) return nullptr;
+  auto transfer = std::make_shared<Transfer>(access, ticket, segments, pool_->limits(deadline, cancel));
+  if (transfer->pieces() != 1 || transfer->device != gpu::none) return nullptr;
+  transfer->operand = operand, transfer->expected = expected;
+  Stream* stream = pool_->send(*transfer);
+  if (stream == nullptr) return nullptr;
+  return std::make_unique<Sent>(*pool_, std::move(transfer), *stream);
 }
 
 void Client::close() {

@@ -2,11 +2,13 @@
 //
 // A client has a few connections to one process, made when they are first needed. A transfer is cut into pieces; the thread
 // that asks for it moves them on one connection and threads of the client's help on the others. Requests run ahead of
-// their replies. Nothing here knows Python; local memory belongs to whoever asks, until the call returns.
+// their replies. Nothing here knows Python; local memory belongs to whoever asks, until the call returns, or, of an
+// Errand, until it is over.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +18,17 @@
 namespace monarch {
 
 inline constexpr std::size_t most_streams = 64;
+inline constexpr std::uint64_t errand_reads = 64 << 10, errand_writes = 16 << 10;  // bytes: what sockets hold for nobody
+
+// A small transfer that was asked for, and whose answer somebody fetches later: whoever wants it reads it himself.
+class Errand {
+ public:
+  virtual ~Errand() = default;
+  // Nothing if the answer is not there by then, or, unless `patiently`, if another thread waits for it. At once when the
+  // transfer's own time is over, or it is cancelled. The result is told once.
+  virtual std::optional<Result> fetch(Moment until, bool patiently) = 0;
+  virtual bool is_over() const = 0;
+};
 
 class Client {
  public:
@@ -37,13 +50,19 @@ class Client {
   Result atomic(const Ticket& ticket, std::uint64_t offset, Access access, std::uint64_t operand, std::uint64_t expected,
                 Moment deadline = Moment::max(), const Cancel* cancel = nullptr);
 
-  // Ends all transfers, connections and threads; a second call does nothing.
+  // Asks, without waiting, for what one piece of a connection that is there and idle can do; nullptr: nothing was asked for.
+  // Its client and `cancel` are to outlive it.
+  std::unique_ptr<Errand> begin(Access access, const Ticket& ticket, const std::vector<Segment>& segments, std::uint64_t operand,
+                                std::uint64_t expected, Moment deadline = Moment::max(), const Cancel* cancel = nullptr);
+
+  // Ends all transfers, connections and threads; a second call does nothing. Waits for errands: cancel them first.
   void close();
   // In a forked child: closes what belongs to the parent, without a word to anybody.
   void abandon();
 
  private:
   class Pool;
+  class Sent;
   Pool* pool_;  // left behind, not freed, in a forked child: it has none of the threads
 };
 

@@ -192,20 +192,41 @@ std::size_t Link::try_write(const char* first, std::size_t bytes, const char* se
   return 0;
 }
 
-void Link::wait(const Limits& limits) {
-  limits.check();  // also of a connection that is always ready
+namespace {
+
+// The connection's, and those that end waiting for it.
+struct Awaited {
+  Awaited(int fd, short what, const Limits& limits) {
+    come[count++] = {fd, what, 0};
+    for (const Cancel* cancel : {limits.cancel, limits.closed}) {
+      if (cancel != nullptr) come[count++] = {cancel->descriptor(), POLLIN, 0};
+    }
+  }
   std::array<pollfd, 3> come{};
   nfds_t count = 0;
-  come[count++] = {fd(), lacks_, 0};
-  for (const Cancel* cancel : {limits.cancel, limits.closed}) {
-    if (cancel != nullptr) come[count++] = {cancel->descriptor(), POLLIN, 0};
-  }
+};
+
+}  // namespace
+
+void Link::wait(const Limits& limits) {
+  limits.check();  // also of a connection that is always ready
+  Awaited awaited(fd(), lacks_, limits);
   for (;;) {
-    const int n = poll(come.data(), count, milliseconds_until(limits.deadline));
-    if (n > 0 && come[0].revents != 0) return;
+    const int n = poll(awaited.come.data(), awaited.count, milliseconds_until(limits.deadline));
+    if (n > 0 && awaited.come[0].revents != 0) return;
     if (n < 0 && errno != EINTR) lost(errno);
     limits.check();
   }
+}
+
+bool Link::readable(Moment until, const Limits& limits) {
+  limits.check();
+  Awaited awaited(fd(), POLLIN, limits);
+  const int n = poll(awaited.come.data(), awaited.count, milliseconds_until(std::min(until, limits.deadline)));
+  if (n > 0 && awaited.come[0].revents != 0) return true;
+  if (n < 0 && errno != EINTR) lost(errno);
+  limits.check();
+  return false;
 }
 
 std::size_t Reader::try_read(char* to, std::size_t bytes) {

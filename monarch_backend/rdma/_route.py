@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from monarch_backend import _native
@@ -17,6 +17,25 @@ READ, WRITE, FETCH_ADD, COMPARE_AND_SWAP = range(4)
 
 DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED, DEVICE, NO_ATOMICS = range(1, 8)
 """As enum Refusal (csrc/memory/table.h)."""
+
+
+class Part(NamedTuple):
+    """A piece of a transfer: with one registration. Offsets count from its beginning."""
+
+    handle: Handle
+    write: bool
+    segments: Sequence[Segment]
+
+
+class Change(NamedTuple):
+    """An atomic operation; ``take`` gets what was found."""
+
+    handle: Handle
+    access: int
+    offset: int
+    operand: int
+    expected: int
+    take: Callable[[int], object]
 
 
 class Result(NamedTuple):
@@ -55,6 +74,53 @@ class Route(Protocol):
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """FETCH_ADD or COMPARE_AND_SWAP of 8 bytes."""
         ...
+
+
+class Flight(Protocol):
+    """A part under way that no thread of ours waits for. All of it may be called from any thread, and never waits."""
+
+    def help(self, seconds: float) -> None:
+        """Of one who waits for it, and would sleep otherwise: look whether it is over, for so long at most."""
+        ...
+
+    def listen(self, *, sleeps: bool = False) -> None:
+        """Somebody is to be called when it is over, or ``sleeps`` until then: nobody may be late to notice.
+
+        Raises RuntimeError if that is the thread which has to notice.
+        """
+        ...
+
+    def end(self, outcome: int) -> None:
+        """It is not wanted any more: it ends soon, with this outcome if it has not been done."""
+        ...
+
+
+class FlyingRoute(Route, Protocol):
+    """A route that can do parts by itself."""
+
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+        """Set it going on the caller's thread, without waiting for anybody. ``done`` is called once, on any thread,
+        when nobody touches the local memory any more; perhaps before this returns, and it must not wait.
+
+        None: nothing was asked for, and a thread that may wait has to do it, by `move` or `change`.
+        """
+        ...
+
+    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+        """What becomes of one that was begun and not DONE. On a thread that may wait: it may be tried again."""
+        ...
+
+
+def flying(route: Route) -> FlyingRoute | None:
+    """The same, if it is one of those."""
+    return route if hasattr(route, "begin") else None  # type: ignore[return-value]
+
+
+def moved(part: Part | Change, route: Route, patient: Any, keep: Any) -> Result:
+    """What becomes of it on this route; an atomic's value is not taken yet."""
+    if isinstance(part, Part):
+        return route.move(part.handle, part.write, part.segments, patient, keep)
+    return route.change(part.handle, part.access, part.offset, part.operand, part.expected, patient)
 
 
 def patient(timeout: float | None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend.actor._program import Program
@@ -17,7 +17,7 @@ from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU
 from monarch_backend.rdma._near import Here, SameHost
 from monarch_backend.rdma._registry import Registry
-from monarch_backend.rdma._route import UNREACHABLE, Result, Route, Segment
+from monarch_backend.rdma._route import UNREACHABLE, Change, Flight, Part, Result, Route, Segment, moved
 from monarch_backend.rdma._tcp import Tcp, Ways
 from monarch_backend.rdma._verbs import Verbs
 from monarch_backend.rdma.verbs import VerbsError
@@ -41,9 +41,11 @@ def forced() -> str:
 class Routes:
     """Those of one process."""
 
-    def __init__(self, owner: Program, registry: Registry) -> None:
+    def __init__(self, owner: Program, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
+        """``submit``: have it done by a thread that may wait."""
         self._program, self._registry = owner, registry
-        self._here, self._near, self._tcp = Here(registry), SameHost(owner, registry, _say), Tcp(owner, registry)
+        self._here, self._near = Here(registry), SameHost(owner, registry, _say)
+        self._tcp = Tcp(owner, registry, submit)
         self.verbs = Verbs(owner, registry)
         registry.on_drop.append(self.verbs.dropped)
         # By process, whether a NIC can reach this memory, and whether it is a GPU's.
@@ -152,21 +154,29 @@ class Far:
         """See Route."""
         return False
 
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+        """See FlyingRoute. Over TCP a thread does it: which of the two has begun it `mend` would not know."""
+        return None if self._why else self._verbs.begin(part, patient, keep, done)
+
+    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+        """See FlyingRoute."""
+        return self._or_tcp(part, self._verbs.mend(part, result, patient, keep), patient, keep)
+
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
-        if not self._why:
-            result = self._verbs.move(handle, write, segments, patient, keep)
-            if not self._falls_back(handle, result):
-                return result
-        return self._tcp.move(handle, write, segments, patient, keep)
+        part = Part(handle, write, segments)
+        return self._or_tcp(part, None if self._why else moved(part, self._verbs, patient, keep), patient, keep)
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route."""
-        if not self._why:
-            result = self._verbs.change(handle, access, offset, operand, expected, patient)
-            if not self._falls_back(handle, result):
-                return result
-        return self._tcp.change(handle, access, offset, operand, expected, patient)
+        part = Change(handle, access, offset, operand, expected, lambda _: None)
+        return self._or_tcp(part, None if self._why else moved(part, self._verbs, patient, keep=None), patient, None)
+
+    def _or_tcp(self, part: Part | Change, result: Result | None, patient: Any, keep: Any) -> Result:
+        """``result``: over verbs, if that was tried."""
+        if result is not None and not self._falls_back(part.handle, result):
+            return result
+        return moved(part, self._tcp, patient, keep)
 
 
 def _say(handle: Handle, how: str) -> None:

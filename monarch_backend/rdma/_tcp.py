@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,11 +17,12 @@ import msgspec
 from monarch_backend import _native
 from monarch_backend.actor._program import Program
 from monarch_backend.rdma._conversation import ask
+from monarch_backend.rdma._errand import Errand, Office
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._place import Place, place
 from monarch_backend.rdma._registry import Registry
-from monarch_backend.rdma._route import FAILED, LOST, UNREACHABLE, Result, Segment
+from monarch_backend.rdma._route import FAILED, LOST, READ, UNREACHABLE, WRITE, Change, Part, Result, Segment
 from monarch_backend.transport._frames import KNOCK, Setting
 
 Ways = tuple[tuple[str, int], ...]
@@ -36,8 +37,10 @@ class Tcp:
 
     name = "tcp"
 
-    def __init__(self, owner: Program, registry: Registry) -> None:
+    def __init__(self, owner: Program, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
+        """``submit``: have it done by a thread that may wait."""
         self._program, self._registry = owner, registry
+        self._errands = Office(owner, submit)
         self._lock = threading.Lock()  # what is kept; nobody waits for others with it
         self._serving = threading.RLock()  # the server, and what it needs: whoever has it may wait for the main program
         self._place: Place | None = None
@@ -100,9 +103,32 @@ class Tcp:
         """See Route. A connection that breaks is made once more to read; what was written before the break may still
         arrive, also after what was written later, so whoever writes decides himself whether to do it again.
         """
-        result = self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
-        if result.outcome == LOST and not write:
-            result = self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
+        result = self._move(handle, write, segments, patient)
+        return self._move(handle, write, segments, patient) if result.outcome == LOST and not write else result
+
+    def _move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+        return self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
+
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Errand | None:
+        """See FlyingRoute: what is small, where a connection is idle."""
+        clients = self._clients.get(part.handle.token)
+        if not clients:
+            return None
+        if isinstance(part, Change):
+            access, segments, numbers = part.access, ((part.offset, 0, 8),), (part.operand, part.expected)
+        else:
+            access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
+        sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, patient)
+        if sent is None:
+            return None
+        errand = Errand(self._errands, part.handle.token, patient, done, sent)
+        self._errands.add(errand)
+        return errand
+
+    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+        """See FlyingRoute and `move`."""
+        if result.outcome == LOST and isinstance(part, Part) and not part.write:
+            return self._move(part.handle, False, part.segments, patient)
         return result
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
@@ -149,6 +175,7 @@ class Tcp:
 
     def close(self) -> None:
         """All connections, and the server."""
+        self._errands.end()
         with self._lock:
             gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
         with self._serving:
@@ -168,6 +195,7 @@ class Tcp:
         """That process is gone."""
         with self._lock:
             gone = self._clients.pop(token, ())
+        self._errands.end(token)
         for client in gone:
             client.close()
 

@@ -1,7 +1,8 @@
 """Transfers under way: who does them, how they end, what their futures say.
 
-Small ones on fast routes are done at once, on the caller's thread; others by threads that may wait. A future is done
-when nobody touches its memory any more, whatever ended it: then its buffers may be used again.
+Small ones on fast routes are done at once, on the caller's thread; some routes do theirs by themselves once they are
+begun, and whoever waits lends them a hand; all else is done by threads that may wait. A future is done when nobody
+touches its memory any more, whatever ended it: then its buffers may be used again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,9 +34,14 @@ from monarch_backend.rdma._route import (
     LOST,
     REFUSED,
     UNREACHABLE,
+    Change,
+    Flight,
+    FlyingRoute,
+    Part,
     Result,
     Route,
-    Segment,
+    flying,
+    moved,
     patient,
 )
 from monarch_backend.rdma._routes import Routes
@@ -59,24 +65,10 @@ _REFUSALS = (
 SOON = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""
 
+HELP, HELP_PER_BYTE, MOST_HELP = 50e-6, 1e-10, 200e-6
+"""Seconds for which whoever waits looks himself, before he sleeps: what a sleep costs, and the bytes at 10 GB/s."""
 
-class Part(NamedTuple):
-    """A piece of a transfer: with one registration. Offsets count from its beginning."""
-
-    handle: Handle
-    write: bool
-    segments: Sequence[Segment]
-
-
-class Change(NamedTuple):
-    """An atomic operation; ``take`` gets what was found."""
-
-    handle: Handle
-    access: int
-    offset: int
-    operand: int
-    expected: int
-    take: Callable[[int], object]
+T = TypeVar("T")
 
 
 class Engine:
@@ -84,7 +76,7 @@ class Engine:
 
     def __init__(self, owner: Program, registered: Registry) -> None:
         self.program, self.registry = owner, registered
-        self.routes = Routes(owner, registered)
+        self.routes = Routes(owner, registered, self.submit)
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = self._idle = 0
@@ -110,8 +102,10 @@ class Engine:
             return transfer.future
         transfer.watch()
         for number, (part, route) in enumerate(routed):
+            if transfer.fly(number, part, flying(route)):
+                continue
             transfer.queued.add(number)
-            self._submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
+            self.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
         return transfer.future
 
     def at_once(self, handle: Handle, write: bool, memory: LocalMemory, nbytes: int) -> bool:
@@ -174,7 +168,7 @@ class Engine:
         else:
             self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         with self._lock:
             more = self._idle <= self._jobs.qsize() and self._threads < MOST_THREADS
             self._threads += more
@@ -199,11 +193,13 @@ def _is_quick(part: Part | Change, route: Route) -> bool:
     return route.is_quick(part.handle, sum(segment[2] for segment in part.segments), False)
 
 
+def _nbytes(part: Part | Change) -> int:
+    return 8 if isinstance(part, Change) else sum(segment[2] for segment in part.segments)
+
+
 def _moved(part: Part | Change, route: Route, until: Any, keep: Any) -> Result:
-    if isinstance(part, Part):
-        return route.move(part.handle, part.write, part.segments, until, keep)
-    result = route.change(part.handle, part.access, part.offset, part.operand, part.expected, until)
-    if result.outcome == DONE:
+    result = moved(part, route, until, keep)
+    if result.outcome == DONE and isinstance(part, Change):
         part.take(result.found)
     return result
 
@@ -216,14 +212,19 @@ class _Transfer:
         self._engine, self._left, self._keep, self._timeout = engine, count, keep, timeout
         self._patient = patient(timeout)
         self._lock = threading.Lock()
-        self._ended, self._told = threading.Event(), threading.Event()
+        self._unfinished, self._untold = _held(), _held()  # until it has ended; until a process is known to be gone
         self.queued: set[int] = set()  # parts that no thread has begun with
+        self._flights: dict[int, Flight | None] = {}  # of parts that no thread does; None: it has landed
+        self._flying = 0  # bytes
+        self._unwanted = 0  # the outcome of those that have not landed yet
         self._given_up: CancelledError | None = None  # by its user
         self._error: BaseException | None = None
         self._number = 0
+        self._late: Any = None  # a timer
         self._tokens: set[str] = set()
         self._gone: dict[str, MeshFailure] = {}
-        self.future: Future[Any] = TransferFuture(engine.program.wait, self._cancel)
+        self._awaited = False  # somebody sleeps, or has slept, until it ends
+        self.future: TransferFuture[Any] = TransferFuture(self, self._cancel)
         if count == 0:
             self._finish()
 
@@ -232,18 +233,104 @@ class _Transfer:
         self._number = next(self._engine.program.ids)
         self._engine.program.pending[self._number] = self
         if self._timeout is not None:
-            late = TimeoutError(f"the transfer was not begun within {self._timeout:g} s: too many others wait")
-            self._engine.program.pump.later(self._timeout, lambda: self._end_queued(late))
+            self._late = self._engine.program.pump.later(self._timeout, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        self._end_queued(TimeoutError(f"the transfer was not begun within {self._timeout:g} s: too many others wait"))
+        self._end_flights(LATE)
 
     def on_gone(self, peer: Any, failure: MeshFailure) -> None:
         """As any pending call."""
         if peer.token in self._tokens:
             self._gone[peer.token] = failure
             self._patient.cancel()
-            self._told.set()
+            self._end_flights(CANCELLED)
+            _release(self._untold)
 
     def on_reply(self, frame: Any) -> None:
         """Nobody replies to it."""
+
+    # ---- parts that a route does by itself
+
+    def fly(self, number: int, part: Part | Change, route: FlyingRoute | None) -> bool:
+        """Set this part going; False if it takes a thread."""
+        if route is None or self._is_gone(part.handle.token):
+            return False
+        self._tokens.add(part.handle.token)
+        flight = route.begin(part, self._patient, self._keep, lambda result: self._landed(number, part, route, result))
+        if flight is None:
+            return False
+        with self._lock:
+            self._flying += _nbytes(part)
+            self._flights.setdefault(number, flight)
+        if self._unwanted:  # since a moment ago: nobody may have seen this flight then
+            flight.end(self._unwanted)
+        return True
+
+    def _landed(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+        """Perhaps before it was noted that it flies. Must not wait."""
+        with self._lock:
+            self._flights[number] = None
+        if result.outcome == DONE:
+            if isinstance(part, Change):
+                part.take(result.found)
+            self._part_over(None)
+        elif result.outcome == CANCELLED and self._given_up is not None:
+            self._part_over(self._given_up)
+        else:  # to find out why, or to try again, takes its time
+            self._engine.submit(lambda: self._mend(part, route, result))
+
+    def _mend(self, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+        error: BaseException | None = None
+        try:
+            result = route.mend(part, result, self._patient, self._keep)
+            if result.outcome != DONE:
+                error = self._failure(part.handle, result)
+            elif isinstance(part, Change):
+                part.take(result.found)
+        except BaseException as unexpected:
+            error = unexpected
+        self._part_over(error)
+
+    def _end_flights(self, outcome: int) -> None:
+        self._unwanted = outcome
+        for flight in list(self._flights.values()):
+            if flight is not None:
+                flight.end(outcome)
+
+    # ---- who waits
+
+    def wait(self, what: Any, seconds: float | None) -> bool:
+        """Of the future: whoever waits helps first."""
+        most = min(MOST_HELP, HELP + self._flying * HELP_PER_BYTE)
+        flights = self._look(most if seconds is None else min(most, max(0.0, seconds)))
+        if self.future.ready:
+            return True
+        self._awaited = True
+        for flight in flights:
+            flight.listen(sleeps=True)
+        return bool(self._engine.program.wait(what, seconds))
+
+    def _look(self, seconds: float) -> list[Flight]:
+        """Those that are still under way after that."""
+        flights = [flight for flight in list(self._flights.values()) if flight is not None]
+        for flight in flights:
+            flight.help(seconds)
+            if self.future.ready:
+                return []
+        return flights
+
+    def glance(self) -> None:
+        """Somebody wants to know whether it is over."""
+        self._look(0.0)
+
+    def listen(self) -> None:
+        """Somebody is called when it is over."""
+        for flight in list(self._flights.values()):
+            if flight is not None:
+                flight.listen()
+
+    # ---- parts that a thread does
 
     def run_queued(self, number: int, part: Part | Change, route: Route) -> None:
         """As `run`, unless somebody has given it up meanwhile."""
@@ -275,14 +362,21 @@ class _Transfer:
                 error = self._do(part, route)
         except BaseException as unexpected:
             error = unexpected
+        self._part_over(error)
+
+    def _part_over(self, error: BaseException | None) -> None:
+        failed = False
         with self._lock:
             if error is not None and self._error is None:
                 self._error = error
                 self._patient.cancel()  # the others need not go on
+                failed = True
             self._left -= 1
-            if self._left:
-                return
-        self._finish()
+            left = self._left
+        if not left:
+            self._finish()
+        elif failed:
+            self._end_flights(CANCELLED)
 
     def end_with(self, handle: Handle, result: Result) -> None:
         """It was tried, without success."""
@@ -290,11 +384,15 @@ class _Transfer:
         self._finish()
 
     def _do(self, part: Part | Change, route: Route) -> BaseException | None:
-        peer = self._engine.program.router.peers.get(part.handle.token)
-        if peer is not None and peer.gone is not None:  # nobody will tell us again
+        if self._is_gone(part.handle.token):
             return lost(self._engine.program, part.handle, None)
         result = _moved(part, route, self._patient, self._keep)
         return None if result.outcome == DONE else self._failure(part.handle, result)
+
+    def _is_gone(self, token: str) -> bool:
+        """Since before we were told: nobody will tell us again."""
+        peer = self._engine.program.router.peers.get(token)
+        return peer is not None and peer.gone is not None
 
     def _failure(self, handle: Handle, result: Result) -> BaseException:
         known = self._gone.get(handle.token)
@@ -332,31 +430,75 @@ class _Transfer:
         peer = owner.router.peers.get(token)
         if peer is not None and peer.gone is not None:
             self._gone.setdefault(token, owner._seen_from_here(peer))
-        return token in self._gone or (self._number != 0 and self._told.wait(SOON))
+        if token not in self._gone and self._number and self._untold.acquire(timeout=SOON):
+            _release(self._untold)  # for others who wait for the same
+        return token in self._gone
 
     def _finish(self) -> None:
-        self._keep = None
+        self._keep, pump = None, self._engine.program.pump
         self._engine.program.pending.pop(self._number, None)
-        self._ended.set()
+        if self._late is not None:
+            self._late.cancel()
         if self._error is not None:
             self.future._fail(self._error)
         else:
             self.future._set(self._result())
-        if self._number:
-            self._engine.program.pump.wake()
+        self.future.let_go()
+        _release(self._unfinished)
+        if self._awaited:
+            pump.wake()
 
     def _cancel(self, reason: str) -> None:
         """By its user, who may use the buffers again when this returns."""
         self._given_up = CancelledError(reason)
         self._patient.cancel()
         self._end_queued(self._given_up)
-        self._ended.wait()
+        self._end_flights(CANCELLED)
+        with self._unfinished:  # and let go of at once: others may wait for the same
+            pass
 
 
-class TransferFuture(Future[Any]):
+def _held() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _release(lock: threading.Lock) -> None:
+    try:
+        lock.release()
+    except RuntimeError:  # somebody was faster
+        return
+
+
+def _is_over(_: Any, __: float | None) -> bool:
+    return True
+
+
+class TransferFuture(Future[T]):
     """One that is done when its transfer is, also where that is given up: then nobody touches its memory any more."""
 
-    __slots__ = ()
+    __slots__ = ("_transfer",)
+
+    def __init__(self, transfer: _Transfer, cancel: Callable[[str], object]) -> None:
+        super().__init__(transfer.wait, cancel)
+        self._transfer: _Transfer | None = transfer
+
+    def let_go(self) -> None:
+        """It is done, and has to keep nothing else alive."""
+        self._wait, self._transfer = _is_over, None
+
+    def done(self) -> bool:
+        """As Future's; whoever asks looks."""
+        if not self.ready and (transfer := self._transfer) is not None:
+            transfer.glance()
+        return self.ready
+
+    def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
+        """As Future's."""
+        super().add_done_callback(call)
+        if not self.ready and (transfer := self._transfer) is not None:
+            transfer.listen()
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
         """End the transfer, and wait for that: a moment. False if it has ended already."""
@@ -409,3 +551,6 @@ def engine() -> Engine:
             if made is None:
                 made = owner.mover = Engine(owner, registered)
     return made  # type: ignore[no-any-return]
+
+
+__all__ = ["Change", "Engine", "Part", "TransferFuture", "engine", "lost"]

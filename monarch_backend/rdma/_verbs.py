@@ -6,21 +6,23 @@ messages when the first transfer wants it; after that the NIC of the owner does 
 
 from __future__ import annotations
 
+import functools
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from monarch_backend.actor._program import Program
+from monarch_backend.rdma import _one_engine
 from monarch_backend.rdma._conversation import TICK, ask
 from monarch_backend.rdma._errors import RDMAError
+from monarch_backend.rdma._flight import MERCY, Flight, NoWay, result_of
 from monarch_backend.rdma._handle import Handle, Ticket
 from monarch_backend.rdma._memory import LocalMemory
 from monarch_backend.rdma._registry import Registry
 from monarch_backend.rdma._route import (
-    DONE,
     FAILED,
     FETCH_ADD,
     LOST,
@@ -29,22 +31,16 @@ from monarch_backend.rdma._route import (
     READ,
     READ_ONLY,
     REFUSED,
-    UNREACHABLE,
     WRITE,
+    Change,
+    Part,
     Result,
     Segment,
 )
 from monarch_backend.rdma.verbs import Engine, Region, UnreachableMemoryError, VerbsError, available
 from monarch_backend.transport._peer import Peer
 
-MERCY = 0.5
-"""Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""
-
 _NO_ACCESS = "remote access error"
-
-
-class _NoWay(VerbsError):
-    """There is no connection, and nothing was asked for."""
 
 
 class Verbs:
@@ -59,6 +55,7 @@ class Verbs:
         self._regions: dict[Ticket, Region] = {}
         self._unusable: str | None = None
         self._looked = False
+        self._met: set[str] = set()  # processes with which there is, or was, a connection
 
     def unusable(self) -> str | None:
         """Why verbs can't be used in this process; None if they can."""
@@ -75,7 +72,7 @@ class Verbs:
     def _started(self) -> Engine:
         with self._lock:
             if self._engine is None:
-                self._engine = Engine(self._dial)
+                self._engine = _one_engine.borrow(str, self._dial)
             return self._engine
 
     # ---- for others
@@ -106,6 +103,7 @@ class Verbs:
 
     def accept(self, peer: Peer, offer: bytes) -> bytes:
         """Of a process that wants to reach our memory. Raises VerbsError."""
+        self._met.add(peer.token)
         return self._started().accept(peer.token, offer)
 
     # ---- to others
@@ -115,51 +113,49 @@ class Verbs:
 
     def _meet(self, token: str) -> None:
         engine = self._started()
+        self._met.add(token)
         try:
             answer = ask(self._program, self._program.router.peer(token), "verbs", engine.offer(token))
             engine.connect(token, answer)
         except (VerbsError, RDMAError) as error:
-            engine.peer_gone(token, _NoWay(str(error), "", "", token))
+            engine.peer_gone(token, NoWay(str(error), "", "", token))
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return False
 
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+        """See FlyingRoute."""
+        token, engine = part.handle.token, self._engine
+        if engine is None or not engine.connected(token):
+            return None
+        try:
+            region = _region(part.handle.verbs)
+            if _refusal(part, region):
+                return None
+            flight = Flight(self._program, engine, token, done)
+            under_way = flight.took_off(_ask(engine, part, region, keep, flight.landed, at_once=True))
+        except (VerbsError, ValueError, TypeError):  # who does it by `move` will hear that again, and say it
+            return None
+        return flight if under_way else None
+
+    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+        """See FlyingRoute."""
+        if result.outcome == LOST and isinstance(part, Part):  # the same bytes may be read and written twice
+            result = self._wait(part, keep, patient)
+        return self._explained(part, result, patient)
+
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
-        region = Region.from_bytes(handle.verbs)
-        for offset, _, size in segments:
-            if not 0 <= offset <= region.nbytes or size > region.nbytes - offset:
-                return Result(REFUSED, OUT_OF_RANGE, 0, 0)
-        if write and not region.writable:
-            return Result(REFUSED, READ_ONLY, 0, 0)
-        owners = _owners(segments, keep)
-        kind: Literal["read", "write"] = "write" if write else "read"
-        result = self._wait(
-            handle, patient, lambda e, done: e.transfer(handle.token, kind, region, segments, owners, done)
-        )
-        if result.outcome == LOST:  # the same bytes may be read and written twice
-            result = self._wait(
-                handle, patient, lambda e, done: e.transfer(handle.token, kind, region, segments, owners, done)
-            )
-        return self._explained(handle, result, segments, WRITE if write else READ, patient)
+        part = Part(handle, write, segments)
+        return self.mend(part, self._wait(part, keep, patient), patient, keep)
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route."""
-        region = Region.from_bytes(handle.verbs)
-        if not 0 <= offset <= region.nbytes - 8:
-            return Result(REFUSED, OUT_OF_RANGE, 0, 0)
-        if not region.writable:
-            return Result(REFUSED, READ_ONLY, 0, 0)
-        if (region.address + offset) % 8:
-            return Result(REFUSED, MISALIGNED, 0, 0)
-        kind: Literal["fetch_add", "compare_swap"] = "fetch_add" if access == FETCH_ADD else "compare_swap"
-        result = self._wait(
-            handle, patient, lambda e, done: e.atomic(handle.token, kind, region, offset, operand, expected, done)
-        )
-        return self._explained(handle, result, ((offset, 0, 8),), access, patient)
+        part = Change(handle, access, offset, operand, expected, lambda _: None)
+        return self.mend(part, self._wait(part, None, patient), patient, None)
 
-    def _wait(self, handle: Handle, patient: Any, begin: Any) -> Result:
+    def _wait(self, part: Part | Change, keep: Any, patient: Any) -> Result:
         """Until the NIC has done it, or nobody wants it any more and it touches no memory."""
         ended, outcome = threading.Event(), []
 
@@ -169,53 +165,87 @@ class Verbs:
 
         engine, over = self._started(), 0
         try:
-            begin(engine, done)
+            region = _region(part.handle.verbs)
+            if refusal := _refusal(part, region):
+                return Result(REFUSED, refusal, 0, 0)
+            _ask(engine, part, region, keep, done)
         except UnreachableMemoryError as error:
-            return _told(error)
+            return result_of(error, 0)
         except (VerbsError, ValueError, TypeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
         while not ended.wait(TICK):
             over = patient.over()
             if over:
                 if not ended.wait(MERCY):
-                    engine.give_up(handle.token, "another transfer with it was given up")
+                    engine.give_up(part.handle.token, "another transfer with it was given up")
                     ended.wait()
                 break
-        if not isinstance(outcome[0], BaseException):
-            return Result(DONE, 0, 0, outcome[0] or 0)
-        return Result(over, 0, 0, 0) if over else _told(outcome[0])
+        return result_of(outcome[0], over)
 
-    def _explained(
-        self, handle: Handle, result: Result, segments: Sequence[Segment], access: int, patient: Any
-    ) -> Result:
+    def _explained(self, part: Part | Change, result: Result, patient: Any) -> Result:
         """A NIC says that it may not, and not why: its owner knows."""
         if result.text is None or _NO_ACCESS not in result.text:
             return result
+        if isinstance(part, Part):
+            ranges, access = [(s[0], s[2]) for s in part.segments[:1024]], WRITE if part.write else READ
+        else:
+            ranges, access = [(part.offset, 8)], part.access
         try:
-            question = msgspec.msgpack.encode((handle.ticket, [(s[0], s[2]) for s in segments[:1024]], access))
-            refusal = int.from_bytes(
-                ask(self._program, self._program.router.peer(handle.token), "refusal", question, patient.over), "big"
-            )
+            question = msgspec.msgpack.encode((part.handle.ticket, ranges, access))
+            owner = self._program.router.peer(part.handle.token)
+            refusal = int.from_bytes(ask(self._program, owner, "refusal", question, patient.over), "big")
         except RDMAError:
             return result
         return Result(REFUSED, refusal, 0, 0) if refusal else result
 
     def forget(self, token: str, why: str) -> None:
         """That process is gone."""
+        self._met.discard(token)
         if self._engine is not None:
             self._engine.peer_gone(token, VerbsError(why, "", "", token))
 
     def close(self) -> None:
         """Nobody reaches this process's memory any more."""
-        if self._engine is not None:
-            self._engine.close()
+        if self._engine is None or _one_engine.give_back(str):
+            return
+        for ticket in list(self._regions):  # messages of process groups still need the engine
+            self.dropped(ticket)
+        for token in list(self._met):
+            self._engine.peer_gone(token, VerbsError("the program has ended", "", "", token))
 
 
-def _told(error: Any) -> Result:
-    if isinstance(error, (_NoWay, UnreachableMemoryError)):
-        return Result(UNREACHABLE, 0, 0, 0, str(error))
-    refused = isinstance(error, VerbsError) and error.status not in ("", "transport retry counter exceeded")
-    return Result(FAILED if refused or not isinstance(error, VerbsError) else LOST, 0, 0, 0, str(error))
+@functools.lru_cache(4096)
+def _region(packed: bytes) -> Region:
+    """Of a handle. Raises VerbsError."""
+    return Region.from_bytes(packed)
+
+
+def _refusal(part: Part | Change, region: Region) -> int:
+    """What the NIC would refuse without a good word, as a Refusal; 0 if nothing is wrong that can be seen here."""
+    if isinstance(part, Part):
+        for offset, _, size in part.segments:
+            if not 0 <= offset <= region.nbytes or size > region.nbytes - offset:
+                return OUT_OF_RANGE
+        return READ_ONLY if part.write and not region.writable else 0
+    if not 0 <= part.offset <= region.nbytes - 8:
+        return OUT_OF_RANGE
+    if not region.writable:
+        return READ_ONLY
+    return MISALIGNED if (region.address + part.offset) % 8 else 0
+
+
+def _ask(
+    engine: Engine, part: Part | Change, region: Region, keep: Any, done: Callable[[Any], None], at_once: bool = False
+) -> Any:
+    """See Engine.transfer and Engine.atomic."""
+    if isinstance(part, Part):
+        way: Literal["read", "write"] = "write" if part.write else "read"
+        owners = _owners(part.segments, keep)
+        return engine.transfer(part.handle.token, way, region, part.segments, owners, done, at_once=at_once)
+    kind: Literal["fetch_add", "compare_swap"] = "fetch_add" if part.access == FETCH_ADD else "compare_swap"
+    return engine.atomic(
+        part.handle.token, kind, region, part.offset, part.operand, part.expected, done, at_once=at_once
+    )
 
 
 def _owners(segments: Sequence[Segment], keep: Any) -> Any:

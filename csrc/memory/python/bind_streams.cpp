@@ -66,6 +66,17 @@ PyResult change(Client& client, const PyTicket& ticket, std::uint32_t access, st
   return result_of(client.atomic(ticket_of(ticket), offset, static_cast<Access>(access), operand, expected, patient.deadline, patient.event()));
 }
 
+std::unique_ptr<Errand> begin(Client& client, const PyTicket& ticket, std::uint32_t access, const PySegments& places, std::uint64_t operand,
+                              std::uint64_t expected, const Patient& patient) {
+  return client.begin(static_cast<Access>(access), ticket_of(ticket), segments_of(places), operand, expected, patient.deadline, patient.event());
+}
+
+std::optional<PyResult> fetch(Errand& errand, std::optional<double> seconds) {
+  const std::optional<Result> result = errand.fetch(deadline_in(seconds), !seconds);
+  if (!result) return {};
+  return result_of(*result);
+}
+
 // What the system has refused is an OSError, with its number.
 std::uint16_t listen(Server& server, const std::string& address, std::uint16_t port) {
   try {
@@ -152,6 +163,10 @@ void bind_memory_streams(py::module_& m) {
       .def("close", &Server::close, Release())
       .def("abandon", &Server::abandon);
 
+  py::class_<Errand>(m, "Errand", "A small transfer that was asked for, and whose answer somebody has to fetch.")
+      .def("fetch", &fetch, Release(), py::arg("seconds"))
+      .def_property_readonly("over", &Errand::is_over);
+
   py::class_<Client, std::shared_ptr<Client>>(m, "MemoryClient", "Reads and writes the memory of one process elsewhere.")
       .def(py::init([](std::string address, std::uint16_t port, std::shared_ptr<Identity> identity, const std::string& whom,
                        std::size_t streams) {
@@ -165,6 +180,7 @@ void bind_memory_streams(py::module_& m) {
            py::arg("wanted"), seconds, cancel)
       .def("move", &move, Release())
       .def("change", &change, Release())
+      .def("begin", &begin, Release(), py::keep_alive<0, 1>(), py::keep_alive<0, 7>())
       .def("close", &Client::close, Release())
       .def("abandon", &Client::abandon);
 }

@@ -56,6 +56,7 @@ class Device:
         self.most_lanes = max(1, self.nic.limits.completions // 4)
         self.credit = max(1, self.nic.limits.completions - self.most_lanes)
         self.starved = False  # a lane had work, and there was no credit
+        self.armed = False  # the next completion is announced
         self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []

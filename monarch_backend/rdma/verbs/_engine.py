@@ -1,7 +1,8 @@
 """One process's verbs: its devices, what it exposes, its links to peers, and the thread that hears of completions.
 
 Knows nothing of actors or of how bytes get to a peer: offers and answers are handed in and out. Nothing is opened
-before it is needed. Callbacks run on the engine's thread, without its lock, and must not wait.
+before it is needed. Callbacks run on the engine's thread or on that of one who looks for completions (`help`,
+`listen`), without the engine's lock, and must not wait.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from monarch_backend.rdma.verbs._binding import (
     Registration,
     load,
 )
+from monarch_backend.rdma.verbs._completions import QUIET, Completions
 from monarch_backend.rdma.verbs._device import Device, open_devices
 from monarch_backend.rdma.verbs._devices import available, distance, node_of_memory
-from monarch_backend.rdma.verbs._errors import SUCCESS, VerbsError
+from monarch_backend.rdma.verbs._errors import VerbsError
 from monarch_backend.rdma.verbs._link import Link, State
 from monarch_backend.rdma.verbs._memory import Allocation, allocation_of, register
 from monarch_backend.rdma.verbs._messages import Answer, Endpoint, Offer, Pairing, RegionRecord
@@ -45,8 +47,20 @@ log = logging.getLogger("monarch_backend")
 STRIPED = 1 << 20
 """Bytes from which a transfer is spread over several devices."""
 
-_COMPLETIONS_AT_ONCE = 64
+AT_ONCE = 1 << 20
+"""Bytes of memory that are registered on the caller's thread: more takes longer than he has."""
+
 _ALL = (1 << 64) - 1
+
+_forks = 0  # between this process and the first one: getpid() asks the kernel
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 Peer = Hashable
 Segment = tuple[int, int, int]
@@ -104,6 +118,7 @@ class Engine:
         self._binding = binding
         self._lock = threading.RLock()
         self._opened: list[Device] = []
+        self._completions = Completions(self._lock, self._nudge, self._pump_all, self._is_restless)
         self._links: dict[Peer, Link] = {}
         self._accepted: dict[Peer, list[QueuePair]] = {}
         self._exposed: dict[int, _Exposed] = {}
@@ -112,14 +127,14 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._wake = -1
         self._closed = False
-        self._process = os.getpid()
+        self._fork = _forks
 
     # ---- opening and closing
 
     def devices(self) -> list[Device]:
         """Open, from now on. Raises VerbsError."""
         with self._lock:
-            if self._process != os.getpid():
+            if self._fork != _forks:
                 raise VerbsError("this engine belongs to the process that this one was forked from: make one here")
             if self._closed:
                 raise VerbsError("the engine is closed")
@@ -139,8 +154,8 @@ class Engine:
             self._opened = open_devices(binding, self.settings, self._sweep_soon)
             if not self._opened:
                 raise VerbsError("no port of a verbs device is active here")
-            for device in self._opened:
-                device.nic.arm()
+            self._completions.devices = self._opened
+            self._completions.arm()
         except BaseException as error:
             os.close(self._wake)
             if isinstance(error, OSError) and not isinstance(error, VerbsError):
@@ -153,10 +168,10 @@ class Engine:
 
     def close(self) -> None:
         """What is under way fails; nobody reaches this process's memory any more."""
-        if threading.current_thread() is self._thread:
+        if self.is_here:
             raise RuntimeError("a callback cannot close the engine whose thread it runs on")
         with self._lock:
-            if self._closed or self._process != os.getpid():
+            if self._closed or self._fork != _forks:
                 return
             for link in self._links.values():
                 link.fail(VerbsError(f"the engine was closed with transfers from or to {link.peer} under way"))
@@ -171,6 +186,7 @@ class Engine:
             for exposed in self._exposed.values():
                 exposed.close()
             self._exposed.clear()
+            self._completions.devices = []
             for device in self._opened:
                 device.close()
             self._opened = []
@@ -300,6 +316,7 @@ class Engine:
         """With what the peer's :meth:`accept` has returned. Raises VerbsError."""
         message = messages.unpack(Answer, answer)
         with self._lock:
+            self._completions.arm()  # for the signs of life
             self._link(peer).connect(message)
 
     def connected(self, peer: Peer) -> bool:
@@ -316,9 +333,14 @@ class Engine:
         segments: Sequence[Segment],
         owners: Any,
         done: Callable[[BaseException | None], None],
-    ) -> Request:
+        *,
+        at_once: bool = False,
+    ) -> Request | None:
         """Segments of a peer's region to or from memory here; ``owners``: the object whose memory that is, or a list of
         one for each segment. ``done(None or the error)`` is called once. What is wrong from the start is raised.
+
+        ``at_once``: only if it takes no time, else None; and somebody will `help`, or `listen`, who wants to know soon
+        when it is done.
         """
         if kind not in ("read", "write"):
             raise ValueError(f"{kind!r}: a transfer is a read or a write")
@@ -329,9 +351,12 @@ class Engine:
             raise ValueError(f"{len(each)} owners for {len(segments)} segments")
         allocations, pieces = _pieces(remote, segments, each)
         request = Request(kind, remote.record, pieces, allocations, done)
-        for device in self._near(request, pieces):
+        near = self._near(request, pieces)
+        if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in allocations for d in near):
+            return None
+        for device in near:
             request.register(device)
-        return self._submit(peer, request)
+        return self._submit(peer, request, at_once)
 
     def atomic(
         self,
@@ -342,10 +367,13 @@ class Engine:
         operand: int,
         expected: int,
         done: Callable[[int | BaseException], None],
+        *,
+        at_once: bool = False,
     ) -> Request:
         """On eight aligned bytes: add the operand, or put it there if what is expected is there.
 
-        ``done`` gets the value from before, or the error. Numbers are unsigned and wrap around.
+        ``done`` gets the value from before, or the error. Numbers are unsigned and wrap around. ``at_once``: see
+        `transfer`.
         """
         if kind not in ("fetch_add", "compare_swap"):
             raise ValueError(f"{kind!r}: an atomic is fetch_add or compare_swap")
@@ -356,7 +384,29 @@ class Engine:
         operands = (operand & _ALL, 0) if kind == "fetch_add" else (expected & _ALL, operand & _ALL)
         piece = Piece(remote.address + offset, 0, 8, 0)
         self.devices()
-        return self._submit(peer, Request(kind, remote.record, [piece], (), done, operands))
+        return self._submit(peer, Request(kind, remote.record, [piece], (), done, operands), at_once)
+
+    def help(self, request: Request, seconds: float) -> None:
+        """On a thread that waits for it: look for completions, for so long at most. Calls back."""
+        if self._fork == _forks:
+            self._carefully(lambda: self._completions.help(request, seconds))
+
+    @property
+    def is_here(self) -> bool:
+        """This is the engine's thread."""
+        return threading.current_thread() is self._thread
+
+    def listen(self, request: Request) -> None:
+        """Before somebody sleeps until it is over. May call back."""
+        if self._fork == _forks:
+            self._carefully(lambda: self._completions.listen(request))
+
+    def stop(self, peer: Peer, request: Request, why: str) -> None:
+        """Nobody wants it any more: it ends when what the devices have of it has ended."""
+        with self._lock:
+            link = self._links.get(peer)
+            if link is not None and not request.finished:
+                link.give_up(request, VerbsError(why, "", "", str(peer)))
 
     def peer_gone(self, peer: Peer, why: BaseException | str) -> None:
         """All that is under way with it fails now, for this reason; nothing of it reaches this process any more."""
@@ -374,13 +424,22 @@ class Engine:
             if link is not None:
                 link.fail(VerbsError(why, "", "", str(peer)))
 
-    def _submit(self, peer: Peer, request: Request) -> Request:
+    def give_up_soon(self, peer: Peer, why: str) -> None:
+        """The same, by the engine's thread: closing a connection takes a moment."""
+        self._call_soon(lambda: self.give_up(peer, why))
+
+    def _submit(self, peer: Peer, request: Request, quiet: bool = False) -> Request:
         with self._lock:
             self.devices()
-            if request.nbytes:
-                self._link(peer).submit(request)
-            else:
+            link = self._link(peer)
+            request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
+            self._completions.begins(request)
+            if not request.nbytes:
                 self.finish(request)
+                return request
+            link.submit(request)
+            if request.quiet and request.has_more and self._completions.announce(request):
+                self._call_soon(self._look)  # what came before it was armed
         return request
 
     def _link(self, peer: Peer) -> Link:
@@ -398,12 +457,16 @@ class Engine:
         near = [device for device in devices if distance(node, device.node) == least]
         return near if request.nbytes >= STRIPED else [near[(pieces[0].local >> 21) % len(near)]]
 
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have it called by the engine's thread, once there is one. Takes no lock, so that weak references may ask."""
+        self._call_soon(call)
+
     # ---- what links ask for
 
     def finish(self, request: Request) -> None:
         """As Host."""
-        outcome, done = request.close(), request.done
-        self._call_soon(lambda: done(outcome))
+        done, outcome = request.done, request.close()
+        self._completions.ends(request, lambda: done(outcome))
 
     def dial(self, peer: Peer) -> bool:
         """As Host."""
@@ -448,6 +511,14 @@ class Engine:
         for device in self._opened:
             device.cache.sweep()
 
+    def _look(self) -> None:
+        for device in self._opened:
+            self._completions.look(device)
+
+    def _pump_all(self) -> None:
+        for link in self._links.values():
+            link.pump()
+
     def _run(self) -> None:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
@@ -456,29 +527,42 @@ class Engine:
             poller.register(fd, select.POLLIN)
         while True:
             for fd, _ in poller.poll(self._patience()):
-                try:
-                    if fd == self._wake:
+                if fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(fd)
-                    else:
-                        self._drain(by_fd[fd])
-                except Exception:
-                    log.exception("verbs: completions of a device cannot be read")
-                    self._fail_all("completions of a device cannot be read: see the log")
-                    if fd != self._wake:
-                        poller.unregister(fd)
+                elif not self._carefully(lambda nic=by_fd[fd]: self._completions.heard(nic)):  # type: ignore[misc]
+                    poller.unregister(fd)
             self._call()
             with self._lock:
                 for link in self._links.values():
                     link.tick(self.now())
-                if self._closed and not self._soon:
+            self._carefully(self._completions.sweep)
+            self._completions.tell()
+            with self._lock:
+                if self._closed and not self._soon and not self._completions.has_calls:
                     return
 
+    def _carefully(self, look: Callable[[], None]) -> bool:
+        """False if that was not possible; then nothing under way will be heard of."""
+        try:
+            look()
+        except Exception:
+            log.exception("verbs: completions of a device cannot be read")
+            self._fail_all("completions of a device cannot be read: see the log")
+            return False
+        return True
+
+    def _is_restless(self) -> bool:
+        return any(link.is_restless for link in self._links.values())
+
     def _patience(self) -> float | None:
-        if self._soon:
+        if self._soon or self._completions.has_calls:
             return 0
         with self._lock:
-            deadlines = [link.deadline for link in self._links.values() if link.deadline is not None]
-        return max(0.0, min(deadlines) - self.now()) * 1000 + 1 if deadlines else None
+            deadlines = [link.deadline for link in self._links.values()]
+            deadlines.append(self._completions.deadline())
+        found = [deadline for deadline in deadlines if deadline is not None]
+        return max(0.0, min(found) - self.now()) * 1000 + 1 if found else None
 
     def _call(self) -> None:
         for _ in range(len(self._soon)):
@@ -491,25 +575,6 @@ class Engine:
         with self._lock:
             for link in self._links.values():
                 link.fail(VerbsError(why))
-
-    def _drain(self, device: Device) -> None:
-        device.nic.take_event()
-        device.nic.arm()  # before looking, or what comes in between would go unheard
-        while found := device.nic.poll(_COMPLETIONS_AT_ONCE):
-            with self._lock:
-                for id_, status, number, vendor in found:
-                    lane = device.lanes.get(number)
-                    if lane is None:
-                        continue  # closed meanwhile
-                    if status == SUCCESS:
-                        lane.link.completed(lane, id_)
-                    elif lane.posted and lane.posted[0].id <= id_:  # else it is of a lane that had this number before
-                        lane.link.broke(lane, id_, status, vendor)
-                if device.starved:
-                    device.starved = False
-                    for link in self._links.values():
-                        link.pump()
-            self._call()
 
 
 def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:

@@ -87,7 +87,8 @@ class Lane:
             )
         )
         # A WRITE of nothing needs no key, and is acknowledged by the other end's device.
-        self._post([(Posted(next(_ids), None, None), Work(0, WRITE, True, 0, 0, 0, 0, 0))])
+        proof = Posted(next(_ids), None, None)
+        self._post([proof], [Work(proof.id, WRITE, True, 0, 0, 0, 0, 0)])
 
     @property
     def room(self) -> int:
@@ -100,30 +101,33 @@ class Lane:
 
     def post(self, requests: list[Request]) -> int:
         """A batch of the pieces of these requests, in order; how many there were. Raises OSError."""
-        batch: list[tuple[Posted, Work]] = []
+        taken: list[tuple[Request, Piece]] = []
         room, nbytes = self.room, 0
         for request in requests:
-            while len(batch) < room and nbytes < BATCH_BYTES and request.has_more:
-                piece = request.take()
-                batch.append((Posted(next(_ids), request, piece), self._work(request, piece)))
+            while len(taken) < room and nbytes < BATCH_BYTES and request.has_more:
+                piece = request.take(self)
+                taken.append((request, piece))
                 nbytes += piece.nbytes
-        if batch:
-            self._post(batch)
-        return len(batch)
+        if taken:
+            batch = [Posted(next(_ids), request, piece) for request, piece in taken]
+            last = batch[-1].id
+            self._post(
+                batch, [self._work(p.id, r, piece, p.id == last) for p, (r, piece) in zip(batch, taken, strict=True)]
+            )
+        return len(taken)
 
-    def _work(self, request: Request, piece: Piece) -> Work:
+    def _work(self, id_: int, request: Request, piece: Piece, signaled: bool) -> Work:
         local, lkey = request.where(piece, self.device)
         rkey = request.record.keys[self.their_nic]
         first, second = request.operands
-        return Work(0, request.opcode, False, local, piece.nbytes, lkey, piece.remote, rkey, first, second)
+        return Work(id_, request.opcode, signaled, local, piece.nbytes, lkey, piece.remote, rkey, first, second)
 
-    def _post(self, batch: list[tuple[Posted, Work]]) -> None:
-        for posted, _ in batch:
+    def _post(self, batch: list[Posted], works: list[Work]) -> None:
+        for posted in batch:
             self.posted.append(posted)
             self.nbytes += posted.piece.nbytes if posted.piece else 0
         self.device.credit -= len(batch)
-        last = len(batch) - 1
-        self.pair.post([work._replace(id=p.id, signaled=i == last) for i, (p, work) in enumerate(batch)])
+        self.pair.post(works)
 
     def retire(self, id_: int) -> list[Posted]:
         """All up to this one are done."""

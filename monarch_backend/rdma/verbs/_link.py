@@ -101,16 +101,20 @@ class Link:
                 if not lane.room:
                     continue
                 try:
-                    posted |= lane.post(self._for(lane)) > 0
+                    count = lane.post(self._for(lane))
                 except OSError as error:
                     self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
                     return
-            for request in [r for r in itertools.islice(self._waiting, _LOOK_AHEAD) if not r.has_more]:
-                del self._waiting[request]
+                if count:
+                    posted = True
+                    for request in [r for r in itertools.islice(self._waiting, _LOOK_AHEAD) if not r.has_more]:
+                        del self._waiting[request]
+                    if not self._waiting:
+                        return
 
     def _for(self, lane: Lane) -> list[Request]:
         first = itertools.islice(self._waiting, _LOOK_AHEAD)
-        return [r for r in first if r.is_for(lane.device) and lane.their_nic < len(r.record.keys)]
+        return [r for r in first if r.may_use(lane) and lane.their_nic < len(r.record.keys)]
 
     def _prepare(self, requests: Iterable[Request]) -> None:
         """Each can be done on a lane there is."""
@@ -130,7 +134,7 @@ class Link:
             except VerbsError as error:
                 self._fail(request, error)
                 continue
-            request.begin(len(mine), min(lane.device.max_message for lane in mine))
+            request.begin(mine)
 
     # ---- connecting
 
@@ -210,6 +214,11 @@ class Link:
             if self._trouble:
                 text = f"{self._trouble}; and then {text}"
             self.fail(VerbsError(text, *self._words()))
+
+    @property
+    def is_restless(self) -> bool:
+        """Completions are expected that nobody but the link waits for."""
+        return self.state is State.DRAINING or any(not lane.proved for lane in self.lanes)
 
     @property
     def deadline(self) -> float | None:
@@ -294,6 +303,11 @@ class Link:
 
     # ---- ends
 
+    def give_up(self, request: Request, error: BaseException) -> None:
+        """What is not posted of it never is; what is posted ends by itself."""
+        if request.has_more:
+            self._fail(request, error)
+
     def _fail(self, request: Request, error: BaseException) -> None:
         request.error = request.error or error
         self._waiting.pop(request, None)
@@ -318,6 +332,6 @@ class Link:
             self._fail(request, error)
 
     @property
-    def is_busy(self) -> bool:
-        """Something is under way or waits."""
-        return bool(self._waiting) or any(lane.posted for lane in self.lanes)
+    def has_waiting(self) -> bool:
+        """Requests with pieces that are not posted."""
+        return bool(self._waiting)

@@ -139,6 +139,11 @@ class MemoryCache:
             entry.users += 1
             return entry
 
+    def has(self, allocation: Allocation) -> bool:
+        """It is registered already."""
+        entry = self._entries.get(id(allocation.anchor))
+        return entry is not None and entry.covers(allocation, writable=False)
+
     def give(self, entry: Entry) -> None:
         """One user less."""
         with self._lock:

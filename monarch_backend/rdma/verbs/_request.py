@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_backend.rdma.verbs._binding import COMPARE_SWAP, FETCH_ADD, READ, WRITE
 from monarch_backend.rdma.verbs._device import Device, Slot
 from monarch_backend.rdma.verbs._memory import Allocation, Entry
 from monarch_backend.rdma.verbs._messages import RegionRecord
 
+if TYPE_CHECKING:
+    from monarch_backend.rdma.verbs._lane import Lane
+
 OPCODES = {"read": READ, "write": WRITE, "fetch_add": FETCH_ADD, "compare_swap": COMPARE_SWAP}
 
-LEAST_PIECE, MOST_PIECE = 256 << 10, 2 << 20
-"""Bytes: a piece should be worth a work request, and a transfer have some for each queue pair."""
+LEAST_PIECE, MOST_PIECE = 1 << 20, 2 << 20
+"""Bytes: a piece should be worth a work request, and a large transfer have some for each queue pair. Between them what
+others have asked for takes its turn.
+"""
 
 PIECES_PER_LANE = 4
+
+LANE_SHARE, LANE_PIECES = 16 << 20, 64
+"""Bytes and segments for each of a device's queue pairs: one alone keeps a link busy with less than twice as many."""
 
 Done = Callable[[Any], None]
 
@@ -68,6 +76,10 @@ def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
         yield last
 
 
+def _done_already(_: Any) -> None:
+    raise AssertionError("a request has ended twice")
+
+
 class Request:
     """Under way or waiting, until `done` is called: once, with None, an atomic's old value, or the error.
 
@@ -91,6 +103,9 @@ class Request:
         self.broken_in = -1  # which connection was the last of those
         self.error: BaseException | None = None
         self.finished = False
+        self.quiet = False  # its end is not announced, see Completions
+        self._lanes: set[Lane] = set()  # that have had pieces of it
+        self._most_lanes = 1  # of a device
         self._allocations = allocations  # held: nobody may free them before the devices are done with them
         self._entries: dict[int, list[Entry]] = {}  # by device
         self._devices: dict[int, Device] = {}
@@ -136,11 +151,24 @@ class Request:
         """The devices that can do it, by index."""
         return set(self._devices)
 
-    def begin(self, lanes: int, max_message: int) -> None:
-        """Pieces can be taken: to be shared by so many lanes."""
+    def begin(self, lanes: Sequence[Lane]) -> None:
+        """Pieces can be taken, by these."""
+        self._lanes = set()  # it may have begun on others, which are gone
         if not self._began:
             self._began = True
-            self._cut = cut(self._all, 8 if self.is_atomic else piece_size(self.nbytes, lanes, max_message))
+            devices = len({lane.device.index for lane in lanes})
+            self._most_lanes = max(1, self.nbytes // devices // LANE_SHARE, len(self._all) // devices // LANE_PIECES)
+            most = min(len(lanes), self._most_lanes * devices)
+            longest = min(lane.device.max_message for lane in lanes)
+            self._cut = cut(self._all, 8 if self.is_atomic else piece_size(self.nbytes, most, longest))
+
+    def may_use(self, lane: Lane) -> bool:
+        """What one queue pair can do stays on it: several only take turns then."""
+        if lane.device.index not in self._devices:
+            return False
+        if lane in self._lanes:
+            return True
+        return sum(each.device is lane.device for each in self._lanes) < self._most_lanes
 
     @property
     def has_more(self) -> bool:
@@ -153,9 +181,10 @@ class Request:
             self._next = next(self._cut, None)
         return self._next is not None
 
-    def take(self) -> Piece:
+    def take(self, lane: Lane) -> Piece:
         """The next one, while it `has_more`."""
         self.under_way += 1
+        self._lanes.add(lane)
         if self._again:
             return self._again.popleft()
         piece, self._next = self._next, None
@@ -189,5 +218,6 @@ class Request:
         for index, entries in self._entries.items():
             for entry in entries:
                 self._devices[index].cache.give(entry)
-        self._entries, self._devices, self._slot, self._allocations = {}, {}, None, ()
+        self._entries, self._devices, self._slot, self._allocations, self._lanes = {}, {}, None, (), set()
+        self.done = _done_already  # or it and what it calls would keep each other alive
         return outcome

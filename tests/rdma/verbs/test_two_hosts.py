@@ -133,7 +133,7 @@ def _counts(host: Host) -> dict[str, int]:
 def test_a_large_transfer_uses_all_queue_pairs_of_all_devices(start: Start, devices: list[str]) -> None:
     both = ",".join(devices)
     owner, asking = start("owner", both), start("asking", both, queue_pairs=3)
-    nbytes = 32 * MI
+    nbytes = 128 * MI
     region = owner(peers.expose, "there", nbytes, 9)
     asking(peers.allocate, "here", nbytes)
     peers.introduce(asking, owner)

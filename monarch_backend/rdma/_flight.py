@@ -1,0 +1,78 @@
+"""A part that NICs do by themselves, until it is over: helped along by who waits, given up by who does not want it.
+
+verbs/ does the work; what is asked of it is _verbs.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend.actor._program import Program
+from monarch_backend.rdma._route import DONE, FAILED, LOST, UNREACHABLE, Result
+from monarch_backend.rdma.verbs import Engine, UnreachableMemoryError, VerbsError
+
+MERCY = 0.5
+"""Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""
+
+
+class NoWay(VerbsError):
+    """There is no connection, and nothing was asked for."""
+
+
+class Flight:
+    """See _route.Flight. ``done`` is called with what becomes of it."""
+
+    __slots__ = ("_done", "_engine", "_over", "_program", "_request", "_token")
+
+    def __init__(self, program: Program, engine: Engine, token: str, done: Callable[[Result], None]) -> None:
+        self._program, self._engine, self._token, self._done = program, engine, token, done
+        self._over = 0  # the outcome of one that is not wanted any more
+        self._request: Any = None
+
+    def took_off(self, request: Any) -> bool:
+        """The engine does this; False if it is None, and nothing is under way."""
+        self._request = request
+        return request is not None
+
+    def landed(self, what: Any) -> None:
+        """It is over, says the engine."""
+        self._done(result_of(what, self._over))
+
+    def help(self, seconds: float) -> None:
+        """See _route.Flight."""
+        self._engine.help(self._request, seconds)
+
+    def listen(self, *, sleeps: bool = False) -> None:
+        """See _route.Flight."""
+        if sleeps and self._engine.is_here:
+            raise RuntimeError(
+                "a callback runs on the thread that hears of completions, and can't wait for one: use another thread"
+            )
+        self._engine.listen(self._request)
+
+    def end(self, outcome: int) -> None:
+        """See _route.Flight."""
+        if self._over or self._request.finished:
+            return
+        self._over = outcome
+        self._engine.stop(self._token, self._request, "it was given up")
+        self._engine.listen(self._request)
+        if not self._request.finished:
+            self._program.pump.later(MERCY, self._end_all)
+
+    def _end_all(self) -> None:
+        if not self._request.finished:
+            self._engine.give_up_soon(self._token, "another transfer with it was given up")
+
+
+def result_of(what: Any, over: int) -> Result:
+    """Of what the engine has called back with. ``over``: the outcome of one that nobody has wanted any more."""
+    if not isinstance(what, BaseException):
+        return Result(DONE, 0, 0, what or 0)
+    if over:
+        return Result(over, 0, 0, 0)
+    if isinstance(what, (NoWay, UnreachableMemoryError)):
+        return Result(UNREACHABLE, 0, 0, 0, str(what))
+    refused = isinstance(what, VerbsError) and what.status not in ("", "transport retry counter exceeded")
+    return Result(FAILED if refused or not isinstance(what, VerbsError) else LOST, 0, 0, 0, str(what))

@@ -1,0 +1,211 @@
+"""Who looks at completion queues: the engine's thread when their channels tell it, or a thread that waits itself.
+
+An announcement costs a change of threads, so a small request that was posted whole is not announced: it is `quiet`.
+Whoever waits for it looks, and has all others announced before he sleeps (`listen`). What nobody has looked for within
+a SWEEP the engine's thread finds. What is done about a completion is the links' business (_link.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend.rdma.verbs._errors import SUCCESS
+
+if TYPE_CHECKING:
+    from monarch_backend.rdma.verbs._device import Device
+    from monarch_backend.rdma.verbs._request import Request
+
+log = logging.getLogger("monarch_backend")
+
+SWEEP = 0.02
+"""Seconds after which the engine's thread looks for what was not announced."""
+
+QUIET = 2 << 20
+"""Bytes of a request that may be quiet: a larger one is seldom posted whole, and can afford a change of threads."""
+
+_AT_ONCE = 64
+
+
+class Completions:
+    """Of one engine. Under its lock, but for `help`, `heard`, `look` and `tell`, which take it."""
+
+    def __init__(
+        self, lock: Any, nudge: Callable[[], None], room: Callable[[], None], is_restless: Callable[[], bool]
+    ) -> None:
+        """``nudge``: have the engine's thread come. ``room``: there is some in a queue again. ``is_restless``: there is
+        something to be announced that is no request.
+        """
+        self._lock, self._nudge, self._room, self._is_restless = lock, nudge, room, is_restless
+        self._quiet: set[Request] = set()
+        self._announced = 0  # requests that are not quiet
+        self._next_sweep: float | None = None
+        self._recent = False  # there was a quiet one since the last sweep
+        self._looking = False
+        self._over: deque[Callable[[], None]] = deque()  # callbacks, for whoever holds no lock
+        self._telling = threading.local()
+        self.devices: list[Device] = []
+        self.may_spin = len(os.sched_getaffinity(0)) > 1  # else it is the one that is waited for which does not run
+
+    # ---- requests
+
+    def begins(self, request: Request) -> None:
+        """Before it is posted."""
+        if request.quiet:
+            self._quiet.add(request)
+            self._recent = True
+            if self._next_sweep is None:
+                self._next_sweep = time.monotonic() + SWEEP
+                self._nudge()  # the engine's thread may sleep for longer
+        else:
+            self._announced += 1
+            self.arm()
+
+    def ends(self, request: Request, call: Callable[[], None]) -> None:
+        """``call``: what is to be called then."""
+        if request.quiet:
+            self._quiet.discard(request)
+        else:
+            self._announced -= 1
+        self._over.append(call)
+        if not self._looking:  # else whoever looks will tell
+            self._nudge()
+
+    def announce(self, request: Request) -> bool:
+        """It is not quiet any more; True if somebody has to `look` now, for what has come before."""
+        if request.finished or not request.quiet:
+            return False
+        self._quiet.discard(request)
+        request.quiet = False
+        self._announced += 1
+        return self.arm()
+
+    def arm(self) -> bool:
+        """The next completion is announced; True if it would not have been."""
+        deaf = [device for device in self.devices if not device.armed]
+        for device in deaf:
+            device.nic.arm()
+            device.armed = True
+        return bool(deaf)
+
+    # ---- the engine's thread
+
+    def heard(self, device: Device) -> None:
+        """Its channel has told of something."""
+        with self._lock:
+            device.nic.take_event()
+            device.armed = False
+            if self._announced or self._is_restless():
+                device.nic.arm()  # before looking, or what comes in between would go unheard
+                device.armed = True
+        self.look(device)
+
+    def deadline(self) -> float | None:
+        """When to sweep."""
+        return self._next_sweep
+
+    def sweep(self) -> None:
+        """Find what nobody has looked for, and have announced what is left of it."""
+        if self._next_sweep is None or time.monotonic() < self._next_sweep:
+            return
+        self._look_at_all()
+        with self._lock:
+            late = [self.announce(request) for request in list(self._quiet)]
+            self._next_sweep = time.monotonic() + SWEEP if self._recent else None
+            self._recent = False
+        if any(late):
+            self._look_at_all()
+
+    @property
+    def has_calls(self) -> bool:
+        """Somebody has to `tell`."""
+        return bool(self._over)
+
+    # ---- looking
+
+    def look(self, device: Device) -> None:
+        """Until there is nothing more."""
+        while True:
+            with self._lock:
+                found = self._look(device)
+            self.tell()
+            if found < _AT_ONCE:
+                return
+
+    def _look_at_all(self) -> None:
+        for device in self.devices:
+            self.look(device)
+
+    def _look(self, device: Device) -> int:
+        """Polling and what it leads to are one step: a lane must hear of its requests in their order."""
+        if device not in self.devices:
+            return 0
+        self._looking = True
+        try:
+            found = device.nic.poll(_AT_ONCE)
+            for id_, status, number, vendor in found:
+                lane = device.lanes.get(number)
+                if lane is None:
+                    continue  # closed meanwhile
+                if status == SUCCESS:
+                    lane.link.completed(lane, id_)
+                elif lane.posted and lane.posted[0].id <= id_:  # else it is of a lane that had this number before
+                    lane.link.broke(lane, id_, status, vendor)
+            if found and device.starved:
+                device.starved = False
+                self._room()
+            return len(found)
+        finally:
+            self._looking = False
+
+    def help(self, request: Request, seconds: float) -> None:
+        """On a thread that waits for it: look, for so long at most, and not longer than is good for others."""
+        spins = self.may_spin and seconds > 0
+        until = time.perf_counter() + seconds if spins else 0.0
+        while True:
+            if self._lock.acquire(blocking=False):  # else somebody looks, or posts
+                try:
+                    for device in self.devices:
+                        if request.is_for(device):
+                            self._look(device)
+                finally:
+                    self._lock.release()
+                self.tell()
+            if request.finished or not spins or time.perf_counter() >= until:
+                return
+
+    def listen(self, request: Request) -> None:
+        """Before somebody sleeps until it is over."""
+        with self._lock:
+            late = self.announce(request)
+        if not late:
+            return
+        if getattr(self._telling, "now", False):  # a callback has begun it: not one within another, without end
+            with self._lock:
+                self._next_sweep = 0.0
+                self._nudge()
+        else:
+            self._look_at_all()
+
+    def tell(self) -> None:
+        """Call what is to be called. Without the lock."""
+        if not self._over:
+            return
+        self._telling.now, before = True, getattr(self._telling, "now", False)
+        try:
+            while self._over:
+                try:
+                    call = self._over.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                try:
+                    call()
+                except Exception:
+                    log.exception("verbs: a callback has failed")
+        finally:
+            self._telling.now = before

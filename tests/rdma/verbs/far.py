@@ -1,0 +1,60 @@
+"""An owner on pretended devices, whose memory this process reads by the real route: no second process is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend.actor._program import program
+from monarch_backend.rdma import RDMABuffer
+from monarch_backend.rdma._handle import Handle
+from monarch_backend.rdma._transfers import engine
+from monarch_backend.rdma._verbs import Verbs
+from monarch_backend.rdma.verbs import Engine, Settings
+from tests.rdma.verbs.fabric import Fabric
+from tests.rdma.verbs.peers import Memory, until
+
+MI = 1 << 20
+
+
+class FarOwner:
+    """``buffer``: a handle of its memory as this process would have got it."""
+
+    def __init__(self, fabric: Fabric, token: str, nbytes: int = 4 * MI, spins: bool = False) -> None:
+        self.fabric, self.token = fabric, token
+        self.owner = Engine(settings=Settings(), binding=fabric)
+        self.asking = Engine(lambda _: self.connect(), settings=Settings(), binding=fabric)
+        self.asking._completions.may_spin = spins
+        self.connects = True
+        self.memory = Memory(nbytes)
+        self.memory.fill(7)
+        self.region = self.owner.expose(self.memory.address, nbytes, self.memory.view)
+        self.route = Verbs(program(), engine().registry)
+        self.route._engine = self.asking
+        engine().routes._chosen[token, True] = self.route
+        packed = self.region.to_bytes()
+        self.buffer = RDMABuffer._of(Handle(token, 1, "far", (0, 0, 0), 0, nbytes, "cpu", True, verbs=packed))
+
+    def connect(self) -> None:
+        if self.connects:
+            self.asking.connect(self.token, self.owner.accept("asking", self.asking.offer(self.token)))
+
+    def until_up(self) -> FarOwner:
+        """Connected, so that no transfer takes a thread."""
+        self.connect()
+        assert until(lambda: self.fabric.run() >= 0 and self.asking.connected(self.token))
+        return self
+
+    def holds(self, data: Any, nbytes: int) -> bool:
+        return bytes(memoryview(data).cast("B")[:nbytes]) == bytes(self.memory.view[:nbytes])
+
+    def close(self) -> None:
+        self.asking.close()
+        self.owner.close()
+        program().router.peers.pop(self.token, None)
+        engine().routes._chosen.pop((self.token, True), None)
+        assert not self.fabric.pairs
+        assert all(nic.opened == nic.closed for nic in self.fabric.nics)
+
+
+Make = Callable[..., FarOwner]

@@ -1,0 +1,404 @@
+"""Transfers that no thread of ours does, over pretended devices: who notices that they are over, and all their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import CancelledError
+from monarch_backend.actor._program import program
+from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _flight, _transfers
+from monarch_backend.rdma._route import LATE, UNREACHABLE, Part, Result, patient
+from monarch_backend.rdma._routes import Far
+from monarch_backend.rdma.verbs import Settings, _completions, _device
+from monarch_backend.rdma.verbs._devices import PortFacts
+from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from tests.rdma.verbs.fabric import Fabric
+from tests.rdma.verbs.far import MI, FarOwner, Make
+from tests.rdma.verbs.peers import until
+
+KI = 1 << 10
+GID = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Make]:
+    """``far(fabric)``: an owner that is connected already."""
+    monkeypatch.setattr(_device._devices, "usable", lambda _: [PortFacts("fake0", 1, "ACTIVE", True, (GID,), -1)])
+    made: list[FarOwner] = []
+
+    def make(fabric: Fabric | None = None, **options: Any) -> FarOwner:
+        made.append(FarOwner(fabric or Fabric(), f"far{len(made)}{abs(hash(request.node.name)):020d}", **options))
+        return made[-1].until_up()
+
+    yield make
+    for owner in made:
+        owner.close()
+
+
+class Worker:
+    """Does what is posted, as a device would, on a thread of its own."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric, self._stop = fabric, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.0002):
+            self._fabric.run(7)
+
+    def __enter__(self) -> Worker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def announced(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each time that the device tells the engine's thread of a completion."""
+    found: list[int] = []
+    nic = owner.asking.devices()[0].nic
+    take = nic.take_event
+    monkeypatch.setattr(nic, "take_event", lambda: (found.append(1), take()))
+    return found
+
+
+def moved_by_threads(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    move = owner.route.move
+    monkeypatch.setattr(owner.route, "move", lambda *args: (found.append(args), move(*args))[1])
+    return found
+
+
+def test_who_waits_finds_that_it_is_done_and_no_thread_is_told(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = far()
+    assert owner.buffer[:8].read_into(bytearray(8)).get(10) is None  # what was announced once is heard
+    time.sleep(3 * _completions.SWEEP)
+    told, by_threads = announced(owner, monkeypatch), moved_by_threads(owner, monkeypatch)
+    for nbytes in (1, 8, 64 * KI, MI):
+        into = bytearray(nbytes)
+        owner.buffer[:nbytes].read_into(into, timeout=10).get()
+        assert owner.holds(into, nbytes)
+    owner.buffer[:3].write_from(b"abc").get()
+    assert bytes(owner.memory.view[:3]) == b"abc"
+    assert owner.buffer.fetch_add(5).get() == int.from_bytes(b"abc" + bytes(owner.memory.view[3:8]), "little")
+    assert not by_threads
+    assert len(told) <= 1, "of the first, at most"
+
+
+def test_who_waits_for_a_slow_one_sleeps_and_is_told(far: Make) -> None:
+    owner = far(Fabric(at_once=False))
+    into = bytearray(64 * KI)
+    future = owner.buffer[: 64 * KI].read_into(into)
+    with pytest.raises(TimeoutError, match="no answer within"):
+        future.get(0.1)
+    assert not future.done()
+    with Worker(owner.fabric):
+        future.get(10)
+    assert owner.holds(into, len(into))
+
+
+def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_transfers, "HELP", 10.0)
+    monkeypatch.setattr(_transfers, "MOST_HELP", 10.0)
+    monkeypatch.setattr(_completions, "SWEEP", 10.0)
+    owner = far(Fabric(at_once=False), spins=True)
+    owner.buffer[:8].read_into(bytearray(8)).done()
+    owner.fabric.run()
+    assert until(lambda: not owner.asking._completions._announced)
+    owner.asking._look()
+    told = announced(owner, monkeypatch)
+    began = len(told)
+    for _ in range(20):
+        into = bytearray(8)
+        future = owner.buffer[:8].read_into(into)
+        timer = threading.Timer(0.005, owner.fabric.run)
+        timer.start()
+        future.get(10)
+        timer.join()
+        assert owner.holds(into, 8)
+    assert len(told) - began <= 1
+
+
+def test_a_future_that_nobody_asks_is_done_soon(far: Make) -> None:
+    owner = far()
+    futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(10)]
+    assert until(lambda: all(future.ready for future in futures), 5)
+
+
+def test_done_says_so_without_a_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    owner = far(Fabric(at_once=False))
+    future = owner.buffer[:8].read_into(bytearray(8))
+    assert not future.done()
+    owner.fabric.run()
+    assert until(future.done), "another thread may be looking in that moment"
+
+
+def test_callbacks_come_at_once_from_another_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    owner = far(Fabric(at_once=False))
+    called = threading.Event()
+    names: list[str] = []
+    future = owner.buffer[:8].read_into(bytearray(8))
+    future.add_done_callback(lambda _: (names.append(threading.current_thread().name), called.set()))
+    owner.fabric.run()
+    assert called.wait(10)
+    assert names == ["monarch-verbs"]
+
+
+def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = far()
+    left, over = [3000], threading.Event()
+    errors: list[BaseException] = []
+
+    def following(_: Any) -> None:
+        if not left[0]:
+            over.set()
+            return
+        left[0] -= 1
+        owner.buffer[:8].read_into(bytearray(8)).add_done_callback(following)
+
+    following(None)
+    assert over.wait(30), "one callback within another would have ended at the limit of recursion"
+
+    slow = far(Fabric(at_once=False))
+    first, raised = slow.buffer[:8].read_into(bytearray(8)), threading.Event()
+
+    def waiting(_: Any) -> None:
+        try:
+            slow.buffer[:8].read_into(bytearray(8)).get()
+        except RuntimeError as error:
+            errors.append(error)
+        raised.set()
+
+    first.add_done_callback(waiting)
+    slow.fabric.run()
+    assert raised.wait(10)
+    assert "use another thread" in str(errors[0])
+    slow.fabric.run()
+
+
+def test_await(far: Make) -> None:
+    owner = far(Fabric(at_once=False))
+    into = [bytearray(64 * KI) for _ in range(8)]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(owner.buffer[: 64 * KI].read_into(each, timeout=10).as_asyncio() for each in into))
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(owner.buffer[:8].read_into(bytearray(8)).as_asyncio())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with Worker(owner.fabric):
+        asyncio.run(all_of_them())
+        asyncio.run(cancelled())
+    assert all(owner.holds(each, len(each)) for each in into)
+
+
+def test_many_from_many_threads(far: Make) -> None:
+    owner = far(Fabric(at_once=False), spins=True)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for i in range(30):
+            size = 1 << ((number + i) % 21)
+            into = [bytearray(size) for _ in range(3)]
+            action = RDMAAction()
+            for each in into:
+                action.read_remote(each, owner.buffer[:size])
+            futures = [action.submit(timeout=30), owner.buffer.fetch_add(1, 3 * MI)]
+            for future in futures:
+                future.get(30)
+            if not all(owner.holds(each, size) for each in into):
+                wrong.append(number)
+
+    owner.memory.view[3 * MI : 3 * MI + 8] = bytes(8)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    with Worker(owner.fabric):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert int.from_bytes(owner.memory.view[3 * MI : 3 * MI + 8], "little") == 240
+    assert until(lambda: not program().pending)
+
+
+def test_what_takes_long_to_register_takes_a_thread_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    owner = far()
+    by_threads = moved_by_threads(owner, monkeypatch)
+    into = torch.zeros(2 * MI, dtype=torch.uint8)
+    for _ in range(3):
+        into.zero_()
+        owner.buffer[: 2 * MI].read_into(into).get(10)
+        assert owner.holds(into.numpy(), 2 * MI)
+    assert len(by_threads) == 1
+
+
+# ---- ends before the time
+
+
+def test_cancel_returns_when_what_is_posted_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(_flight, "MERCY", 60.0)
+    owner = far(Fabric(at_once=False), nbytes=32 * MI)
+    into = torch.zeros(32 * MI, dtype=torch.uint8)
+    owner.asking.transfer(owner.token, "read", owner.region, [(0, into.data_ptr(), 8)], into, lambda _: None)
+    assert until(lambda: owner.fabric.run() >= 0 and not owner.asking._completions._announced)
+    future = owner.buffer.read_into(into)
+    assert until(lambda: any(pair.posted for pair in list(owner.fabric.pairs.values())))
+    returned: list[bool] = []
+    cancelling = threading.Thread(target=lambda: returned.append(future.cancel("no more")))
+    cancelling.start()
+    cancelling.join(0.2)
+    assert cancelling.is_alive(), "the device may still write to the memory"
+    assert not future.ready
+    done = owner.fabric.run()
+    cancelling.join(10)
+    assert returned == [True]
+    with pytest.raises(CancelledError, match="no more"):
+        future.get()
+    assert 0 < done <= 4, "what was not posted is not done any more"
+    assert owner.asking.connected(owner.token), "nobody else is disturbed"
+
+
+def test_a_connection_on_which_nothing_ends_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    owner = far(Fabric(at_once=False))
+    into = bytearray(8)
+    future = owner.buffer[:8].read_into(into)
+    assert future.cancel()
+    assert isinstance(future.exception(), CancelledError)
+    owner.fabric.run()
+    assert into == bytes(8), "nothing reaches it any more"
+    with Worker(owner.fabric):
+        owner.buffer[:8].read_into(into, timeout=10).get()
+    assert owner.holds(into, 8)
+
+
+def test_a_timeout(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    owner = far(Fabric(at_once=False))
+    began = time.monotonic()
+    for future in (owner.buffer[:8].read_into(bytearray(8), timeout=0.1), owner.buffer.fetch_add(1, timeout=0.0)):
+        with pytest.raises(TimeoutError, match=r"was not done within 0(\.1)? s; a part of it may be"):
+            future.get(10)
+    assert time.monotonic() - began < 5
+    assert not program().pending
+
+
+def test_timers_of_transfers_that_are_done_are_taken_back(far: Make) -> None:
+    owner, timers = far(), program().pump._timers
+    before = timers.cancelled
+    for _ in range(5):
+        owner.buffer[:8].read_into(bytearray(8), timeout=1000).get()
+    assert timers.cancelled >= before + 5 or not [each for each in timers._heap if each[2]._call is not None]
+
+
+def test_an_owner_that_dies_in_the_middle(far: Make) -> None:
+    owner = far(Fabric(at_once=False))
+    futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(100)]
+    peer = program().router.peer(owner.token)
+    peer.gone = "killed by signal 9"
+    owner.connects = False
+    program().lost_process(peer, None)
+    owner.asking.peer_gone(owner.token, "its process is gone")
+    began = time.monotonic()
+    for future in futures:
+        with pytest.raises(OwnerLostError, match="is gone"):
+            future.get(10)
+    assert time.monotonic() - began < 5
+    with pytest.raises(OwnerLostError):
+        owner.buffer[:8].read_into(bytearray(8)).get(10)
+
+
+def test_a_refusal_of_the_device_is_an_error_and_its_owner_is_asked(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("monarch_backend.rdma._verbs.ask", lambda *args: asked.append(args) or b"\x01")
+    owner = far()
+    owner.owner.release(owner.region)
+    with pytest.raises(RDMAError, match="not registered any more"):
+        owner.buffer[:8].read_into(bytearray(8)).get(10)
+    assert len(asked) == 1
+
+
+def test_one_part_s_failure_ends_the_others(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    monkeypatch.setattr("monarch_backend.rdma._verbs.ask", lambda *_: b"\x01")
+    good, bad = far(Fabric(at_once=False)), far()
+    bad.owner.release(bad.region)
+    both = RDMAAction().read_remote(bytearray(8), good.buffer[:8]).read_remote(bytearray(8), bad.buffer[:8])
+    with pytest.raises(RDMAError, match="not registered any more"):
+        both.submit().get(10)
+    good.fabric.run()
+
+
+def test_a_broken_connection_is_made_again(far: Make) -> None:
+    owner = far(Fabric(at_once=False))
+    into = bytearray(64 * KI)
+    future = owner.buffer[: 64 * KI].read_into(into)
+    owner.fabric.dead = True
+    owner.fabric.run()
+    owner.fabric.dead = False
+    with Worker(owner.fabric):
+        future.get(10)
+    assert owner.holds(into, len(into))
+
+
+def test_tcp_is_taken_where_the_devices_stop_to_reach_each_other(far: Make, caplog: pytest.LogCaptureFixture) -> None:
+    owner = far()
+    handle = owner.buffer._handle._replace(ways=(("there", 1),))
+    part, over = Part(handle, False, ((0, 0, 8),)), Result(UNREACHABLE, 0, 0, 0, "no way")
+    tried: list[Any] = []
+
+    class Tcp:
+        name = "tcp"
+
+        def move(self, *args: Any) -> Result:
+            tried.append(args)
+            return Result(0, 0, 0, 0)
+
+    route = Far(owner.route, Tcp())  # type: ignore[arg-type]
+    assert route.name == "verbs"
+    late = Result(LATE, 0, 0, 0)
+    assert route.mend(part, late, patient(None), None) == late
+    assert not tried
+    assert route.mend(part, over, patient(None), None).outcome == 0
+    assert len(tried) == 1
+    assert route.name == "tcp"
+    assert route.begin(part, patient(None), None, lambda _: None) is None
+    assert "over TCP: no way" in caplog.text
+
+
+# ---- where large transfers go
+
+
+@pytest.mark.parametrize(("nbytes", "lanes"), [(MI, 1), (16 * MI, 1), (64 * MI, 2)])
+def test_several_queue_pairs_share_what_is_large(far: Make, nbytes: int, lanes: int) -> None:
+    import torch
+
+    assert Settings().queue_pairs == 2
+    owner = far(Fabric(at_once=False), nbytes=nbytes)
+    assert until(lambda: owner.fabric.run() == 0 and all(pair.most <= 1 for pair in owner.fabric.pairs.values()))
+    for pair in owner.fabric.pairs.values():
+        pair.most = 0
+    into = torch.zeros(nbytes, dtype=torch.uint8)
+    future = owner.buffer.read_into(into)
+    while not future.done():
+        owner.fabric.run(1)
+    assert owner.holds(into.numpy(), nbytes)
+    assert sum(pair.most > 0 for pair in owner.fabric.pairs.values()) == lanes
