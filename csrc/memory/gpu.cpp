@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include <unistd.h>
@@ -39,6 +40,7 @@ struct Opened {
   const int pid;
   std::mutex mutex;
   void* contexts[most_devices] = {};
+  std::atomic<int> seen{none};  // a device that somebody here has memory of
 };
 
 std::atomic<Opened*> opened{nullptr};
@@ -88,9 +90,17 @@ int device_of(const void* address) {
   Opened* found = opened.load(std::memory_order_acquire);
   if (found == nullptr || found->pid != getpid()) return none;
   unsigned type = 0;
+  int result = found->driver.attribute(&type, memory_type, number(address));
+  const int seen = found->seen.load(std::memory_order_relaxed);
+  std::optional<Current> current;
+  if (result == no_context && seen != none) {  // a thread that no runtime knows
+    current.emplace(seen);
+    result = found->driver.attribute(&type, memory_type, number(address));
+  }
   int device = none;
-  if (found->driver.attribute(&type, memory_type, number(address)) != 0 || type != type_device) return none;
-  return found->driver.attribute(&device, device_ordinal, number(address)) == 0 ? device : none;
+  if (result != 0 || type != type_device || found->driver.attribute(&device, device_ordinal, number(address)) != 0) return none;
+  found->seen.store(device, std::memory_order_relaxed);
+  return device;
 }
 
 Range allocation_of(const void* address) {
@@ -103,6 +113,7 @@ Range allocation_of(const void* address) {
 
 void wait_for_stream(int device, std::uint64_t stream) {
   const Current current(device);
+  if (current.driver().hip && stream == legacy_stream) stream = 0;
   current.driver().check(current.driver().stream_wait(reinterpret_cast<void*>(stream)), "wait for the stream that fills memory");
 }
 

@@ -18,6 +18,8 @@ inline constexpr unsigned not_blocking = 1;      // of a stream: it does not wai
 inline constexpr unsigned portable = 1;          // of pinned memory: for all contexts
 inline constexpr unsigned lazy_peer_access = 1;  // of a mapping: from another GPU, where the two reach each other
 inline constexpr int dma_buf_fd = 1;             // of a range's handle
+inline constexpr int no_context = 201;             // an error: this thread has none
+inline constexpr std::uint64_t legacy_stream = 1;  // CUDA's number of it; to HIP it is 0
 inline constexpr int hip_copy_default = 4;       // hipMemcpyDefault: the addresses say what they are
 
 struct Driver {

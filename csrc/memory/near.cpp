@@ -147,6 +147,7 @@ Result Near::by_mapping(Transfer& transfer, const char* base) {
 }
 
 Result Near::by_gpu(Transfer& transfer) {
+  if (transfer.segments.empty()) return {};
   const int device = gpu::device_of(transfer.segments.front().local);
   if (device == gpu::none) return failed("it is memory of a GPU, and the memory here is not");
   try {

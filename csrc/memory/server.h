@@ -19,6 +19,7 @@ namespace monarch {
 class Memory {
  public:
   virtual ~Memory() = default;
+  // A thread may hold several pieces of a GPU's at a time.
   virtual Refusal hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access, char** data) = 0;
   virtual void let_go(const Ticket& ticket) = 0;
   // Of what is held: the GPU whose memory it is, or gpu::none.

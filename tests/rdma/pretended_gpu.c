@@ -186,6 +186,7 @@ int cuCtxPopCurrent_v2(void **context) {
 }
 
 int cuPointerGetAttribute(void *value, int which, uint64_t address) {
+  if (depth == 0 && refuses("attribute")) return INVALID_CONTEXT;
   pthread_mutex_lock(&lock);
   Allocation *a = find(address, 0);
   int result = a == NULL ? INVALID_VALUE : OK;
@@ -230,13 +231,15 @@ int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *opaque) {
   return OK;
 }
 
-/* As a GPU does: what is not memory of one is memory of this process. */
+/* As a GPU does: what is not memory of one is memory of this process. One copy at a time, so that those who look for races
+ * look for those of the host's memory. */
 static int run(const Op *op) {
   pthread_mutex_lock(&lock);
   char *to = real_of(op->to, op->bytes), *from = real_of(op->from, op->bytes);
+  int known = to != NULL || from != NULL;
+  if (known) memmove(to != NULL ? to : (char *)op->to, from != NULL ? from : (char *)op->from, op->bytes);
   pthread_mutex_unlock(&lock);
-  if (to == NULL && from == NULL) return ILLEGAL_ADDRESS;
-  memmove(to != NULL ? to : (char *)op->to, from != NULL ? from : (char *)op->from, op->bytes);
+  if (!known) return ILLEGAL_ADDRESS;
   __atomic_add_fetch(&counts[COPIES], 1, __ATOMIC_SEQ_CST);
   __atomic_add_fetch(&counts[COPIED_BYTES], op->bytes, __ATOMIC_SEQ_CST);
   return OK;

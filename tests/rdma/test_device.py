@@ -292,6 +292,21 @@ def test_a_reader_that_stands_still(fresh: Pair, request: pytest.FixtureRequest)
     assert reading.get(20).startswith("DroppedError")
 
 
+def test_threads_without_a_context(pair: Pair) -> None:
+    """The driver may refuse to say to these whose memory an address is."""
+    owner, reader = pair
+    buffer = owner.own.call_one("tensor", 3 * MIB).get()
+    assert reader.read.call_one(buffer).get()
+    for each in (owner, reader):
+        each.refuse.call_one("attribute").get()
+    assert reader.read.call_one(buffer).get()
+    reader.write.call_one(buffer, "tensor", 3).get()
+    for each in (owner, reader):
+        each.refuse.call_one("").get()
+    assert reader.read.call_one(buffer, "tensor", 3).get()
+    owner.drop.call_one(buffer).get()
+
+
 # ---- IPC
 
 

@@ -60,12 +60,13 @@ class Shelf final : public Memory {
   }
   Refusal hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access, char** data) override {
     if (ticket.slot >= regions) return Refusal::dropped;
-    alone = access != Access::read;
+    alone = access != Access::read && device(ticket) == gpu::none;  // of a GPU, two pieces are held at a time
     alone ? locks_[ticket.slot].lock() : locks_[ticket.slot].lock_shared();
     Refusal refusal = Refusal::none;
     if (epochs_[ticket.slot] != ticket.epoch) refusal = Refusal::dropped;
     else if (offset > region || bytes > region - offset) refusal = Refusal::out_of_range;
     else if (access != Access::read && ticket.slot == 0) refusal = Refusal::read_only;
+    else if (access > Access::write && device(ticket) != gpu::none) refusal = Refusal::no_atomics;
     if (refusal == Refusal::none) *data = (device(ticket) == 0 ? gpu_ : data_[ticket.slot].data()) + offset;
     else let_go(ticket);
     return refusal;
