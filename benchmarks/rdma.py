@@ -5,7 +5,8 @@
     tools/rxe_guest.sh python benchmarks/rdma.py --only verbs      # where this machine has no two RDMA devices
 
 host    two processes of this host: memory of rdma.empty (mapped), ordinary memory (process_vm_readv), and through the
-        owner's thread (MONARCH_CMA=0); floors are memcpy in one process and a bare process_vm_readv; peers are NIXL
+        owner's thread (MONARCH_CMA=0); "again" is an RDMAAction that is submitted again and again, as NIXL's handles
+        are; floors are memcpy in one process and a bare process_vm_readv; peers are NIXL
         over UCX and torchmonarch, whose RDMABuffer takes TCP where no NIC is
 hosts   two network namespaces, over TCP, with and without TLS, beside sockets and iperf3 with one stream; needs root,
         iproute2 and iperf3
@@ -174,13 +175,14 @@ def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
 def one_host(sizes: Sequence[int], count: int) -> Route:
     """Two processes of this host."""
     large = [size for size in sizes if size >= 64 << 10]
-    floors = {"mapped": "memcpy", "ordinary": "process_vm_readv"}
+    floors = {"mapped": "memcpy", "mapped, again": "memcpy"}
+    floors |= dict.fromkeys(("ordinary", "ordinary, again"), "process_vm_readv")
     floors |= dict.fromkeys(("owner's thread", "NIXL", "torchmonarch"), "process_vm_readv")
     musts = (
         Must("mapped", "memcpy", 0.8, [64 << 20]),
         Must("ordinary", "process_vm_readv", 0.95, [64 << 20], rate=5.0),
-        Must("ordinary", "NIXL", 1.0, large),
-        Must("mapped", "NIXL", 1.0, large),
+        Must("ordinary, again", "NIXL", 1.0, large),
+        Must("mapped, again", "NIXL", 1.0, large),
     )
     route = Route("One host", floors, musts)
     most, alone, ours = max(sizes), Alone(), STATIONS / "ours.py"
@@ -191,7 +193,9 @@ def one_host(sizes: Sequence[int], count: int) -> Route:
         floor = make(0, sys.executable, STATIONS / "floor.py", most)
         made = [
             station_of("mapped", mapped, route, bare=True),
+            Contender("mapped, again", lambda size: ask(mapped, "read_again", size)),
             station_of("ordinary", ordinary, route, bare=True),
+            Contender("ordinary, again", lambda size: ask(ordinary, "read_again", size)),
             station_of("owner's thread", thread, route),
             station_of("memcpy", floor, route, case="copy"),
             Contender("memcpy of shared pages", lambda size: ask(floor, "copy_shared", size)),

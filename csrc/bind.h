@@ -9,5 +9,6 @@ void bind_shared_memory(pybind11::module_& m);  // csrc/shm/, Linux only: it sta
 void bind_channels(pybind11::module_& m);       // csrc/channel/, Linux only: it stands on csrc/shm
 void bind_memory(pybind11::module_& m);         // csrc/memory/, Linux only: it stands on csrc/shm
 void bind_memory_streams(pybind11::module_& m);  // its part that goes over TCP
+void bind_gpu_memory(pybind11::module_& m);      // its part that knows GPUs
 
 }  // namespace monarch

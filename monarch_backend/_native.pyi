@@ -283,7 +283,7 @@ class View:
 class Memory:
     """Memory that this process has registered, and its ways to that of others on this host."""
 
-    def __init__(self, host: Host, kernel: bool = True) -> None: ...
+    def __init__(self, host: Host, kernel: bool = True, ipc: bool = True) -> None: ...
     def add(self, address: int, nbytes: int, writable: bool) -> _Ticket: ...
     def drop(self, ticket: _Ticket, seconds: float) -> int: ...
     def user_of(self, ticket: _Ticket) -> int: ...
@@ -299,6 +299,9 @@ class Memory:
         segments: _Segments,
         patient: Patient,
     ) -> tuple[int, int, int, int, str]: ...
+    def at_once(self, token: str, ticket: _Ticket, write: bool, offset: int, local: int, nbytes: int) -> bool:
+        """True if it is done; False if somebody is needed for it, or it failed: `move` says why."""
+
     def change(
         self,
         token: str,
@@ -315,6 +318,51 @@ class Memory:
     ) -> tuple[int, int, int, int, str]: ...
     def way(self, token: str, ticket: _Ticket) -> int:
         """A Way; -1 of a process that this one has not met yet."""
+
+    def why_not_mapped(self, token: str, ticket: _Ticket) -> str:
+        """Of memory of a GPU, for people; empty where nothing is known to be in the way."""
+
+    def lend(self, token: str, ticket: _Ticket, address: int) -> bool:
+        """That memory of a GPU is mapped here, by the caller, until it is `returned`; False if its owner is not met."""
+
+    def returned(self) -> list[tuple[str, int, int]]:
+        """Token, slot and epoch of what was lent and nobody uses any more; each is told once."""
+
+    def sweep(self) -> None:
+        """Unmap other processes' GPU memory that was dropped, or whose process is gone."""
+
+    def mapped(self) -> int:
+        """Other processes' allocations of GPUs that are mapped here, or that the driver has refused to map."""
+
+class GpuFailure(RuntimeError):
+    """What the driver of a GPU has refused."""
+
+def gpu_open() -> None:
+    """Open the driver, CUDA's or HIP's. Raises GpuFailure where there is none. Twice is as good as once."""
+
+def gpu_library() -> str:
+    """The driver's library that was opened, or an empty string."""
+
+def gpu_device_of(address: int) -> int:
+    """The number of the GPU whose memory that is, -1 for none; before gpu_open nobody has any."""
+
+def gpu_allocation_of(address: int) -> tuple[int, int]:
+    """Address and bytes of the allocation that this lies in. Raises GpuFailure."""
+
+def gpu_wait_for_stream(device: int, stream: int) -> None:
+    """Until it is done with what it was asked for. Raises GpuFailure."""
+
+def gpu_dma_buf(address: int, nbytes: int) -> int:
+    """A new descriptor of the dma-buf of this range, of whole pages. Raises GpuFailure."""
+
+class Copies:
+    """Copies between this process and others of its host that are made again and again."""
+
+    def __init__(self, memory: Memory, copies: Sequence[tuple[str, _Ticket, bool, int, int, int]]) -> None:
+        """Token, ticket, whether it is written to; offset, local address, bytes."""
+
+    def run(self) -> bool:
+        """True if all are done; False if not: `Memory.move` says why."""
 
 class MemoryIdentity:
     """Who this process is for those who want its memory, and how it proves it."""

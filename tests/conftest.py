@@ -36,6 +36,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Whoever hears that the tests hung, or died, wants to know in which of them."""
+    if begun := os.environ.get("MONARCH_TEST_BEGUN"):
+        with open(begun, "a") as file:
+            file.write(nodeid + "\n")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _close_pools() -> Iterator[None]:
     yield

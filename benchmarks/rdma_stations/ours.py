@@ -16,7 +16,7 @@ from _timing import Call, check, fill
 
 from monarch_backend import rdma
 from monarch_backend.actor import Actor, endpoint, this_host
-from monarch_backend.rdma import RDMABuffer
+from monarch_backend.rdma import RDMAAction, RDMABuffer
 from monarch_backend.rdma._registry import registry
 from monarch_backend.rdma._route import patient
 from monarch_backend.rdma._transfers import engine
@@ -77,6 +77,10 @@ class Ours:
 
     def _read(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         return lambda: buffer.read_into(into).get()
+
+    def _read_again(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        action = RDMAAction().read_remote(into, buffer)
+        return lambda: action.submit().get()
 
     def _write(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         fill(into)

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "memory/link.h"
+#include "memory/staged.h"
 #include "memory/wire.h"
 
 namespace monarch {
@@ -21,6 +22,7 @@ namespace monarch {
 namespace {
 
 constexpr std::uint64_t piece_bytes = 1 << 20;
+static_assert(piece_bytes <= gpu::room_bytes);
 constexpr std::size_t ahead = 4;  // requests of one connection that wait for their replies
 constexpr auto look_at_cancel = std::chrono::milliseconds(20);
 constexpr auto helper_patience = std::chrono::seconds(10);  // to connect, which nobody waits for
@@ -39,6 +41,10 @@ const char* in_words(Refusal refusal) {
       return "the memory is registered for reading only";
     case Refusal::misaligned:
       return "an atomic operation needs 8 bytes at a multiple of 8";
+    case Refusal::device:
+      return "the driver of its owner's GPU could not copy it";
+    case Refusal::no_atomics:
+      return "it is memory of a GPU, which has no atomic operations on this route";
   }
   return "its owner refuses, for a reason that this version does not know";
 }
@@ -47,7 +53,7 @@ const char* in_words(Refusal refusal) {
 class Transfer {
  public:
   Transfer(Access access, const Ticket& ticket, const std::vector<Segment>& segments, const Limits& limits)
-      : access(access), ticket(ticket), limits(limits) {
+      : access(access), ticket(ticket), limits(limits), device(segments.empty() ? gpu::none : gpu::device_of(segments.front().local)) {
     for (const Segment& segment : segments) cut(segment);
     starts_.push_back(parts_.size());
   }
@@ -103,6 +109,7 @@ class Transfer {
   const Access access;
   const Ticket ticket;
   const Limits limits;
+  const int device;  // of the local memory
   std::uint64_t operand = 0, expected = 0;
   std::uint64_t value = 0;  // of an atomic, which has one driver
 
@@ -138,9 +145,9 @@ class Stream {
                const Limits& limits, Inheritance& inheritance);
   void hang_up(Inheritance& inheritance);
 
-  // Pieces, in the order in which they are answered.
-  void ask(const Transfer& transfer, std::size_t index);
-  Refusal hear(Transfer& transfer, std::size_t index);
+  // Pieces, in the order in which they are answered; `staged` is for memory of a GPU, else nullptr.
+  void ask(const Transfer& transfer, std::size_t index, Staged* staged);
+  Refusal hear(Transfer& transfer, std::size_t index, Staged* staged);
   bool readable(Moment until, const Limits& limits) { return connection_->reader.readable(until, limits); }
 
   bool busy = false;  // the pool's, under its lock
@@ -154,7 +161,8 @@ class Stream {
     std::size_t place = 0;
   };
   void send(const char* from, std::uint64_t bytes, const Limits& limits);
-  Refusal hear_bytes(const Transfer::Piece& piece, const Limits& limits);
+  Refusal hear_bytes(const Transfer::Piece& piece, const Limits& limits, Staged* staged);
+  Refusal hear_tail(const Limits& limits);
 
   std::optional<Connection> connection_;
   std::uint64_t asked_ = 0, heard_ = 0;
@@ -185,7 +193,7 @@ void Stream::send(const char* from, std::uint64_t bytes, const Limits& limits) {
   }
 }
 
-void Stream::ask(const Transfer& transfer, std::size_t index) {
+void Stream::ask(const Transfer& transfer, std::size_t index, Staged* staged) {
   const Transfer::Piece piece = transfer.piece(index);
   const wire::Request request{wire::request_magic,
                               static_cast<std::uint32_t>(transfer.access),
@@ -203,7 +211,9 @@ void Stream::ask(const Transfer& transfer, std::size_t index) {
     const wire::Range range{piece.first[i].offset, piece.first[i].bytes};
     writer.put(&range, sizeof range);
   }
-  if (transfer.access == Access::write) {
+  if (transfer.access == Access::write && staged != nullptr) {
+    staged->send(piece.first, piece.count, [&](const char* from, std::uint64_t bytes) { send(from, bytes, transfer.limits); });
+  } else if (transfer.access == Access::write) {
     for (std::size_t i = 0; i < piece.count; ++i) send(piece.first[i].local, piece.first[i].bytes, transfer.limits);
   }
   writer.flush(transfer.limits);
@@ -213,15 +223,26 @@ void Stream::ask(const Transfer& transfer, std::size_t index) {
   throw LinkError(Outcome::lost, std::string("the other side sent ") + what + ": install the same monarch_backend on both");
 }
 
-Refusal Stream::hear_bytes(const Transfer::Piece& piece, const Limits& limits) {
-  for (std::size_t i = 0; i < piece.count; ++i) connection_->reader.read(piece.first[i].local, piece.first[i].bytes, limits);
+Refusal Stream::hear_bytes(const Transfer::Piece& piece, const Limits& limits, Staged* staged) {
+  if (staged == nullptr) {
+    for (std::size_t i = 0; i < piece.count; ++i) connection_->reader.read(piece.first[i].local, piece.first[i].bytes, limits);
+    return hear_tail(limits);
+  }
+  Refusal refusal = Refusal::none;
+  staged->receive(
+      piece.first, piece.count, [&](char* to, std::uint64_t bytes) { connection_->reader.read(to, bytes, limits); },
+      [&] { return (refusal = hear_tail(limits)) == Refusal::none; });
+  return refusal;
+}
+
+Refusal Stream::hear_tail(const Limits& limits) {
   wire::Tail tail;
   connection_->reader.read(&tail, sizeof tail, limits);
   if (tail.magic != wire::tail_magic || tail.number != heard_) wrong("no end of what was read");
   return static_cast<Refusal>(tail.refusal);
 }
 
-Refusal Stream::hear(Transfer& transfer, std::size_t index) {
+Refusal Stream::hear(Transfer& transfer, std::size_t index, Staged* staged) {
   wire::Reply reply;
   connection_->reader.read(&reply, sizeof reply, transfer.limits);
   if (reply.magic != wire::reply_magic || reply.number != ++heard_) wrong("what is no reply");
@@ -229,7 +250,7 @@ Refusal Stream::hear(Transfer& transfer, std::size_t index) {
   const auto refusal = static_cast<Refusal>(reply.refusal);
   const bool bytes_come = transfer.access == Access::read && refusal == Refusal::none;
   if (reply.bytes != (bytes_come ? piece.bytes : 0)) wrong("another number of bytes than was asked for");
-  if (bytes_come) return hear_bytes(piece, transfer.limits);
+  if (bytes_come) return hear_bytes(piece, transfer.limits, staged);
   if (transfer.access == Access::fetch_add || transfer.access == Access::compare_and_swap) transfer.value = reply.value;
   return refusal;
 }
@@ -338,6 +359,9 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   } catch (const LinkError& error) {
     transfer->fail(error.outcome, Refusal::none, told(error));
     if (stream != nullptr) stream->hang_up(inheritance_);
+  } catch (const gpu::Failure& failure) {
+    transfer->fail(Outcome::failed, Refusal::none, failure.what());
+    if (stream != nullptr) stream->hang_up(inheritance_);
   } catch (const std::exception& error) {  // no memory, no more threads
     transfer->fail(Outcome::lost, Refusal::none, told(error));
     if (stream != nullptr) stream->hang_up(inheritance_);
@@ -366,7 +390,7 @@ Stream* Client::Pool::send(Transfer& transfer) {
     return nullptr;
   }
   try {
-    stream->ask(transfer, 0);
+    stream->ask(transfer, 0, nullptr);
   } catch (const LinkError& error) {
     transfer.fail(error.outcome, Refusal::none, told(error));
   }
@@ -381,20 +405,24 @@ void Client::Pool::leave(Stream& stream, bool broken) {
 }
 
 void Client::Pool::drive(Transfer& transfer, Stream& stream, bool helps) {
+  std::optional<Staged> staged;
+  if (transfer.device != gpu::none) staged.emplace(transfer.device);
+  Staged* const through = staged ? &*staged : nullptr;
   std::deque<std::size_t> under_way;
   for (;;) {
     while (under_way.size() < ahead && !(helps && waiting_ > 0)) {
       const std::optional<std::size_t> index = transfer.take();
       if (!index) break;
       transfer.limits.check();
-      stream.ask(transfer, *index);
+      stream.ask(transfer, *index, through);
       under_way.push_back(*index);
     }
-    if (under_way.empty()) return;
-    const Refusal refusal = stream.hear(transfer, under_way.front());
+    if (under_way.empty()) break;
+    const Refusal refusal = stream.hear(transfer, under_way.front(), through);
     under_way.pop_front();
     if (refusal != Refusal::none) transfer.fail(Outcome::refused, refusal, in_words(refusal));
   }
+  if (staged) staged->finish();
 }
 
 // One helper for each further connection, as long as there is something to do for it.
@@ -437,7 +465,8 @@ void Client::Pool::help_with(Transfer& transfer, Stream& stream) {
     drive(transfer, stream, true);
   } catch (const std::exception& error) {
     const auto* link = dynamic_cast<const LinkError*>(&error);
-    transfer.fail(link != nullptr ? link->outcome : Outcome::lost, Refusal::none, told(error));
+    const bool here = dynamic_cast<const gpu::Failure*>(&error) != nullptr;
+    transfer.fail(link != nullptr ? link->outcome : here ? Outcome::failed : Outcome::lost, Refusal::none, here ? error.what() : told(error));
     stream.hang_up(inheritance_);
   }
   transfer.leave();
@@ -496,7 +525,7 @@ class Client::Sent : public Errand {
     bool broken = true;
     try {
       if (!stream_.readable(until, transfer_->limits)) return false;
-      const Refusal refusal = stream_.hear(*transfer_, 0);
+      const Refusal refusal = stream_.hear(*transfer_, 0, nullptr);
       if (refusal != Refusal::none) transfer_->fail(Outcome::refused, refusal, in_words(refusal));
       broken = false;
     } catch (const LinkError& error) {
@@ -556,7 +585,7 @@ std::unique_ptr<Errand> Client::begin(Access access, const Ticket& ticket, const
   for (const Segment& segment : segments) bytes += segment.bytes;
   if (bytes > (access == Access::write ? errand_writes : errand_reads)) return nullptr;
   auto transfer = std::make_shared<Transfer>(access, ticket, segments, pool_->limits(deadline, cancel));
-  if (transfer->pieces() != 1) return nullptr;
+  if (transfer->pieces() != 1 || transfer->device != gpu::none) return nullptr;
   transfer->operand = operand, transfer->expected = expected;
   Stream* stream = pool_->send(*transfer);
   if (stream == nullptr) return nullptr;

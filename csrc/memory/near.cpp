@@ -19,7 +19,19 @@ constexpr std::uint64_t room_bytes = 1 << 20;
 constexpr std::size_t most_parts = 256;     // of one system call
 constexpr auto tick = std::chrono::milliseconds(20);  // nobody rings when a peer dies, or when a caller changes his mind
 
+constexpr std::uint64_t gpu_piece = 64 << 20;  // the same for copies by a GPU
+
 Result ended(Outcome outcome, Refusal refusal = Refusal::none, int error = 0) { return {outcome, refusal, error}; }
+Result failed(const std::string& text) { return {Outcome::failed, Refusal::none, 0, 0, text}; }
+
+// `device`: whose memory one of both is, or gpu::none.
+void copy(int device, void* to, const void* from, std::uint64_t bytes) {
+  if (device == gpu::none) {
+    std::memcpy(to, from, bytes);
+  } else {
+    gpu::copy(device, to, from, bytes);
+  }
+}
 
 }  // namespace
 
@@ -83,8 +95,23 @@ bool Near::kernel_lets_us(Peer& peer) {
 
 Way Near::way(Peer& peer, const Ticket& ticket) {
   TableMemory* table = table_of(peer);
-  const bool mapped = table != nullptr && ticket.slot < most_registrations && table->entries[ticket.slot].shared_at.load() != 0;
+  if (table == nullptr || ticket.slot >= most_registrations) return kernel_lets_us(peer) ? Way::kernel : Way::thread;
+  const Entry& entry = table->entries[ticket.slot];
+  if (entry.device() != gpu::none) {
+    if (imports_->lent(peer, ticket) != nullptr) return Way::lent;
+    const bool maps = ipc_ && entry.is_exported.load() != 0 && imports_->why_not(peer, *table, ticket).empty();
+    return maps ? Way::gpu : Way::thread;
+  }
+  const bool mapped = entry.shared_at.load() != 0;
   return mapped ? Way::mapped : kernel_lets_us(peer) ? Way::kernel : Way::thread;
+}
+
+std::string Near::why_not(Peer& peer, const Ticket& ticket) {
+  const TableMemory* table = table_of(peer);
+  if (!ipc_) return "MONARCH_GPU_IPC=0";
+  if (table == nullptr || ticket.slot >= most_registrations) return {};
+  if (table->entries[ticket.slot].is_exported.load() == 0) return "its driver does not export such memory";
+  return imports_->why_not(peer, *table, ticket);
 }
 
 Result Near::move(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, const std::vector<Segment>& segments, const Patient& patient) {
@@ -95,6 +122,7 @@ Result Near::move(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Acces
   Transfer transfer{peer, *table, ticket, access, segments, patient, Claimed(*table, ticket)};
   if (const Result result = transfer.check(); result.outcome != Outcome::done) return result;
   const Entry& entry = *transfer.claimed.entry();
+  if (entry.device() != gpu::none) return by_gpu(transfer);
   const std::uint64_t shared_at = entry.shared_at.load(std::memory_order_relaxed), bytes = entry.bytes.load(std::memory_order_relaxed);
   if (shared_at != 0 && bytes <= peer->mapping->size() && shared_at <= peer->mapping->size() - bytes) {
     return by_mapping(transfer, peer->mapping->at(shared_at));
@@ -116,6 +144,46 @@ Result Near::by_mapping(Transfer& transfer, const char* base) {
     }
   }
   return {};
+}
+
+Result Near::by_gpu(Transfer& transfer) {
+  if (transfer.segments.empty()) return {};
+  const int device = gpu::device_of(transfer.segments.front().local);
+  if (device == gpu::none) return failed("it is memory of a GPU, and the memory here is not");
+  try {
+    const Entry& entry = *transfer.claimed.entry();
+    if (const auto lent = imports_->lent(*transfer.peer, transfer.ticket)) return by_import(transfer, lent->base, device);
+    if (ipc_ && entry.is_exported.load(std::memory_order_relaxed) != 0) {
+      const std::shared_ptr<const Imports::Import> import = imports_->get(transfer.peer, transfer.table, transfer.ticket, device);
+      if (import->base != nullptr) return by_import(transfer, import->base + transfer.table.exports[transfer.ticket.slot].offset, device);
+    }
+    return by_thread(transfer, device);
+  } catch (const gpu::Failure& failure) {
+    return failed(failure.what());
+  }
+}
+
+// Two pieces are under way at a time. When this returns, none is.
+Result Near::by_import(Transfer& transfer, const char* base, int device) {
+  const bool reads = transfer.access == Access::read;
+  gpu::Copies copies(device);
+  std::uint64_t begun = 0;  // of this piece
+  int lane = 0;
+  for (const Segment& segment : transfer.segments) {
+    for (std::uint64_t at = 0; at < segment.bytes;) {
+      const std::uint64_t bytes = std::min(gpu_piece - begun, segment.bytes - at);
+      char* there = const_cast<char*>(base) + segment.offset + at;
+      copies.begin(lane, reads ? segment.local + at : there, reads ? there : segment.local + at, bytes);
+      at += bytes;
+      if ((begun += bytes) < gpu_piece) continue;
+      begun = 0, lane = 1 - lane;
+      copies.finish(lane);
+      if (const Result result = transfer.state(); result.outcome != Outcome::done) return result;
+    }
+  }
+  for (int each = 0; each < gpu::Copies::lanes; ++each) copies.finish(each);
+  // Who has died meanwhile may have left others' memory there: nobody knows what was copied.
+  return transfer.peer->state.load(std::memory_order_acquire) == Peer::alive ? Result{} : ended(Outcome::lost);
 }
 
 Result Near::by_kernel(Transfer& transfer, std::uint64_t base) {
@@ -212,7 +280,7 @@ Result Near::Question::ask(Transfer& transfer, std::uint64_t offset, std::uint64
   return request.refusal == Refusal::none ? Result{} : ended(Outcome::refused, request.refusal);
 }
 
-Result Near::by_thread(Transfer& transfer) {
+Result Near::by_thread(Transfer& transfer, int device) {
   transfer.claimed.let_go();  // the thread holds each piece while it copies it
   const std::uint64_t at_most = std::max_element(transfer.segments.begin(), transfer.segments.end(), [](auto& a, auto& b) {
                                   return a.bytes < b.bytes;
@@ -224,9 +292,9 @@ Result Near::by_thread(Transfer& transfer) {
   for (const Segment& segment : transfer.segments) {
     for (std::uint64_t at = 0; at < segment.bytes; at += size) {
       const std::uint64_t bytes = std::min(size, segment.bytes - at);
-      if (!reads) std::memcpy(question.room(), segment.local + at, bytes);
+      if (!reads) copy(device, question.room(), segment.local + at, bytes);
       if (const Result result = question.ask(transfer, segment.offset + at, bytes); result.outcome != Outcome::done) return result;
-      if (reads) std::memcpy(segment.local + at, question.room(), bytes);
+      if (reads) copy(device, segment.local + at, question.room(), bytes);
     }
   }
   return {};
@@ -249,7 +317,8 @@ Result Near::change(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Acc
   return result;
 }
 
-Service::Service(std::shared_ptr<Table> table) : table_(std::move(table)), thread_([this] { run(); }) {}
+Service::Service(std::shared_ptr<Table> table, std::shared_ptr<Imports> imports)
+    : table_(std::move(table)), imports_(std::move(imports)), thread_([this] { run(); }) {}
 
 Service::~Service() {
   ending_.store(true);
@@ -260,12 +329,14 @@ Service::~Service() {
 void Service::run() {
   Patience patience(table_->memory().bell, true);
   while (!ending_.load(std::memory_order_acquire)) {
-    if (serve_all()) {
+    const bool let_go = table_->memory().let_go.exchange(0, std::memory_order_acquire) != 0;
+    if (let_go) imports_->sweep();
+    if (serve_all() || let_go) {
       patience.reset();
       continue;
     }
     const auto asked = [&] {
-      if (ending_.load(std::memory_order_acquire)) return true;
+      if (ending_.load(std::memory_order_acquire) || table_->memory().let_go.load(std::memory_order_acquire) != 0) return true;
       const auto& requests = table_->memory().requests;
       return std::any_of(std::begin(requests), std::end(requests), [](const Request& r) { return r.state.load() == Request::asked; });
     };
@@ -302,10 +373,14 @@ void Service::serve(Request& request) {
   if (request.refusal != Refusal::none) return;
   if (atomic) {
     request.found = do_atomic(data, access, request.operand, request.expected);
-  } else if (access == Access::read) {
-    std::memcpy(peer->mapping->at(room), data, bytes);
   } else {
-    std::memcpy(data, peer->mapping->at(room), bytes);
+    char* theirs = peer->mapping->at(room);
+    const bool reads = access == Access::read;
+    try {
+      copy(table_->device(ticket), reads ? theirs : data, reads ? data : theirs, bytes);
+    } catch (const gpu::Failure&) {
+      request.refusal = Refusal::device;
+    }
   }
   table_->let_go(ticket);
 }

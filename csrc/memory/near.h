@@ -2,7 +2,7 @@
 //
 // Three ways, each one copy but the last: memory in the peer's arena is mapped here; other memory is read and written by
 // the kernel (process_vm_readv); where the kernel does not let us, the peer's own thread copies through a room in our
-// arena. Atomics are done in mapped memory, or by that thread. Nothing here waits longer than the deadline, and a caller
+// arena. Memory of a GPU is mapped by its driver (imports.h), or else copied by that thread. Atomics are done in mapped memory, or by that thread. Nothing here waits longer than the deadline, and a caller
 // who has changed his mind, or a peer who has died, ends it.
 #pragma once
 
@@ -10,9 +10,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "memory/imports.h"
 #include "memory/link.h"
 #include "memory/outcome.h"
 
@@ -35,12 +37,13 @@ class Patient {
   mutable std::optional<Cancel> event_;  // made when somebody asks for it
 };
 
-enum class Way : int { mapped, kernel, thread };
+enum class Way : int { mapped, kernel, thread, gpu, lent };
 
 class Near {
  public:
-  // `kernel`: whether process_vm_readv may be used, where it works.
-  Near(std::shared_ptr<Host> host, bool kernel) : host_(std::move(host)), kernel_(kernel) {}
+  // `kernel`, `ipc`: whether process_vm_readv, and mappings of GPU memory, may be used where they work.
+  Near(std::shared_ptr<Host> host, bool kernel, bool ipc) : host_(std::move(host)), kernel_(kernel), ipc_(ipc), imports_(std::make_shared<Imports>()) {}
+  std::shared_ptr<Imports> imports() const { return imports_; }
 
   // To memory of a peer; nullptr if it can't be reached as one of this host.
   std::shared_ptr<Peer> peer(const std::string& token) { return host_->connect(token); }
@@ -49,6 +52,8 @@ class Near {
                 std::uint64_t operand, std::uint64_t expected, const Patient& patient);
   // The one that `move` would take now.
   Way way(Peer& peer, const Ticket& ticket);
+  // Of memory of a GPU: why it is not mapped here, for people.
+  std::string why_not(Peer& peer, const Ticket& ticket);
 
  private:
   struct Transfer;
@@ -56,16 +61,19 @@ class Near {
   bool kernel_lets_us(Peer& peer);
   Result by_mapping(Transfer& transfer, const char* base);
   Result by_kernel(Transfer& transfer, std::uint64_t base);
-  Result by_thread(Transfer& transfer);
+  Result by_gpu(Transfer& transfer);
+  Result by_import(Transfer& transfer, const char* base, int device);
+  Result by_thread(Transfer& transfer, int device = gpu::none);
 
   std::shared_ptr<Host> host_;
-  const bool kernel_;
+  const bool kernel_, ipc_;
+  std::shared_ptr<Imports> imports_;
 };
 
 // The thread of an owner that does for its peers what they can't do themselves.
 class Service {
  public:
-  explicit Service(std::shared_ptr<Table> table);
+  Service(std::shared_ptr<Table> table, std::shared_ptr<Imports> imports);
   ~Service();
 
  private:
@@ -74,6 +82,7 @@ class Service {
   void serve(Request& request);
 
   std::shared_ptr<Table> table_;
+  std::shared_ptr<Imports> imports_;  // of this process: whoever drops what is in them rings the bell
   std::atomic<bool> ending_{false};
   std::thread thread_;
 };

@@ -1,6 +1,7 @@
 #include "memory/server.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -39,7 +40,10 @@ const char zeros[piece_held] = {};
 class Held {
  public:
   Held(Memory& memory, const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access)
-      : refusal(memory.hold(ticket, offset, bytes, access, &data)), memory_(memory), ticket_(ticket) {}
+      : refusal(memory.hold(ticket, offset, bytes, access, &data)),
+        device(refusal == Refusal::none ? memory.device(ticket) : gpu::none),
+        memory_(memory),
+        ticket_(ticket) {}
   ~Held() {
     if (refusal == Refusal::none) memory_.let_go(ticket_);
   }
@@ -48,10 +52,52 @@ class Held {
 
   char* data = nullptr;
   const Refusal refusal;
+  const int device;
 
  private:
   Memory& memory_;
   const Ticket& ticket_;
+};
+
+// Registered memory of a GPU on its way through pinned memory. What is copied is held, and let go of when the copy is done:
+// whoever is about to wait for a network finishes what is under way before.
+class Staging {
+ public:
+  Staging(Memory& memory, const Ticket& ticket, int device) : memory_(memory), ticket_(ticket), copies_(device) {}
+
+  char* room(int lane) { return copies_.room(lane); }
+  Refusal begin(int lane, std::uint64_t offset, std::uint64_t bytes, Access access) {
+    std::optional<Held>& held = held_[lane];
+    held.emplace(memory_, ticket_, offset, bytes, access);
+    if (held->refusal != Refusal::none) return held->refusal;
+    const bool reads = access == Access::read;
+    return tried([&] { copies_.begin(lane, reads ? room(lane) : held->data, reads ? held->data : room(lane), bytes); });
+  }
+  Refusal finish(int lane) {
+    const Refusal refusal = tried([&] { copies_.finish(lane); });
+    held_[lane].reset();
+    return refusal;
+  }
+  Refusal finish() {
+    const Refusal first = finish(0), second = finish(1);
+    return first != Refusal::none ? first : second;
+  }
+
+ private:
+  template <class Act>
+  static Refusal tried(Act&& act) {
+    try {
+      act();
+      return Refusal::none;
+    } catch (const gpu::Failure&) {
+      return Refusal::device;
+    }
+  }
+
+  Memory& memory_;
+  const Ticket& ticket_;
+  std::array<std::optional<Held>, gpu::Copies::lanes> held_;
+  gpu::Copies copies_;  // waits at its end, before that of what is held
 };
 
 // What one connection asks for, one request after the other.
@@ -67,13 +113,16 @@ class Service {
 
  private:
   bool next();
-  Refusal check() const;
+  Refusal check();
+  Refusal stage();
   void answer();
   void answer_read();
   void answer_write();
   void answer_atomic();
-  void send(const wire::Range& range, Refusal& refusal);
-  void receive(const wire::Range& range, Refusal& refusal);
+  void send(wire::Range range, Refusal& refusal);
+  void receive(wire::Range range, Refusal& refusal);
+  std::uint64_t send_staged(const wire::Range& range, Refusal& refusal);
+  std::uint64_t receive_staged(const wire::Range& range, Refusal& refusal);
   void reply(Refusal refusal, std::uint64_t bytes = 0, std::uint64_t value = 0);
   void put(const void* from, std::size_t bytes) {
     if (writer_.put(from, bytes)) return;
@@ -89,6 +138,8 @@ class Service {
   wire::Request request_;
   std::vector<wire::Range> ranges_;
   Ticket ticket_;
+  int device_ = gpu::none;          // of what is asked for now
+  std::optional<Staging> staging_;  // for that
   std::unique_ptr<char[]> scratch_;  // where bytes go that were refused
 };
 
@@ -115,23 +166,38 @@ bool Service::next() {
 }
 
 // Before a byte is moved: a request is refused as a whole, but for what is dropped meanwhile.
-Refusal Service::check() const {
+Refusal Service::check() {
   for (const wire::Range& range : ranges_) {
     const Held held(memory_, ticket_, range.offset, range.bytes, access());
     if (held.refusal != Refusal::none) return held.refusal;
+    device_ = held.device;
   }
-  return Refusal::none;
+  return device_ == gpu::none ? Refusal::none : stage();
+}
+
+Refusal Service::stage() {
+  try {
+    staging_.emplace(memory_, ticket_, device_);
+    for (int lane = 0; lane < gpu::Copies::lanes; ++lane) staging_->room(lane);  // now, since it may fail
+    return Refusal::none;
+  } catch (const gpu::Failure&) {
+    return Refusal::device;
+  }
 }
 
 void Service::answer() {
   switch (access()) {
     case Access::read:
-      return answer_read();
+      answer_read();
+      break;
     case Access::write:
-      return answer_write();
+      answer_write();
+      break;
     default:
-      return answer_atomic();
+      answer_atomic();
   }
+  device_ = gpu::none;
+  staging_.reset();
 }
 
 void Service::reply(Refusal refusal, std::uint64_t bytes, std::uint64_t value) {
@@ -148,7 +214,33 @@ void Service::answer_read() {
   put(&tail, sizeof tail);
 }
 
-void Service::send(const wire::Range& range, Refusal& refusal) {
+// The next part is copied while one is sent.
+std::uint64_t Service::send_staged(const wire::Range& range, Refusal& refusal) {
+  const auto part = [&](std::uint64_t at) { return std::min<std::uint64_t>(piece_held, range.bytes - at); };
+  int lane = 0;
+  std::uint64_t sent = 0;
+  if (range.bytes != 0) refusal = staging_->begin(lane, range.offset, part(0), Access::read);
+  while (sent < range.bytes && refusal == Refusal::none && (refusal = staging_->finish(lane)) == Refusal::none) {
+    const std::uint64_t bytes = part(sent), next = sent + bytes;
+    if (next < range.bytes) refusal = staging_->begin(1 - lane, range.offset + next, part(next), Access::read);
+    for (std::uint64_t at = 0; at < bytes;) {
+      const std::size_t took = writer_.try_write(staging_->room(lane) + at, bytes - at);
+      at += took;
+      if (took != 0) continue;
+      if (const Refusal late = staging_->finish(1 - lane); refusal == Refusal::none) refusal = late;
+      writer_.wait(limits_);
+    }
+    sent = next, lane = 1 - lane;
+  }
+  if (const Refusal late = staging_->finish(); refusal == Refusal::none) refusal = late;
+  return sent;
+}
+
+void Service::send(wire::Range range, Refusal& refusal) {
+  if (staging_ && refusal == Refusal::none) {
+    const std::uint64_t sent = send_staged(range, refusal);
+    range.offset += sent, range.bytes -= sent;  // zeros follow, if it was refused
+  }
   for (std::uint64_t sent = 0; sent < range.bytes;) {
     const std::uint64_t bytes = std::min<std::uint64_t>(piece_held, range.bytes - sent);
     std::size_t took = 0;
@@ -175,7 +267,32 @@ void Service::answer_write() {
   reply(refusal);
 }
 
-void Service::receive(const wire::Range& range, Refusal& refusal) {
+// One part is copied while the next one comes.
+std::uint64_t Service::receive_staged(const wire::Range& range, Refusal& refusal) {
+  std::uint64_t received = 0;
+  for (int lane = 0; received < range.bytes && refusal == Refusal::none; lane = 1 - lane) {
+    const std::uint64_t bytes = std::min<std::uint64_t>(piece_held, range.bytes - received);
+    refusal = staging_->finish(lane);
+    for (std::uint64_t at = 0; at < bytes;) {
+      const std::size_t came = reader_.try_read(staging_->room(lane) + at, bytes - at);
+      at += came;
+      if (came != 0) continue;
+      if (const Refusal late = staging_->finish(); refusal == Refusal::none) refusal = late;
+      writer_.flush(limits_);
+      reader_.wait(limits_);
+    }
+    if (refusal == Refusal::none) refusal = staging_->begin(lane, range.offset + received, bytes, Access::write);
+    received += bytes;
+  }
+  if (const Refusal late = staging_->finish(); refusal == Refusal::none) refusal = late;
+  return received;
+}
+
+void Service::receive(wire::Range range, Refusal& refusal) {
+  if (staging_ && refusal == Refusal::none) {
+    const std::uint64_t received = receive_staged(range, refusal);
+    range.offset += received, range.bytes -= received;  // the rest is thrown away, if it was refused
+  }
   for (std::uint64_t received = 0; received < range.bytes;) {
     const std::uint64_t bytes = std::min<std::uint64_t>(piece_held, range.bytes - received);
     std::size_t came = 0;

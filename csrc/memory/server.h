@@ -19,8 +19,11 @@ namespace monarch {
 class Memory {
  public:
   virtual ~Memory() = default;
+  // A thread may hold several pieces of a GPU's at a time.
   virtual Refusal hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access, char** data) = 0;
   virtual void let_go(const Ticket& ticket) = 0;
+  // Of what is held: the GPU whose memory it is, or gpu::none.
+  virtual int device(const Ticket&) { return gpu::none; }
 };
 
 template <typename Kept>
@@ -31,6 +34,7 @@ class MemoryOf final : public Memory {
     return kept_->hold(ticket, offset, bytes, access, data);
   }
   void let_go(const Ticket& ticket) override { kept_->let_go(ticket); }
+  int device(const Ticket& ticket) override { return kept_->device(ticket); }
 
  private:
   std::shared_ptr<Kept> kept_;

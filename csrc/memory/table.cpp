@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -107,6 +108,7 @@ Refusal Entry::check(const Ticket& ticket, std::uint64_t offset, std::uint64_t l
   if (offset > size || length > size - offset) return Refusal::out_of_range;
   if (changes(access) && writable.load(std::memory_order_relaxed) == 0) return Refusal::read_only;
   const bool atomic = access == Access::fetch_add || access == Access::compare_and_swap;
+  if (atomic && device() != gpu::none) return Refusal::no_atomics;
   if (atomic && (length != 8 || (address.load(std::memory_order_relaxed) + offset) % 8 != 0)) return Refusal::misaligned;
   return Refusal::none;
 }
@@ -145,7 +147,22 @@ Table::~Table() {
   host_->release(at_);
 }
 
+namespace {
+
+// Nothing for memory that others can't map, such as torch's of expandable segments: a thread copies it for them.
+std::optional<gpu::Export> export_of(const void* data) {
+  try {
+    return gpu::exported(data);
+  } catch (const gpu::Failure&) {
+    return {};
+  }
+}
+
+}  // namespace
+
 Ticket Table::add(void* data, std::uint64_t bytes, bool writable) {
+  const int device = gpu::device_of(data);
+  const std::optional<gpu::Export> exported = device == gpu::none ? std::nullopt : export_of(data);
   const std::lock_guard lock(mutex_);
   std::uint32_t slot;
   if (!free_.empty()) {
@@ -167,7 +184,11 @@ Ticket Table::add(void* data, std::uint64_t bytes, bool writable) {
   entry.address.store(reinterpret_cast<std::uintptr_t>(data), std::memory_order_relaxed);
   entry.bytes.store(bytes, std::memory_order_relaxed);
   entry.shared_at.store(own.holds(at, bytes) ? static_cast<std::uint64_t>(at - own.at(0)) : 0, std::memory_order_relaxed);
-  entry.writable.store(writable && !is_read_only(at) && !is_read_only(at + bytes - 1), std::memory_order_relaxed);
+  const bool can_be_written = device != gpu::none || (!is_read_only(at) && !is_read_only(at + bytes - 1));
+  entry.writable.store(writable && can_be_written, std::memory_order_relaxed);
+  entry.place.store(static_cast<std::uint32_t>(device + 1), std::memory_order_relaxed);
+  entry.is_exported.store(exported.has_value(), std::memory_order_relaxed);
+  if (exported) memory_->exports[slot] = *exported;
   const std::uint64_t epoch = entry.epoch.load(std::memory_order_relaxed) + 1;
   entry.epoch.store(epoch, std::memory_order_release);
   count_.fetch_add(1, std::memory_order_relaxed);
@@ -193,7 +214,18 @@ Table::Dropped Table::drop(const Ticket& ticket, double seconds) {
   entry.key.store(0, std::memory_order_relaxed);
   free_.push_back(ticket.slot);
   count_.fetch_sub(1, std::memory_order_relaxed);
+  if (entry.is_exported.load(std::memory_order_relaxed) != 0) have_it_unmapped();
   return Dropped::yes;
+}
+
+// Whoever has mapped its allocation lets go of it soon, unless it has others there.
+void Table::have_it_unmapped() {
+  for (const std::shared_ptr<Peer>& peer : host_->peers()) {
+    TableMemory* table = table_of(*peer);
+    if (table == nullptr) continue;
+    table->let_go.store(1, std::memory_order_release);
+    table->bell.ring();
+  }
 }
 
 std::uint32_t Table::user_of(const Ticket& ticket) const {

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <vector>
 
+#include "memory/gpu.h"
 #include "shm/host.h"
 
 namespace monarch {
@@ -27,7 +28,8 @@ enum class Access : std::uint32_t { read, write, fetch_add, compare_and_swap };
 inline bool changes(Access access) { return access != Access::read; }
 
 // Why memory can't be touched. The numbers travel.
-enum class Refusal : std::uint32_t { none, dropped, wrong_key, out_of_range, read_only, misaligned };
+// `device`: the driver of the owner's GPU has failed; `no_atomics`: it is memory of a GPU, which processors can't change.
+enum class Refusal : std::uint32_t { none, dropped, wrong_key, out_of_range, read_only, misaligned, device, no_atomics };
 
 // Which process, also when its pid is used again: the pid, and when it started, in ticks since the machine did. One word,
 // so that a place is taken, and taken from the dead, in one step. 0: nobody.
@@ -42,6 +44,10 @@ struct alignas(64) Entry {
   std::atomic<std::uint64_t> shared_at;  // where it lies in the owner's arena; 0: elsewhere
   std::atomic<std::uint32_t> writable;
   std::atomic<std::uint32_t> holds;  // of the owner's threads
+  std::atomic<std::uint32_t> place;  // 0: memory of the CPU; else 1 more than the number that its GPU has in the owner
+  std::atomic<std::uint32_t> is_exported;  // memory of a GPU that others can map: TableMemory::exports says how
+
+  int device() const { return static_cast<int>(place.load(std::memory_order_relaxed)) - 1; }  // or gpu::none
 
   // For whoever has a claim or a hold: then it stays as it is.
   Refusal check(const Ticket& ticket, std::uint64_t offset, std::uint64_t length, Access access) const;
@@ -72,9 +78,11 @@ inline constexpr std::uint32_t most_registrations = 1 << 16, most_claims = 512, 
 struct TableMemory {
   Bell bell;  // the owner's thread waits here for requests
   std::atomic<std::uint32_t> serves;  // there is such a thread
+  std::atomic<std::uint32_t> let_go;  // by peers: some of their GPU memory was dropped, so its thread unmaps what it can
   Claim claims[most_claims];
   Request requests[most_requests];
   Entry entries[most_registrations];
+  gpu::Export exports[most_registrations];
 };
 
 // A claim of this process on what a peer has registered, or nothing: `refusal` says why.
@@ -119,11 +127,15 @@ class Table {
   // dropped meanwhile (whoever drops it waits, so it is not held while somebody waits for a network: only for a piece).
   Refusal hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access, char** data);
   void let_go(const Ticket& ticket);
+  // Of what is held.
+  int device(const Ticket& ticket) const { return memory_->entries[ticket.slot].device(); }
 
   Host& host() { return *host_; }
   TableMemory& memory() { return *memory_; }
 
  private:
+  void have_it_unmapped();
+
   std::shared_ptr<Host> host_;
   std::uint64_t at_;  // in the arena
   TableMemory* memory_;

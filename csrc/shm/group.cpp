@@ -136,6 +136,7 @@ void Group::ring(int rank) const { (rank == rank_ ? host_->bell() : peers_[rank]
 
 void Group::submit(const std::shared_ptr<Operation>& operation) {
   const std::lock_guard lock(mutex_);
+  departures_ = 0;  // those that were looked at concerned none of the operations of that time; this one they may
   const Collective c = operation->header.collective;
   if (c == Collective::send || c == Collective::recv) {
     lanes_->submit(operation);

@@ -319,6 +319,14 @@ std::shared_ptr<Peer> Host::known(const std::string& token) {
   return found == peers_.end() ? nullptr : found->second;
 }
 
+std::vector<std::shared_ptr<Peer>> Host::peers() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Peer>> all;
+  all.reserve(peers_.size());
+  for (const auto& [token, peer] : peers_) all.push_back(peer);
+  return all;
+}
+
 std::shared_ptr<Peer> Host::adopt(int link, std::uint64_t gift, const Hello& hello, int memfd, int pid) {
   auto peer = std::make_shared<Peer>();
   peer->token.assign(hello.token.begin(), hello.token.end());

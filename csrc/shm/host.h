@@ -69,6 +69,8 @@ class Host {
   std::shared_ptr<Peer> connect(const std::string& token, double seconds = 1.0, bool* waiting = nullptr);
   // The peer that we have met; nullptr if we have not, or it is gone.
   std::shared_ptr<Peer> known(const std::string& token);
+  // All whom we have met and who are not gone.
+  std::vector<std::shared_ptr<Peer>> peers();
   // The peer that connected to us; waits until it has, or for `seconds`.
   std::shared_ptr<Peer> accepted(const std::string& token, double seconds);
 

@@ -48,8 +48,8 @@ class Future(Generic[T]):
     @classmethod
     def of(cls, value: T) -> Future[T]:
         """One that has its value already."""
-        future: Future[T] = cls(lambda _what, _seconds: True)
-        future._set(value)
+        future: Future[T] = cls(_no_wait)
+        future._value, future.ready = value, True
         return future
 
     # ---- for users
@@ -234,6 +234,10 @@ class Future(Generic[T]):
 
 
 _guard = threading.Lock()
+
+
+def _no_wait(_what: Any, _seconds: float | None) -> bool:
+    return True
 
 
 def gather(futures: Iterable[Future[T]]) -> list[T]:

@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def run(*, as_json: bool) -> int:
 
 def examine() -> list[Finding]:
     """Everything the report says, in its order."""
-    return [*_software(), *_routes(), *_libraries(), *_verbs(), *_core()]
+    return [*_software(), *_routes(), *_libraries(), *_verbs(), _memory_of_gpus(), *_core()]
 
 
 def _software() -> list[Finding]:
@@ -145,6 +146,26 @@ def _other_hosts() -> Finding:
     if wanted not in ("", backend):
         return Finding(subject, f"by {backend}", f"MONARCH_RDMA={wanted} has no effect: see the verbs route")
     return Finding(subject, f"by {backend}" + (", as MONARCH_RDMA says" if wanted else ""))
+
+
+_GPU_DRIVERS = "libcuda.so.1", "libamdhip64.so"
+_PEER_MEMORY = "nvidia_peermem", "nv_peer_mem", "amdgpu"
+_DMA_BUF = "cuMemGetHandleForAddressRange", "hipMemGetHandleForAddressRange"
+
+
+def _memory_of_gpus(modules: Path = Path("/sys/module")) -> Finding:
+    """Which ways there are for GPU memory that other processes read: as far as can be told without opening a GPU."""
+    subject = "memory of GPUs"
+    names = [os.environ["MONARCH_GPU_DRIVER"]] if os.environ.get("MONARCH_GPU_DRIVER") else _GPU_DRIVERS
+    driver = next((name for name in names if _library(name) == "loads"), None)
+    if driver is None:
+        return Finding(subject, f"no way: none of {', '.join(names)} loads", "NVIDIA's or AMD's driver; only for GPUs")
+    ipc = "through the host, since MONARCH_GPU_IPC=0" if os.environ.get("MONARCH_GPU_IPC") == "0" else "by IPC"
+    ways = [f"{module} (peer memory)" for module in _PEER_MEMORY if (modules / module).exists()]
+    if any(hasattr(ctypes.CDLL(driver), name) for name in _DMA_BUF):
+        ways.append("dma-buf")
+    nics = f"NICs by {' or '.join(ways)}, else " if ways else ""
+    return Finding(subject, f"{driver}: on one host {ipc}; to other hosts {nics}through pinned memory")
 
 
 def _core() -> list[Finding]:

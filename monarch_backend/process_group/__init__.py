@@ -1,4 +1,5 @@
-"""The "monarch" torch.distributed backend. Works with no actor anywhere; imports no other room of the house.
+"""The "monarch" torch.distributed backend. Works with no actor anywhere; imports no other room of the house,
+but for rdma's engine, where there are NICs (_nics.py).
 
 _group.py        the ProcessGroup that torch sees: its routes, its life
 _collectives.py  its operations: one method per collective, each finds its route and goes
@@ -10,6 +11,7 @@ _shm_process.py  this process's shared memory, its limits, and tensors in it
 _shm_meet.py     how ranks find out which of them share memory
 _shm.py          the shared-memory route: c10d's calls as calls on the compiled core
 _hierarchy.py    ranks on several hosts: shared memory inside, messages between (_between.py, _combine.py, _in_turn.py)
+_far.py          large messages between hosts, which NICs read (_nics.py) after a word over Gloo (_letters.py)
 _call_forms.py   the call forms of c10d's methods
 _cpu.py          what the CPU route accepts: dtypes, reduce ops, shapes, ranks
 _errors.py       what is raised, and how a message names its rank

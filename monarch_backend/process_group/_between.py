@@ -8,6 +8,7 @@ and what happens inside a host, is _hierarchy.py's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -24,6 +25,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from monarch_backend.process_group import _torch
+from monarch_backend.process_group._far import Far
+from monarch_backend.process_group._letters import STAGES
 
 Mail = Sequence[tuple[int, Tensor]]  # what goes to, or comes from, which rank
 Posted = list[tuple[Any, int]]
@@ -55,6 +58,7 @@ class Call:
     ins: list[Tensor]
     outs: list[Tensor]
     seconds: float
+    owners: list[Tensor] = field(default_factory=list)  # whose memory `ins` and `outs` are
     deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,18 +68,33 @@ class Call:
         """Seconds until it is late."""
         return max(0.0, self.deadline - time.monotonic())
 
+    def owner_of(self, tensor: Tensor) -> Tensor | None:
+        """Who owns its memory, if that is one of the caller's tensors."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for owner in self.owners:
+            if owner.data_ptr() <= begin and end <= owner.data_ptr() + owner.nbytes:
+                return owner
+        return None
+
 
 @_torch.hide_from_dynamo
 class Between:
     """The links of ``rank`` to the ranks of other hosts, and the group's word about the first failure.
 
     ``fail`` is called, from another thread, when the group turns out to have failed during a long operation.
+    ``far`` carries what is large, where there are NICs.
     """
 
     def __init__(
-        self, gloo: Any, store: Store, rank: int, hosts: Sequence[Sequence[int]], fail: Callable[[Fault], object]
+        self,
+        gloo: Any,
+        far: Far | None,
+        store: Store,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        fail: Callable[[Fault], object],
     ) -> None:
-        self._gloo, self._rank, self._hosts = gloo, rank, hosts
+        self._gloo, self._far, self._rank, self._hosts = gloo, far, rank, hosts
         self._store = _torch.own_connection(store)
         self._fail = weakref.WeakMethod(fail)  # the group holds us
         self._elsewhere = next(host[0] for host in hosts if rank not in host)
@@ -89,14 +108,19 @@ class Between:
     def post(self, call: Call, stage: str, sends: Mail, receives: Mail) -> Posted:
         """Begin to send and receive tensors; ranks that disagree about the operation or a size do not meet."""
         posted: Posted = []
-        for mail, begin in ((receives, self._gloo.recv), (sends, self._gloo.send)):
+        for mail, name in ((receives, "recv"), (sends, "send")):
             for rank, tensor in mail:
                 if tensor.nbytes == 0:
                     continue
                 what = f"{call.number} {call.text} {stage} {tensor.nbytes}"
-                tag = zlib.crc32(what.encode()) >> 2 | 1 << 30  # far from those that people choose
+                tag = zlib.crc32(what.encode()) >> 2 | STAGES  # apart from those of people
+                vector = [tensor.view(torch.uint8)]
                 try:
-                    posted.append((begin([tensor.view(torch.uint8)], rank, tag), rank))
+                    if self._far is not None and self._far.takes(vector, 0):
+                        begin = functools.partial(getattr(self._far, name), owner=call.owner_of(tensor))
+                    else:
+                        begin = getattr(self._gloo, name)
+                    posted.append((begin(vector, rank, tag), rank))
                 except RuntimeError as error:
                     raise self._lost(call, rank, error) from None
         return posted

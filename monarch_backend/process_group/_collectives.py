@@ -43,6 +43,7 @@ from monarch_backend import _versions
 from monarch_backend.process_group import _cpu, _torch
 from monarch_backend.process_group._call_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
+from monarch_backend.process_group._far import Far
 from monarch_backend.process_group._hooks import CompletionHooks, GivenWork, LateWork
 from monarch_backend.process_group._shm import SharedMemory, call_by_operator
 
@@ -80,6 +81,7 @@ class Collectives(dist.ProcessGroup):
     _hooks: CompletionHooks
     _kernel: Any = None  # what torch finds for the CPU where its hooks must see the shared memory's operations
     _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
+    _far: Far | None  # takes it for large messages where there are NICs between hosts
 
     def _open_route(self, device: str) -> Any:
         raise NotImplementedError
@@ -110,8 +112,8 @@ class Collectives(dist.ProcessGroup):
         return inner, device == "cpu", aside
 
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
-        """The context of a `super()` call: it comes out at the registered group, or at the shared memory instead."""
-        if self._shm is not None and inner is self._shm:
+        """The context of a `super()` call: it comes out at the registered group, or at one of ours instead."""
+        if isinstance(inner, (SharedMemory, Far)):
             run = functools.partial(inner.dispatched, opts)
         elif self._kernel is not None and opts is None and inner is self._inner.get("cpu"):
             # The kernel would lose what a receive knows of its sender.
@@ -539,7 +541,7 @@ class Collectives(dist.ProcessGroup):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         """Send to a group rank; torch.distributed.send and isend come here."""
-        tensors, inner, aside = self._p2p("send", _listed(tensors), "destination", dstRank)
+        tensors, inner, aside = self._p2p("send", _listed(tensors), "destination", dstRank, tag)
         if aside:
             with self._dispatched(inner, None):
                 return super().send(tensors, dstRank, tag)
@@ -547,7 +549,7 @@ class Collectives(dist.ProcessGroup):
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         """Receive from a group rank; torch.distributed.recv and irecv come here."""
-        tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", srcRank)
+        tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", srcRank, tag)
         if aside:
             with self._dispatched(inner, None):
                 return super().recv(tensors, srcRank, tag)
@@ -555,7 +557,7 @@ class Collectives(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive from whoever sends first; torch.distributed.recv without a source comes here."""
-        tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", None)
+        tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", None, tag)
         if aside:
             with self._dispatched(inner, None):
                 return super().recv_anysource(tensors, tag)
@@ -620,7 +622,7 @@ class Collectives(dist.ProcessGroup):
         return _cpu.movable(self, name, [output, *_cpu.settled([input])])
 
     def _p2p(
-        self, collective: str, tensors: list[Tensor], role: str, rank: int | None
+        self, collective: str, tensors: list[Tensor], role: str, rank: int | None, tag: int
     ) -> tuple[list[Tensor], Any, bool]:
         inner, on_cpu, aside = self._find(collective, tensors)
         if on_cpu:
@@ -634,6 +636,8 @@ class Collectives(dist.ProcessGroup):
                 tensors = _cpu.settled(tensors)
             _cpu.check_contiguous(self, collective, tensors)
             tensors = _cpu.movable(self, collective, tensors)
+            if self._far is not None and self._far.takes(tensors, tag):
+                inner = self._far
         return tensors, inner, aside
 
 

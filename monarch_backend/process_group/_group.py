@@ -59,6 +59,7 @@ class MonarchProcessGroup(Collectives):
         self._inner: dict[str, Any] = {}
         self._backends: dict[str, str] = {}  # device -> the name of its inner group, whatever its route is called
         self._shm = None
+        self._far = None
         self._shortcuts: dict[str, Any] = {}  # in the place of methods, while nobody wants to see what the group does
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
@@ -121,7 +122,7 @@ class MonarchProcessGroup(Collectives):
             store = _torch.shm_store(self._creator_options)
             timeout = functools.partial(_torch.timeout_of, inner)
             met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner, _routes.debug_line(self))
-            self._shm = met.memory
+            self._shm, self._far = met.memory, met.far
             if met.memory is not None and met.memory.in_short and not self._hooks:
                 self._shortcuts = met.memory.shortcuts(self, _OWN_METHODS)
                 self.__dict__.update(self._shortcuts)
@@ -286,8 +287,9 @@ class MonarchProcessGroup(Collectives):
 
         ``why`` is part of the error of whoever uses the group afterwards.
         """
-        if self._shm is not None and why:
-            self._shm.closed_why = why
+        for ours in (self._shm, self._far):
+            if ours is not None and why:
+                ours.closed_why = why
         self._close(f"aborted: {why}" if why else "aborted", lambda inner: inner.abort())
 
     def _close(self, how: str, end: Callable[[Any], None]) -> None:
@@ -299,6 +301,8 @@ class MonarchProcessGroup(Collectives):
         self._end_shortcuts()
         if self._shm is not None:
             self._shm.close()
+        if self._far is not None:
+            self._far.close()
         inners = list({id(i): i for i in self._inner.values()}.values())
         self._inner.clear()
         for inner in inners:

@@ -41,6 +41,7 @@ from torch._C._distributed_c10d import Store
 from monarch_backend.process_group import _shm, _torch
 from monarch_backend.process_group._between import Between, Call, Cause, Fault, Posted
 from monarch_backend.process_group._combine import combine, op_on_host
+from monarch_backend.process_group._far import Far
 from monarch_backend.process_group._in_turn import InTurn
 from monarch_backend.process_group._shm import SharedMemory, ShmWork
 
@@ -56,7 +57,8 @@ _GRACE = 2.0  # seconds for a stage that waits for one that waits for another ho
 class Hierarchy(SharedMemory):
     """The ranks of several hosts; ``hosts`` lists the ranks of each, ``memory`` is the core's group of our host.
 
-    ``gloo`` has the messages between hosts, ``store`` the first cause of a failure.
+    ``gloo`` has the messages between hosts, ``far`` the large ones where there are NICs, ``store`` the first cause of a
+    failure.
     """
 
     in_short = False  # no way is shorter than the methods'
@@ -70,13 +72,14 @@ class Hierarchy(SharedMemory):
         timeout: Callable[[], timedelta],
         hosts: Sequence[Sequence[int]],
         gloo: Any,
+        far: Far | None,
         store: Store,
     ) -> None:
         self._turns = InTurn(f"monarch_hosts_{rank}")
         super().__init__(self._turns, None, members, rank, timeout)
         self._memory = memory
         self._hosts = [tuple(host) for host in hosts]
-        self._between = Between(gloo, store, rank, self._hosts, self._break)
+        self._between = Between(gloo, far, store, rank, self._hosts, self._break)
         self._host = next(h for h, host in enumerate(self._hosts) if rank in host)
         self._here = self._hosts[self._host]
         self._place = self._here.index(rank)
@@ -129,6 +132,7 @@ class Hierarchy(SharedMemory):
         try:
             # Whatever mode the caller is in: scratch memory serves later operations, too.
             with torch.inference_mode(False), self._between.watched(call):
+                call.owners = [*call.ins, *call.outs]
                 call.ins, call.outs = [_memory(t) for t in call.ins], [_memory(t) for t in call.outs]
                 self._agree(call)
                 _STAGES[call.what](self, call)

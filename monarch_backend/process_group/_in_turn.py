@@ -149,3 +149,8 @@ class _Callbacks:
 
 _callbacks = _Callbacks()
 os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc] # its threads are the parent's
+
+
+def in_a_thread(call: Callable[[], None]) -> None:
+    """Have it done in a thread of its own, as callbacks are."""
+    _callbacks.post(call)

@@ -238,6 +238,27 @@ def _all_of(works: Sequence[ShmWork], finish: Callable[[], object] | None) -> Ca
     return all_of_them
 
 
+def explained(fault: tuple[str, int, str], members: Sequence[str], me: int, closed_why: str) -> Exception:
+    """What to raise for (kind, rank of the culprit or -1, what happened); ``members`` say who the ranks are."""
+    kind, rank, text = fault
+    here = f"rank {me} of {len(members)}, {members[me]}"
+    if kind == "mismatch":
+        return CollectiveMismatchError(f"{text}. No data were moved: make the ranks' calls agree. [{here}]")
+    if kind == "closed":
+        why = f" ({closed_why})" if closed_why else ""
+        return GroupClosedError(f"the process group was closed{why}; make a new one. [{here}]")
+    if kind == "full":
+        return RuntimeError(f"rank {rank} {text}: give it more, or use fewer groups. [{here}]")
+    who = f"rank {rank} ({members[rank]})" if rank >= 0 else "the group:"
+    end = f"The group can't be used any more: destroy it and make a new one. [{here}]"
+    if kind == "late":
+        end = end.replace("The group can't", "After a timeout the group can't")
+        return CollectiveTimeoutError(f"timed out: {who} {text}. {end}")
+    if kind == "unreadable":
+        return MonarchError(f"{who} {text}. {end}")
+    return RankFailedError(f"{who} {text}. {end}", rank)
+
+
 @_torch.hide_from_dynamo
 class SharedMemory:
     """The ranks of one host as an inner group; ``members`` say who they are, for messages.
@@ -264,23 +285,7 @@ class SharedMemory:
 
     def error(self, fault: tuple[str, int, str]) -> Exception:
         """What to raise for what the core reports: (kind, rank of the culprit or -1, what happened)."""
-        kind, rank, text = fault
-        here = f"rank {self._rank} of {self._size}, {self._members[self._rank]}"
-        if kind == "mismatch":
-            return CollectiveMismatchError(f"{text}. No data were moved: make the ranks' calls agree. [{here}]")
-        if kind == "closed":
-            why = f" ({self.closed_why})" if self.closed_why else ""
-            return GroupClosedError(f"the process group was closed{why}; make a new one. [{here}]")
-        if kind == "full":
-            return RuntimeError(f"rank {rank} {text}: give it more, or use fewer groups. [{here}]")
-        who = f"rank {rank} ({self._members[rank]})" if rank >= 0 else "the group:"
-        end = f"The group can't be used any more: destroy it and make a new one. [{here}]"
-        if kind == "late":
-            end = end.replace("The group can't", "After a timeout the group can't")
-            return CollectiveTimeoutError(f"timed out: {who} {text}. {end}")
-        if kind == "unreadable":
-            return MonarchError(f"{who} {text}. {end}")
-        return RankFailedError(f"{who} {text}. {end}", rank)
+        return explained(fault, self._members, self._rank, self.closed_why)
 
     def _run(
         self,

@@ -15,14 +15,15 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from monarch_backend import _native
-from monarch_backend.process_group import _torch
+from monarch_backend.process_group import _nics, _torch
+from monarch_backend.process_group._far import Far
 from monarch_backend.process_group._hierarchy import Hierarchy
 from monarch_backend.process_group._shm import SharedMemory
 from monarch_backend.process_group._shm_process import read_from, this_process
@@ -51,6 +52,7 @@ class Meeting:
     memory: SharedMemory | None
     route: str
     why: str
+    far: Far | None = None  # where NICs carry large messages between hosts
 
 
 def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], gloo: Any, label: str = "") -> Meeting:
@@ -64,6 +66,7 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
         try:
             host = this_process().host
             me |= {"kernel": _native.boot_id(), "ipc": _native.ipc_namespace(), "token": host.token}
+            me["nics"] = _nics.least()
         except OSError as error:
             me["refusal"] = f"no shared memory: {error}"
     everyone = _exchange(store, "shm", rank, size, me, timeout())
@@ -73,9 +76,38 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
     if why_not:
         return Meeting(None, "gloo", why_not)
     hosts, peers, remark = _hosts(store, host, rank, everyone, timeout())
-    if len(hosts) == size > 1:
-        return Meeting(None, "gloo", f"no two ranks share memory{remark}")
-    return _share(store, host, rank, everyone, hosts, peers, timeout, gloo, remark, label)
+    far = _nics_between(rank, everyone, hosts, timeout, gloo, label)
+    try:
+        if len(hosts) == size > 1:
+            met = Meeting(None, "gloo", f"no two ranks share memory{remark}")
+        else:
+            met = _share(store, host, rank, everyone, hosts, peers, timeout, gloo, far, remark, label)
+    except BaseException:
+        if far is not None:
+            far.close()
+        raise
+    if far is None:
+        return met
+    return replace(met, far=far, why=f"{met.why}; verbs for {far.least} bytes and more between hosts with NICs")
+
+
+def _nics_between(
+    rank: int,
+    everyone: list[dict[str, Any]],
+    hosts: list[list[int]],
+    timeout: Callable[[], timedelta],
+    gloo: Any,
+    label: str,
+) -> Far | None:
+    """The way for large messages between hosts, if ranks of two hosts have NICs: all ranks find the same."""
+    able = [bool(said["nics"]) for said in everyone]
+    if sum(any(able[r] for r in ranks) for ranks in hosts) < 2:
+        return None
+    here = next(ranks for ranks in hosts if rank in ranks)
+    there = [r for r in range(len(everyone)) if able[rank] and able[r] and r not in here]
+    tokens = [said["token"] if r in there else "" for r, said in enumerate(everyone)]
+    least = max(said["nics"] for said in everyone)
+    return Far(gloo, [said["member"] for said in everyone], rank, timeout, tokens, least, label)
 
 
 def _hosts(
@@ -144,6 +176,7 @@ def _share(
     peers: dict[int, Any],
     timeout: Callable[[], timedelta],
     gloo: Any,
+    far: Far | None,
     remark: str,
     label: str,
 ) -> Meeting:
@@ -162,7 +195,7 @@ def _share(
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         return Meeting(memory, "shm", "all ranks share memory")
-    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, store)
+    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, far, store)
     return Meeting(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")
 
 

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from monarch_backend.actor import Future
 from monarch_backend.rdma._buffer import RDMABuffer
-from monarch_backend.rdma._memory import LocalMemory, memory_of, writable
+from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, unmoved, writable
 from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend.rdma._transfers import Change, Part, engine
+from monarch_backend.rdma._transfers import Change, Engine, Part, engine
 
 
 class _Step(NamedTuple):
     """What is to be done, and with which local object: it is checked when it is added, and again at each submit."""
 
     buffer: RDMABuffer
+    local: Any
     look: Callable[[], LocalMemory]  # where the local object is now; raises if it does not do
     fills: bool  # the local memory is written to
     make: Callable[[LocalMemory], Part | Change]
+
+
+class _Ready(NamedTuple):
+    """What a submit found out, for the next one."""
+
+    mover: Engine
+    steps: list[_Step]
+    memories: list[LocalMemory]
+    copies: Any
+
+    def run(self, mover: Engine, steps: list[_Step]) -> bool:
+        """It is the same again, and is done; False: it is for `RDMAAction.submit`, which says why."""
+        if self.mover is not mover or len(self.steps) != len(steps):
+            return False
+        for step, memory in zip(self.steps, self.memories, strict=True):
+            if not unmoved(step.local, memory):
+                return False
+        return bool(self.copies.run())
 
 
 class RDMAAction:
@@ -40,6 +59,7 @@ class RDMAAction:
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
+        self._ready: _Ready | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -49,14 +69,14 @@ class RDMAAction:
         src, dst = _buffer_and_local(src, dst, "read_remote(dst, src)", "src")
         handle, size = src._handle, src.size()
         make = lambda memory: Part(handle, False, ((handle.offset, memory.address, size),))  # noqa: E731
-        return self._add(_Step(src, lambda: src._to_read(dst), True, make))
+        return self._add(_Step(src, dst, lambda: src._to_read(dst), True, make))
 
     def write_remote(self, dst: RDMABuffer, src: Any) -> RDMAAction:
         """Copy all of ``src`` to the beginning of ``dst``."""
         dst, src = _buffer_and_local(dst, src, "write_remote(dst, src)", "dst")
         handle = dst._handle
         make = lambda memory: Part(handle, True, ((handle.offset, memory.address, memory.nbytes),))  # noqa: E731
-        return self._add(_Step(dst, lambda: dst._to_write(src), False, make))
+        return self._add(_Step(dst, src, lambda: dst._to_write(src), False, make))
 
     def fetch_add(self, dst: Any, src: RDMABuffer, add: int, offset: int = 0) -> RDMAAction:
         """Add to the 64-bit integer at byte ``offset`` of ``src``; ``dst``, of 8 bytes, gets what was there before."""
@@ -72,13 +92,18 @@ class RDMAAction:
         Raises ValueError if two steps write to the same local bytes, or one reads what another one writes: which of
         them came first would be a matter of luck.
         """
+        mover, ready = engine(), self._ready
+        if ready is not None and (timeout is None or timeout > 0) and ready.run(mover, self._steps):
+            return Future.of(None)
         steps = list(self._steps)  # another thread may add some
         if not steps:
             raise ValueError("there is nothing to submit: add transfers first")
         memories = [step.look() for step in steps]
         _refuse_overlaps(steps, memories)
         parts = [step.make(memory) for step, memory in zip(steps, memories, strict=True)]
-        return engine().start(parts, memories, timeout)
+        future = mover.start(parts, memories, timeout)
+        self._ready = _ready(mover, steps, parts, memories)
+        return future
 
     def _add(self, step: _Step) -> RDMAAction:
         step.look()
@@ -89,11 +114,25 @@ class RDMAAction:
         src, dst = _buffer_and_local(src, dst, "fetch_add(dst, src, add)", "src")
         change = src._atomic(access, offset, operand, expected)
         make = lambda memory: change._replace(take=lambda found: _put(memory, found))  # noqa: E731
-        return self._add(_Step(src, lambda: _eight_bytes(dst), True, make))
+        return self._add(_Step(src, dst, lambda: _eight_bytes(dst), True, make))
+
+
+def _ready(
+    mover: Engine, steps: list[_Step], parts: Sequence[Part | Change], memories: list[LocalMemory]
+) -> _Ready | None:
+    plain = [
+        (part.handle, part.write, memory, part.segments[0][2])
+        for part, memory in zip(parts, memories, strict=True)
+        if isinstance(part, Part) and memory.hold is None  # what is held can't be resized between two submits
+    ]
+    copies = mover.copies(plain) if len(plain) == len(parts) else None
+    return None if copies is None else _Ready(mover, steps, memories, copies)
 
 
 def _eight_bytes(dst: Any) -> LocalMemory:
     found = writable(memory_of(dst, "dst"), "dst")
+    if found.device != CPU:
+        raise ValueError(f"dst is on {found.device}: what an atomic has found comes to the CPU")
     if found.nbytes != 8:
         raise ValueError(f"dst has {found.nbytes} bytes: an atomic needs 8")
     return found

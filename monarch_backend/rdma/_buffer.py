@@ -18,9 +18,10 @@ _64_BITS = (1 << 64) - 1
 class RDMABuffer:
     """Registered memory of a process: a handle to send to others, who read and write it one-sided.
 
-    ``data`` is a contiguous tensor of any dtype, a NumPy array, a memoryview or anything else with the buffer
-    protocol; what may not be written to is registered read-only. The memory stays registered and alive until `drop` is
-    called, in whichever process, or until its owner ends; the handle itself may be dropped, pickled and copied.
+    ``data`` is a contiguous tensor of any dtype, of the CPU or of a GPU, a NumPy array, a memoryview or anything else
+    with the buffer protocol or ``__cuda_array_interface__``; what may not be written to is registered
+    read-only. The memory stays registered and alive until `drop` is called, in whichever process, or until its owner
+    ends; the handle itself may be dropped, pickled and copied.
 
     Nobody is asked when the memory is read or written, so who reads while its owner writes gets some of both: order
     them by messages, of actors for example. Raises TypeError or ValueError for what has no memory, or none in one
@@ -149,14 +150,16 @@ class RDMABuffer:
     def _check(self, memory: LocalMemory, what: str) -> None:
         if (self._handle.device == CPU) != (memory.device == CPU):
             raise ValueError(
-                f"{what} is on {memory.device} and the buffer on {self._handle.device}: copy it to the same kind of "
-                "device first"
+                f"{what} is on {memory.device} and the buffer, of {self.owner}, on {self._handle.device}: copy it to "
+                "the same kind of device first"
             )
 
     def _move(self, write: bool, memory: LocalMemory, nbytes: int, timeout: float | None) -> Future[None]:
-        handle = self._handle
+        handle, mover = self._handle, engine()
+        if (timeout is None or timeout > 0) and mover.at_once(handle, write, memory, nbytes):
+            return Future.of(None)
         part = Part(handle, write, ((handle.offset, memory.address, nbytes),))
-        return engine().start((part,), (memory,), timeout)
+        return mover.start((part,), (memory,), timeout)
 
     def _change(self, access: int, offset: int, operand: int, expected: int, timeout: float | None) -> Future[int]:
         return engine().change(self._atomic(access, offset, operand, expected), timeout)

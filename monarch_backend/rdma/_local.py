@@ -90,7 +90,7 @@ def check_value(name: str, value: Any) -> bytes:
 def local(name: str, tensor: Tensor) -> Local:
     """Where the bytes of this rank's part of a tensor lie.
 
-    Raises ValueError, with the tensor's name, for what is no part of a tensor in CPU memory.
+    Raises ValueError, with the tensor's name, for what is no part of a tensor in memory.
     """
     try:
         return _local(tensor)
@@ -129,9 +129,12 @@ def _refuse_what_is_no_memory(mine: Tensor) -> None:
         refuse_subclass(mine, "its local tensor")
     except TypeError as error:
         raise ValueError(str(error)) from None
-    if mine.device.type != "cpu" or mine.layout != torch.strided or mine.is_quantized:
+    if not (mine.is_cpu or mine.is_cuda) or mine.layout != torch.strided or mine.is_quantized:
         kind = "quantized" if mine.is_quantized else str(mine.layout).removeprefix("torch.")
-        raise ValueError(f"only strided tensors in CPU memory can be shared, and this one is {kind} on {mine.device}")
+        raise ValueError(
+            f"only strided tensors in memory of the CPU, or of GPUs, can be shared, and this one is {kind} on "
+            f"{mine.device}"
+        )
     if mine.is_conj() or mine.is_neg():
         raise ValueError("it is a conjugate or negated view: use .resolve_conj() or .resolve_neg(), which copy it")
     last = mine.storage_offset() + sum((n - 1) * stride for n, stride in zip(mine.shape, mine.stride(), strict=True))

@@ -1,7 +1,7 @@
 """What a user's object is as memory: where it lies, how long it is, whether it may be written to.
 
-Tensors, NumPy arrays, and whatever else lends its memory. What can't be transferred is refused here, at the caller.
-Nothing is registered or moved.
+Tensors, NumPy arrays, and whatever else lends its memory; of GPUs, with _device.py. What can't be transferred is
+refused here, at the caller. Nothing is registered or moved.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from monarch_backend import _native
+from monarch_backend.rdma import _device
 
 CPU = "cpu"
 
@@ -29,9 +30,15 @@ class LocalMemory(NamedTuple):
 def memory_of(value: Any, what: str) -> LocalMemory:
     """The memory of a contiguous tensor, array or buffer; ``what`` names it in errors.
 
-    Raises TypeError for what has no memory of its own, ValueError for memory that is not contiguous or has no bytes.
+    Raises TypeError for what has no memory of its own, ValueError for memory that is not contiguous or has no bytes,
+    RDMAError for memory of a GPU whose driver can't be used.
     """
-    found = _of_tensor(value, what) if isinstance(value, torch.Tensor) else _of_buffer(value, what)
+    if isinstance(value, torch.Tensor):
+        found = _of_tensor(value, what)
+    elif hasattr(value, "__cuda_array_interface__"):
+        found = LocalMemory(*_device.of_array(value, what), value)
+    else:
+        found = _of_buffer(value, what)
     if found.nbytes == 0:
         raise ValueError(f"{what} has no bytes: there is nothing to transfer")
     return found
@@ -39,13 +46,24 @@ def memory_of(value: Any, what: str) -> LocalMemory:
 
 def frozen(memory: LocalMemory) -> LocalMemory:
     """The same, that can't be resized from now on, since torch would free what others read. NumPy freezes it."""
-    if not isinstance(memory.keep, torch.UntypedStorage):
-        return memory
+    if not isinstance(memory.keep, torch.UntypedStorage) or memory.device != CPU:
+        return memory  # nothing that torch has freezes memory of a GPU
     try:
         held = torch.empty(0, dtype=torch.uint8).set_(memory.keep).numpy()
     except RuntimeError:  # torch without NumPy
         return memory
     return memory._replace(hold=held)
+
+
+def unmoved(value: Any, memory: LocalMemory) -> bool:
+    """A tensor is the memory that it was, and all of it. False also where only `memory_of` could tell."""
+    return (
+        isinstance(memory.keep, torch.UntypedStorage)
+        and value.data_ptr() == memory.address
+        and value.nbytes == memory.nbytes
+        and value.is_contiguous()
+        and memory.keep.nbytes() - (memory.address - memory.keep.data_ptr()) >= memory.nbytes
+    )
 
 
 def writable(memory: LocalMemory, what: str) -> LocalMemory:
@@ -69,15 +87,17 @@ def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
         raise ValueError(
             f"{what} is a conjugate or negated view: call .resolve_conj() or .resolve_neg(), which copy it"
         )
-    if not tensor.is_cpu:
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise TypeError(
-            f"{what} is on {tensor.device}: only memory of the CPU can be registered, read and written as yet; copy it "
-            "there, and back"
+            f"{what} is on {tensor.device}: only memory of the CPU, and of GPUs with CUDA or HIP, can be registered, "
+            "read and written; copy it there, and back"
         )
-    nbytes = tensor.nbytes
-    if nbytes and tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes:
+    nbytes, storage = tensor.nbytes, tensor.untyped_storage()
+    if nbytes and storage.nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes:
         raise ValueError(f"{what} has {nbytes} bytes, but the memory of its storage was freed")
-    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, CPU, tensor.untyped_storage())
+    if tensor.is_cuda and nbytes:
+        return LocalMemory(*_device.of_tensor(tensor, what), storage)
+    return LocalMemory(tensor.data_ptr() if nbytes else 0, nbytes, True, CPU, storage)
 
 
 def refuse_subclass(tensor: torch.Tensor, what: str) -> None:

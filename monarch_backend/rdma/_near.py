@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from monarch_backend.actor._program import Program
+from monarch_backend.rdma import _device
 from monarch_backend.rdma._handle import Handle
+from monarch_backend.rdma._memory import CPU
 from monarch_backend.rdma._registry import Registry
-from monarch_backend.rdma._route import Result, Segment
+from monarch_backend.rdma._route import DONE, Result, Segment
+from monarch_backend.rdma._torch_ipc import Lent
 
 QUICK = 1 << 20
 """Bytes that are copied at once, on the caller's thread."""
 
-MAPPED, KERNEL = 0, 1
+MAPPED, KERNEL, THREAD, GPU, LENT = range(5)
 """As enum Way (csrc/memory/near.h)."""
 
 
@@ -50,34 +54,64 @@ class Here:
 
 
 class SameHost:
-    """To memory of a process of this host: mapped, by the kernel, or by a thread of that process."""
+    """To memory of a process of this host: mapped, by the kernel or a GPU, or by a thread of that process."""
 
     name = "same host"
 
-    def __init__(self, registry: Registry) -> None:
-        self._native = registry.native
+    def __init__(self, owner: Program, registry: Registry, say: Callable[[Handle, str], None]) -> None:
+        self._native, self._say = registry.native, say
+        self._lent = Lent(owner, registry) if registry.maps_gpus else None
+        self._said: set[tuple[str, str]] = set()  # of which process, and what: of memory of GPUs
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         if nbytes > QUICK:
             return False
         way = self._native.way(handle.token, handle.ticket)
-        return way == MAPPED or (way == KERNEL and not atomic)
+        return way in (MAPPED, GPU, LENT) or (way == KERNEL and not atomic)
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
-        return Result(*self._native.move(handle.token, handle.ticket, write, segments, patient))
+        result = Result(*self._native.move(handle.token, handle.ticket, write, segments, patient))
+        if handle.device != CPU:
+            self._look_after(handle, result)
+        return result
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route."""
         return Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, patient))
 
+    def forget(self, token: str) -> None:
+        """That process is gone, and so is its memory that is mapped here."""
+        self._native.sweep()
+        if self._lent is not None:
+            self._lent.forget(token)
+        self._said = {said for said in self._said if said[0] != token}
+
+    def _look_after(self, handle: Handle, result: Result) -> None:
+        """Of a GPU: whether the driver maps it is seen when it has to, and torch may know another way."""
+        if self._lent is not None:
+            self._lent.tidy()
+            if result.outcome == DONE and self._native.way(handle.token, handle.ticket) == THREAD:
+                self._lent.want(handle)
+        said = handle.token, self.way(handle)
+        if said not in self._said:
+            self._said.add(said)
+            self._say(handle, f"{self.name}, {said[1]}")
+
     def way(self, handle: Handle) -> str:
         """For people."""
+        found = self._native.way(handle.token, handle.ticket)
+        why = "the kernel forbids process_vm_readv"
+        if handle.device != CPU:
+            also = self._lent.why_not(handle) if self._lent is not None else ""
+            why = "through memory of the host, since " + self._native.why_not_mapped(handle.token, handle.ticket)
+            why += f", nor torch: {also}" if also else ""
         ways = (
             "its memory is mapped here",
             "process_vm_readv",
-            "copied by its own thread: the kernel forbids process_vm_readv",
+            f"copied by its own thread: {why}",
+            f"{_device.api()} IPC",
+            f"{_device.api()} IPC, by torch",
         )
-        found = self._native.way(handle.token, handle.ticket)
         return ways[found] if found >= 0 else "which of its ways is seen with the first transfer"

@@ -30,10 +30,9 @@ class Registry:
         host = getattr(owner.links, "host", None)
         if host is None:
             raise RuntimeError("memory can't be registered in a simulation: its processes have none of their own")
-        wanted = os.environ.get("MONARCH_CMA", "1")
-        if wanted not in ("0", "1", ""):
-            raise ValueError(f"MONARCH_CMA={wanted!r}: 0 not to use process_vm_readv, or unset")
-        self.native = _native.Memory(host, wanted != "0")
+        kernel = _is_wanted("MONARCH_CMA", "process_vm_readv")
+        self.maps_gpus = _is_wanted("MONARCH_GPU_IPC", "mappings of other processes' GPU memory")
+        self.native = _native.Memory(host, kernel, self.maps_gpus)
         self.host = host
         self._program = weakref.ref(owner)
         self.on_drop: list[Callable[[Ticket], None]] = []  # when nobody can use it any more, and it is still there
@@ -83,6 +82,13 @@ class Registry:
     def count(self) -> int:
         """Of registrations."""
         return int(self.native.count())
+
+
+def _is_wanted(setting: str, what: str) -> bool:
+    said = os.environ.get(setting, "1")
+    if said not in ("0", "1", ""):
+        raise ValueError(f"{setting}={said!r}: 0 not to use {what}, or unset")
+    return said != "0"
 
 
 _making = threading.Lock()

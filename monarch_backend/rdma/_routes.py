@@ -14,6 +14,7 @@ from typing import Any
 from monarch_backend.actor._program import Program
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
+from monarch_backend.rdma._memory import CPU
 from monarch_backend.rdma._near import Here, SameHost
 from monarch_backend.rdma._registry import Registry
 from monarch_backend.rdma._route import UNREACHABLE, Change, Flight, Part, Result, Route, Segment, moved
@@ -43,15 +44,19 @@ class Routes:
     def __init__(self, owner: Program, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit``: have it done by a thread that may wait."""
         self._program, self._registry = owner, registry
-        self._here, self._near, self._tcp = Here(registry), SameHost(registry), Tcp(owner, registry, submit)
+        self._here, self._near = Here(registry), SameHost(owner, registry, _say)
+        self._tcp = Tcp(owner, registry, submit)
         self.verbs = Verbs(owner, registry)
         registry.on_drop.append(self.verbs.dropped)
-        self._chosen: dict[tuple[str, bool], Route] = {}  # by process, and whether a NIC can reach this memory
+        # By process, whether a NIC can reach this memory, and whether it is a GPU's.
+        self._chosen: dict[tuple[str, bool, bool], Route] = {}
         self._forced = forced()
+        self.near: set[str] = set()
+        """Processes to whose memory the way is that of one host."""
 
     def to(self, handle: Handle) -> Route:
         """The route to this memory. Raises RDMAError if there is none."""
-        which = handle.token, bool(handle.verbs)
+        which = handle.token, bool(handle.verbs), handle.device != CPU
         route = self._chosen.get(which)
         if route is None:
             route = self._chosen[which] = self._choose(handle)
@@ -65,7 +70,7 @@ class Routes:
         return handle._replace(ways=ways, encrypted=encrypted, verbs=self._for_nics(handle))
 
     def _for_nics(self, handle: Handle) -> bytes:
-        if self._forced == "tcp" or handle.device != "cpu" or self.verbs.unusable() is not None:
+        if self._forced == "tcp" or self.verbs.unusable() is not None:
             return b""
         try:
             return self.verbs.exposed(handle)
@@ -79,12 +84,14 @@ class Routes:
 
     def knows(self, token: str) -> bool:
         """Something is kept for that process."""
-        return (token, True) in self._chosen or (token, False) in self._chosen or self.verbs.started
+        return any(which[0] == token for which in [*self._chosen]) or self.verbs.started
 
     def forget(self, token: str) -> None:
         """That process is gone."""
-        self._chosen.pop((token, True), None)
-        self._chosen.pop((token, False), None)
+        self.near.discard(token)
+        for which in [which for which in [*self._chosen] if which[0] == token]:
+            self._chosen.pop(which, None)
+        self._near.forget(token)
         self._tcp.forget(token)
         self.verbs.forget(token, "its process is gone")
 
@@ -101,7 +108,9 @@ class Routes:
         if handle.token == self._program.router.token:
             return self._here
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
-            _say(handle, f"{self._near.name}, {self._near.way(handle)}")
+            if handle.device == CPU:  # else the first transfer shows what the driver does
+                _say(handle, f"{self._near.name}, {self._near.way(handle)}")
+            self.near.add(handle.token)
             return self._near
         return self._far(handle)
 
@@ -113,7 +122,8 @@ class Routes:
         why = why or "its owner has not registered it with a NIC"
         if self._forced == "verbs":
             raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA wants it: {why}")
-        _say(handle, f"tcp: {why}")
+        staged = "" if handle.device == CPU else ", through pinned memory of both hosts"
+        _say(handle, f"tcp{staged}: {why}")
         if not self._forced:
             log.warning(
                 "memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monarch_backend.actor import Future, ValueMesh, current_rank
+from monarch_backend.rdma import _device
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._local import Leaf, Local, check_value, leaves, local, offset_in
+from monarch_backend.rdma._memory import CPU
 from monarch_backend.rdma._regions import (
     Box,
     LayoutError,
@@ -130,6 +132,8 @@ class Plan:
         """
         for leaf, value in self._values:
             leaf.holder[leaf.key] = copy.deepcopy(value)  # the reader may change what it gets
+        for device in {storage.device for storage in self._keep}:
+            _device.settle(device)
         return engine().start(self._parts, self._keep, timeout)
 
     def __repr__(self) -> str:
@@ -185,8 +189,8 @@ class ShardedState:
         up to 64 KiB, which travel in the description as they are now, and mappings of all that, whose names are joined
         by ``/``.
 
-        Raises ValueError, with the name, for tensors that are not in CPU memory, expanded, a `Partial` sum, or cut
-        as no placement says.
+        Raises ValueError, with the name, for tensors without memory that can be shared, expanded, a `Partial` sum, or
+        cut as no placement says.
         """
         tensors: dict[str, tuple[torch.dtype, Local]] = {}
         values = {}
@@ -300,7 +304,7 @@ def _memory(held: Iterable[Local]) -> dict[int, tuple[Tensor, int]]:
             spans[storage.data_ptr()] = min(low, first), max(high, last)
     memory = {}
     for base, (low, high) in spans.items():
-        whole = torch.empty(0, dtype=torch.uint8).set_(storages[base])
+        whole = torch.empty(0, dtype=torch.uint8, device=storages[base].device).set_(storages[base])
         memory[base] = whole[low - base : high - base], low
     return memory
 
@@ -396,6 +400,8 @@ class _Reading:
         owned = self._state._tensors[leaf.name]
         _check_same(leaf.name, leaf.value, next(iter(owned.values())))
         here = local(leaf.name, leaf.value)
+        if here.tensor.is_cuda:
+            _device.use(leaf.name)
         if here.pieces and not self._is_filled(leaf.name, here, owned):
             self._extents.append((*_extent(here), leaf.name))
             self._keep.append(here.tensor.untyped_storage())
@@ -444,6 +450,12 @@ class _Reading:
     def _add_box(
         self, name: str, box: Box, here: Local, piece: Piece, rank: int, part: TensorPart, source: Piece
     ) -> None:
+        kind = self._state._parts[rank]._buffers[part.buffer].device
+        if (kind == CPU) != here.tensor.is_cpu:
+            raise ValueError(
+                f"{name}: it is on {here.tensor.device} here and on {kind} at rank {rank}: read into a tensor on the "
+                "same kind of device, and copy_() from it"
+            )
         there = part.start + offset_in(box, source, part.strides)
         address = here.tensor.data_ptr() + offset_in(box, piece, here.strides)
         try:

@@ -16,11 +16,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from monarch_backend import _native
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 from monarch_backend.actor._program import Program, program
+from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._handle import Handle
+from monarch_backend.rdma._memory import LocalMemory
+from monarch_backend.rdma._near import QUICK
 from monarch_backend.rdma._registry import Registry, registry
 from monarch_backend.rdma._route import (
     CANCELLED,
@@ -55,6 +59,8 @@ _REFUSALS = (
     "the range is outside of what was registered",
     "it was registered read-only",
     "atomics need 8 bytes at an address that is a multiple of 8",
+    "its owner's GPU, or the driver of it, could not copy it",
+    "atomics on memory of a GPU are possible over verbs only: use memory of the CPU for it",
 )
 SOON = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""
@@ -101,6 +107,26 @@ class Engine:
             transfer.queued.add(number)
             self.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
         return transfer.future
+
+    def at_once(self, handle: Handle, write: bool, memory: LocalMemory, nbytes: int) -> bool:
+        """Do it now, if it is a small copy on this host: what is made for other transfers costs more than it does.
+
+        False: it is for `start`, which also says why it fails.
+        """
+        return (
+            nbytes <= QUICK
+            and handle.token in self.routes.near
+            and self.registry.native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
+        )
+
+    def copies(self, parts: Sequence[tuple[Handle, bool, LocalMemory, int]]) -> Any:
+        """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them."""
+        if sum(part[3] for part in parts) > QUICK or any(part[0].token not in self.routes.near for part in parts):
+            return None
+        return _native.Copies(
+            self.registry.native,
+            [(h.token, h.ticket, write, h.offset, memory.address, nbytes) for h, write, memory, nbytes in parts],
+        )
 
     def _at_once(
         self, part: Part | Change, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
@@ -515,7 +541,11 @@ def _refusal(_: Program, __: Peer, question: bytes) -> bytes:
     return refusal_of(registry(), question)
 
 
-TOPICS.update(ways=_ways, verbs=_accept, refusal=_refusal)
+def _torch_shares(_: Program, __: Peer, question: bytes) -> bytes:
+    return _torch_ipc.answer(registry(), question)
+
+
+TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal, _torch_ipc.TOPIC: _torch_shares})
 
 
 def engine() -> Engine:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from monarch_backend.actor._program import Program
+from monarch_backend.rdma import _one_engine
 from monarch_backend.rdma._conversation import TICK, ask
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._flight import MERCY, Flight, NoWay, result_of
@@ -36,7 +37,7 @@ from monarch_backend.rdma._route import (
     Result,
     Segment,
 )
-from monarch_backend.rdma.verbs import Engine, Region, VerbsError, available
+from monarch_backend.rdma.verbs import Engine, Region, UnreachableMemoryError, VerbsError, available
 from monarch_backend.transport._peer import Peer
 
 _NO_ACCESS = "remote access error"
@@ -54,6 +55,7 @@ class Verbs:
         self._regions: dict[Ticket, Region] = {}
         self._unusable: str | None = None
         self._looked = False
+        self._met: set[str] = set()  # processes with which there is, or was, a connection
 
     def unusable(self) -> str | None:
         """Why verbs can't be used in this process; None if they can."""
@@ -70,7 +72,7 @@ class Verbs:
     def _started(self) -> Engine:
         with self._lock:
             if self._engine is None:
-                self._engine = Engine(self._dial)
+                self._engine = _one_engine.borrow(str, self._dial)
             return self._engine
 
     # ---- for others
@@ -101,6 +103,7 @@ class Verbs:
 
     def accept(self, peer: Peer, offer: bytes) -> bytes:
         """Of a process that wants to reach our memory. Raises VerbsError."""
+        self._met.add(peer.token)
         return self._started().accept(peer.token, offer)
 
     # ---- to others
@@ -110,6 +113,7 @@ class Verbs:
 
     def _meet(self, token: str) -> None:
         engine = self._started()
+        self._met.add(token)
         try:
             answer = ask(self._program, self._program.router.peer(token), "verbs", engine.offer(token))
             engine.connect(token, answer)
@@ -165,6 +169,8 @@ class Verbs:
             if refusal := _refusal(part, region):
                 return Result(REFUSED, refusal, 0, 0)
             _ask(engine, part, region, keep, done)
+        except UnreachableMemoryError as error:
+            return result_of(error, 0)
         except (VerbsError, ValueError, TypeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
         while not ended.wait(TICK):
@@ -194,13 +200,18 @@ class Verbs:
 
     def forget(self, token: str, why: str) -> None:
         """That process is gone."""
+        self._met.discard(token)
         if self._engine is not None:
             self._engine.peer_gone(token, VerbsError(why, "", "", token))
 
     def close(self) -> None:
         """Nobody reaches this process's memory any more."""
-        if self._engine is not None:
-            self._engine.close()
+        if self._engine is None or _one_engine.give_back(str):
+            return
+        for ticket in list(self._regions):  # messages of process groups still need the engine
+            self.dropped(ticket)
+        for token in list(self._met):
+            self._engine.peer_gone(token, VerbsError("the program has ended", "", "", token))
 
 
 @functools.lru_cache(4096)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from monarch_backend.cli import doctor, main
 from monarch_backend.rdma import _available, verbs
+from tests.rdma import pretended
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +24,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         "torch_xla",
         "verbs route",
         "memory of other hosts",
+        "memory of GPUs",
         "locked memory",
     ):
         assert word in text
@@ -94,6 +97,21 @@ def test_what_is_wanted_by_the_environment(
     found = verbs_findings()["memory of other hosts"]
     assert found.state == state
     assert found.remedy.startswith(remedy)
+
+
+def test_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MONARCH_GPU_IPC", raising=False)
+    monkeypatch.setenv("MONARCH_GPU_DRIVER", "/nowhere/libcuda.so.1")
+    found = doctor._memory_of_gpus(tmp_path)
+    assert found.state == "no way: none of /nowhere/libcuda.so.1 loads" and "driver" in found.remedy
+    driver = pretended.library()
+    monkeypatch.setenv("MONARCH_GPU_DRIVER", driver)
+    words = f"{driver}: on one host by IPC; to other hosts NICs by dma-buf, else through pinned memory"
+    assert doctor._memory_of_gpus(tmp_path) == doctor.Finding("memory of GPUs", words)
+    (tmp_path / "nvidia_peermem").mkdir()
+    monkeypatch.setenv("MONARCH_GPU_IPC", "0")
+    state = doctor._memory_of_gpus(tmp_path).state
+    assert "since MONARCH_GPU_IPC=0; to other hosts NICs by nvidia_peermem (peer memory) or dma-buf, else" in state
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"]])

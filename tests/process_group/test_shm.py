@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
+from monarch_backend.process_group import _shm_process
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from tests.process_group import reference
 from tests.support.ranks import init, run_ranks
@@ -175,6 +177,38 @@ def test_survivors_name_the_dead(asynchronous: bool, n: int) -> None:
     assert "--- rank 2" not in str(info.value), str(info.value)
 
 
+def _ended_in_between(rank: int) -> None:
+    store, x = dist.group.WORLD.get_group_store(), torch.ones(1)
+    if rank == 2:
+        store.set("pid", str(os.getpid()))
+        store.wait(["posted"], datetime.timedelta(seconds=30))
+        _shm_process.this_process().host.leave()
+        os._exit(0)  # in peace, and without a word to its groups
+    if rank == 0:
+        pending = dist.irecv(torch.ones(1), 1, tag=7)  # which rank 2 has no part in
+        gone = os.pidfd_open(int(store.get("pid")))
+        store.set("posted", "1")
+        assert select.select([gone], [], [], 30)[0]
+        os.close(gone)
+    for _ in range(300):  # rank 0 hears of it meanwhile, and sees that nothing which it waits for is concerned
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+        dist.recv(x, 1) if rank == 0 else dist.send(x, 0)
+    if rank == 1:
+        dist.send(x, 0, tag=7)
+    else:
+        pending.wait()
+    with pytest.raises(RankFailedError, match=r"^rank 2 .*ended without all_reduce"):
+        dist.all_reduce(x)
+    store.set(f"done/{rank}", "1")
+    store.wait(["done/0", "done/1"], datetime.timedelta(seconds=30))
+
+
+def test_who_ended_between_two_operations_is_missed_in_the_next() -> None:
+    with pytest.raises(Exception, match="--- rank 2:\nthe rank died without an answer") as info:
+        run_ranks(_ended_in_between, 3)
+    assert "--- rank 0" not in str(info.value) and "--- rank 1" not in str(info.value), str(info.value)
+
+
 def _late(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.3))
     store = dist.group.WORLD.get_group_store()
@@ -199,8 +233,6 @@ def _many_groups(rank: int) -> None:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(300_000), group=group)
         dist.destroy_process_group(group)
-        from monarch_backend.process_group import _shm_process
-
         counts.append(_shm_process.this_process().host.used())
     assert max(counts[10:]) <= max(counts[:10]), counts
 

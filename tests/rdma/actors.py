@@ -12,7 +12,8 @@ import torch
 
 from monarch_backend import rdma
 from monarch_backend.actor import Actor, endpoint
-from monarch_backend.rdma import RDMAAction, RDMABuffer
+from monarch_backend.rdma import RDMAAction, RDMABuffer, _torch_ipc
+from tests.rdma import pretended
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class RouteCase:
     environment: dict[str, str] = field(default_factory=dict)
     shared: bool = False  # the memory is that of rdma.empty
     way: int = 1  # as enum Way (csrc/memory/near.h)
+    device: bool = False  # the memory is a pretended GPU's, on both sides
+    refuses: str = ""  # what its driver refuses
+    torch: bool = False  # and torch, which is pretended, too, knows another way
 
 
 ROUTES = {
@@ -34,10 +38,31 @@ ROUTES = {
     "tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}),
 }
 
+DEVICE_ROUTES = {
+    "gpu ipc": RouteCase("same host", way=3, device=True),
+    "gpu thread": RouteCase("same host", {"MONARCH_GPU_IPC": "0"}, way=2, device=True),
+    "gpu not exported": RouteCase("same host", way=2, device=True, refuses="ipc_get"),
+    "gpu not mapped": RouteCase("same host", way=2, device=True, refuses="ipc_open"),
+    "gpu lent": RouteCase("same host", way=4, device=True, refuses="ipc_get", torch=True),
+    "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}, way=3, device=True),
+    "gpu tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}, way=3, device=True),
+}
+ALONE = ("kernel", "mapped", "verbs", "gpu ipc")
+"""Routes on which nobody needs the owner."""
+
+
+def case(route: str) -> RouteCase:
+    """The route of this name."""
+    return ROUTES.get(route) or DEVICE_ROUTES[route]
+
 
 def take(route: str) -> None:
     """The bootstrap of a process that is to take this route."""
-    os.environ.update(ROUTES[route].environment)
+    os.environ.update(case(route).environment)
+    if case(route).device:
+        pretended.take(case(route).refuses)
+    if case(route).torch:
+        _torch_ipc.share, _torch_ipc.adopt = pretended.share, pretended.adopt
 
 
 def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
@@ -46,8 +71,10 @@ def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
     return one.repeat(nbytes // 251 + 1)[:nbytes]
 
 
-def memory(kind: str, nbytes: int, shared: bool) -> Any:
+def memory(kind: str, nbytes: int, shared: bool, device: bool = False) -> Any:
     """Memory of this kind and size."""
+    if device:
+        return pretended.Array(nbytes, offset=77 if kind == "slice" else 0)
     if kind == "tensor":
         return rdma.empty(nbytes, dtype=torch.uint8).zero_() if shared else torch.zeros(nbytes, dtype=torch.uint8)
     if kind == "slice":  # of a tensor, not aligned to anything
@@ -61,16 +88,31 @@ def memory(kind: str, nbytes: int, shared: bool) -> Any:
 
 def as_tensor(value: Any) -> torch.Tensor:
     """The bytes of such memory."""
+    if isinstance(value, pretended.Array):
+        return value.content()
     return value if isinstance(value, torch.Tensor) else torch.frombuffer(value, dtype=torch.uint8)
+
+
+def fill(value: Any, content: torch.Tensor) -> Any:
+    """The same memory, with these bytes."""
+    if isinstance(value, pretended.Array):
+        value.put(content)
+    else:
+        as_tensor(value).copy_(content)
+    return value
 
 
 class Process(Actor):
     """Owns memory, or reads that of others."""
 
     def __init__(self, route: str) -> None:
-        self.route = ROUTES[route]
+        self.route = case(route)
         self.kept: dict[RDMABuffer, Any] = {}
         self.last: Any = None
+
+    def mine(self, kind: str, nbytes: int) -> Any:
+        """What a reader or writer has."""
+        return memory(kind, nbytes, shared=False, device=self.route.device)
 
     @endpoint
     def pid(self) -> int:
@@ -78,8 +120,7 @@ class Process(Actor):
 
     @endpoint
     def own(self, kind: str, nbytes: int, seed: int = 1) -> RDMABuffer:
-        self.last = memory(kind, nbytes, self.route.shared)
-        as_tensor(self.last).copy_(pattern(nbytes, seed))
+        self.last = fill(memory(kind, nbytes, self.route.shared, self.route.device), pattern(nbytes, seed))
         return RDMABuffer(self.last)
 
     @endpoint
@@ -107,12 +148,16 @@ class Process(Actor):
     @endpoint
     def way(self, buffer: RDMABuffer) -> int:
         handle = buffer._handle
-        buffer.read_into(bytearray(buffer.size())).get()  # they have met
-        return int(rdma._registry.registry().native.way(handle.token, handle.ticket))
+        native, until = rdma._registry.registry().native, time.monotonic() + 10
+        while True:
+            buffer.read_into(self.mine("tensor", buffer.size())).get()  # they have met
+            found = int(native.way(handle.token, handle.ticket))
+            if found == self.route.way or not self.route.torch or time.monotonic() > until:
+                return found  # torch's way is there a moment after the first transfer
 
     @endpoint
     def read(self, buffer: RDMABuffer, kind: str = "tensor", seed: int = 1, timeout: float | None = 30) -> bool:
-        into = memory(kind, buffer.size(), shared=False)
+        into = self.mine(kind, buffer.size())
         buffer.read_into(into, timeout=timeout).get()
         return torch.equal(as_tensor(into), pattern(buffer.size(), seed))
 
@@ -123,8 +168,7 @@ class Process(Actor):
 
     @endpoint
     def write(self, buffer: RDMABuffer, kind: str = "tensor", seed: int = 2, timeout: float | None = 30) -> None:
-        source = memory(kind, buffer.size(), shared=False)
-        as_tensor(source).copy_(pattern(buffer.size(), seed))
+        source = fill(self.mine(kind, buffer.size()), pattern(buffer.size(), seed))
         buffer.write_from(source, timeout=timeout).get()
 
     @endpoint
@@ -142,23 +186,23 @@ class Process(Actor):
     @endpoint
     def scatter(self, buffer: RDMABuffer, ranges: list[tuple[int, int]]) -> bool:
         """Read pieces, all in one action, submitted twice."""
-        pieces = [torch.zeros(stop - start, dtype=torch.uint8) for start, stop in ranges]
+        pieces = [self.mine("tensor", stop - start) for start, stop in ranges]
         action = RDMAAction()
         for piece, (start, stop) in zip(pieces, ranges, strict=True):
             action.read_remote(piece, buffer[start:stop])
         whole = pattern(buffer.size())
         for _ in range(2):
             for piece in pieces:
-                piece.zero_()
+                fill(piece, torch.zeros(len(as_tensor(piece)), dtype=torch.uint8))
             action.submit(timeout=30).get()
-            if not all(torch.equal(p, whole[a:b]) for p, (a, b) in zip(pieces, ranges, strict=True)):
+            if not all(torch.equal(as_tensor(p), whole[a:b]) for p, (a, b) in zip(pieces, ranges, strict=True)):
                 return False
         return True
 
     @endpoint
     def read_for_ever(self, buffer: RDMABuffer, seconds: float = 30) -> str:
         """Until it fails; how, and how long after the last success."""
-        into = torch.empty(buffer.size(), dtype=torch.uint8)
+        into = self.mine("tensor", buffer.size())
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             begun = time.monotonic()
@@ -171,7 +215,7 @@ class Process(Actor):
     @endpoint
     def cancel_after(self, buffer: RDMABuffer, seconds: float) -> str:
         """Begin to read, and change one's mind."""
-        future = buffer.read_into(torch.empty(buffer.size(), dtype=torch.uint8))
+        future = buffer.read_into(self.mine("tensor", buffer.size()))
         try:
             future.get(seconds)
         except TimeoutError:

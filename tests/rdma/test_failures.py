@@ -26,7 +26,7 @@ from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMAB
 from monarch_backend.rdma._transfers import engine
 from tests.actor.actors import held_up, pid_of, resident_bytes
 from tests.actor.support import Faults
-from tests.rdma.actors import Process, pattern, take
+from tests.rdma.actors import ALONE, Process, pattern, take
 from tests.rdma.conftest import routes
 
 MIB = 1 << 20
@@ -93,7 +93,7 @@ def test_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest)
     assert reader.read.call_one(buffer).get()
     with held_up(pid):
         reading = reader.read.call_one(buffer, "tensor", 1, 0.3)
-        if route_of(request) in ("kernel", "mapped", "verbs"):
+        if route_of(request) in ALONE:
             assert reading.get(20), "nobody needs it"
         else:
             with pytest.raises(ActorError, match=r"was not done within 0\.3 s") as raised:
@@ -212,6 +212,43 @@ def test_memory_that_changes_before_an_action_is_submitted() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         action.submit()
     assert not value.any()
+    buffer.drop()
+
+
+def test_an_action_that_is_submitted_again_and_again(fresh: Pair, request: pytest.FixtureRequest) -> None:
+    owner, reader = fresh
+    if route_of(request) in ("tcp", "tls", "verbs"):
+        pytest.skip("on this route each submit is a new one")
+    into, theirs = torch.zeros(4096, dtype=torch.uint8), owner.own.call_one("tensor", 4096, 1).get()
+    action = RDMAAction().read_remote(into, theirs)
+    for seed in (1, 2, 3):
+        reader.write.call_one(theirs, "tensor", seed).get()
+        action.submit().get()
+        assert torch.equal(into, pattern(4096, seed))
+    other = torch.zeros(8, dtype=torch.uint8)
+    action.read_remote(other, theirs[4:12]).submit().get()
+    assert torch.equal(other, pattern(4096, 3)[4:12])
+    into.data = torch.zeros(4096, dtype=torch.uint8)  # it lies elsewhere now
+    action.submit().get()
+    assert torch.equal(into, pattern(4096, 3))
+    into.untyped_storage().resize_(4000)
+    with pytest.raises(ValueError, match="was freed"):
+        action.submit()
+    into.untyped_storage().resize_(4096)
+    action.submit(timeout=30).get()
+    owner.drop.call_one(theirs).get()
+    with pytest.raises(DroppedError):
+        action.submit().get()
+
+
+def test_an_action_lets_go_of_what_it_was_given() -> None:
+    value, into = torch.ones(8, dtype=torch.uint8), bytearray(8)
+    buffer = RDMABuffer(value)
+    action = RDMAAction().read_remote(into, buffer)
+    action.submit().get()
+    into.extend(b"more")  # as before it was submitted
+    action.submit().get()
+    assert into == bytearray([1] * 8) + b"more"
     buffer.drop()
 
 

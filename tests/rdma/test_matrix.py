@@ -14,7 +14,7 @@ from monarch_backend import rdma
 from monarch_backend.actor import ActorError, ActorMesh
 from monarch_backend.rdma import DroppedError, RDMABuffer, RDMAError
 from monarch_backend.rdma.verbs import Region
-from tests.rdma.actors import ROUTES, pattern
+from tests.rdma.actors import case, pattern
 
 pytestmark = pytest.mark.usefixtures("faults")
 
@@ -32,9 +32,9 @@ DTYPES = [
 def test_the_route_is_the_one_meant(pair: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 64).get()
-    assert reader.backend.call_one(buffer).get() == ROUTES[request.node.callspec.params["pair"]].name
+    assert reader.backend.call_one(buffer).get() == case(request.node.callspec.params["pair"]).name
     assert owner.backend.call_one(buffer).get() == "this process"
-    assert reader.way.call_one(buffer).get() == ROUTES[request.node.callspec.params["pair"]].way
+    assert reader.way.call_one(buffer).get() == case(request.node.callspec.params["pair"]).way
     owner.drop.call_one(buffer).get()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from monarch_backend.transport._certificates import Ders
+from tests.rdma import pretended
 from tests.support import sanitizers
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="memory over TCP is Linux's")]
@@ -16,14 +17,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 NOT_OURS = "called_from_lib:libssl.so\ncalled_from_lib:libcrypto.so\nrace:libssl.so\nrace:libcrypto.so\n"
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize(("tls", "gpu"), [(False, False), (True, False), (False, True)], ids=["plain", "tls", "gpu"])
 @pytest.mark.parametrize("kind", ["address", "thread"])
-def test_many_threads_and_registrations_that_come_and_go(kind: str, tls: bool, tmp_path: Path) -> None:
+def test_many_threads_and_registrations_that_come_and_go(kind: str, tls: bool, gpu: bool, tmp_path: Path) -> None:
     ders = Ders.of_secret(b"s" * 32)
     for name in ("certificate", "key", "ca"):
         (tmp_path / name).write_bytes(getattr(ders, name))
     (tmp_path / "suppressions").write_text(NOT_OURS)
     options = dict(sanitizers.OPTIONS)
     options["TSAN_OPTIONS"] += f":suppressions={tmp_path / 'suppressions'}"
+    if gpu:
+        options["MONARCH_GPU_DRIVER"] = pretended.library()
     command = [*sanitizers.prefix(kind), sanitizers.memory_driver(kind), 14, tmp_path if tls else ""]
     print(sanitizers.checked(command, 300, **options))

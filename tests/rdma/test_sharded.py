@@ -223,8 +223,8 @@ def freed() -> Tensor:
     ("tensor", "says"),
     [
         (torch.zeros(1, 4).expand(3, 4), "share their place in memory"),
-        (torch.zeros(3, 4, device="meta"), "only strided tensors in CPU memory"),
-        (torch.eye(3).to_sparse(), "only strided tensors in CPU memory"),
+        (torch.zeros(3, 4, device="meta"), "only strided tensors in memory of the CPU, or of GPUs"),
+        (torch.eye(3).to_sparse(), "only strided tensors in memory of the CPU, or of GPUs"),
         (torch.zeros(3, 4, dtype=torch.complex64).conj(), "conjugate or negated view"),
         (freed(), "the memory of its storage was freed"),
         (torch.zeros(3, 4).as_subclass(Wrapper), "is a Wrapper, which may have no memory of its own"),

@@ -4,6 +4,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "memory/python/shapes.h"
@@ -17,10 +18,13 @@ namespace {
 
 constexpr std::uint64_t worth_releasing = 64 << 10;  // bytes of a copy during which others may have the GIL
 
+// Nobody else is needed: neither a thread of the owner's nor the driver of a GPU, which waits for it.
+bool is_at_once(Way way) { return way == Way::mapped || way == Way::kernel; }
+
 template <class Work>
 PyResult with(Registered& memory, const std::string& token, const Ticket& ticket, std::uint64_t bytes, const Patient& patient, Work&& work) {
   std::shared_ptr<Peer> peer = memory.host().known(token);
-  if (peer != nullptr && bytes < worth_releasing && memory.near().way(*peer, ticket) != Way::thread) return result_of(work(peer));
+  if (peer != nullptr && bytes < worth_releasing && is_at_once(memory.near().way(*peer, ticket))) return result_of(work(peer));
   const py::gil_scoped_release release;
   if (peer == nullptr) peer = memory.meet(token, patient);
   if (peer != nullptr) return result_of(work(peer));
@@ -66,6 +70,60 @@ PyResult change(Registered& memory, const std::string& token, const PyTicket& ti
   });
 }
 
+// Copies that are done at once, without anybody's help, or not at all: then they are for `move`, which says why.
+class Copies {
+ public:
+  using PyCopy = std::tuple<std::string, PyTicket, bool, std::uint64_t, std::uint64_t, std::uint64_t>;  // token, ticket, writes, a segment
+
+  Copies(std::shared_ptr<Registered> memory, const std::vector<PyCopy>& copies) : memory_(std::move(memory)) {
+    for (const auto& [token, ticket, writes, offset, local, bytes] : copies) {
+      copies_.push_back({token, ticket_of(ticket), writes ? Access::write : Access::read, {{offset, reinterpret_cast<char*>(local), bytes}}});
+      bytes_ += bytes;
+    }
+  }
+
+  bool run() const {
+    if (bytes_ < worth_releasing) return run_all();
+    const py::gil_scoped_release release;
+    return run_all();
+  }
+
+ private:
+  struct Copy {
+    std::string token;
+    Ticket ticket;
+    Access access;
+    std::vector<Segment> segment;  // one
+  };
+
+  bool run_all() const {
+    static const Patient forever;
+    return std::all_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
+      const std::shared_ptr<Peer> peer = memory_->host().known(copy.token);
+      return peer != nullptr && is_at_once(memory_->near().way(*peer, copy.ticket)) &&
+             memory_->near().move(peer, copy.ticket, copy.access, copy.segment, forever).outcome == Outcome::done;
+    });
+  }
+
+  std::shared_ptr<Registered> memory_;
+  std::vector<Copy> copies_;
+  std::uint64_t bytes_ = 0;
+};
+
+// `device`: whose memory both are. What its driver says if it can't.
+std::string move_bytes(int device, void* to, const void* from, std::uint64_t bytes) {
+  if (device == gpu::none) {
+    std::memmove(to, from, bytes);
+    return {};
+  }
+  try {
+    gpu::copy(device, to, from, bytes);
+    return {};
+  } catch (const gpu::Failure& failure) {
+    return failure.what();
+  }
+}
+
 // The same in this very process.
 PyResult move_here(Registered& memory, const PyTicket& py_ticket, bool write, const PySegments& parts) {
   const Ticket ticket = ticket_of(py_ticket);
@@ -75,8 +133,9 @@ PyResult move_here(Registered& memory, const PyTicket& py_ticket, bool write, co
     const Refusal refusal = memory.table().hold(ticket, offset, bytes, write ? Access::write : Access::read, &there);
     if (refusal != Refusal::none) return result_of({Outcome::refused, refusal});
     char* here = reinterpret_cast<char*>(address);
-    std::memmove(write ? there : here, write ? here : there, bytes);
+    const std::string failure = move_bytes(memory.table().device(ticket), write ? there : here, write ? here : there, bytes);
     memory.table().let_go(ticket);
+    if (!failure.empty()) return result_of({Outcome::failed, Refusal::none, 0, 0, failure});
   }
   return result_of({});
 }
@@ -114,12 +173,28 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("readonly", &View::readonly)
       .def_property_readonly("contiguous", &View::contiguous);
 
+  py::class_<Copies>(m, "Copies", "Copies between this process and others of its host that are made again and again.")
+      .def(py::init<std::shared_ptr<Registered>, const std::vector<Copies::PyCopy>&>())
+      .def("run", &Copies::run);
+
   py::class_<Registered, std::shared_ptr<Registered>>(m, "Memory", "Memory that this process has registered, and its ways to that of others on this host.")
-      .def(py::init<std::shared_ptr<Host>, bool>(), py::arg("host"), py::arg("kernel") = true)
+      .def(py::init<std::shared_ptr<Host>, bool, bool>(), py::arg("host"), py::arg("kernel") = true, py::arg("ipc") = true)
       .def("add", [](Registered& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
         const Ticket ticket = memory.table().add(reinterpret_cast<void*>(address), bytes, writable);
         return PyTicket{ticket.slot, ticket.epoch, ticket.key};
       })
+      .def("why_not_mapped", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
+        const auto peer = memory.host().known(token);
+        return peer == nullptr ? std::string() : memory.near().why_not(*peer, ticket_of(ticket));
+      })
+      .def("lend", [](Registered& memory, const std::string& token, const PyTicket& ticket, std::uint64_t address) {
+        const auto peer = memory.host().known(token);
+        if (peer != nullptr) memory.near().imports()->lend(peer, ticket_of(ticket), reinterpret_cast<char*>(address));
+        return peer != nullptr;
+      })
+      .def("returned", [](Registered& memory) { return memory.near().imports()->returned(); }, py::call_guard<py::gil_scoped_release>())
+      .def("sweep", [](Registered& memory) { memory.near().imports()->sweep(); }, py::call_guard<py::gil_scoped_release>())
+      .def("mapped", [](Registered& memory) { return memory.near().imports()->count(); })
       .def("drop", [](Registered& memory, const PyTicket& ticket, double seconds) {
         return static_cast<int>(memory.table().drop(ticket_of(ticket), seconds));
       }, py::call_guard<py::gil_scoped_release>())
@@ -132,6 +207,10 @@ void bind_memory(py::module_& m) {
       })
       .def("count", [](Registered& memory) { return memory.table().count(); })
       .def("move", &move)
+      .def("at_once", [](std::shared_ptr<Registered> memory, const std::string& token, const PyTicket& ticket, bool write, std::uint64_t offset,
+                         std::uint64_t local, std::uint64_t bytes) {
+        return Copies(std::move(memory), {{token, ticket, write, offset, local, bytes}}).run();
+      })
       .def("change", &change)
       .def("move_here", &move_here)
       .def("change_here", &change_here)

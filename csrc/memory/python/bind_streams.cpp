@@ -123,6 +123,10 @@ const char* name_of(Refusal refusal) {
       return "read_only";
     case Refusal::misaligned:
       return "misaligned";
+    case Refusal::device:
+      return "device";
+    case Refusal::no_atomics:
+      return "no_atomics";
   }
   return "unknown";
 }

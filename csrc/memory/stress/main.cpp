@@ -2,6 +2,8 @@
 //
 //   memory_stress ROUNDS SECRET_FOLDER   (the folder has certificate, key and ca as DER; "" for no TLS)
 //
+// With MONARCH_GPU_DRIVER, a pretended one (tests/rdma/pretended_gpu.c), the last registration is memory of a GPU.
+//
 // Each round: readers, writers and atomics by several threads over few streams, drops in the middle, deadlines, cancels,
 // answers that two threads look for, strangers, and ends on both sides while all that is under way. Fails when memory has
 // other bytes than were put there.
@@ -20,11 +22,13 @@
 #include <vector>
 
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "memory/client.h"
+#include "memory/gpu.h"
 #include "memory/server.h"
 
 using namespace monarch;
@@ -39,6 +43,15 @@ constexpr int regions = 4, callers = 4;
   std::abort();
 }
 
+// Memory of the pretended GPU, for ever.
+char* gpu_memory() {
+  void* driver = dlopen(std::getenv("MONARCH_GPU_DRIVER"), RTLD_NOW);
+  const auto allocate = reinterpret_cast<std::uint64_t (*)(int, std::size_t)>(driver == nullptr ? nullptr : dlsym(driver, "pretended_allocate"));
+  if (allocate == nullptr) fail("MONARCH_GPU_DRIVER is no pretended driver");
+  return reinterpret_cast<char*>(allocate(0, region));
+}
+bool has_gpu() { return std::getenv("MONARCH_GPU_DRIVER") != nullptr; }
+
 // A table of four registrations, all with the same bytes; whoever holds one has its lock.
 class Shelf final : public Memory {
  public:
@@ -50,17 +63,19 @@ class Shelf final : public Memory {
   }
   Refusal hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access, char** data) override {
     if (ticket.slot >= regions) return Refusal::dropped;
-    alone = access != Access::read;
+    alone = access != Access::read && device(ticket) == gpu::none;  // of a GPU, two pieces are held at a time
     alone ? locks_[ticket.slot].lock() : locks_[ticket.slot].lock_shared();
     Refusal refusal = Refusal::none;
     if (epochs_[ticket.slot] != ticket.epoch) refusal = Refusal::dropped;
     else if (offset > region || bytes > region - offset) refusal = Refusal::out_of_range;
     else if (access != Access::read && ticket.slot == 0) refusal = Refusal::read_only;
-    if (refusal == Refusal::none) *data = data_[ticket.slot].data() + offset;
+    else if (access > Access::write && device(ticket) != gpu::none) refusal = Refusal::no_atomics;
+    if (refusal == Refusal::none) *data = (device(ticket) == 0 ? gpu_ : data_[ticket.slot].data()) + offset;
     else let_go(ticket);
     return refusal;
   }
   void let_go(const Ticket& ticket) override { alone ? locks_[ticket.slot].unlock() : locks_[ticket.slot].unlock_shared(); }
+  int device(const Ticket& ticket) override { return gpu_ != nullptr && ticket.slot == regions - 1 ? 0 : gpu::none; }
   Ticket ticket(std::uint32_t slot) {
     const std::shared_lock lock(locks_[slot]);
     return {slot, epochs_[slot], 0};
@@ -75,6 +90,7 @@ class Shelf final : public Memory {
 
  private:
   static inline thread_local bool alone = false;  // of the thread's hold: writers do, or what they write would be a race
+  char* const gpu_ = has_gpu() ? gpu_memory() : nullptr;
   std::vector<char> data_[regions];
   std::uint64_t epochs_[regions] = {1, 1, 1, 1};
   std::shared_mutex locks_[regions];
@@ -127,6 +143,7 @@ std::optional<Result> errand(Client& client, const Ticket& ticket, const std::ve
 void call(Client& client, Shelf& shelf, unsigned seed, const std::atomic<bool>& end) {
   std::minstd_rand random(seed);
   std::vector<char> mine(region, 'm');
+  char* const on_gpu = has_gpu() ? gpu_memory() : mine.data();
   const std::size_t sizes[] = {0, 8, 3000, 100'000, region / 2, region};
   while (!end) {
     const std::uint32_t slot = random() % regions;
@@ -136,7 +153,8 @@ void call(Client& client, Shelf& shelf, unsigned seed, const std::atomic<bool>& 
     std::thread canceller;
     if (random() % 8 == 0) canceller = std::thread([&] { cancel.set(); });
     const std::uint64_t half = bytes / 2;
-    const std::vector<Segment> segments{{offset, mine.data() + offset, half}, {offset + half, mine.data() + offset + half, bytes - half}};
+    char* const to = slot == regions - 1 ? on_gpu : mine.data();
+    const std::vector<Segment> segments{{offset, to + offset, half}, {offset + half, to + offset + half, bytes - half}};
     Result result;
     const auto kind = random() % 4;
     std::optional<Result> small;
@@ -185,6 +203,7 @@ void play(unsigned seed, const std::string& folder) {
 
 int main(int count, char** words) {
   if (count != 3) fail("memory_stress ROUNDS FOLDER");
+  if (has_gpu()) gpu::open();
   for (int round = 1; round <= std::atoi(words[1]); ++round) play(static_cast<unsigned>(round), words[2]);
   const auto times = [](Outcome outcome) { return outcomes[static_cast<int>(outcome)].load(); };
   std::printf("done %d, refused %d, unreachable %d, lost %d, timed out %d, cancelled %d\n", times(Outcome::done), times(Outcome::refused),

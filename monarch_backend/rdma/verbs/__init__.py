@@ -9,6 +9,7 @@ _lane.py         one queue pair and what is posted on it
 _request.py      a transfer, cut into pieces
 _device.py       an open device
 _memory.py       registrations for own requests, kept while the allocation lives
+_gpu.py          registrations of GPUs' memory
 _messages.py     regions, offers and answers as bytes
 _reach.py        which port can talk to which
 _devices.py      what /sys says; whether verbs can be used; lines for the doctor
@@ -19,7 +20,17 @@ _errors.py       what is raised
 
 from monarch_backend.rdma.verbs._devices import Fact, available, describe
 from monarch_backend.rdma.verbs._engine import Engine, Region
-from monarch_backend.rdma.verbs._errors import VerbsError
+from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
 from monarch_backend.rdma.verbs._settings import Settings, from_environment
 
-__all__ = ["Engine", "Fact", "Region", "Settings", "VerbsError", "available", "describe", "from_environment"]
+__all__ = [
+    "Engine",
+    "Fact",
+    "Region",
+    "Settings",
+    "UnreachableMemoryError",
+    "VerbsError",
+    "available",
+    "describe",
+    "from_environment",
+]

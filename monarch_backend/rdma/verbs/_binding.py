@@ -170,6 +170,9 @@ class Nic(Protocol):
     def register(self, address: int, nbytes: int, access: int) -> Registration:
         """Raises OSError."""
 
+    def register_dmabuf(self, fd: int, offset: int, nbytes: int, address: int, access: int) -> Registration:
+        """Bytes of a dma-buf, which requests find at ``address``; ``fd`` may be closed then. Raises OSError."""
+
     def queue_pair(self, depth: int) -> QueuePair:
         """Raises OSError."""
 

@@ -457,6 +457,10 @@ class Engine:
         near = [device for device in devices if distance(node, device.node) == least]
         return near if request.nbytes >= STRIPED else [near[(pieces[0].local >> 21) % len(near)]]
 
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have it called by the engine's thread, once there is one. Takes no lock, so that weak references may ask."""
+        self._call_soon(call)
+
     # ---- what links ask for
 
     def finish(self, request: Request) -> None:

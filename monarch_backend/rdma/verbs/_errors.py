@@ -67,6 +67,10 @@ class VerbsError(ConnectionError):
         return self.message
 
 
+class UnreachableMemoryError(VerbsError):
+    """No NIC reaches this memory, here or at its owner: another route may."""
+
+
 def status_text(status: int) -> str:
     """In words."""
     return _STATUS[status] if 0 <= status < len(_STATUS) else f"status {status}"

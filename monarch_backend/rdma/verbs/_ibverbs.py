@@ -51,6 +51,9 @@ class _Nic:
     def register(self, address: int, nbytes: int, access: int) -> Any:
         return self._pd.reg_mr(address, nbytes, access)
 
+    def register_dmabuf(self, fd: int, offset: int, nbytes: int, address: int, access: int) -> Any:
+        return self._pd.reg_dmabuf_mr(offset, nbytes, address, fd, access)
+
     def queue_pair(self, depth: int) -> _QueuePair:
         asked = ibverbs.QPInitAttr(
             send_cq=self._cq,

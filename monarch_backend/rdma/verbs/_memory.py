@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from monarch_backend.rdma.verbs import _gpu
 from monarch_backend.rdma.verbs._binding import LOCAL_WRITE, Nic, Registration
 from monarch_backend.rdma.verbs._devices import locked_memory
 from monarch_backend.rdma.verbs._errors import VerbsError, registration_error
@@ -40,7 +42,7 @@ class _Buffer(ctypes.Structure):
 
 
 def allocation_of(owner: Any) -> Allocation:
-    """Of a torch tensor or storage, a NumPy array, or whatever has a contiguous buffer.
+    """Of a torch tensor or storage, a NumPy array, or whatever has a contiguous buffer or ``__cuda_array_interface__``.
 
     Raises TypeError for anything else. Of a tensor it is the storage, of an array the one that it is a view of.
 
@@ -56,6 +58,8 @@ def allocation_of(owner: Any) -> Allocation:
             owner = owner.base
         if owner.flags.c_contiguous or owner.flags.f_contiguous:
             return Allocation(owner.__array_interface__["data"][0], owner.nbytes, owner)
+    if hasattr(owner, "__cuda_array_interface__"):
+        return _of_gpu_array(owner)
     try:
         view = memoryview(owner)
     except TypeError:
@@ -64,6 +68,17 @@ def allocation_of(owner: Any) -> Allocation:
         raise TypeError("the buffer is not contiguous: register the object that it is a view of")
     # A bytearray has no weak references: then its end is the view's, which is that of one transfer.
     return Allocation(_address_of(view), view.nbytes, owner if type(owner).__weakrefoffset__ else view, view)
+
+
+class _Anchor:
+    """For what has no weak references: its end is that of one transfer."""
+
+
+def _of_gpu_array(array: Any) -> Allocation:
+    described = array.__cuda_array_interface__
+    nbytes = math.prod(described["shape"]) * int(described["typestr"][2:])
+    anchor = array if type(array).__weakrefoffset__ else _Anchor()
+    return Allocation(described["data"][0], nbytes, anchor, array)
 
 
 def _address_of(view: memoryview) -> int:
@@ -200,6 +215,8 @@ class MemoryCache:
 
 def register(nic: Nic, address: int, nbytes: int, access: int, caches: list[MemoryCache]) -> Registration:
     """With the device. What is only kept in ``caches`` makes room if there is none. Raises VerbsError."""
+    if _gpu.is_of_gpu(address):
+        return _gpu.register(nic, address, nbytes, access)
     while True:
         try:
             return nic.register(address, nbytes, access)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import threading
@@ -102,6 +103,12 @@ class _Nic:
     def register(self, address: int, nbytes: int, access: int) -> Any:
         with _os_errors():
             return MR(self._pd, nbytes, access, address=address)
+
+    def register_dmabuf(self, *_: int) -> Any:
+        # DmaBufMR has no way to say at which address requests find the memory: it is the offset in the dma-buf.
+        raise OSError(
+            errno.EOPNOTSUPP, "pyverbs can't: install the ibverbs wheel, and set MONARCH_RDMA_BINDING=ibverbs"
+        )
 
     def queue_pair(self, depth: int) -> _QueuePair:
         cap = QPCap(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)

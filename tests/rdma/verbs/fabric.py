@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import mmap
 import os
 import threading
 from collections import deque
@@ -40,10 +41,14 @@ class Registered:
     access: int
     lkey: int
     rkey: int
+    shift: int = 0  # from its addresses to those that this process may touch: of memory of a GPU
+    mapped: mmap.mmap | None = None
 
     def close(self) -> None:
         del self.nic.registered[self.rkey]
         self.nic.closed += 1
+        if self.mapped is not None:
+            self.mapped.close()
 
     def covers(self, address: int, nbytes: int) -> bool:
         return self.address <= address and address + nbytes <= self.address + self.nbytes
@@ -120,13 +125,14 @@ class FakePair:
         needed = REMOTE_READ if work.opcode == READ else REMOTE_WRITE
         if there is None or not there.covers(work.remote, work.nbytes) or not there.access & other.access & needed:
             return REMOTE_ACCESS
+        local, remote = work.local + mine.shift, work.remote + there.shift
         if work.opcode == READ:
-            ctypes.memmove(work.local, work.remote, work.nbytes)
+            ctypes.memmove(local, remote, work.nbytes)
         elif work.opcode == WRITE:
-            ctypes.memmove(work.remote, work.local, work.nbytes)
+            ctypes.memmove(remote, local, work.nbytes)
         else:
-            ctypes.memmove(work.local, work.remote, 8)
-            value = ctypes.c_uint64.from_address(work.remote)
+            ctypes.memmove(local, remote, 8)
+            value = ctypes.c_uint64.from_address(remote)
             if work.opcode == FETCH_ADD:
                 value.value += work.compare_add
             elif work.opcode == COMPARE_SWAP and value.value == work.compare_add:
@@ -169,10 +175,30 @@ class FakeNic:
         with self.fabric.lock:
             if sum(r.nbytes for r in self.registered.values()) + nbytes > self.memory:
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
-            key = next(self.fabric.numbers) << 8
-            self.opened += 1
-            self.registered[key] = Registered(self, address, nbytes, access, key, key)
-            return self.registered[key]
+            shift = 0
+            for start, size, real in self.fabric.gpus:
+                if start <= address < start + size:
+                    if not self.fabric.peer_memory:
+                        raise OSError(errno.EFAULT, "Bad address")
+                    shift = real - start
+            return self._registered(address, nbytes, access, shift)
+
+    def register_dmabuf(self, fd: int, offset: int, nbytes: int, address: int, access: int) -> Registered:
+        if not self.fabric.dma_buf:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        with self.fabric.lock:
+            mapped = mmap.mmap(fd, 0)
+            assert offset + nbytes <= len(mapped)
+            real = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            made = self._registered(address, nbytes, access, real + offset - address)
+            made.mapped = mapped
+            return made
+
+    def _registered(self, address: int, nbytes: int, access: int, shift: int) -> Registered:
+        key = next(self.fabric.numbers) << 8
+        self.opened += 1
+        self.registered[key] = Registered(self, address, nbytes, access, key, key, shift)
+        return self.registered[key]
 
     def queue_pair(self, depth: int) -> FakePair:
         return FakePair(self, min(depth, self.limits.depth))
@@ -192,6 +218,9 @@ class Fabric:
     memory: int = 1 << 40
     message: int = 1 << 30
     dead: bool = False
+    gpus: list[tuple[int, int, int]] = field(default_factory=list)  # addresses, bytes, where they really are
+    peer_memory: bool = False
+    dma_buf: bool = False
     unreachable: set[bytes] = field(default_factory=set)
     nics: list[FakeNic] = field(default_factory=list)
     pairs: dict[int, FakePair] = field(default_factory=dict)

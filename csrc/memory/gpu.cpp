@@ -1,0 +1,259 @@
+#include "memory/gpu.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <unistd.h>
+
+#include "memory/gpu_driver.h"
+
+namespace monarch::gpu {
+
+namespace {
+
+constexpr int most_devices = 64;
+constexpr std::size_t most_idle = 16;  // kits, of each GPU: each has two megabytes of pinned memory
+
+// Of this process, and never closed: threads that end last would miss it.
+struct Opened {
+  Opened() : driver(std::getenv("MONARCH_GPU_DRIVER")), pid(getpid()) {}
+
+  // The context that CUDA's and HIP's runtimes use, torch with them.
+  void* context(int device) {
+    const std::scoped_lock lock(mutex);
+    if (device < 0 || device >= most_devices) throw Failure("there is no GPU " + std::to_string(device) + " here");
+    void*& known = contexts[device];
+    if (known == nullptr) {
+      int handle = 0;
+      driver.check(driver.device_get(&handle, device), "find the device");
+      driver.check(driver.context_retain(&known, handle), "use the device's context");
+    }
+    return known;
+  }
+
+  Driver driver;
+  const int pid;
+  std::mutex mutex;
+  void* contexts[most_devices] = {};
+  std::atomic<int> seen{none};  // a device that somebody here has memory of
+};
+
+std::atomic<Opened*> opened{nullptr};
+std::mutex opening;
+
+Opened& ours() {
+  Opened* found = opened.load(std::memory_order_acquire);
+  if (found == nullptr) throw Failure("no driver of a GPU was opened in this process");
+  if (found->pid != getpid()) {
+    throw Failure("this process is a fork of process " + std::to_string(found->pid) +
+                  ", which has used a GPU, and drivers do not survive that: start it by spawn or exec");
+  }
+  return *found;
+}
+
+// A device's context is this thread's as long as this lives; what torch has set is back afterwards.
+class Current {
+ public:
+  explicit Current(int device) : driver_(ours().driver) { driver_.check(driver_.context_push(ours().context(device)), "enter the device's context"); }
+  ~Current() {
+    void* left = nullptr;
+    driver_.context_pop(&left);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  const Driver& driver() const { return driver_; }
+
+ private:
+  const Driver& driver_;
+};
+
+std::uint64_t number(const void* address) { return reinterpret_cast<std::uintptr_t>(address); }
+
+}  // namespace
+
+void open() {
+  const std::scoped_lock lock(opening);
+  if (opened.load() == nullptr) opened.store(new Opened, std::memory_order_release);
+  ours();
+}
+
+bool is_open() { return opened.load(std::memory_order_acquire) != nullptr; }
+
+std::string library() { return is_open() ? opened.load()->driver.library : ""; }
+
+int device_of(const void* address) {
+  Opened* found = opened.load(std::memory_order_acquire);
+  if (found == nullptr || found->pid != getpid()) return none;
+  unsigned type = 0;
+  int result = found->driver.attribute(&type, memory_type, number(address));
+  const int seen = found->seen.load(std::memory_order_relaxed);
+  std::optional<Current> current;
+  if (result == no_context && seen != none) {  // a thread that no runtime knows
+    current.emplace(seen);
+    result = found->driver.attribute(&type, memory_type, number(address));
+  }
+  int device = none;
+  if (result != 0 || type != type_device || found->driver.attribute(&device, device_ordinal, number(address)) != 0) return none;
+  found->seen.store(device, std::memory_order_relaxed);
+  return device;
+}
+
+Range allocation_of(const void* address) {
+  const Current current(device_of(address));
+  std::uint64_t at = 0;
+  std::size_t bytes = 0;
+  current.driver().check(current.driver().range(&at, &bytes, number(address)), "find the allocation of an address");
+  return {at, bytes};
+}
+
+void wait_for_stream(int device, std::uint64_t stream) {
+  const Current current(device);
+  if (current.driver().hip && stream == legacy_stream) stream = 0;
+  current.driver().check(current.driver().stream_wait(reinterpret_cast<void*>(stream)), "wait for the stream that fills memory");
+}
+
+int dma_buf_of(const Range& range) {
+  const Current current(device_of(reinterpret_cast<const void*>(range.address)));
+  if (current.driver().range_handle == nullptr) throw Failure("the GPU's driver (" + current.driver().library + ") has no dma-bufs: it is too old");
+  int fd = -1;
+  current.driver().check(current.driver().range_handle(&fd, range.address, range.bytes, dma_buf_fd, 0), "export a dma-buf");
+  return fd;
+}
+
+Export exported(const void* address) {
+  const Range range = allocation_of(address);
+  const Current current(device_of(address));
+  Export made{};
+  IpcHandle handle{};
+  current.driver().check(current.driver().ipc_get(&handle, range.address), "export memory to other processes");
+  std::memcpy(made.handle, handle.bytes, sizeof made.handle);
+  unsigned long long id = 0;
+  if (current.driver().attribute(&id, buffer_id, number(address)) == 0) made.allocation = id;
+  made.offset = number(address) - range.address;
+  return made;
+}
+
+Imported::Imported(const Export& from, int device) : device_(device), pid_(getpid()) {
+  const Current current(device);
+  IpcHandle handle;
+  std::memcpy(handle.bytes, from.handle, sizeof handle.bytes);
+  std::uint64_t at = 0;
+  current.driver().check(current.driver().ipc_open(&at, handle, lazy_peer_access), "map another process's memory");
+  base_ = reinterpret_cast<char*>(at);
+}
+
+Imported::~Imported() {
+  if (pid_ != getpid()) return;
+  try {
+    const Current current(device_);
+    current.driver().ipc_close(number(base_));
+  } catch (const Failure&) {  // the driver is at its end, and so is the mapping
+  }
+}
+
+// Two streams, and what pinned memory they have needed so far. Used again and again: they take longer to make than to use.
+struct Copies::Kit {
+  explicit Kit(int of) : device(of) {}
+  void make() {
+    const Current current(device);
+    for (void*& stream : streams) current.driver().check(current.driver().stream_create(&stream, not_blocking), "make a stream");
+  }
+  ~Kit() {
+    try {
+      const Current current(device);
+      for (void* stream : streams) {
+        if (stream != nullptr) current.driver().stream_destroy(stream);
+      }
+      for (void* room : rooms) {
+        if (room != nullptr) current.driver().pinned_free(room);
+      }
+    } catch (const Failure&) {  // as above
+    }
+  }
+  Kit(const Kit&) = delete;
+  Kit& operator=(const Kit&) = delete;
+
+  const int device;
+  void* streams[lanes] = {};
+  void* rooms[lanes] = {};
+};
+
+// Kits that nobody uses now.
+struct Shelf {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Copies::Kit>> idle[most_devices];
+
+  static Shelf& of_this_process() {
+    static Shelf* const made = new Shelf;
+    return *made;
+  }
+};
+
+Copies::Copies(int device) {
+  ours().context(device);
+  Shelf& shelf = Shelf::of_this_process();
+  {
+    const std::scoped_lock lock(shelf.mutex);
+    auto& idle = shelf.idle[device];
+    if (!idle.empty()) {
+      kit_ = std::move(idle.back());
+      idle.pop_back();
+    }
+  }
+  if (kit_) return;
+  kit_ = std::make_unique<Kit>(device);
+  kit_->make();
+}
+
+Copies::~Copies() {
+  for (int lane = 0; lane < lanes; ++lane) {
+    try {
+      finish(lane);
+    } catch (const Failure&) {  // whoever wanted to know has asked
+    }
+  }
+  if (failed_) return;  // its kit may have failed, too
+  Shelf& shelf = Shelf::of_this_process();
+  const std::scoped_lock lock(shelf.mutex);
+  auto& idle = shelf.idle[kit_->device];
+  if (idle.size() < most_idle) idle.push_back(std::move(kit_));
+}
+
+char* Copies::room(int lane) {
+  void*& made = kit_->rooms[lane];
+  if (made == nullptr) {
+    const Current current(kit_->device);
+    current.driver().check(current.driver().pinned_allocate(&made, room_bytes, portable), "allocate pinned memory");
+  }
+  return static_cast<char*>(made);
+}
+
+void Copies::begin(int lane, void* to, const void* from, std::uint64_t bytes) {
+  const Current current(kit_->device);
+  busy_[lane] = true;
+  const int result = current.driver().copy(to, from, bytes, kit_->streams[lane]);
+  failed_ = failed_ || result != 0;
+  current.driver().check(result, "copy memory");
+}
+
+void Copies::finish(int lane) {
+  if (!busy_[lane]) return;
+  busy_[lane] = false;
+  const Current current(kit_->device);
+  const int result = current.driver().stream_wait(kit_->streams[lane]);
+  failed_ = failed_ || result != 0;
+  current.driver().check(result, "wait for a copy");
+}
+
+void copy(int device, void* to, const void* from, std::uint64_t bytes) {
+  Copies copies(device);
+  copies.begin(0, to, from, bytes);
+  copies.finish(0);
+}
+
+}  // namespace monarch::gpu
