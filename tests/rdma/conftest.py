@@ -26,6 +26,8 @@ def routes(marks: dict[str, Any] = MARKS) -> list[Any]:
 def _server() -> None:
     """What this process listens with comes with the first who asks, and stays: no test leaves it behind."""
     engine().routes.ways()
+    if engine().routes.verbs.unusable() is None:
+        engine().routes.verbs._started().devices()
 
 
 @pytest.fixture(scope="module", params=routes({"verbs": pytest.mark.verbs}))
