@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
+from monarch_backend.rdma._flight import result_of
 from monarch_backend.rdma._route import UNREACHABLE
-from monarch_backend.rdma._verbs import _told
 from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, _gpu
 from monarch_backend.rdma.verbs._binding import REMOTE_READ
 from monarch_backend.rdma.verbs._memory import MemoryCache, allocation_of
@@ -149,7 +149,7 @@ def test_neither_way(gpu: Callable[..., Gpu]) -> None:
     cache = MemoryCache(nic, 10, 1 << 30)
     with pytest.raises(UnreachableMemoryError):
         cache.take(allocation_of(array), writable=False)
-    assert _told(raised.value).outcome == UNREACHABLE, "another route is taken"
+    assert result_of(raised.value, 0).outcome == UNREACHABLE, "another route is taken"
     nic.close()
 
 
