@@ -158,9 +158,9 @@ def far(it: Owner) -> Iterator[tuple[RDMABuffer, Tcp]]:
     with connected(it, 4) as (client, ticket):
         route = Tcp(program(), engine().registry, engine().submit)
         route._clients[token] = [client]
-        engine().routes._chosen[token, False] = route
+        engine().routes._chosen[token, False, False] = route
         yield RDMABuffer._of(Handle(token, it.pid, "far", ticket, 0, len(CONTENT), "cpu", True)), route
-        engine().routes._chosen.pop((token, False))
+        engine().routes._chosen.pop((token, False, False))
         program().router.peers.pop(token, None)
         route.close()
 

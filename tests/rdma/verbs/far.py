@@ -31,7 +31,7 @@ class FarOwner:
         self.region = self.owner.expose(self.memory.address, nbytes, self.memory.view)
         self.route = Verbs(program(), engine().registry)
         self.route._engine = self.asking
-        engine().routes._chosen[token, True] = self.route
+        engine().routes._chosen[token, True, False] = self.route
         packed = self.region.to_bytes()
         self.buffer = RDMABuffer._of(Handle(token, 1, "far", (0, 0, 0), 0, nbytes, "cpu", True, verbs=packed))
 
@@ -52,7 +52,7 @@ class FarOwner:
         self.asking.close()
         self.owner.close()
         program().router.peers.pop(self.token, None)
-        engine().routes._chosen.pop((self.token, True), None)
+        engine().routes._chosen.pop((self.token, True, False), None)
         assert not self.fabric.pairs
         assert all(nic.opened == nic.closed for nic in self.fabric.nics)
 
