@@ -136,6 +136,13 @@ class Transfer {
   Result result_;
 };
 
+// The answer to the only piece of a transfer, as far as it has come.
+struct Answer {
+  wire::Reply reply;
+  wire::Tail tail;
+  std::uint64_t bytes = 0;  // that are here, of all that it has
+};
+
 // One connection, if there is one at the moment. Used by one thread at a time.
 class Stream {
  public:
@@ -148,7 +155,8 @@ class Stream {
   // Pieces, in the order in which they are answered; `staged` is for memory of a GPU, else nullptr.
   void ask(const Transfer& transfer, std::size_t index, Staged* staged);
   Refusal hear(Transfer& transfer, std::size_t index, Staged* staged);
-  bool readable(Moment until, const Limits& limits) { return connection_->reader.readable(until, limits); }
+  // Of the only piece that was asked for: takes what comes until then, to go on with later. Nothing: there is more to come.
+  std::optional<Refusal> hear_until(Transfer& transfer, Answer& answer, Moment until);
 
   bool busy = false;  // the pool's, under its lock
 
@@ -163,6 +171,9 @@ class Stream {
   void send(const char* from, std::uint64_t bytes, const Limits& limits);
   Refusal hear_bytes(const Transfer::Piece& piece, const Limits& limits, Staged* staged);
   Refusal hear_tail(const Limits& limits);
+  // What they say. Throw LinkError if it is no answer to that.
+  bool brings_bytes(const wire::Reply& reply, Transfer& transfer, const Transfer::Piece& piece) const;
+  Refusal refusal_in(const wire::Tail& tail) const;
 
   std::optional<Connection> connection_;
   std::uint64_t asked_ = 0, heard_ = 0;
@@ -238,21 +249,53 @@ Refusal Stream::hear_bytes(const Transfer::Piece& piece, const Limits& limits, S
 Refusal Stream::hear_tail(const Limits& limits) {
   wire::Tail tail;
   connection_->reader.read(&tail, sizeof tail, limits);
+  return refusal_in(tail);
+}
+
+Refusal Stream::refusal_in(const wire::Tail& tail) const {
   if (tail.magic != wire::tail_magic || tail.number != heard_) wrong("no end of what was read");
   return static_cast<Refusal>(tail.refusal);
+}
+
+bool Stream::brings_bytes(const wire::Reply& reply, Transfer& transfer, const Transfer::Piece& piece) const {
+  if (reply.magic != wire::reply_magic || reply.number != heard_) wrong("what is no reply");
+  const bool bytes_come = transfer.access == Access::read && static_cast<Refusal>(reply.refusal) == Refusal::none;
+  if (reply.bytes != (bytes_come ? piece.bytes : 0)) wrong("another number of bytes than was asked for");
+  if (transfer.access == Access::fetch_add || transfer.access == Access::compare_and_swap) transfer.value = reply.value;
+  return bytes_come;
 }
 
 Refusal Stream::hear(Transfer& transfer, std::size_t index, Staged* staged) {
   wire::Reply reply;
   connection_->reader.read(&reply, sizeof reply, transfer.limits);
-  if (reply.magic != wire::reply_magic || reply.number != ++heard_) wrong("what is no reply");
+  ++heard_;
   const Transfer::Piece piece = transfer.piece(index);
-  const auto refusal = static_cast<Refusal>(reply.refusal);
-  const bool bytes_come = transfer.access == Access::read && refusal == Refusal::none;
-  if (reply.bytes != (bytes_come ? piece.bytes : 0)) wrong("another number of bytes than was asked for");
-  if (bytes_come) return hear_bytes(piece, transfer.limits, staged);
-  if (transfer.access == Access::fetch_add || transfer.access == Access::compare_and_swap) transfer.value = reply.value;
-  return refusal;
+  if (brings_bytes(reply, transfer, piece)) return hear_bytes(piece, transfer.limits, staged);
+  return static_cast<Refusal>(reply.refusal);
+}
+
+std::optional<Refusal> Stream::hear_until(Transfer& transfer, Answer& answer, Moment until) {
+  transfer.limits.check();
+  std::uint64_t end = 0;  // in the answer, of the part that is looked at
+  const auto has = [&](void* to, std::uint64_t bytes) {
+    const std::uint64_t begin = std::exchange(end, end + bytes);
+    while (answer.bytes < end) {
+      // Before anybody waits: OpenSSL may hold what no socket shows.
+      const std::size_t n = connection_->reader.try_read(static_cast<char*>(to) + (answer.bytes - begin), end - answer.bytes);
+      answer.bytes += n;
+      if (n == 0 && !connection_->reader.wait_until(until, transfer.limits)) return false;
+    }
+    return true;
+  };
+  if (!has(&answer.reply, sizeof answer.reply)) return {};
+  heard_ = asked_;  // nothing else is under way
+  const Transfer::Piece piece = transfer.piece(0);
+  if (!brings_bytes(answer.reply, transfer, piece)) return static_cast<Refusal>(answer.reply.refusal);
+  for (std::size_t i = 0; i < piece.count; ++i) {
+    if (!has(piece.first[i].local, piece.first[i].bytes)) return {};
+  }
+  if (!has(&answer.tail, sizeof answer.tail)) return {};
+  return refusal_in(answer.tail);
 }
 
 }  // namespace
@@ -524,9 +567,9 @@ class Client::Sent : public Errand {
   bool hear(Moment until) {
     bool broken = true;
     try {
-      if (!stream_.readable(until, transfer_->limits)) return false;
-      const Refusal refusal = stream_.hear(*transfer_, 0, nullptr);
-      if (refusal != Refusal::none) transfer_->fail(Outcome::refused, refusal, in_words(refusal));
+      const std::optional<Refusal> refusal = stream_.hear_until(*transfer_, answer_, until);
+      if (!refusal) return false;
+      if (*refusal != Refusal::none) transfer_->fail(Outcome::refused, *refusal, in_words(*refusal));
       broken = false;
     } catch (const LinkError& error) {
       transfer_->fail(error.outcome, Refusal::none, pool_.told(error));
@@ -545,6 +588,7 @@ class Client::Sent : public Errand {
   Pool& pool_;
   const std::shared_ptr<Transfer> transfer_;
   Stream& stream_;
+  Answer answer_;
   std::mutex mutex_;
   std::optional<Result> result_;
   std::atomic<bool> over_{false};
