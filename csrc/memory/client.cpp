@@ -306,7 +306,7 @@ class Client::Pool {
   Pool(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
        std::size_t streams);
   Result run(const std::shared_ptr<Transfer>& transfer);
-  Stream* send(Transfer& transfer);  // on an idle connection; nullptr: there is none
+  Stream* enter();                          // an idle connection, for an errand; nullptr: there is none
   void leave(Stream& stream, bool broken);  // after that
   Limits limits(Moment deadline, const Cancel* cancel) const { return {deadline, cancel, &closed_}; }
   void close();
@@ -416,7 +416,7 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   return result;
 }
 
-Stream* Client::Pool::send(Transfer& transfer) {
+Stream* Client::Pool::enter() {
   Stream* stream = nullptr;
   {
     const std::scoped_lock lock(mutex_);
@@ -428,16 +428,9 @@ Stream* Client::Pool::send(Transfer& transfer) {
     stream->busy = true;
     ++callers_;
   }
-  if (stream->is_stale()) {
-    leave(*stream, true);
-    return nullptr;
-  }
-  try {
-    stream->ask(transfer, 0, nullptr);
-  } catch (const LinkError& error) {
-    transfer.fail(error.outcome, Refusal::none, told(error));
-  }
-  return stream;
+  if (!stream->is_stale()) return stream;
+  leave(*stream, true);
+  return nullptr;
 }
 
 void Client::Pool::leave(Stream& stream, bool broken) {
@@ -543,12 +536,18 @@ std::size_t checked(std::size_t streams) {
 // An errand on its way. One thread at a time looks for the answer.
 class Client::Sent : public Errand {
  public:
-  Sent(Pool& pool, std::shared_ptr<Transfer> transfer, Stream& stream)
-      : pool_(pool), transfer_(std::move(transfer)), stream_(stream) {
-    if (transfer_->failed()) end(true);  // it could not even be asked for
-  }
+  Sent(Pool& pool, std::shared_ptr<Transfer> transfer) : pool_(pool), transfer_(std::move(transfer)) {}
   ~Sent() override {
-    if (!pool_.forked() && !over_) end(true);
+    if (stream_ != nullptr && !pool_.forked()) pool_.leave(*stream_, true);
+  }
+
+  // False if there is no connection for it. Here, not before: whatever is thrown, the connection is left again.
+  bool ask() {
+    stream_ = pool_.enter();
+    if (stream_ == nullptr) return false;
+    attempt([&] { stream_->ask(*transfer_, 0, nullptr); });
+    if (transfer_->failed()) end(true);
+    return true;
   }
 
   std::optional<Result> fetch(Moment until, bool patiently) override {
@@ -565,29 +564,32 @@ class Client::Sent : public Errand {
 
  private:
   bool hear(Moment until) {
-    bool broken = true;
+    std::optional<Refusal> refusal;
+    attempt([&] { refusal = stream_->hear_until(*transfer_, answer_, until); });
+    if (!refusal && !transfer_->failed()) return false;
+    if (refusal && *refusal != Refusal::none) transfer_->fail(Outcome::refused, *refusal, in_words(*refusal));
+    end(!refusal);
+    return true;
+  }
+  template <class Work>
+  void attempt(Work&& work) {
     try {
-      const std::optional<Refusal> refusal = stream_.hear_until(*transfer_, answer_, until);
-      if (!refusal) return false;
-      if (*refusal != Refusal::none) transfer_->fail(Outcome::refused, *refusal, in_words(*refusal));
-      broken = false;
+      work();
     } catch (const LinkError& error) {
       transfer_->fail(error.outcome, Refusal::none, pool_.told(error));
     } catch (const std::exception& error) {  // no memory
       transfer_->fail(Outcome::lost, Refusal::none, pool_.told(error));
     }
-    end(broken);
-    return true;
   }
   void end(bool broken) {
-    pool_.leave(stream_, broken);
+    pool_.leave(*std::exchange(stream_, nullptr), broken);
     result_ = transfer_->end();
     over_ = true;
   }
 
   Pool& pool_;
   const std::shared_ptr<Transfer> transfer_;
-  Stream& stream_;
+  Stream* stream_ = nullptr;  // as long as the connection is ours
   Answer answer_;
   std::mutex mutex_;
   std::optional<Result> result_;
@@ -631,9 +633,9 @@ std::unique_ptr<Errand> Client::begin(Access access, const Ticket& ticket, const
   auto transfer = std::make_shared<Transfer>(access, ticket, segments, pool_->limits(deadline, cancel));
   if (transfer->pieces() != 1 || transfer->device != gpu::none) return nullptr;
   transfer->operand = operand, transfer->expected = expected;
-  Stream* stream = pool_->send(*transfer);
-  if (stream == nullptr) return nullptr;
-  return std::make_unique<Sent>(*pool_, std::move(transfer), *stream);
+  auto sent = std::make_unique<Sent>(*pool_, std::move(transfer));
+  if (!sent->ask()) return nullptr;
+  return sent;
 }
 
 void Client::close() {
