@@ -96,13 +96,20 @@ class Copies {
     std::vector<Segment> segment;  // one
   };
 
+  // Looks at all before it copies any: whoever does them in another way does all of them.
   bool run_all() const {
     static const Patient forever;
-    return std::all_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
-      const std::shared_ptr<Peer> peer = memory_->host().known(copy.token);
-      return peer != nullptr && is_at_once(memory_->near().way(*peer, copy.ticket)) &&
-             memory_->near().move(peer, copy.ticket, copy.access, copy.segment, forever).outcome == Outcome::done;
-    });
+    std::vector<std::shared_ptr<Peer>> peers;
+    peers.reserve(copies_.size());
+    for (const Copy& copy : copies_) {
+      peers.push_back(memory_->host().known(copy.token));
+      if (peers.back() == nullptr || !is_at_once(memory_->near().way(*peers.back(), copy.ticket))) return false;
+    }
+    for (std::size_t i = 0; i < copies_.size(); ++i) {
+      const Copy& copy = copies_[i];
+      if (memory_->near().move(peers[i], copy.ticket, copy.access, copy.segment, forever).outcome != Outcome::done) return false;
+    }
+    return true;
   }
 
   std::shared_ptr<Registered> memory_;
