@@ -21,6 +21,9 @@ torch.set_num_threads(1)
 # test for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
+# Programs that the tests start write what they say when they say it, whoever else writes into the same pipe.
+os.environ["PYTHONUNBUFFERED"] = "1"
+
 # A shell starts what it puts into the background with SIGINT ignored, and so would be all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

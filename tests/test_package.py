@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,8 +128,17 @@ def test_csrc_never_includes_torch() -> None:
 
 def test_the_extension_needs_no_torch_library() -> None:
     data = Path(_native.__file__).read_bytes()
-    for library in (b"libtorch", b"libc10", b"libcuda"):
+    for library in (b"libtorch", b"libc10"):
         assert library not in data
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("readelf"), reason="asks readelf")
+def test_the_extension_needs_no_driver() -> None:
+    """libcuda, libamdhip64, libssl are opened where they are there and wanted."""
+    done = subprocess.run(["readelf", "-d", _native.__file__], capture_output=True, text=True, check=True)
+    needed = re.findall(r"NEEDED.*\[([^]]*)\]", done.stdout)
+    assert any(name.startswith("libstdc++") for name in needed), done.stdout
+    assert not [name for name in needed if re.match(r"lib(cuda|amdhip|ssl|crypto|ibverbs)", name)], needed
 
 
 def test_native_stub_matches() -> None:
