@@ -136,6 +136,13 @@ class Transfer {
   Result result_;
 };
 
+// The answer to the only piece of a transfer, as far as it has come.
+struct Answer {
+  wire::Reply reply;
+  wire::Tail tail;
+  std::uint64_t bytes = 0;  // that are here, of all that it has
+};
+
 // One connection, if there is one at the moment. Used by one thread at a time.
 class Stream {
  public:
@@ -148,7 +155,8 @@ class Stream {
   // Pieces, in the order in which they are answered; `staged` is for memory of a GPU, else nullptr.
   void ask(const Transfer& transfer, std::size_t index, Staged* staged);
   Refusal hear(Transfer& transfer, std::size_t index, Staged* staged);
-  bool readable(Moment until, const Limits& limits) { return connection_->reader.readable(until, limits); }
+  // Of the only piece that was asked for: takes what comes until then, to go on with later. Nothing: there is more to come.
+  std::optional<Refusal> hear_until(Transfer& transfer, Answer& answer, Moment until);
 
   bool busy = false;  // the pool's, under its lock
 
@@ -163,6 +171,9 @@ class Stream {
   void send(const char* from, std::uint64_t bytes, const Limits& limits);
   Refusal hear_bytes(const Transfer::Piece& piece, const Limits& limits, Staged* staged);
   Refusal hear_tail(const Limits& limits);
+  // What they say. Throw LinkError if it is no answer to that.
+  bool brings_bytes(const wire::Reply& reply, Transfer& transfer, const Transfer::Piece& piece) const;
+  Refusal refusal_in(const wire::Tail& tail) const;
 
   std::optional<Connection> connection_;
   std::uint64_t asked_ = 0, heard_ = 0;
@@ -238,21 +249,53 @@ Refusal Stream::hear_bytes(const Transfer::Piece& piece, const Limits& limits, S
 Refusal Stream::hear_tail(const Limits& limits) {
   wire::Tail tail;
   connection_->reader.read(&tail, sizeof tail, limits);
+  return refusal_in(tail);
+}
+
+Refusal Stream::refusal_in(const wire::Tail& tail) const {
   if (tail.magic != wire::tail_magic || tail.number != heard_) wrong("no end of what was read");
   return static_cast<Refusal>(tail.refusal);
+}
+
+bool Stream::brings_bytes(const wire::Reply& reply, Transfer& transfer, const Transfer::Piece& piece) const {
+  if (reply.magic != wire::reply_magic || reply.number != heard_) wrong("what is no reply");
+  const bool bytes_come = transfer.access == Access::read && static_cast<Refusal>(reply.refusal) == Refusal::none;
+  if (reply.bytes != (bytes_come ? piece.bytes : 0)) wrong("another number of bytes than was asked for");
+  if (transfer.access == Access::fetch_add || transfer.access == Access::compare_and_swap) transfer.value = reply.value;
+  return bytes_come;
 }
 
 Refusal Stream::hear(Transfer& transfer, std::size_t index, Staged* staged) {
   wire::Reply reply;
   connection_->reader.read(&reply, sizeof reply, transfer.limits);
-  if (reply.magic != wire::reply_magic || reply.number != ++heard_) wrong("what is no reply");
+  ++heard_;
   const Transfer::Piece piece = transfer.piece(index);
-  const auto refusal = static_cast<Refusal>(reply.refusal);
-  const bool bytes_come = transfer.access == Access::read && refusal == Refusal::none;
-  if (reply.bytes != (bytes_come ? piece.bytes : 0)) wrong("another number of bytes than was asked for");
-  if (bytes_come) return hear_bytes(piece, transfer.limits, staged);
-  if (transfer.access == Access::fetch_add || transfer.access == Access::compare_and_swap) transfer.value = reply.value;
-  return refusal;
+  if (brings_bytes(reply, transfer, piece)) return hear_bytes(piece, transfer.limits, staged);
+  return static_cast<Refusal>(reply.refusal);
+}
+
+std::optional<Refusal> Stream::hear_until(Transfer& transfer, Answer& answer, Moment until) {
+  transfer.limits.check();
+  std::uint64_t end = 0;  // in the answer, of the part that is looked at
+  const auto has = [&](void* to, std::uint64_t bytes) {
+    const std::uint64_t begin = std::exchange(end, end + bytes);
+    while (answer.bytes < end) {
+      // Before anybody waits: OpenSSL may hold what no socket shows.
+      const std::size_t n = connection_->reader.try_read(static_cast<char*>(to) + (answer.bytes - begin), end - answer.bytes);
+      answer.bytes += n;
+      if (n == 0 && !connection_->reader.wait_until(until, transfer.limits)) return false;
+    }
+    return true;
+  };
+  if (!has(&answer.reply, sizeof answer.reply)) return {};
+  heard_ = asked_;  // nothing else is under way
+  const Transfer::Piece piece = transfer.piece(0);
+  if (!brings_bytes(answer.reply, transfer, piece)) return static_cast<Refusal>(answer.reply.refusal);
+  for (std::size_t i = 0; i < piece.count; ++i) {
+    if (!has(piece.first[i].local, piece.first[i].bytes)) return {};
+  }
+  if (!has(&answer.tail, sizeof answer.tail)) return {};
+  return refusal_in(answer.tail);
 }
 
 }  // namespace
@@ -263,7 +306,7 @@ class Client::Pool {
   Pool(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
        std::size_t streams);
   Result run(const std::shared_ptr<Transfer>& transfer);
-  Stream* send(Transfer& transfer);  // on an idle connection; nullptr: there is none
+  Stream* enter();                          // an idle connection, for an errand; nullptr: there is none
   void leave(Stream& stream, bool broken);  // after that
   Limits limits(Moment deadline, const Cancel* cancel) const { return {deadline, cancel, &closed_}; }
   void close();
@@ -373,7 +416,7 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   return result;
 }
 
-Stream* Client::Pool::send(Transfer& transfer) {
+Stream* Client::Pool::enter() {
   Stream* stream = nullptr;
   {
     const std::scoped_lock lock(mutex_);
@@ -385,16 +428,9 @@ Stream* Client::Pool::send(Transfer& transfer) {
     stream->busy = true;
     ++callers_;
   }
-  if (stream->is_stale()) {
-    leave(*stream, true);
-    return nullptr;
-  }
-  try {
-    stream->ask(transfer, 0, nullptr);
-  } catch (const LinkError& error) {
-    transfer.fail(error.outcome, Refusal::none, told(error));
-  }
-  return stream;
+  if (!stream->is_stale()) return stream;
+  leave(*stream, true);
+  return nullptr;
 }
 
 void Client::Pool::leave(Stream& stream, bool broken) {
@@ -500,12 +536,18 @@ std::size_t checked(std::size_t streams) {
 // An errand on its way. One thread at a time looks for the answer.
 class Client::Sent : public Errand {
  public:
-  Sent(Pool& pool, std::shared_ptr<Transfer> transfer, Stream& stream)
-      : pool_(pool), transfer_(std::move(transfer)), stream_(stream) {
-    if (transfer_->failed()) end(true);  // it could not even be asked for
-  }
+  Sent(Pool& pool, std::shared_ptr<Transfer> transfer) : pool_(pool), transfer_(std::move(transfer)) {}
   ~Sent() override {
-    if (!pool_.forked() && !over_) end(true);
+    if (stream_ != nullptr && !pool_.forked()) pool_.leave(*stream_, true);
+  }
+
+  // False if there is no connection for it. Here, not before: whatever is thrown, the connection is left again.
+  bool ask() {
+    stream_ = pool_.enter();
+    if (stream_ == nullptr) return false;
+    attempt([&] { stream_->ask(*transfer_, 0, nullptr); });
+    if (transfer_->failed()) end(true);
+    return true;
   }
 
   std::optional<Result> fetch(Moment until, bool patiently) override {
@@ -522,29 +564,33 @@ class Client::Sent : public Errand {
 
  private:
   bool hear(Moment until) {
-    bool broken = true;
+    std::optional<Refusal> refusal;
+    attempt([&] { refusal = stream_->hear_until(*transfer_, answer_, until); });
+    if (!refusal && !transfer_->failed()) return false;
+    if (refusal && *refusal != Refusal::none) transfer_->fail(Outcome::refused, *refusal, in_words(*refusal));
+    end(!refusal);
+    return true;
+  }
+  template <class Work>
+  void attempt(Work&& work) {
     try {
-      if (!stream_.readable(until, transfer_->limits)) return false;
-      const Refusal refusal = stream_.hear(*transfer_, 0, nullptr);
-      if (refusal != Refusal::none) transfer_->fail(Outcome::refused, refusal, in_words(refusal));
-      broken = false;
+      work();
     } catch (const LinkError& error) {
       transfer_->fail(error.outcome, Refusal::none, pool_.told(error));
     } catch (const std::exception& error) {  // no memory
       transfer_->fail(Outcome::lost, Refusal::none, pool_.told(error));
     }
-    end(broken);
-    return true;
   }
   void end(bool broken) {
-    pool_.leave(stream_, broken);
+    pool_.leave(*std::exchange(stream_, nullptr), broken);
     result_ = transfer_->end();
     over_ = true;
   }
 
   Pool& pool_;
   const std::shared_ptr<Transfer> transfer_;
-  Stream& stream_;
+  Stream* stream_ = nullptr;  // as long as the connection is ours
+  Answer answer_;
   std::mutex mutex_;
   std::optional<Result> result_;
   std::atomic<bool> over_{false};
@@ -587,9 +633,9 @@ std::unique_ptr<Errand> Client::begin(Access access, const Ticket& ticket, const
   auto transfer = std::make_shared<Transfer>(access, ticket, segments, pool_->limits(deadline, cancel));
   if (transfer->pieces() != 1 || transfer->device != gpu::none) return nullptr;
   transfer->operand = operand, transfer->expected = expected;
-  Stream* stream = pool_->send(*transfer);
-  if (stream == nullptr) return nullptr;
-  return std::make_unique<Sent>(*pool_, std::move(transfer), *stream);
+  auto sent = std::make_unique<Sent>(*pool_, std::move(transfer));
+  if (!sent->ask()) return nullptr;
+  return sent;
 }
 
 void Client::close() {

@@ -1,5 +1,6 @@
 #include "memory/imports.h"
 
+#include <algorithm>
 #include <limits>
 
 namespace monarch {
@@ -10,35 +11,52 @@ Imports::Key Imports::key_of(const Peer& owner, const gpu::Export& exported, int
 
 std::shared_ptr<const Imports::Import> Imports::get(const std::shared_ptr<Peer>& owner, TableMemory& table, const Ticket& ticket, int device) {
   const gpu::Export exported = table.exports[ticket.slot];
-  const std::scoped_lock lock(mutex_);
-  std::shared_ptr<Import>& import = all_[key_of(*owner, exported, device)];
-  if (import == nullptr) {
-    const std::shared_ptr<Import> made = import = std::make_shared<Import>();
-    made->owner = owner;
-    made->registrations.emplace(ticket.slot, ticket.epoch);
-    sweep_locked();  // some memory of theirs may have taken the place of what is mapped
-    try {
-      made->memory = std::make_unique<gpu::Imported>(exported, device);
-      made->base = made->memory->base();
-    } catch (const gpu::Failure& failure) {
-      made->why_not = failure.what();
-    }
-    return made;
+  const Key key = key_of(*owner, exported, device);
+  if (const std::shared_ptr<Import> import = find(key, ticket)) return import;
+  const std::scoped_lock lock(driver_);
+  close_ended();  // some memory of theirs may have taken the place of what is mapped
+  if (const std::shared_ptr<Import> import = find(key, ticket)) return import;
+  const auto made = std::make_shared<Import>();
+  made->owner = owner;
+  made->registrations.emplace(ticket.slot, ticket.epoch);
+  try {
+    made->memory = std::make_unique<gpu::Imported>(exported, device);
+    made->base = made->memory->base();
+  } catch (const gpu::Failure& failure) {
+    made->why_not = failure.what();
   }
-  import->registrations.emplace(ticket.slot, ticket.epoch);
-  return import;
+  const std::scoped_lock all_lock(mutex_);
+  all_.emplace(key, made);
+  return made;
 }
 
-std::string Imports::why_not(const Peer& owner, const TableMemory& table, const Ticket& ticket) {
+std::shared_ptr<Imports::Import> Imports::find(const Key& key, const Ticket& ticket) {
   const std::scoped_lock lock(mutex_);
-  const auto found = all_.lower_bound(key_of(owner, table.exports[ticket.slot], std::numeric_limits<int>::min()));
-  if (found == all_.end() || !found->second->registrations.contains({ticket.slot, ticket.epoch})) return {};
-  return found->second->why_not;
+  const auto found = all_.find(key);
+  if (found == all_.end()) return nullptr;
+  found->second->registrations.emplace(ticket.slot, ticket.epoch);
+  return found->second;
+}
+
+Imports::Known Imports::known(const Peer& owner, const TableMemory& table, const Ticket& ticket, std::string* why_not) {
+  const Key first = key_of(owner, table.exports[ticket.slot], std::numeric_limits<int>::min());
+  const auto same_memory = [&](const Key& key) {
+    return std::get<0>(key) == std::get<0>(first) && std::get<1>(key) == std::get<1>(first) && std::get<2>(key) == std::get<2>(first);
+  };
+  Known known = Known::nothing;
+  const std::scoped_lock lock(mutex_);
+  for (auto at = all_.lower_bound(first); at != all_.end() && same_memory(at->first); ++at) {
+    const Import& import = *at->second;
+    if (!import.registrations.contains({ticket.slot, ticket.epoch})) continue;
+    known = import.base != nullptr ? std::max(known, Known::mapped) : Known::refused;
+    if (why_not != nullptr && import.base == nullptr) *why_not = import.why_not;
+  }
+  return known;
 }
 
 void Imports::sweep() {
-  const std::scoped_lock lock(mutex_);
-  sweep_locked();
+  const std::scoped_lock lock(driver_);
+  close_ended();
 }
 
 void Imports::lend(const std::shared_ptr<Peer>& owner, const Ticket& ticket, char* base) {
@@ -57,9 +75,9 @@ std::shared_ptr<const Imports::Import> Imports::lent(const Peer& owner, const Ti
 }
 
 std::vector<Imports::Registration> Imports::returned() {
-  const std::scoped_lock lock(mutex_);
-  sweep_locked();
+  sweep();
   std::vector<Registration> free;
+  const std::scoped_lock lock(mutex_);
   std::erase_if(ended_, [&](const auto& entry) {
     if (entry.second.use_count() > 1) return false;
     free.push_back(entry.first);
@@ -82,8 +100,14 @@ bool has_ended(Imports::Import& import) {
 
 }  // namespace
 
-void Imports::sweep_locked() {
-  std::erase_if(all_, [](auto& entry) { return has_ended(*entry.second); });
+void Imports::close_ended() {
+  std::vector<std::shared_ptr<Import>> closing;  // when this is over, without the lock
+  const std::scoped_lock lock(mutex_);
+  std::erase_if(all_, [&](auto& entry) {
+    if (!has_ended(*entry.second)) return false;
+    closing.push_back(entry.second);
+    return true;
+  });
   std::erase_if(lent_, [this](auto& entry) {
     if (!has_ended(*entry.second)) return false;
     ended_.emplace_back(entry.first, entry.second);

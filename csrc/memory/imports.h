@@ -29,8 +29,10 @@ class Imports {
 
   // For a registration that the caller has a claim on: it stays as it is meanwhile. Never nullptr.
   std::shared_ptr<const Import> get(const std::shared_ptr<Peer>& owner, TableMemory& table, const Ticket& ticket, int device);
-  // What the driver has said when it refused to map it; empty if it has not.
-  std::string why_not(const Peer& owner, const TableMemory& table, const Ticket& ticket);
+  // What is known of a registration that somebody has read or written already: of several GPUs of ours, the worst.
+  enum class Known { nothing, mapped, refused };
+  // `why_not`: gets what the driver has said when it refused to map it. Waits for no driver.
+  Known known(const Peer& owner, const TableMemory& table, const Ticket& ticket, std::string* why_not = nullptr);
   // This registration lies at `base` here, mapped by whoever calls, who keeps it so until it is returned.
   void lend(const std::shared_ptr<Peer>& owner, const Ticket& ticket, char* base);
   std::shared_ptr<const Import> lent(const Peer& owner, const Ticket& ticket);
@@ -45,8 +47,12 @@ class Imports {
   // The owner's token, the handle, the allocation's number, our GPU.
   using Key = std::tuple<std::string, std::string, std::uint64_t, int>;
   static Key key_of(const Peer& owner, const gpu::Export& exported, int device);
-  void sweep_locked();
+  std::shared_ptr<Import> find(const Key& key, const Ticket& ticket);  // nullptr: nobody has asked for it
+  void close_ended();  // with `driver_`
 
+  // What is closed is closed before more is opened. Before `mutex_`, which nobody has while he waits for the driver: it
+  // may wait for a GPU's work, some of which calls Python, whose lock those may have who want `mutex_`.
+  std::mutex driver_;
   std::mutex mutex_;
   std::map<Key, std::shared_ptr<Import>> all_;
   std::map<Registration, std::shared_ptr<Import>> lent_;

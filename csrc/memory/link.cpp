@@ -219,9 +219,9 @@ void Link::wait(const Limits& limits) {
   }
 }
 
-bool Link::readable(Moment until, const Limits& limits) {
+bool Link::wait_until(Moment until, const Limits& limits) {
   limits.check();
-  Awaited awaited(fd(), POLLIN, limits);
+  Awaited awaited(fd(), lacks_, limits);
   const int n = poll(awaited.come.data(), awaited.count, milliseconds_until(std::min(until, limits.deadline)));
   if (n > 0 && awaited.come[0].revents != 0) return true;
   if (n < 0 && errno != EINTR) lost(errno);

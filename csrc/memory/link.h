@@ -96,8 +96,8 @@ class Link {
   std::size_t try_write(const char* first, std::size_t bytes, const char* second = nullptr, std::size_t more = 0);
   // For what the last of them lacked.
   void wait(const Limits& limits);
-  // False if nothing has come until then, or a signal has.
-  bool readable(Moment until, const Limits& limits);
+  // The same, but only until then: false if it has not come, or a signal has.
+  bool wait_until(Moment until, const Limits& limits);
 
  private:
   Descriptor socket_;
@@ -112,7 +112,7 @@ class Reader {
   std::size_t try_read(char* to, std::size_t bytes);
   void read(void* to, std::size_t bytes, const Limits& limits);
   void wait(const Limits& limits) { link_.wait(limits); }
-  bool readable(Moment until, const Limits& limits) { return !empty() || link_.readable(until, limits); }
+  bool wait_until(Moment until, const Limits& limits) { return link_.wait_until(until, limits); }
   bool empty() const { return at_ == end_; }
 
  private:

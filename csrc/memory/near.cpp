@@ -93,17 +93,29 @@ bool Near::kernel_lets_us(Peer& peer) {
   return known == 1;
 }
 
-Way Near::way(Peer& peer, const Ticket& ticket) {
+std::optional<Way> Near::way_of_cpu(Peer& peer, const Ticket& ticket) {
   TableMemory* table = table_of(peer);
   if (table == nullptr || ticket.slot >= most_registrations) return kernel_lets_us(peer) ? Way::kernel : Way::thread;
   const Entry& entry = table->entries[ticket.slot];
-  if (entry.device() != gpu::none) {
-    if (imports_->lent(peer, ticket) != nullptr) return Way::lent;
-    const bool maps = ipc_ && entry.is_exported.load() != 0 && imports_->why_not(peer, *table, ticket).empty();
-    return maps ? Way::gpu : Way::thread;
-  }
+  if (entry.device() != gpu::none) return {};
   const bool mapped = entry.shared_at.load() != 0;
   return mapped ? Way::mapped : kernel_lets_us(peer) ? Way::kernel : Way::thread;
+}
+
+Way Near::way(Peer& peer, const Ticket& ticket) {
+  if (const std::optional<Way> way = way_of_cpu(peer, ticket)) return *way;
+  if (imports_->lent(peer, ticket) != nullptr) return Way::lent;
+  const TableMemory* table = table_of(peer);
+  if (!ipc_ || table == nullptr || table->entries[ticket.slot].is_exported.load() == 0) return Way::thread;
+  switch (imports_->known(peer, *table, ticket)) {
+    case Imports::Known::nothing:
+      return Way::unseen;
+    case Imports::Known::mapped:
+      return Way::gpu;
+    case Imports::Known::refused:
+      break;
+  }
+  return Way::thread;
 }
 
 std::string Near::why_not(Peer& peer, const Ticket& ticket) {
@@ -111,7 +123,9 @@ std::string Near::why_not(Peer& peer, const Ticket& ticket) {
   if (!ipc_) return "MONARCH_GPU_IPC=0";
   if (table == nullptr || ticket.slot >= most_registrations) return {};
   if (table->entries[ticket.slot].is_exported.load() == 0) return "its driver does not export such memory";
-  return imports_->why_not(peer, *table, ticket);
+  std::string said;
+  imports_->known(peer, *table, ticket, &said);
+  return said;
 }
 
 Result Near::move(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, const std::vector<Segment>& segments, const Patient& patient) {

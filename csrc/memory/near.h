@@ -37,7 +37,8 @@ class Patient {
   mutable std::optional<Cancel> event_;  // made when somebody asks for it
 };
 
-enum class Way : int { mapped, kernel, thread, gpu, lent };
+// unseen: whether the driver maps it is seen with the first transfer.
+enum class Way : int { mapped, kernel, thread, gpu, lent, unseen };
 
 class Near {
  public:
@@ -52,6 +53,8 @@ class Near {
                 std::uint64_t operand, std::uint64_t expected, const Patient& patient);
   // The one that `move` would take now.
   Way way(Peer& peer, const Ticket& ticket);
+  // Nothing of memory of a GPU: asks for no lock.
+  std::optional<Way> way_of_cpu(Peer& peer, const Ticket& ticket);
   // Of memory of a GPU: why it is not mapped here, for people.
   std::string why_not(Peer& peer, const Ticket& ticket);
 

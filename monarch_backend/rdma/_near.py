@@ -16,7 +16,7 @@ from monarch_backend.rdma._torch_ipc import Lent
 QUICK = 1 << 20
 """Bytes that are copied at once, on the caller's thread."""
 
-MAPPED, KERNEL, THREAD, GPU, LENT = range(5)
+MAPPED, KERNEL, THREAD, GPU, LENT, UNSEEN = range(6)
 """As enum Way (csrc/memory/near.h)."""
 
 
@@ -114,4 +114,4 @@ class SameHost:
             f"{_device.api()} IPC",
             f"{_device.api()} IPC, by torch",
         )
-        return ways[found] if found >= 0 else "which of its ways is seen with the first transfer"
+        return ways[found] if 0 <= found < UNSEEN else "which of its ways is seen with the first transfer"

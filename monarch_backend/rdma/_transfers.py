@@ -23,7 +23,7 @@ from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._handle import Handle
-from monarch_backend.rdma._memory import LocalMemory
+from monarch_backend.rdma._memory import CPU, LocalMemory
 from monarch_backend.rdma._near import QUICK
 from monarch_backend.rdma._registry import Registry, registry
 from monarch_backend.rdma._route import (
@@ -121,7 +121,9 @@ class Engine:
 
     def copies(self, parts: Sequence[tuple[Handle, bool, LocalMemory, int]]) -> Any:
         """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them."""
-        if sum(part[3] for part in parts) > QUICK or any(part[0].token not in self.routes.near for part in parts):
+        if sum(part[3] for part in parts) > QUICK:
+            return None
+        if any(part[0].token not in self.routes.near or part[2].device != CPU for part in parts):
             return None
         return _native.Copies(
             self.registry.native,

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
@@ -158,7 +159,8 @@ class Owner:
         mine = identity(
             os.urandom(16).hex(), other.get("secret", self.secret), other.get("tls", self.tls), other.get("ders_of")
         )
-        return _native.MemoryClient(self.address, self.port, mine, other.get("whom", self.token), streams)
+        port = other.get("port", self.port)
+        return _native.MemoryClient(self.address, port, mine, other.get("whom", self.token), streams)
 
     def connect(self) -> socket.socket:
         """A bare connection, as strangers have it."""
@@ -184,6 +186,64 @@ def owner(tls: bool = False, **options: Any) -> Iterator[Owner]:
         yield made
     finally:
         made.end()
+
+
+class Narrow:
+    """Stands between one client and an owner, and lets the owner's bytes through only as far as it is told to."""
+
+    ALL = 1 << 60
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._owner = socket.create_connection(("127.0.0.1", port))
+        self._ears, self._bell = socket.socketpair()
+        self._left = self.ALL  # bytes of the owner's
+        self._passed = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def let_through(self, nbytes: int) -> None:
+        """So many from now on."""
+        self._passed.clear()
+        self._bell.send(nbytes.to_bytes(8, "little"))
+
+    def wait(self) -> None:
+        """Until they have passed."""
+        assert self._passed.wait(20), "the owner has sent less"
+
+    def _run(self) -> None:
+        if self._ears in select.select([self._listener, self._ears], [], [])[0]:
+            return
+        with self._listener.accept()[0] as client, contextlib.suppress(OSError):
+            while self._pass_on(client):
+                pass
+
+    def _pass_on(self, client: socket.socket) -> bool:
+        """What is there. False when one of them is at its end."""
+        ready = select.select([client, self._ears, *([self._owner] if self._left else [])], [], [])[0]
+        if self._ears in ready:
+            told = self._ears.recv(8)
+            self._left = int.from_bytes(told, "little")
+        elif client in ready:
+            told = client.recv(1 << 16)
+            self._owner.sendall(told)
+        else:
+            told = self._owner.recv(min(self._left, 1 << 16))
+            client.sendall(told)
+            self._left -= len(told)
+        if not self._left:
+            self._passed.set()
+        return bool(told)
+
+    def __enter__(self) -> Narrow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bell.close()
+        self._thread.join()
+        for each in (self._listener, self._owner, self._ears):
+            each.close()
 
 
 class Background:

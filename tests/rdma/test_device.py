@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from monarch_backend import rdma
+from monarch_backend import _native, rdma
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of
 from tests.actor.support import Faults
 from tests.rdma import pretended
-from tests.rdma.actors import DEVICE_ROUTES, Process, fill, pattern, take
+from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, fill, pattern, take
 from tests.rdma.conftest import MARKS
 from tests.rdma.test_failures import (  # noqa: F401
     test_a_reader_that_dies_holds_up_nobody,
@@ -35,6 +36,7 @@ from tests.rdma.test_matrix import (  # noqa: F401
     test_what_is_read_and_written,
     test_what_was_dropped,
 )
+from tests.rdma.verbs.peers import until
 
 pytestmark = pytest.mark.usefixtures("faults")
 MIB = 1 << 20
@@ -95,6 +97,31 @@ class DeviceProcess(Process):
     @endpoint
     def read_to_the_cpu(self, buffer: RDMABuffer) -> None:
         buffer.read_into(bytearray(buffer.size())).get()
+
+    @endpoint
+    def copied_without_the_other(self, on_cpu: RDMABuffer, on_gpu: RDMABuffer) -> tuple[bool, bool, bool]:
+        """Of copies of both, made again and again: whether the core did them, or one of them, or kept any at all."""
+        into, far = bytearray(on_cpu.size()), pretended.Array(on_gpu.size())
+        action = rdma.RDMAAction().read_remote(into, on_cpu).read_remote(far, on_gpu)
+        for _ in range(2):
+            action.submit(timeout=20).get()
+        assert into == pattern(on_cpu.size()).numpy().tobytes() and torch.equal(far.content(), pattern(on_gpu.size()))
+        into[:] = bytes(len(into))
+        here = rdma._memory.memory_of(into, "into").address, far.address
+        both = [(b._handle, at) for b, at in zip((on_cpu, on_gpu), here, strict=True)]
+        parts = [(h.token, h.ticket, False, h.offset, at, h.nbytes) for h, at in both]
+        done = _native.Copies(rdma._registry.registry().native, parts).run()
+        return done, any(into), action._ready is not None
+
+    @endpoint
+    def begin(self, buffer: RDMABuffer) -> None:
+        self.mine_now = self.mine("tensor", buffer.size())
+        self.begun = buffer.read_into(self.mine_now)
+
+    @endpoint
+    def end(self) -> bool:
+        self.begun.get(20)
+        return torch.equal(as_tensor(self.mine_now), pattern(self.mine_now.nbytes))
 
     @endpoint
     def own_on_the_cpu(self, nbytes: int) -> RDMABuffer:
@@ -159,10 +186,7 @@ def on(faults: Faults) -> Iterator[Any]:
 
 def _eventually(look: Any, wanted: Any) -> None:
     """Nobody tells of it."""
-    for _ in range(1000):
-        if look() == wanted:
-            return
-    assert look() == wanted
+    assert until(lambda: look() == wanted, 20), f"it is {look()}"
 
 
 def test_this_process(pair: Pair) -> None:
@@ -307,6 +331,28 @@ def test_threads_without_a_context(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
+def test_parts_of_both_kinds_are_copied_once(pair: Pair) -> None:
+    """What can't be done at once, as a whole, is not begun with."""
+    owner, reader = pair
+    on_gpu, on_cpu = owner.own.call_one("tensor", 4096).get(), owner.own_on_the_cpu.call_one(100).get()
+    assert reader.copied_without_the_other.call_one(on_cpu, on_gpu).get() == (False, False, False)
+    for each in (on_gpu, on_cpu):
+        owner.drop.call_one(each).get()
+
+
+@pytest.mark.parametrize("route", ["gpu ipc", "gpu not mapped"])
+def test_whoever_begins_does_not_wait_for_an_owner_that_stands_still(on: Any, route: str) -> None:
+    """Before it is mapped nobody knows whether it can be."""
+    owner, reader = on(route)
+    first, second = owner.own_two.call_one(4096).get()
+    assert reader.read.call_one(first).get(), "they have met"
+    with held_up(pid_of(owner)):
+        reader.begin.call_one(second).get(20)
+    assert reader.end.call_one().get(30)
+    for each in (first, second):
+        owner.drop.call_one(each).get()
+
+
 # ---- IPC
 
 
@@ -368,9 +414,9 @@ def test_what_torch_has_mapped_is_given_back(on: Any, faults: Faults) -> None:
     with held_up(pid_of(owner)):
         assert reader.read.call_one(first).get(20), "nobody needs the owner"
     owner.drop.call_one(first).get()
+    _eventually(lambda: reader.adopted.call_one().get(), 1)
     assert reader.failure.call_one(first).get().startswith("DroppedError")
     assert reader.read.call_one(second).get()
-    assert reader.adopted.call_one().get() == 1
     os.kill(pid_of(owner), signal.SIGKILL)
     _eventually(lambda: reader.adopted.call_one().get(), 0)
     faults.next()

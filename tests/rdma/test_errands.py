@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._route import CANCELLED, DONE, DROPPED, FETCH_ADD, LATE, LOST, READ, REFUSED, WRITE
 from monarch_backend.rdma._tcp import Tcp
 from monarch_backend.rdma._transfers import engine
-from tests.rdma.owners import Background, Memory, Owner, Ticket, owner
+from tests.rdma.owners import Background, Memory, Narrow, Owner, Ticket, owner
 from tests.rdma.verbs.peers import until
 
 CONTENT = bytes(range(256)) * 1024
@@ -37,9 +38,9 @@ def it(request: pytest.FixtureRequest) -> Iterator[Owner]:
 
 
 @contextlib.contextmanager
-def connected(it: Owner, streams: int = 1) -> Iterator[tuple[_native.MemoryClient, Ticket]]:
+def connected(it: Owner, streams: int = 1, **other: Any) -> Iterator[tuple[_native.MemoryClient, Ticket]]:
     """A client with a connection, and the owner's memory."""
-    client, ticket = it.client(streams), it.ask("add", CONTENT)
+    client, ticket = it.client(streams, **other), it.ask("add", CONTENT)
     memory = Memory(1)
     assert client.read(ticket, memory.all(), 20.0).outcome == "done"
     try:
@@ -148,21 +149,61 @@ def test_a_forgotten_one_leaves_its_connection(it: Owner) -> None:
         assert client.read(ticket, Memory(8).all(), 20.0).outcome == "done"
 
 
+@BOTH
+def test_a_part_of_an_answer_holds_up_nobody(tls: bool) -> None:
+    with owner(tls) as it, Narrow(it.port) as narrow, connected(it, port=narrow.port) as (client, ticket):
+        for size, parts in ((8, (1, 32, 10)), (40_000, (1, 31, 40, 100, 17_000, 17_000, 3_000))):
+            memory = Memory(size)
+            narrow.let_through(0)
+            narrow.wait()
+            errand = begin(client, ticket, memory, _native.Patient(10))
+            for part in parts:
+                narrow.let_through(part)
+                narrow.wait()
+                assert errand.fetch(0.0) is None
+                assert errand.fetch(0.01) is None
+                assert not errand.over
+            narrow.let_through(Narrow.ALL)
+            assert errand.fetch(None)[0] == DONE
+            assert memory[:size] == CONTENT[:size]
+
+
+@pytest.mark.parametrize(("seconds", "outcome"), [(None, CANCELLED), (0.3, LATE)], ids=["cancelled", "late"])
+@BOTH
+def test_ends_between_two_parts_of_an_answer(tls: bool, seconds: float | None, outcome: int) -> None:
+    with owner(tls) as it, Narrow(it.port) as narrow, connected(it, port=narrow.port) as (client, ticket):
+        patience = _native.Patient(seconds)
+        narrow.let_through(40)
+        errand = begin(client, ticket, Memory(8), patience)
+        narrow.wait()
+        fetching = Background(errand.fetch, None)
+        if outcome == CANCELLED:
+            patience.cancel()
+        assert fetching.wait()[0] == outcome
+        assert begin(client, ticket, Memory(8)) is None, "its connection is given up"
+
+
 # ---- the route's
+
+
+@contextlib.contextmanager
+def routed(it: Owner, client: _native.MemoryClient, ticket: Ticket) -> Iterator[tuple[RDMABuffer, Tcp]]:
+    """The owner's memory, as this process would have got it from an actor."""
+    token = it.token
+    route = Tcp(program(), engine().registry, engine().submit)
+    route._clients[token] = [client]
+    engine().routes._chosen[token, False, False] = route
+    yield RDMABuffer._of(Handle(token, it.pid, "far", ticket, 0, len(CONTENT), "cpu", True)), route
+    engine().routes._chosen.pop((token, False, False))
+    program().router.peers.pop(token, None)
+    route.close()
 
 
 @pytest.fixture
 def far(it: Owner) -> Iterator[tuple[RDMABuffer, Tcp]]:
-    """Its memory, as this process would have got it from an actor; nothing of it took a thread so far."""
-    token = it.token
-    with connected(it, 4) as (client, ticket):
-        route = Tcp(program(), engine().registry, engine().submit)
-        route._clients[token] = [client]
-        engine().routes._chosen[token, False, False] = route
-        yield RDMABuffer._of(Handle(token, it.pid, "far", ticket, 0, len(CONTENT), "cpu", True)), route
-        engine().routes._chosen.pop((token, False, False))
-        program().router.peers.pop(token, None)
-        route.close()
+    """On several connections; nothing of it took a thread so far."""
+    with connected(it, 4) as (client, ticket), routed(it, client, ticket) as made:
+        yield made
 
 
 def by_threads(route: Tcp, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -231,6 +272,31 @@ def test_ends_before_the_time(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
     it.signal(signal.SIGCONT)
     slow.get(20)
     assert not program().pending
+
+
+@BOTH
+def test_who_asks_does_not_wait_for_the_rest_of_an_answer(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monarch_backend.rdma._errand.SWEEP", 60.0)
+    size, first = 40_000, 20_000  # more than a record of TLS
+    with (
+        owner(tls) as it,
+        Narrow(it.port) as narrow,
+        connected(it, port=narrow.port) as (client, ticket),
+        routed(it, client, ticket) as (buffer, _),
+    ):
+        for _ in range(2):
+            into = bytearray(size)
+            narrow.let_through(first)
+            future = buffer[:size].read_into(into, timeout=10)
+            narrow.wait()
+            begun = time.monotonic()
+            assert not future.done()
+            with pytest.raises(TimeoutError, match="the call goes on"):
+                future.get(0.05)
+            assert time.monotonic() - begun < 5, "it was the transfer's own time that ended it"
+            narrow.let_through(Narrow.ALL)
+            assert future.get(20) is None
+            assert into == CONTENT[:size]
 
 
 def test_refusals_and_lost_connections(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from monarch_backend.rdma import RDMAError, _torch_ipc
+from monarch_backend.rdma._handle import Handle
 
 
 def test_what_torch_shares() -> None:
@@ -30,3 +32,54 @@ def test_what_torch_shares() -> None:
 def test_what_is_not_torch_s(keep: Any) -> None:
     with pytest.raises(RDMAError, match="no tensor's memory"):
         _torch_ipc.share(keep, 0)
+
+
+def _lent(lends: bool) -> tuple[_torch_ipc.Lent, list[Any]]:
+    """With a program that has met nobody, and what it would do later."""
+    later: list[Any] = []
+    program: Any = SimpleNamespace(
+        aside=lambda call: call(),
+        pump=SimpleNamespace(later=lambda _, call: later.append(call)),
+        router=SimpleNamespace(peer=lambda token: token),
+    )
+    native = SimpleNamespace(lend=lambda *_: lends, returned=list)
+    return _torch_ipc.Lent(program, SimpleNamespace(native=native)), later  # type: ignore[arg-type]
+
+
+def _handle(number: int) -> Handle:
+    return Handle("token", 1, "host", (number, 1, 1), 0, 8, "cuda:0", True)
+
+
+def test_few_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def ask(_: Any, __: Any, ___: str, question: bytes) -> bytes:
+        asked.append(question)
+        raise RDMAError("no")
+
+    monkeypatch.setattr(_torch_ipc, "ask", ask)
+    monkeypatch.setattr(_torch_ipc, "MOST_REFUSALS", 3)
+    lent, later = _lent(True)
+    for number in [*range(4), 3, 2, 1]:
+        lent.want(_handle(number))
+    assert len(asked) == 4, "those that are remembered are not asked for again"
+    assert [bool(lent.why_not(_handle(number))) for number in range(4)] == [False, True, True, True]
+    assert lent.why_not(_handle(3)) == "RDMAError: no"
+    lent.want(_handle(0))
+    assert len(asked) == 5
+    assert not lent._asked and len(lent._refused) == 3
+    lent.forget("token")
+    assert not lent._refused and not later
+
+
+def test_of_an_owner_that_has_gone_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_ipc, "ask", lambda *_: b"")
+    monkeypatch.setattr(_torch_ipc, "adopt", lambda _: (object(), 4096))
+    lent, later = _lent(False)
+    lent.want(_handle(1))
+    assert not lent._kept and not lent._asked and not later
+    lent, later = _lent(True)
+    lent.want(_handle(1))
+    assert len(lent._kept) == len(later) == 1
+    lent.want(_handle(2))
+    assert len(later) == 1, "one looks for all"

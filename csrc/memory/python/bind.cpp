@@ -19,12 +19,12 @@ namespace {
 constexpr std::uint64_t worth_releasing = 64 << 10;  // bytes of a copy during which others may have the GIL
 
 // Nobody else is needed: neither a thread of the owner's nor the driver of a GPU, which waits for it.
-bool is_at_once(Way way) { return way == Way::mapped || way == Way::kernel; }
+bool is_at_once(std::optional<Way> of_cpu) { return of_cpu == Way::mapped || of_cpu == Way::kernel; }
 
 template <class Work>
 PyResult with(Registered& memory, const std::string& token, const Ticket& ticket, std::uint64_t bytes, const Patient& patient, Work&& work) {
   std::shared_ptr<Peer> peer = memory.host().known(token);
-  if (peer != nullptr && bytes < worth_releasing && is_at_once(memory.near().way(*peer, ticket))) return result_of(work(peer));
+  if (peer != nullptr && bytes < worth_releasing && is_at_once(memory.near().way_of_cpu(*peer, ticket))) return result_of(work(peer));
   const py::gil_scoped_release release;
   if (peer == nullptr) peer = memory.meet(token, patient);
   if (peer != nullptr) return result_of(work(peer));
@@ -63,7 +63,7 @@ PyResult move(Registered& memory, const std::string& token, const PyTicket& tick
 PyResult change(Registered& memory, const std::string& token, const PyTicket& ticket, std::uint32_t access, std::uint64_t offset,
                 std::uint64_t operand, std::uint64_t expected, const Patient& patient) {
   const std::shared_ptr<Peer> known = memory.host().known(token);
-  const bool mapped = known != nullptr && memory.near().way(*known, ticket_of(ticket)) == Way::mapped;
+  const bool mapped = known != nullptr && memory.near().way_of_cpu(*known, ticket_of(ticket)) == Way::mapped;
   const std::uint64_t weight = mapped ? 8 : worth_releasing;  // else another process's thread does it
   return with(memory, token, ticket_of(ticket), weight, patient, [&](const auto& peer) {
     return memory.near().change(peer, ticket_of(ticket), static_cast<Access>(access), offset, operand, expected, patient);
@@ -96,13 +96,20 @@ class Copies {
     std::vector<Segment> segment;  // one
   };
 
+  // Looks at all before it copies any: whoever does them in another way does all of them.
   bool run_all() const {
     static const Patient forever;
-    return std::all_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
-      const std::shared_ptr<Peer> peer = memory_->host().known(copy.token);
-      return peer != nullptr && is_at_once(memory_->near().way(*peer, copy.ticket)) &&
-             memory_->near().move(peer, copy.ticket, copy.access, copy.segment, forever).outcome == Outcome::done;
-    });
+    std::vector<std::shared_ptr<Peer>> peers;
+    peers.reserve(copies_.size());
+    for (const Copy& copy : copies_) {
+      peers.push_back(memory_->host().known(copy.token));
+      if (peers.back() == nullptr || !is_at_once(memory_->near().way_of_cpu(*peers.back(), copy.ticket))) return false;
+    }
+    for (std::size_t i = 0; i < copies_.size(); ++i) {
+      const Copy& copy = copies_[i];
+      if (memory_->near().move(peers[i], copy.ticket, copy.access, copy.segment, forever).outcome != Outcome::done) return false;
+    }
+    return true;
   }
 
   std::shared_ptr<Registered> memory_;
@@ -182,16 +189,16 @@ void bind_memory(py::module_& m) {
       .def("add", [](Registered& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
         const Ticket ticket = memory.table().add(reinterpret_cast<void*>(address), bytes, writable);
         return PyTicket{ticket.slot, ticket.epoch, ticket.key};
-      })
+      }, py::call_guard<py::gil_scoped_release>())
       .def("why_not_mapped", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
         const auto peer = memory.host().known(token);
         return peer == nullptr ? std::string() : memory.near().why_not(*peer, ticket_of(ticket));
-      })
+      }, py::call_guard<py::gil_scoped_release>())
       .def("lend", [](Registered& memory, const std::string& token, const PyTicket& ticket, std::uint64_t address) {
         const auto peer = memory.host().known(token);
         if (peer != nullptr) memory.near().imports()->lend(peer, ticket_of(ticket), reinterpret_cast<char*>(address));
         return peer != nullptr;
-      })
+      }, py::call_guard<py::gil_scoped_release>())
       .def("returned", [](Registered& memory) { return memory.near().imports()->returned(); }, py::call_guard<py::gil_scoped_release>())
       .def("sweep", [](Registered& memory) { memory.near().imports()->sweep(); }, py::call_guard<py::gil_scoped_release>())
       .def("mapped", [](Registered& memory) { return memory.near().imports()->count(); })
@@ -216,7 +223,10 @@ void bind_memory(py::module_& m) {
       .def("change_here", &change_here)
       .def("way", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
         const auto peer = memory.host().known(token);
-        return peer == nullptr ? -1 : static_cast<int>(memory.near().way(*peer, ticket_of(ticket)));
+        if (peer == nullptr) return -1;
+        if (const auto of_cpu = memory.near().way_of_cpu(*peer, ticket_of(ticket))) return static_cast<int>(*of_cpu);
+        const py::gil_scoped_release release;
+        return static_cast<int>(memory.near().way(*peer, ticket_of(ticket)));
       });
 }
 
