@@ -48,10 +48,19 @@ class _Message(Operation):
         self.source = source
         self.deaf = False  # nothing but a message, or the end of its time, ends Gloo's receive from anybody
 
+    def run(self) -> None:
+        """As every operation; lets go of the body, which holds it and the caller's tensor: no cycle keeps them."""
+        super().run()
+        self._body = _nothing
+
     def abandon(self, fault: _Fault) -> None:
         """It has failed, whatever becomes of it."""
         self.fault, self.done = fault, True
         self._ended.set()
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Clock:
@@ -87,12 +96,16 @@ class Far:
         self._numbers = itertools.count()
         self._plain: dict[int, str] = {}  # why Gloo carries all to or from these ranks
         self._said: set[int] = set()  # of whom there was a warning
-        self.native = self  # for the works
         self.closed = False
         self.closed_why = ""  # set before it is closed
         self._change = threading.Condition()
         self._under_way: dict[_Message, ShmWork] = {}
         self.carried: Counter[str] = Counter()  # messages received, by what has carried them
+
+    @property
+    def native(self) -> Far:
+        """For the works; not an attribute, which would be a cycle that keeps Gloo's threads until a collection."""
+        return self
 
     # As an inner group ------------------------------------------------------------------------------------------
 
