@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from monarch_backend.process_group import _letters, _nics, _torch
+from monarch_backend.process_group._errors import MonarchError
 from monarch_backend.process_group._in_turn import Operation, in_a_thread
 from monarch_backend.process_group._letters import ANSWER, DONE, OFFER, PLAIN, REFUSED, Announcement, Word
 from monarch_backend.process_group._shm import ShmWork, call_by_operator, explained
@@ -227,6 +228,8 @@ class Far:
                 self._say(rank, str(error))
             except _nics.UnusableError as error:
                 self._stay_plain(rank, str(error))
+            except Exception as error:  # a package for verbs that does not fit, say
+                self._stay_plain(rank, repr(error))
             else:
                 if _letters.fits(region):
                     return lent, Announcement(number, x.nbytes, offset, region)
@@ -258,7 +261,9 @@ class Far:
             return self._nics.accept(self._tokens[rank], offer)
         except _nics.UnusableError as error:
             self._stay_plain(rank, str(error))
-            return b""
+        except Exception as error:
+            self._stay_plain(rank, repr(error))
+        return b""
 
     # The receiver's side ----------------------------------------------------------------------------------------
 
@@ -312,6 +317,11 @@ class Far:
         except TimeoutError:
             _torch.close_gloo_links(self._gloo, talk.rank)  # as Gloo does when a message of its own is late
             raise talk.late() from None
+        except (_Fault, MonarchError):  # of the conversation
+            raise
+        except Exception as error:
+            self._stay_plain(talk.rank, repr(error))
+            return repr(error)
         return None
 
     # For both ---------------------------------------------------------------------------------------------------

@@ -652,6 +652,32 @@ def test_nics_that_fail(how: str) -> None:
         assert all(f"rank {rank} and rank {1 - rank}" in line for line in lines)
 
 
+def _misfit(rank: int, where: str, bad: int) -> list[str]:
+    """Here is an error that nobody has thought of."""
+    heard = _Heard()
+    logging.getLogger("monarch_backend").addHandler(heard)
+    if rank == bad:
+
+        def fails(*_: Any, **__: Any) -> Any:
+            raise AttributeError("another release")
+
+        if where == "load":
+            _engine.load = fails
+        else:
+            setattr(_engine.Engine, where, fails)
+    for _ in range(2):
+        _exchange(rank)
+    assert _carried()["gloo"] > 0
+    return [line for line in heard.lines if "another release" in line]
+
+
+@pytest.mark.parametrize("where", ["load", "expose", "offer", "accept", "connect", "transfer"])
+def test_an_error_that_is_none_of_verbs(where: str) -> None:
+    """Gloo carries the messages, and a warning says why."""
+    found = run_ranks(_rank, 2, _misfit, (0, 1), (where, 1), [], 60.0, (), backend=None, env=LOW)
+    assert len(found[1]) == 1, found
+
+
 def _little_memory(rank: int, short: int) -> None:
     if rank == short:
         binding: Any = _engine.load("")
