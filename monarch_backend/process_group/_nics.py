@@ -7,7 +7,9 @@ rdma is imported only on a machine that has NICs. What ranks say to each other i
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import importlib.util
+import logging
 import os
 import threading
 import weakref
@@ -21,7 +23,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from monarch_backend.rdma.verbs import Engine, Region
 
+log = logging.getLogger("monarch_backend")
+
 DEVICES = "/sys/class/infiniband"
+PACKAGES = ("pyverbs", "ibverbs")
+"""One of them has to be there; their names are _binding.py's, too, which takes seconds to import."""
 
 # Bytes from which a message is worth two more latencies of Gloo and some changes of threads, 0.3 ms together: in that
 # time Gloo carries about this much.
@@ -39,12 +45,30 @@ def least() -> int:
     text = os.environ.get("MONARCH_RDMA_MESSAGE_BYTES", "")
     if text and (not text.isdigit() or not int(text)):
         raise ValueError(f"MONARCH_RDMA_MESSAGE_BYTES={text!r}: give a number of bytes, or leave it unset")
-    with contextlib.suppress(OSError):
-        if os.listdir(DEVICES):
-            from monarch_backend.rdma import get_rdma_backend
+    return (int(text) if text else LEAST) if usable() else 0
 
-            return (int(text) if text else LEAST) if get_rdma_backend() == "verbs" else 0
-    return 0
+
+@functools.cache
+def usable() -> bool:
+    """This process's NICs may carry messages, as was found once. What stands against it is no reason to fail a group,
+    which does without them.
+    """
+    try:
+        if not os.listdir(DEVICES) or not any(importlib.util.find_spec(name) for name in PACKAGES):
+            return False
+        from monarch_backend.rdma import get_rdma_backend
+
+        return get_rdma_backend() == "verbs"
+    except OSError:  # no devices
+        return False
+    except Exception as error:  # a MONARCH_RDMA that means nothing, a package that does not load
+        log.warning(
+            "large messages between hosts are carried by gloo, since NICs can't be used by pid %d: %r. "
+            "`monarch-backend doctor` explains the machine",
+            os.getpid(),
+            error,
+        )
+        return False
 
 
 class UnusableError(Exception):
@@ -351,6 +375,7 @@ def leave(nics: Nics, others: Iterable[Rank]) -> None:
 def _in_forked_child() -> None:
     global _process, _joining
     _process, _joining = None, threading.Lock()
+    usable.cache_clear()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -753,3 +754,34 @@ def test_a_number_of_bytes_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MONARCH_RDMA_MESSAGE_BYTES", "many")
     with pytest.raises(ValueError, match="MONARCH_RDMA_MESSAGE_BYTES='many'"):
         _nics.least()
+
+
+_GROUP = """
+import sys
+import torch.distributed as dist
+from monarch_backend.process_group import _nics
+_nics.DEVICES, _nics.PACKAGES = sys.argv[1], sys.argv[2].split()
+dist.init_process_group("monarch", store=dist.HashStore(), rank=0, world_size=1)
+print(_nics.least(), sorted(name for name in sys.modules if name.startswith("monarch_backend.rdma"))[:1])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("devices", "packages"), [("/proc/self", "nobody_has_this"), ("/nowhere", "os")])
+def test_rdma_is_not_imported_in_vain(devices: str, packages: str) -> None:
+    """It takes seconds, which the first group of every process would have to wait."""
+    done = subprocess.run([sys.executable, "-c", _GROUP, devices, packages], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["0 []"]
+
+
+def test_a_senseless_route_fails_no_group() -> None:
+    """One warning; and there is something to warn of: rdma was asked."""
+    done = subprocess.run(
+        [sys.executable, "-c", _GROUP, "/proc/self", "os"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MONARCH_RDMA": "pigeons"},
+    )
+    assert done.stdout.splitlines() == ["0 ['monarch_backend.rdma']"]
+    assert done.stderr.count("MONARCH_RDMA='pigeons'") == 1
