@@ -306,8 +306,8 @@ class Nics:
                     raise TimeoutError
         except BaseException:
             if not ended.is_set():
-                self._engine.give_up(other.peer, "another message from it was given up")
                 other.connected = False
+                self._engine.give_up(other.peer, "another message from it was given up")
                 ended.wait()  # nothing writes there any more
             raise
         if outcome[0] is not None:
@@ -315,10 +315,10 @@ class Nics:
 
     def _dial(self, peer: Rank) -> None:
         # A connection has broken. Who wants to read connects anew: only it has somebody to say it to.
-        self._engine.give_up(peer, f"the connection to {peer} broke")
         other = self._others.get(peer.token)
         if other is not None:
-            other.connected = False
+            other.connected = False  # first: whose message fails by what follows asks this
+        self._engine.give_up(peer, f"the connection to {peer} broke")
 
     # Groups -----------------------------------------------------------------------------------------------------
 
