@@ -35,6 +35,7 @@ from monarch_backend import (
     RankFailedError,
 )
 from monarch_backend.process_group import _letters, _nics
+from monarch_backend.process_group._group import MonarchProcessGroup
 from monarch_backend.process_group._letters import Announcement, LetterError, Word
 from monarch_backend.rdma import _one_engine
 from monarch_backend.rdma.verbs import _engine, available
@@ -538,6 +539,44 @@ def _groups_in_a_row(rank: int) -> list[int]:
 def test_groups_leave_nothing_open(run: Run) -> None:
     """Without the garbage collector, which may be long in coming."""
     run(_groups_in_a_row)
+
+
+def _stillborn(rank: int) -> None:
+    """A group that fails after its ranks have met."""
+    nics, others = _far()._nics, _far()._others
+    whole = MonarchProcessGroup._let_see
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("stillborn")
+
+    MonarchProcessGroup._let_see = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="stillborn"):
+        dist.new_group([0, 1])
+    MonarchProcessGroup._let_see = whole  # type: ignore[method-assign]
+    assert {token: other.groups for token, other in nics._others.items()} == {other.token: 1 for other in others}
+
+
+def test_a_group_that_fails_gives_its_nics_back(run: Run) -> None:
+    run(_stillborn)
+
+
+def _breaks_under_way(rank: int) -> None:
+    """Whose message fails with the connection makes a new one, however late the rest of that comes."""
+    _exchange(rank)
+    nics = _far()._nics
+    (other,) = nics._others.values()
+    seen = []
+    nics._engine.give_up = lambda *_: seen.append(other.connected)
+    nics._dial(other.peer)
+    del nics._engine.give_up
+    assert seen == [False]
+    nics._engine.give_up(other.peer, "what was held back above")
+    _exchange(rank)
+    assert _carried() == {"verbs": 2, "gloo": 0}
+
+
+def test_a_broken_connection_is_known_before_its_messages_fail(run: Run) -> None:
+    run(_breaks_under_way)
 
 
 def _full(rank: int) -> None:
