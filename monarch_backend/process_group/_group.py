@@ -228,7 +228,7 @@ class MonarchProcessGroup(Collectives):
         if "cpu" not in self._observed:
             return
         self._end_shortcuts()
-        if self._shm is not None and self._kernel is None:
+        if (self._shm is not None or self._far is not None) and self._kernel is None:
             taken = {_torch.backend_type(backend) for backend in self._backends.values()}
             self._kernel = _torch.Kernel(self.rank(), self.size(), self._inner["cpu"], self.group_name)
             self._register_backend(torch.device("cpu"), _torch.free_backend_type(taken), self._kernel)

@@ -283,6 +283,34 @@ def test_the_profiler_sees_them(run: Run) -> None:
     run(_watched)
 
 
+def _hooked(rank: int) -> list[str]:
+    if rank > 1:
+        return []
+    group: Any = dist.group.WORLD
+    seen: list[str] = []
+    group.register_pre_hook(7, lambda call: seen.append(f"before {call.name.name}"))
+    group.register_post_hook(7, lambda call: seen.append(f"after {call.name.name}"))
+    for nbytes in (1000, MIB):
+        mine, theirs = _numbers(nbytes, rank), torch.zeros(nbytes, dtype=torch.uint8)
+        dist.send(mine, 1) if rank == 0 else dist.recv(theirs, 0)
+        assert rank == 0 or torch.equal(theirs, _numbers(nbytes, 0))
+    work = dist.isend(mine, 1) if rank == 0 else dist.irecv(theirs)
+    assert work is not None
+    work.wait()
+    assert _carried() == {"verbs": 2 * rank, "gloo": 0}
+    return list(seen)  # the end of the test is seen, too
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="hooks are torch 2.14's")
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1)], ids=str)
+def test_hooks_see_them(run: Run, hosts: tuple[int, ...]) -> None:
+    """Messages of both kinds, also where no two ranks share memory."""
+    for seen in run(_hooked, hosts)[:2]:
+        names = [entry.split()[1] for entry in seen]
+        assert [entry.split()[0] for entry in seen] == ["before", "after"] * 3
+        assert names[0] == names[1] == names[2] == names[3], seen
+
+
 def _objects_and_groups(rank: int) -> None:
     """Groups share the connection and what is lent."""
     other = dist.new_group([0, 1])
