@@ -452,6 +452,77 @@ def test_nobody_comes(run: Run, sends: bool) -> None:
     run(_late, (0, 1), sends, seconds=2.0)
 
 
+def _early(rank: int) -> None:
+    """Messages that are asked for long before they are waited for, longer than the group's time."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    x, y, z = (_numbers(MIB, rank + i) for i in range(3))
+    if rank == 1:
+        posted = [
+            dist.irecv(x, 0, group=group),
+            dist.irecv(y, group=group, tag=1),
+            dist.isend(z, 0, group=group, tag=2),
+        ]
+    assert not until(lambda: group._far.closed, 2.0)  # time passes
+    if rank == 1:
+        for work in posted:
+            assert work is not None
+            assert work.exception() is None
+            work.wait()
+        assert torch.equal(x, _numbers(MIB, 0))
+        assert torch.equal(y, _numbers(MIB, 1))
+    else:
+        dist.send(x, 1, group=group)
+        dist.send(y, 1, group=group, tag=1)
+        dist.recv(z, 1, group=group, tag=2)
+        assert torch.equal(z, _numbers(MIB, 3))
+
+
+def test_messages_are_asked_for_early(run: Run) -> None:
+    run(_early)
+
+
+def _unwaited(rank: int) -> None:
+    """What comes while nobody waits for it is fetched all the same, also from anybody."""
+    if rank == 0:
+        dist.send(_numbers(MIB, 1), 1)
+        dist.send(_numbers(MIB, 2), 1)
+    else:
+        got = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(2)]
+        works = [dist.irecv(got[0], 0), dist.irecv(got[1])]
+        for i, work in enumerate(works):
+            assert work is not None
+            assert until(work.is_completed)
+            assert torch.equal(got[i], _numbers(MIB, 1 + i))
+
+
+def test_nobody_waits(run: Run) -> None:
+    run(_unwaited)
+
+
+def _waited_for_late(rank: int, source: int | None, sends: bool) -> None:
+    """The time runs from the first wait on; and it has an end, for who was already listening."""
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    if rank == 0:
+        x = torch.zeros(MIB, dtype=torch.uint8)
+        work = dist.isend(x, 1) if sends else dist.irecv(x, source)
+        assert work is not None
+        assert not until(work.is_completed, 3.0)
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"within 2 s"):
+            work.wait()
+        assert 1.5 < time.monotonic() - began < 20
+        assert not _far()._under_way
+        store.set("over", "")
+    else:
+        store.wait(["over"], datetime.timedelta(seconds=60))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("source", "sends"), [(1, False), (None, False), (1, True)])
+def test_time_begins_with_the_wait(run: Run, source: int | None, sends: bool) -> None:
+    run(_waited_for_late, (0, 1), source, sends, seconds=2.0)
+
+
 def _impatient(rank: int) -> None:
     if rank == 0:
         x = torch.zeros(MIB, dtype=torch.uint8)
@@ -507,7 +578,9 @@ def _destroyed(rank: int) -> None:
     _exchange(rank)
     works = [dist.irecv(torch.zeros(MIB, dtype=torch.uint8), source) for source in (1 - rank, 1 - rank, None)]
     dist.barrier()
+    far = _far()
     dist.destroy_process_group()
+    assert until(lambda: not far._under_way)
     for work in works:
         assert work is not None
         with pytest.raises(GroupClosedError if rank == 0 else (GroupClosedError, RankFailedError)):
