@@ -380,8 +380,8 @@ class Far:
 
 
 def _glance(room: bytearray, clock: _Clock) -> None:
-    """Until something arrives or the clock runs. Once Gloo waits for a receive from anybody, that has an end which nothing
-    moves, and which is the group's.
+    """Until something arrives or the clock runs: Gloo's wait for anybody has an end that nothing moves, which ends the
+    group.
     """
     pause = _GLANCE
     while not room[0] and not clock.begun.wait(pause):

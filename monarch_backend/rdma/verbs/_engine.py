@@ -16,7 +16,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 from monarch_backend.rdma.verbs import _messages as messages
@@ -127,6 +127,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._wake = -1
         self._closed = False
+        self._busy = 0  # threads that use open devices without the lock
+        self._idle = threading.Condition(self._lock)
         self._fork = _forks
 
     # ---- opening and closing
@@ -181,6 +183,7 @@ class Engine:
         if thread is not None:
             thread.join()
         with self._lock:
+            self._idle.wait_for(lambda: not self._busy)
             for peer in list(self._accepted):
                 self._hang_up(peer)
             for exposed in self._exposed.values():
@@ -194,6 +197,19 @@ class Engine:
                 wake, self._wake = self._wake, -1
                 os.close(wake)
 
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[list[Device]]:
+        """Open devices, which stay open inside: registering takes long, and without the lock. Raises VerbsError."""
+        with self._lock:
+            devices = self.devices()
+            self._busy += 1
+        try:
+            yield devices
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self._idle.notify_all()
+
     # ---- the owner's side
 
     def expose(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> Region:
@@ -202,19 +218,20 @@ class Engine:
             raise ValueError("a region of no bytes")
         access = LOCAL_WRITE | REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC if writable else REMOTE_READ
         exposed = _Exposed(owner)
-        devices = self.devices()[: messages.MOST_ENDPOINTS]
-        try:
-            for device in devices:
-                caches = [device.cache for device in devices]
-                exposed.registrations.append(register(device.nic, address, nbytes, access, caches))
-        except BaseException:
-            exposed.close()
-            raise
-        with self._lock:
-            region = Region(
-                RegionRecord(next(self._regions), address, nbytes, writable, [r.rkey for r in exposed.registrations])
-            )
-            self._exposed[region.id] = exposed
+        with self._in_use() as opened:
+            devices = opened[: messages.MOST_ENDPOINTS]
+            try:
+                for device in devices:
+                    caches = [device.cache for device in devices]
+                    exposed.registrations.append(register(device.nic, address, nbytes, access, caches))
+                with self._lock:
+                    self.devices()  # raises if the engine was closed meanwhile
+                    keys = [r.rkey for r in exposed.registrations]
+                    region = Region(RegionRecord(next(self._regions), address, nbytes, writable, keys))
+                    self._exposed[region.id] = exposed
+            except BaseException:
+                exposed.close()
+                raise
         return region
 
     def release(self, region: Region) -> None:
@@ -354,9 +371,10 @@ class Engine:
         near = self._near(request, pieces)
         if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in allocations for d in near):
             return None
-        for device in near:
-            request.register(device)
-        return self._submit(peer, request, at_once)
+        with self._in_use():
+            for device in near:
+                request.register(device)
+            return self._submit(peer, request, at_once)
 
     def atomic(
         self,
@@ -430,10 +448,14 @@ class Engine:
 
     def _submit(self, peer: Peer, request: Request, quiet: bool = False) -> Request:
         with self._lock:
-            self.devices()
-            link = self._link(peer)
-            request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
-            self._completions.begins(request)
+            try:
+                self.devices()
+                link = self._link(peer)
+                request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
+                self._completions.begins(request)
+            except BaseException:
+                request.close()  # no link and nobody else knows of it
+                raise
             if not request.nbytes:
                 self.finish(request)
                 return request

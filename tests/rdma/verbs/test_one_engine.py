@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from monarch_backend.rdma.verbs import VerbsError, _device, _engine
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
-from tests.rdma.verbs.peers import Memory, Outcome
+from tests.rdma.verbs.peers import Memory, Outcome, until
 
 
 class Other(NamedTuple):
@@ -115,3 +116,51 @@ def test_a_fork_has_none(fabric: Fabric) -> None:
     if pid == 0:
         os._exit(0 if _one_engine._engine is None and not _one_engine._dials else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("how", ["expose", "transfer"])
+def test_devices_outlive_who_registers(fabric: Fabric, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The engine is closed meanwhile: that waits, and who registers hears of it. The fixture looks at what is open."""
+    engine = _one_engine.borrow(str, lambda _: None)
+    memory, other = Memory(100), Memory(100)
+    region = engine.expose(other.address, 100, other.view)
+    (nic,) = fabric.nics
+    registers, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+    seen: list[bool] = []
+    real, real_close = type(nic).register, type(nic).close
+
+    def slow(self: Any, *args: Any) -> Any:
+        registers.set()
+        assert goes_on.wait(60)
+        seen.append(ended.wait(0.5))  # long enough for an end that does not wait
+        return real(self, *args)
+
+    def close(self: Any) -> None:
+        ended.set()
+        real_close(self)
+
+    monkeypatch.setattr(type(nic), "register", slow)
+    monkeypatch.setattr(type(nic), "close", close)
+    errors: list[VerbsError] = []
+
+    def use() -> None:
+        try:
+            if how == "expose":
+                engine.expose(memory.address, 100, memory.view)
+            else:
+                engine.transfer("peer", "read", region, [(0, memory.address, 10)], memory.view, Outcome())
+        except VerbsError as error:
+            errors.append(error)
+
+    user, closer = threading.Thread(target=use), threading.Thread(target=_one_engine.give_back, args=(str,))
+    user.start()
+    assert registers.wait(60)
+    closer.start()
+    assert until(lambda: engine._closed)
+    goes_on.set()
+    user.join(60)
+    closer.join(60)
+    assert seen == [False]
+    assert ended.is_set()
+    assert [str(error) for error in errors] == ["the engine is closed"]
+    assert not nic.registered
