@@ -79,7 +79,7 @@ class Collectives(dist.ProcessGroup):
     # Devices whose operations somebody wants to see who hooked into torch's dispatcher for this group, torch >= 2.14.
     _observed: set[str]
     _hooks: CompletionHooks
-    _kernel: Any = None  # what torch finds for the CPU where its hooks must see the shared memory's operations
+    _kernel: Any = None  # what torch finds for the CPU where its hooks must see operations that are not Gloo's
     _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
     _far: Far | None  # takes it for large messages where there are NICs between hosts
 

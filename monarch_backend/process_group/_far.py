@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from monarch_backend.process_group import _letters, _nics, _torch
+from monarch_backend.process_group._errors import MonarchError
 from monarch_backend.process_group._in_turn import Operation, in_a_thread
 from monarch_backend.process_group._letters import ANSWER, DONE, OFFER, PLAIN, REFUSED, Announcement, Word
 from monarch_backend.process_group._shm import ShmWork, call_by_operator, explained
@@ -34,6 +35,8 @@ from monarch_backend.process_group._shm import ShmWork, call_by_operator, explai
 log = logging.getLogger("monarch_backend")
 
 _FAREWELL = 5.0  # seconds for conversations to notice that their group is closed
+_ENDLESS = 3e7  # seconds, for Gloo, which wants a number
+_GLANCE, _LAST_GLANCE = 0.001, 0.05  # seconds between looks for a message from anybody that nobody waits for yet
 
 
 class _Fault(Exception):
@@ -43,10 +46,15 @@ class _Fault(Exception):
 class _Message(Operation):
     """A send or a receive; ``source`` is who sent what was received."""
 
-    def __init__(self, body: Callable[[_Message], None], source: int = -1) -> None:
+    def __init__(self, body: Callable[[_Message], None], clock: _Clock, source: int = -1) -> None:
         super().__init__(lambda: body(self), None)
-        self.source = source
+        self.clock, self.source = clock, source
         self.deaf = False  # nothing but a message, or the end of its time, ends Gloo's receive from anybody
+
+    def run(self) -> None:
+        """As every operation; lets go of the body, which holds it and the caller's tensor: no cycle keeps them."""
+        super().run()
+        self._body = _nothing
 
     def abandon(self, fault: _Fault) -> None:
         """It has failed, whatever becomes of it."""
@@ -54,16 +62,32 @@ class _Message(Operation):
         self._ended.set()
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Clock:
-    """What is left of a message's time; nothing once the group is closed."""
+    """What is left of a message's time; nothing once the group is closed.
+
+    It begins with the first wait, as Gloo's does: a receive may be posted long before its message.
+    """
 
     def __init__(self, far: Far, seconds: float) -> None:
         self._far, self.seconds = far, seconds
-        self._end = time.monotonic() + seconds
+        self.begun = threading.Event()
+        self._end = 0.0
+
+    def begin(self) -> None:
+        """Somebody waits; the second time nothing."""
+        if not self.begun.is_set():
+            self._end = time.monotonic() + self.seconds
+            self.begun.set()
 
     def left(self) -> float:
         """Seconds."""
-        return 0.0 if self._far.closed else max(0.0, self._end - time.monotonic())
+        if self._far.closed:
+            return 0.0
+        return max(0.0, self._end - time.monotonic()) if self.begun.is_set() else _ENDLESS
 
 
 @_torch.hide_from_dynamo
@@ -87,12 +111,16 @@ class Far:
         self._numbers = itertools.count()
         self._plain: dict[int, str] = {}  # why Gloo carries all to or from these ranks
         self._said: set[int] = set()  # of whom there was a warning
-        self.native = self  # for the works
         self.closed = False
         self.closed_why = ""  # set before it is closed
         self._change = threading.Condition()
         self._under_way: dict[_Message, ShmWork] = {}
         self.carried: Counter[str] = Counter()  # messages received, by what has carried them
+
+    @property
+    def native(self) -> Far:
+        """For the works; not an attribute, which would be a cycle that keeps Gloo's threads until a collection."""
+        return self
 
     # As an inner group ------------------------------------------------------------------------------------------
 
@@ -125,7 +153,7 @@ class Far:
             finally:
                 self._take_back(lent)
 
-        return self._start(_Message(body), tensors, sys._getframe(2))
+        return self._start(_Message(body, clock), tensors, sys._getframe(2))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None) -> ShmWork:
         """Receive a tensor of the same size from a rank."""
@@ -141,9 +169,15 @@ class Far:
             work: ShmWork = call_by_operator(self, opts, name, args)
             return work
 
-    def wait(self, operation: Operation, seconds: float) -> bool:
-        """For the works: whether the operation was done within the time."""
-        return operation.wait(seconds)
+    def wait(self, operation: _Message, seconds: float) -> bool:
+        """For the works: whether the operation was done within the time. Ends one whose own time is over."""
+        operation.clock.begin()
+        left = operation.clock.left()
+        if operation.wait(min(seconds, left)) or seconds < left:
+            return operation.done
+        # What its thread began to wait for before the clock ran has no end of its own.
+        _torch.close_gloo_links(self._gloo, self._another())
+        return operation.wait(_FAREWELL)
 
     def error(self, fault: Any) -> Exception:
         """What to raise for what ended a message."""
@@ -160,8 +194,9 @@ class Far:
         with self._change:
             under_way = dict(self._under_way)
         if under_way:
-            _torch.close_gloo_links(self._gloo, next(r for r in range(len(self._members)) if r != self._rank))
+            _torch.close_gloo_links(self._gloo, self._another())
         for message, work in under_way.items():
+            message.clock.begin()
             if message.deaf:
                 message.abandon(_Fault(("closed", -1, "")))
                 work.ended()
@@ -169,6 +204,9 @@ class Far:
             self._change.wait_for(lambda: all(message.deaf for message in self._under_way), _FAREWELL)
         if self._nics is not None:
             _nics.leave(self._nics, self._others)
+
+    def _another(self) -> int:
+        return 0 if self._rank else 1
 
     def _check_open(self) -> None:
         if self.closed:
@@ -189,6 +227,7 @@ class Far:
                     self._change.notify_all()
 
         if _torch.is_waited_for(caller):
+            message.clock.begin()
             run()
             if message.fault is not None and not isinstance(message.fault, Exception):
                 raise message.fault  # an interrupt
@@ -214,6 +253,8 @@ class Far:
                 self._say(rank, str(error))
             except _nics.UnusableError as error:
                 self._stay_plain(rank, str(error))
+            except Exception as error:  # a package for verbs that does not fit, say
+                self._stay_plain(rank, repr(error))
             else:
                 if _letters.fits(region):
                     return lent, Announcement(number, x.nbytes, offset, region)
@@ -245,7 +286,9 @@ class Far:
             return self._nics.accept(self._tokens[rank], offer)
         except _nics.UnusableError as error:
             self._stay_plain(rank, str(error))
-            return b""
+        except Exception as error:
+            self._stay_plain(rank, repr(error))
+        return b""
 
     # The receiver's side ----------------------------------------------------------------------------------------
 
@@ -258,6 +301,8 @@ class Far:
 
         def body(message: _Message) -> None:
             message.deaf = rank < 0
+            if message.deaf:
+                _glance(posted[1], clock)
             talk.wait(posted[0])
             message.deaf = False
             if self.closed:
@@ -265,7 +310,7 @@ class Far:
             message.source = rank if rank >= 0 else int(posted[0]._source_rank())
             self._fetch(message.source, talk.read(Announcement.unpack, posted[1]), x, owner, clock)
 
-        return self._start(_Message(body, rank), tensors, sys._getframe(3))
+        return self._start(_Message(body, clock, rank), tensors, sys._getframe(3))
 
     def _fetch(self, source: int, it: Announcement, x: Tensor, owner: Tensor | None, clock: _Clock) -> None:
         talk = _Talk(self, source, _letters.talk(it.number, source, self._rank), clock)
@@ -299,6 +344,11 @@ class Far:
         except TimeoutError:
             _torch.close_gloo_links(self._gloo, talk.rank)  # as Gloo does when a message of its own is late
             raise talk.late() from None
+        except (_Fault, MonarchError):  # of the conversation
+            raise
+        except Exception as error:
+            self._stay_plain(talk.rank, repr(error))
+            return repr(error)
         return None
 
     # For both ---------------------------------------------------------------------------------------------------
@@ -327,6 +377,15 @@ class Far:
         if first and self._label:
             sys.stderr.write(f"{self._label}messages from rank {rank} of {self.least} bytes and more: {way}\n")
             sys.stderr.flush()
+
+
+def _glance(room: bytearray, clock: _Clock) -> None:
+    """Until something arrives or the clock runs. Once Gloo waits for a receive from anybody, that has an end which nothing
+    moves, and which is the group's.
+    """
+    pause = _GLANCE
+    while not room[0] and not clock.begun.wait(pause):
+        pause = min(2 * pause, _LAST_GLANCE)
 
 
 class _Talk:

@@ -63,12 +63,17 @@ class MonarchProcessGroup(Collectives):
         self._shortcuts: dict[str, Any] = {}  # in the place of methods, while nobody wants to see what the group does
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
-        with _rendezvous.roll_call(self, options):
-            for device in self._eager_devices():
-                if only is None or device in only:
-                    self._open_route(device)
-        default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
-        self._set_default_backend(_torch.backend_type(self._backends[default]))
+        try:
+            with _rendezvous.roll_call(self, options):
+                for device in self._eager_devices():
+                    if only is None or device in only:
+                        self._open_route(device)
+            default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
+            self._set_default_backend(_torch.backend_type(self._backends[default]))
+        except BaseException:
+            if self._far is not None:
+                self._far.close()  # nobody else will: it borrows the process's NICs
+            raise
 
     # Routes -----------------------------------------------------------------------------------------------
 
@@ -223,7 +228,7 @@ class MonarchProcessGroup(Collectives):
         if "cpu" not in self._observed:
             return
         self._end_shortcuts()
-        if self._shm is not None and self._kernel is None:
+        if (self._shm is not None or self._far is not None) and self._kernel is None:
             taken = {_torch.backend_type(backend) for backend in self._backends.values()}
             self._kernel = _torch.Kernel(self.rank(), self.size(), self._inner["cpu"], self.group_name)
             self._register_backend(torch.device("cpu"), _torch.free_backend_type(taken), self._kernel)

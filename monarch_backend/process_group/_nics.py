@@ -7,7 +7,9 @@ rdma is imported only on a machine that has NICs. What ranks say to each other i
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import importlib.util
+import logging
 import os
 import threading
 import weakref
@@ -21,7 +23,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from monarch_backend.rdma.verbs import Engine, Region
 
+log = logging.getLogger("monarch_backend")
+
 DEVICES = "/sys/class/infiniband"
+PACKAGES = ("pyverbs", "ibverbs")
+"""One of them has to be there; their names are _binding.py's, too, which takes seconds to import."""
 
 # Bytes from which a message is worth two more latencies of Gloo and some changes of threads, 0.3 ms together: in that
 # time Gloo carries about this much.
@@ -39,12 +45,30 @@ def least() -> int:
     text = os.environ.get("MONARCH_RDMA_MESSAGE_BYTES", "")
     if text and (not text.isdigit() or not int(text)):
         raise ValueError(f"MONARCH_RDMA_MESSAGE_BYTES={text!r}: give a number of bytes, or leave it unset")
-    with contextlib.suppress(OSError):
-        if os.listdir(DEVICES):
-            from monarch_backend.rdma import get_rdma_backend
+    return (int(text) if text else LEAST) if usable() else 0
 
-            return (int(text) if text else LEAST) if get_rdma_backend() == "verbs" else 0
-    return 0
+
+@functools.cache
+def usable() -> bool:
+    """This process's NICs may carry messages, as was found once. What stands against it is no reason to fail a group,
+    which does without them.
+    """
+    try:
+        if not os.listdir(DEVICES) or not any(importlib.util.find_spec(name) for name in PACKAGES):
+            return False
+        from monarch_backend.rdma import get_rdma_backend
+
+        return get_rdma_backend() == "verbs"
+    except OSError:  # no devices
+        return False
+    except Exception as error:  # a MONARCH_RDMA that means nothing, a package that does not load
+        log.warning(
+            "large messages between hosts are carried by gloo, since NICs can't be used by pid %d: %r. "
+            "`monarch-backend doctor` explains the machine",
+            os.getpid(),
+            error,
+        )
+        return False
 
 
 class UnusableError(Exception):
@@ -282,8 +306,8 @@ class Nics:
                     raise TimeoutError
         except BaseException:
             if not ended.is_set():
-                self._engine.give_up(other.peer, "another message from it was given up")
                 other.connected = False
+                self._engine.give_up(other.peer, "another message from it was given up")
                 ended.wait()  # nothing writes there any more
             raise
         if outcome[0] is not None:
@@ -291,10 +315,10 @@ class Nics:
 
     def _dial(self, peer: Rank) -> None:
         # A connection has broken. Who wants to read connects anew: only it has somebody to say it to.
-        self._engine.give_up(peer, f"the connection to {peer} broke")
         other = self._others.get(peer.token)
         if other is not None:
-            other.connected = False
+            other.connected = False  # first: whose message fails by what follows asks this
+        self._engine.give_up(peer, f"the connection to {peer} broke")
 
     # Groups -----------------------------------------------------------------------------------------------------
 
@@ -351,6 +375,7 @@ def leave(nics: Nics, others: Iterable[Rank]) -> None:
 def _in_forked_child() -> None:
     global _process, _joining
     _process, _joining = None, threading.Lock()
+    usable.cache_clear()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

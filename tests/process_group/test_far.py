@@ -14,8 +14,10 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from monarch_backend import (
     RankFailedError,
 )
 from monarch_backend.process_group import _letters, _nics
+from monarch_backend.process_group._group import MonarchProcessGroup
 from monarch_backend.process_group._letters import Announcement, LetterError, Word
 from monarch_backend.rdma import _one_engine
 from monarch_backend.rdma.verbs import _engine, available
@@ -280,6 +283,34 @@ def test_the_profiler_sees_them(run: Run) -> None:
     run(_watched)
 
 
+def _hooked(rank: int) -> list[str]:
+    if rank > 1:
+        return []
+    group: Any = dist.group.WORLD
+    seen: list[str] = []
+    group.register_pre_hook(7, lambda call: seen.append(f"before {call.name.name}"))
+    group.register_post_hook(7, lambda call: seen.append(f"after {call.name.name}"))
+    for nbytes in (1000, MIB):
+        mine, theirs = _numbers(nbytes, rank), torch.zeros(nbytes, dtype=torch.uint8)
+        dist.send(mine, 1) if rank == 0 else dist.recv(theirs, 0)
+        assert rank == 0 or torch.equal(theirs, _numbers(nbytes, 0))
+    work = dist.isend(mine, 1) if rank == 0 else dist.irecv(theirs)
+    assert work is not None
+    work.wait()
+    assert _carried() == {"verbs": 2 * rank, "gloo": 0}
+    return list(seen)  # the end of the test is seen, too
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="hooks are torch 2.14's")
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1)], ids=str)
+def test_hooks_see_them(run: Run, hosts: tuple[int, ...]) -> None:
+    """Messages of both kinds, also where no two ranks share memory."""
+    for seen in run(_hooked, hosts)[:2]:
+        names = [entry.split()[1] for entry in seen]
+        assert [entry.split()[0] for entry in seen] == ["before", "after"] * 3
+        assert names[0] == names[1] == names[2] == names[3], seen
+
+
 def _objects_and_groups(rank: int) -> None:
     """Groups share the connection and what is lent."""
     other = dist.new_group([0, 1])
@@ -421,6 +452,77 @@ def test_nobody_comes(run: Run, sends: bool) -> None:
     run(_late, (0, 1), sends, seconds=2.0)
 
 
+def _early(rank: int) -> None:
+    """Messages that are asked for long before they are waited for, longer than the group's time."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    x, y, z = (_numbers(MIB, rank + i) for i in range(3))
+    if rank == 1:
+        posted = [
+            dist.irecv(x, 0, group=group),
+            dist.irecv(y, group=group, tag=1),
+            dist.isend(z, 0, group=group, tag=2),
+        ]
+    assert not until(lambda: group._far.closed, 2.0)  # time passes
+    if rank == 1:
+        for work in posted:
+            assert work is not None
+            assert work.exception() is None
+            work.wait()
+        assert torch.equal(x, _numbers(MIB, 0))
+        assert torch.equal(y, _numbers(MIB, 1))
+    else:
+        dist.send(x, 1, group=group)
+        dist.send(y, 1, group=group, tag=1)
+        dist.recv(z, 1, group=group, tag=2)
+        assert torch.equal(z, _numbers(MIB, 3))
+
+
+def test_messages_are_asked_for_early(run: Run) -> None:
+    run(_early)
+
+
+def _unwaited(rank: int) -> None:
+    """What comes while nobody waits for it is fetched all the same, also from anybody."""
+    if rank == 0:
+        dist.send(_numbers(MIB, 1), 1)
+        dist.send(_numbers(MIB, 2), 1)
+    else:
+        got = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(2)]
+        works = [dist.irecv(got[0], 0), dist.irecv(got[1])]
+        for i, work in enumerate(works):
+            assert work is not None
+            assert until(work.is_completed)
+            assert torch.equal(got[i], _numbers(MIB, 1 + i))
+
+
+def test_nobody_waits(run: Run) -> None:
+    run(_unwaited)
+
+
+def _waited_for_late(rank: int, source: int | None, sends: bool) -> None:
+    """The time runs from the first wait on; and it has an end, for who was already listening."""
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    if rank == 0:
+        x = torch.zeros(MIB, dtype=torch.uint8)
+        work = dist.isend(x, 1) if sends else dist.irecv(x, source)
+        assert work is not None
+        assert not until(work.is_completed, 3.0)
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"within 2 s"):
+            work.wait()
+        assert 1.5 < time.monotonic() - began < 20
+        assert not _far()._under_way
+        store.set("over", "")
+    else:
+        store.wait(["over"], datetime.timedelta(seconds=60))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("source", "sends"), [(1, False), (None, False), (1, True)])
+def test_time_begins_with_the_wait(run: Run, source: int | None, sends: bool) -> None:
+    run(_waited_for_late, (0, 1), source, sends, seconds=2.0)
+
+
 def _impatient(rank: int) -> None:
     if rank == 0:
         x = torch.zeros(MIB, dtype=torch.uint8)
@@ -476,7 +578,9 @@ def _destroyed(rank: int) -> None:
     _exchange(rank)
     works = [dist.irecv(torch.zeros(MIB, dtype=torch.uint8), source) for source in (1 - rank, 1 - rank, None)]
     dist.barrier()
+    far = _far()
     dist.destroy_process_group()
+    assert until(lambda: not far._under_way)
     for work in works:
         assert work is not None
         with pytest.raises(GroupClosedError if rank == 0 else (GroupClosedError, RankFailedError)):
@@ -492,21 +596,88 @@ def test_a_group_is_destroyed_with_messages_under_way(run: Run) -> None:
 
 
 def _freed(rank: int) -> None:
-    x = _numbers(MIB, 1)
-    if rank == 0:
-        dist.send(x, 1)
-        nics = _far()._nics
-        assert len(nics._lent) == 1
+    """Without the garbage collector: nothing here is in a cycle."""
+    gc.disable()
+    nics = _far()._nics
+    for waits in (True, False):
+        x = _numbers(MIB, 1)
+        storage = weakref.ref(x.untyped_storage())
+        if waits:
+            dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+        else:
+            work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+            assert work is not None
+            work.wait()
+            del work
+        assert len(nics._lent) == (rank == 0)
         del x
-        gc.collect()
         assert until(lambda: not nics._lent)
-        assert not nics._engine._exposed
-    else:
-        dist.recv(torch.zeros(MIB, dtype=torch.uint8), 0)
+        assert until(lambda: storage() is None)  # noqa: B023  # asked here
+    assert not nics._engine._exposed
 
 
 def test_memory_is_lent_while_it_lives(run: Run) -> None:
     run(_freed)
+
+
+def _groups_in_a_row(rank: int) -> list[int]:
+    gc.collect()
+    gc.disable()
+    found = []
+    for _ in range(5):
+        group = dist.new_group([0, 1])
+        x = torch.zeros(MIB, dtype=torch.uint8)
+        dist.send(x, 1, group=group) if rank == 0 else dist.recv(x, 0, group=group)
+        dist.destroy_process_group(group)
+        del group
+        dist.barrier()
+        found.append(len(os.listdir("/proc/self/fd")))
+    # Threads of Gloo's close their own now and then.
+    assert until(lambda: len(os.listdir("/proc/self/fd")) <= found[0]), found
+    return found
+
+
+def test_groups_leave_nothing_open(run: Run) -> None:
+    """Without the garbage collector, which may be long in coming."""
+    run(_groups_in_a_row)
+
+
+def _stillborn(rank: int) -> None:
+    """A group that fails after its ranks have met."""
+    nics, others = _far()._nics, _far()._others
+    whole = MonarchProcessGroup._let_see
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("stillborn")
+
+    MonarchProcessGroup._let_see = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="stillborn"):
+        dist.new_group([0, 1])
+    MonarchProcessGroup._let_see = whole  # type: ignore[method-assign]
+    assert {token: other.groups for token, other in nics._others.items()} == {other.token: 1 for other in others}
+
+
+def test_a_group_that_fails_gives_its_nics_back(run: Run) -> None:
+    run(_stillborn)
+
+
+def _breaks_under_way(rank: int) -> None:
+    """Whose message fails with the connection makes a new one, however late the rest of that comes."""
+    _exchange(rank)
+    nics = _far()._nics
+    (other,) = nics._others.values()
+    seen = []
+    nics._engine.give_up = lambda *_: seen.append(other.connected)
+    nics._dial(other.peer)
+    del nics._engine.give_up
+    assert seen == [False]
+    nics._engine.give_up(other.peer, "what was held back above")
+    _exchange(rank)
+    assert _carried() == {"verbs": 2, "gloo": 0}
+
+
+def test_a_broken_connection_is_known_before_its_messages_fail(run: Run) -> None:
+    run(_breaks_under_way)
 
 
 def _full(rank: int) -> None:
@@ -622,6 +793,32 @@ def test_nics_that_fail(how: str) -> None:
         assert all(f"rank {rank} and rank {1 - rank}" in line for line in lines)
 
 
+def _misfit(rank: int, where: str, bad: int) -> list[str]:
+    """Here is an error that nobody has thought of."""
+    heard = _Heard()
+    logging.getLogger("monarch_backend").addHandler(heard)
+    if rank == bad:
+
+        def fails(*_: Any, **__: Any) -> Any:
+            raise AttributeError("another release")
+
+        if where == "load":
+            _engine.load = fails
+        else:
+            setattr(_engine.Engine, where, fails)
+    for _ in range(2):
+        _exchange(rank)
+    assert _carried()["gloo"] > 0
+    return [line for line in heard.lines if "another release" in line]
+
+
+@pytest.mark.parametrize("where", ["load", "expose", "offer", "accept", "connect", "transfer"])
+def test_an_error_that_is_none_of_verbs(where: str) -> None:
+    """Gloo carries the messages, and a warning says why."""
+    found = run_ranks(_rank, 2, _misfit, (0, 1), (where, 1), [], 60.0, (), backend=None, env=LOW)
+    assert len(found[1]) == 1, found
+
+
 def _little_memory(rank: int, short: int) -> None:
     if rank == short:
         binding: Any = _engine.load("")
@@ -697,3 +894,34 @@ def test_a_number_of_bytes_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MONARCH_RDMA_MESSAGE_BYTES", "many")
     with pytest.raises(ValueError, match="MONARCH_RDMA_MESSAGE_BYTES='many'"):
         _nics.least()
+
+
+_GROUP = """
+import sys
+import torch.distributed as dist
+from monarch_backend.process_group import _nics
+_nics.DEVICES, _nics.PACKAGES = sys.argv[1], sys.argv[2].split()
+dist.init_process_group("monarch", store=dist.HashStore(), rank=0, world_size=1)
+print(_nics.least(), sorted(name for name in sys.modules if name.startswith("monarch_backend.rdma"))[:1])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("devices", "packages"), [("/proc/self", "nobody_has_this"), ("/nowhere", "os")])
+def test_rdma_is_not_imported_in_vain(devices: str, packages: str) -> None:
+    """It takes seconds, which the first group of every process would have to wait."""
+    done = subprocess.run([sys.executable, "-c", _GROUP, devices, packages], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["0 []"]
+
+
+def test_a_senseless_route_fails_no_group() -> None:
+    """One warning; and there is something to warn of: rdma was asked."""
+    done = subprocess.run(
+        [sys.executable, "-c", _GROUP, "/proc/self", "os"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MONARCH_RDMA": "pigeons"},
+    )
+    assert done.stdout.splitlines() == ["0 ['monarch_backend.rdma']"]
+    assert done.stderr.count("MONARCH_RDMA='pigeons'") == 1

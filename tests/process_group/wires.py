@@ -71,7 +71,8 @@ def install() -> Wires:
     _device._devices.usable = lambda settings, root=None: facts  # type: ignore[assignment]
     _engine.available = _available.available = lambda *_: None  # type: ignore[assignment]
     _engine.load = lambda wanted: wires  # type: ignore[assignment]
-    _nics.DEVICES = "/proc/self"  # there is something in it
+    _nics.DEVICES, _nics.PACKAGES = "/proc/self", ("os",)  # there is something in it
+    _nics.usable.cache_clear()
     return wires
 
 
