@@ -44,8 +44,8 @@ DEVICE_ROUTES = {
     "gpu not exported": RouteCase("same host", way=2, device=True, refuses="ipc_get"),
     "gpu not mapped": RouteCase("same host", way=2, device=True, refuses="ipc_open"),
     "gpu lent": RouteCase("same host", way=4, device=True, refuses="ipc_get", torch=True),
-    "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}, way=3, device=True),
-    "gpu tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}, way=3, device=True),
+    "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}, way=5, device=True),
+    "gpu tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}, way=5, device=True),
 }
 ALONE = ("kernel", "mapped", "verbs", "gpu ipc")
 """Routes on which nobody needs the owner."""
