@@ -71,8 +71,9 @@ class MonarchProcessGroup(Collectives):
             default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
             self._set_default_backend(_torch.backend_type(self._backends[default]))
         except BaseException:
-            if self._far is not None:
-                self._far.close()  # nobody else will: it borrows the process's NICs
+            far: Any = self._far
+            if far is not None:
+                far.close()  # nobody else will: it borrows the process's NICs
             raise
 
     # Routes -----------------------------------------------------------------------------------------------
