@@ -83,15 +83,16 @@ class Flight(Protocol):
         """Of one who waits for it, and would sleep otherwise: look whether it is over, for so long at most."""
         ...
 
-    def listen(self, *, sleeps: bool = False) -> None:
-        """Somebody is to be called when it is over, or ``sleeps`` until then: nobody may be late to notice.
-
-        Raises RuntimeError if that is the thread which has to notice.
-        """
+    def listen(self) -> None:
+        """Somebody is to be called when it is over, or sleeps until then: nobody may be late to notice."""
         ...
 
     def end(self, outcome: int) -> None:
         """It is not wanted any more: it ends soon, with this outcome if it has not been done."""
+        ...
+
+    def end_now(self) -> None:
+        """It was ended, and had its time for it: others may have to suffer. It may take a moment."""
         ...
 
 

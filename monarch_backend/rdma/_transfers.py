@@ -22,6 +22,7 @@ from monarch_backend.actor._program import Program, program
 from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
+from monarch_backend.rdma._flight import MERCY
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import LocalMemory
 from monarch_backend.rdma._near import QUICK
@@ -46,6 +47,7 @@ from monarch_backend.rdma._route import (
 )
 from monarch_backend.rdma._routes import Routes
 from monarch_backend.rdma._verbs import refusal_of
+from monarch_backend.rdma.verbs import hears
 from monarch_backend.transport._frames import Setting
 from monarch_backend.transport._peer import Peer
 
@@ -310,14 +312,15 @@ class _Transfer:
     # ---- who waits
 
     def wait(self, what: Any, seconds: float | None) -> bool:
-        """Of the future: whoever waits helps first."""
+        """Of the future: whoever waits helps first. Who may not wait is told so also where it would be a short time."""
+        self._refuse_to_wait()
         most = min(MOST_HELP, HELP + self._flying * HELP_PER_BYTE)
         flights = self._look(most if seconds is None else min(most, max(0.0, seconds)))
         if self.future.ready:
             return True
         self._awaited = True
         for flight in flights:
-            flight.listen(sleeps=True)
+            flight.listen()
         return bool(self._engine.program.wait(what, seconds))
 
     def _look(self, seconds: float) -> list[Flight]:
@@ -457,13 +460,28 @@ class _Transfer:
             pump.wake()
 
     def _cancel(self, reason: str) -> None:
-        """By its user, who may use the buffers again when this returns."""
+        """By its user, who may use the buffers again when this returns. Raises RuntimeError, before anything is given
+        up, where it could not wait for that.
+        """
+        self._refuse_to_wait()
         self._given_up = CancelledError(reason)
         self._patient.cancel()
         self._end_queued(self._given_up)
         self._end_flights(CANCELLED)
-        with self._unfinished:  # and let go of at once: others may wait for the same
-            pass
+        if not self._unfinished.acquire(timeout=MERCY):
+            for flight in self._under_way():  # here, and not by a timer: nothing else may run any more
+                flight.end_now()
+            self._unfinished.acquire()
+        _release(self._unfinished)  # others may wait for the same
+
+    def _refuse_to_wait(self) -> None:
+        """On a thread that has to notice what would be waited for: it would wait for ever."""
+        where = "reads messages" if self._engine.program.pump.reading else "hears of completions" if hears() else ""
+        if where:
+            raise RuntimeError(
+                f"a callback runs on the thread that {where}, and can't wait for a transfer, nor for the end of one "
+                "that is cancelled: use another thread"
+            )
 
 
 def _held() -> threading.Lock:
@@ -503,13 +521,18 @@ class TransferFuture(Future[T]):
         return self.ready
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
-        """As Future's."""
+        """As Future's. It may also be called on the thread that hears of NICs' completions. It may begin transfers;
+        `get` and `cancel` of one that is not done may raise RuntimeError there, and do nothing.
+        """
         super().add_done_callback(call)
         if not self.ready and (transfer := self._transfer) is not None:
             transfer.listen()
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        """End the transfer, and wait for that: a moment. False if it has ended already."""
+        """End the transfer, and wait for that: a moment. False if it has ended already.
+
+        Raises RuntimeError in a callback on a thread that must not wait, and has given up nothing then.
+        """
         end = self._cancel
         if self.ready or end is None:
             return False

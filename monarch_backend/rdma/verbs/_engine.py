@@ -62,6 +62,14 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_child=_forked)
 
+_of_thread = threading.local()
+
+
+def hears() -> bool:
+    """This thread hears of completions, of any engine: if it waits for anything, nobody does."""
+    return getattr(_of_thread, "hears", False)
+
+
 Peer = Hashable
 Segment = tuple[int, int, int]
 """Offset in the region, local address, bytes."""
@@ -520,6 +528,7 @@ class Engine:
             link.pump()
 
     def _run(self) -> None:
+        _of_thread.hears = True
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         by_fd = {device.nic.fd: device for device in self._opened}
@@ -616,4 +625,4 @@ def _no_way(peer: Peer, theirs: Sequence[Endpoint], devices: Sequence[Device], p
     )
 
 
-__all__ = ["Done", "Engine", "Peer", "Region", "Segment"]
+__all__ = ["Done", "Engine", "Peer", "Region", "Segment", "hears"]

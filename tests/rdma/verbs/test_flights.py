@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import signal
 import threading
 import time
@@ -156,6 +157,7 @@ def test_callbacks_come_at_once_from_another_thread(far: Make, monkeypatch: pyte
 
 
 def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_completions, "SWEEP", 1.0)
     owner = far()
     left, over = [3000], threading.Event()
     errors: list[BaseException] = []
@@ -185,6 +187,66 @@ def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatc
     assert raised.wait(10)
     assert "use another thread" in str(errors[0])
     slow.fabric.run()
+
+    done_already = slow.buffer[:8].read_into(bytearray(8))
+    slow.fabric.run()
+    raised.clear()
+
+    def looking(_: Any) -> None:
+        try:
+            done_already.get()
+        except RuntimeError as error:
+            errors.append(error)
+        raised.set()
+
+    program().soon(lambda: looking(None))
+    assert raised.wait(10)
+    assert "reads messages" in str(errors[1]), "also where one look would have been enough"
+    done_already.get(10)
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.MonkeyPatch, by_thread: bool) -> None:
+    """It would wait, on the thread that has to notice the end; also of one that a thread of ours does."""
+    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    slow = far(Fabric(at_once=False))
+    first = slow.buffer[:8].read_into(bytearray(8))
+    [pair] = [pair for pair in slow.fabric.pairs.values() if pair.posted]
+    if by_thread:
+        monkeypatch.setattr(slow.route, "begin", lambda *_: None)
+    second = slow.buffer[:8].read_into(bytearray(8))
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def cancelling(_: Any) -> None:
+        try:
+            said.put(second.cancel())
+        except RuntimeError as error:
+            said.put(str(error))
+
+    first.add_done_callback(cancelling)
+    with slow.fabric.lock:
+        pair.step()
+    assert "hears of completions, and can't wait for a transfer" in said.get(timeout=10)
+    assert not second.ready
+    program().soon(lambda: cancelling(None))
+    assert "reads messages, and can't wait for a transfer" in said.get(timeout=10)
+    assert not second.ready, "nothing was given up"
+    slow.fabric.run()
+    assert second.get(10) is None
+
+
+def test_cancel_needs_no_timer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads messages, and would see to it, may stand still."""
+    monkeypatch.setattr(_transfers, "MERCY", 0.05)
+    monkeypatch.setattr(_flight, "MERCY", 60.0)
+    owner = far(Fabric(at_once=False))
+    into = bytearray(8)
+    future = owner.buffer[:8].read_into(into)
+    began = time.monotonic()
+    assert future.cancel()
+    assert time.monotonic() - began < 10
+    owner.fabric.run()
+    assert into == bytes(8), "nothing reaches it any more"
 
 
 def test_await(far: Make) -> None:
