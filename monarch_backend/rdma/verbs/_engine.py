@@ -34,7 +34,7 @@ from monarch_backend.rdma.verbs._binding import (
 from monarch_backend.rdma.verbs._completions import QUIET, Completions
 from monarch_backend.rdma.verbs._device import Device, open_devices
 from monarch_backend.rdma.verbs._devices import available, distance, node_of_memory
-from monarch_backend.rdma.verbs._errors import VerbsError
+from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
 from monarch_backend.rdma.verbs._link import Link, State
 from monarch_backend.rdma.verbs._memory import Allocation, allocation_of, register
 from monarch_backend.rdma.verbs._messages import Answer, Endpoint, Offer, Pairing, RegionRecord
@@ -362,8 +362,7 @@ class Engine:
         near = self._near(request, pieces)
         if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in allocations for d in near):
             return None
-        for device in near:
-            request.register(device)
+        _register(request, near)
         return self._submit(peer, request, at_once)
 
     def atomic(
@@ -438,10 +437,14 @@ class Engine:
 
     def _submit(self, peer: Peer, request: Request, quiet: bool = False) -> Request:
         with self._lock:
-            self.devices()
-            link = self._link(peer)
-            request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
-            self._completions.begins(request)
+            try:
+                self.devices()
+                link = self._link(peer)
+                request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
+                self._completions.begins(request)
+            except BaseException:
+                request.close()  # no link and nobody else knows of it
+                raise
             if not request.nbytes:
                 self.finish(request)
                 return request
@@ -584,6 +587,22 @@ class Engine:
         with self._lock:
             for link in self._links.values():
                 link.fail(VerbsError(why))
+
+
+def _register(request: Request, near: Sequence[Device]) -> None:
+    """With all of these devices that reach its memory, or with none. Raises VerbsError."""
+    unreachable: UnreachableMemoryError | None = None
+    try:
+        for device in near:
+            try:
+                request.register(device)
+            except UnreachableMemoryError as error:
+                unreachable = error
+        if unreachable is not None and not request.anywhere():
+            raise unreachable
+    except BaseException:
+        request.close()
+        raise
 
 
 def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:
