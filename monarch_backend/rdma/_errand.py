@@ -37,9 +37,9 @@ class Errand:
             self._office.forget(self)
             self._done(Result(*told))
 
-    def help(self, seconds: float) -> None:
+    def help(self, spins: float, waits: float) -> None:
         """See _route.Flight."""
-        self._fetch(PATIENCE if seconds > 0 and not self._handed_over else 0.0)
+        self._fetch(0.0 if self._handed_over else min(PATIENCE, waits))
 
     def listen(self) -> None:
         """See _route.Flight."""

@@ -41,9 +41,9 @@ class Flight:
         """It is over, says the engine."""
         self._done(result_of(what, self._over))
 
-    def help(self, seconds: float) -> None:
+    def help(self, spins: float, waits: float) -> None:
         """See _route.Flight."""
-        self._engine.help(self._request, seconds)
+        self._engine.help(self._request, spins)
 
     def listen(self) -> None:
         """See _route.Flight."""

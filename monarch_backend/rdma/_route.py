@@ -79,8 +79,10 @@ class Route(Protocol):
 class Flight(Protocol):
     """A part under way that no thread of ours waits for. All of it may be called from any thread, and never waits."""
 
-    def help(self, seconds: float) -> None:
-        """Of one who waits for it, and would sleep otherwise: look whether it is over, for so long at most."""
+    def help(self, spins: float, waits: float) -> None:
+        """Of one who waits for it, and would sleep otherwise: look whether it is over. Seconds: for how long at most if
+        that takes a processor, and for how long if it takes none.
+        """
         ...
 
     def listen(self) -> None:
