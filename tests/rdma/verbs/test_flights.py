@@ -415,6 +415,7 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
 
     def late(*args: Any) -> Any:
         found = begin(*args)
+        slow.fabric.run()  # this one is done, and fails for nobody
         assert ended.wait(10), "its time is over, while the next part is still to be begun"
         return found
 
@@ -424,7 +425,7 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
         action.read_remote(bytearray(8), slow.buffer[:8])
     try:
         _transfers.engine().movers.submit(lambda: (go.wait(60), None)[1])
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match="waited for too many others"):
             action.submit(timeout=0.1).get(10)
     finally:
         go.set()
@@ -591,6 +592,9 @@ def test_one_queue_pair_breaks_and_the_other_never_ends(far: Make, monkeypatch: 
     futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(2)]
     first, second = [pair for pair in owner.fabric.pairs.values() if pair.posted]
     nobody_is_told(owner)
+    awake = threading.Event()
+    owner.asking.soon(awake.set)
+    assert awake.wait(10)  # and then it sleeps
     owner.fabric.dead = True
     with owner.fabric.lock:
         assert first.step()
