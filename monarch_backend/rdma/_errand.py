@@ -37,11 +37,11 @@ class Errand:
             self._office.forget(self)
             self._done(Result(*told))
 
-    def help(self, seconds: float) -> None:
+    def help(self, spins: float, waits: float) -> None:
         """See _route.Flight."""
-        self._fetch(PATIENCE if seconds > 0 and not self._handed_over else 0.0)
+        self._fetch(0.0 if self._handed_over else min(PATIENCE, waits))
 
-    def listen(self, *, sleeps: bool = False) -> None:
+    def listen(self) -> None:
         """See _route.Flight."""
         if not self._handed_over and not self._native.over:
             self._handed_over = True
@@ -57,6 +57,9 @@ class Errand:
             self._patient.cancel()
         self._fetch(0.0)
         self.listen()  # another thread is at it, and sees that it is cancelled
+
+    def end_now(self) -> None:
+        """See _route.Flight. Whoever is at it has a socket that he can close: it has ended, or does so now."""
 
 
 class Office:

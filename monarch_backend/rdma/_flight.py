@@ -15,6 +15,8 @@ from monarch_backend.rdma.verbs import Engine, UnreachableMemoryError, VerbsErro
 MERCY = 0.5
 """Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""
 
+_WHY = "another transfer with it was given up"
+
 
 class NoWay(VerbsError):
     """There is no connection, and nothing was asked for."""
@@ -39,16 +41,12 @@ class Flight:
         """It is over, says the engine."""
         self._done(result_of(what, self._over))
 
-    def help(self, seconds: float) -> None:
+    def help(self, spins: float, waits: float) -> None:
         """See _route.Flight."""
-        self._engine.help(self._request, seconds)
+        self._engine.help(self._request, spins)
 
-    def listen(self, *, sleeps: bool = False) -> None:
+    def listen(self) -> None:
         """See _route.Flight."""
-        if sleeps and self._engine.is_here:
-            raise RuntimeError(
-                "a callback runs on the thread that hears of completions, and can't wait for one: use another thread"
-            )
         self._engine.listen(self._request)
 
     def end(self, outcome: int) -> None:
@@ -63,7 +61,12 @@ class Flight:
 
     def _end_all(self) -> None:
         if not self._request.finished:
-            self._engine.give_up_soon(self._token, "another transfer with it was given up")
+            self._engine.give_up_soon(self._token, _WHY)
+
+    def end_now(self) -> None:
+        """See _route.Flight."""
+        if not self._request.finished:
+            self._engine.give_up(self._token, _WHY)
 
 
 def result_of(what: Any, over: int) -> Result:

@@ -79,19 +79,22 @@ class Route(Protocol):
 class Flight(Protocol):
     """A part under way that no thread of ours waits for. All of it may be called from any thread, and never waits."""
 
-    def help(self, seconds: float) -> None:
-        """Of one who waits for it, and would sleep otherwise: look whether it is over, for so long at most."""
+    def help(self, spins: float, waits: float) -> None:
+        """Of one who waits for it, and would sleep otherwise: look whether it is over. Seconds: for how long at most if
+        that takes a processor, and for how long if it takes none.
+        """
         ...
 
-    def listen(self, *, sleeps: bool = False) -> None:
-        """Somebody is to be called when it is over, or ``sleeps`` until then: nobody may be late to notice.
-
-        Raises RuntimeError if that is the thread which has to notice.
-        """
+    def listen(self) -> None:
+        """Somebody is to be called when it is over, or sleeps until then: nobody may be late to notice."""
         ...
 
     def end(self, outcome: int) -> None:
         """It is not wanted any more: it ends soon, with this outcome if it has not been done."""
+        ...
+
+    def end_now(self) -> None:
+        """It was ended, and had its time for it: others may have to suffer. It may take a moment."""
         ...
 
 

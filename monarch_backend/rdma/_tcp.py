@@ -118,7 +118,12 @@ class Tcp:
             access, segments, numbers = part.access, ((part.offset, 0, 8),), (part.operand, part.expected)
         else:
             access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
-        sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, patient)
+        try:
+            sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, patient)
+        except (
+            RuntimeError
+        ):  # no descriptor is left, for example: who does it by `move` will hear that again, and say it
+            return None
         if sent is None:
             return None
         errand = Errand(self._errands, part.handle.token, patient, done, sent)

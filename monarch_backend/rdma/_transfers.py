@@ -8,9 +8,10 @@ touches its memory any more, whatever ended it: then its buffers may be used aga
 from __future__ import annotations
 
 import errno
+import math
 import os
-import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from monarch_backend.actor._program import Program, program
 from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
+from monarch_backend.rdma._flight import MERCY
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory
 from monarch_backend.rdma._near import QUICK
@@ -46,11 +48,13 @@ from monarch_backend.rdma._route import (
 )
 from monarch_backend.rdma._routes import Routes
 from monarch_backend.rdma._verbs import refusal_of
+from monarch_backend.rdma._workers import Workers
+from monarch_backend.rdma.verbs import hears
 from monarch_backend.transport._frames import Setting
 from monarch_backend.transport._peer import Peer
 
 MOST_THREADS = 64
-"""That move bytes at the same time, or wait for processes that do not answer."""
+"""That move bytes at the same time, or wait for processes that do not answer; and as many for what went wrong."""
 
 _REFUSALS = (
     "",
@@ -76,10 +80,9 @@ class Engine:
 
     def __init__(self, owner: Program, registered: Registry) -> None:
         self.program, self.registry = owner, registered
-        self.routes = Routes(owner, registered, self.submit)
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads = self._idle = 0
+        self.movers, self.menders = Workers(MOST_THREADS), Workers(MOST_THREADS)
+        # A connection has one errand at a time, so these are not many.
+        self.routes = Routes(owner, registered, self.movers.submit_at_once)
 
     def start(
         self,
@@ -95,6 +98,7 @@ class Engine:
         routed = [(part, self.routes.to(part.handle)) for part in parts]
         if len(routed) == 1 and _is_quick(*routed[0]):
             return self._at_once(*routed[0], keep, timeout, result)
+        self.guard()
         transfer = _Transfer(self, len(routed), keep, timeout, result)
         if all(_is_quick(part, route) for part, route in routed):
             for part, route in routed:
@@ -104,9 +108,15 @@ class Engine:
         for number, (part, route) in enumerate(routed):
             if transfer.fly(number, part, flying(route)):
                 continue
-            transfer.queued.add(number)
-            self.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
+            if transfer.queue(number):
+                self.movers.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
         return transfer.future
+
+    def guard(self) -> None:
+        """Ctrl-C comes after what is begun here, not in the middle of it, also if nobody has waited yet."""
+        interrupts = self.program.interrupts
+        if threading.get_ident() == interrupts.main:
+            interrupts.guard()
 
     def at_once(self, handle: Handle, write: bool, memory: LocalMemory, nbytes: int) -> bool:
         """Do it now, if it is a small copy on this host: what is made for other transfers costs more than it does.
@@ -170,24 +180,6 @@ class Engine:
         else:
             self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
 
-    def submit(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            more = self._idle <= self._jobs.qsize() and self._threads < MOST_THREADS
-            self._threads += more
-        self._jobs.put(job)
-        if more:
-            threading.Thread(target=self._work, name="monarch-memory", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._idle += 1
-            job = self._jobs.get()
-            with self._lock:
-                self._idle -= 1
-            job()
-            del job
-
 
 def _is_quick(part: Part | Change, route: Route) -> bool:
     if isinstance(part, Change):
@@ -215,7 +207,8 @@ class _Transfer:
         self._patient = patient(timeout)
         self._lock = threading.Lock()
         self._unfinished, self._untold = _held(), _held()  # until it has ended; until a process is known to be gone
-        self.queued: set[int] = set()  # parts that no thread has begun with
+        self._queued: set[int] = set()  # parts that wait for a thread
+        self._closed: BaseException | None = None  # why no part waits for a thread any more
         self._flights: dict[int, Flight | None] = {}  # of parts that no thread does; None: it has landed
         self._flying = 0  # bytes
         self._unwanted = 0  # the outcome of those that have not landed yet
@@ -238,7 +231,11 @@ class _Transfer:
             self._late = self._engine.program.pump.later(self._timeout, self._time_is_over)
 
     def _time_is_over(self) -> None:
-        self._end_queued(TimeoutError(f"the transfer was not begun within {self._timeout:g} s: too many others wait"))
+        self._end_queued(
+            TimeoutError(
+                f"the transfer was not done within {self._timeout:g} s: a part of it waited for too many others"
+            )
+        )
         self._end_flights(LATE)
 
     def on_gone(self, peer: Any, failure: MeshFailure) -> None:
@@ -283,10 +280,14 @@ class _Transfer:
             self._part_over(None)
         elif result.outcome == CANCELLED and self._given_up is not None:
             self._part_over(self._given_up)
-        else:  # to find out why, or to try again, takes its time
-            self._engine.submit(lambda: self._mend(part, route, result))
+        elif result.outcome == LATE and part.handle.token not in self._gone:
+            self._part_over(self._failure(part.handle, result))
+        elif self.queue(number):  # to find out why, or to try again, takes its time
+            self._engine.menders.submit(lambda: self._mend(number, part, route, result))
 
-    def _mend(self, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+    def _mend(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+        if not self._begins(number):
+            return
         error: BaseException | None = None
         try:
             result = route.mend(part, result, self._patient, self._keep)
@@ -312,28 +313,31 @@ class _Transfer:
     # ---- who waits
 
     def wait(self, what: Any, seconds: float | None) -> bool:
-        """Of the future: whoever waits helps first."""
+        """Of the future: whoever waits helps first. Who may not wait is told so also where it would be a short time."""
+        self._refuse_to_wait()
         most = min(MOST_HELP, HELP + self._flying * HELP_PER_BYTE)
-        flights = self._look(most if seconds is None else min(most, max(0.0, seconds)))
+        flights = self._look(most, math.inf if seconds is None else seconds)
         if self.future.ready:
             return True
         self._awaited = True
         for flight in flights:
-            flight.listen(sleeps=True)
+            flight.listen()
         return bool(self._engine.program.wait(what, seconds))
 
-    def _look(self, seconds: float) -> list[Flight]:
-        """Those that are still under way after that."""
-        flights = self._under_way()
+    def _look(self, spins: float, waits: float) -> list[Flight]:
+        """Those that are still under way after that: seconds for all of them together, see Flight.help."""
+        self._engine.guard()
+        began, flights = time.perf_counter(), self._under_way()
         for flight in flights:
-            flight.help(seconds)
+            gone = time.perf_counter() - began
+            flight.help(max(0.0, min(spins, waits) - gone), max(0.0, waits - gone))
             if self.future.ready:
                 return []
         return flights
 
     def glance(self) -> None:
         """Somebody wants to know whether it is over."""
-        self._look(0.0)
+        self._look(0.0, 0.0)
 
     def listen(self) -> None:
         """Somebody is called when it is over."""
@@ -342,21 +346,36 @@ class _Transfer:
 
     # ---- parts that a thread does
 
+    def queue(self, number: int) -> bool:
+        """This part waits for a thread from now on. False: the transfer has ended meanwhile, and this part with it."""
+        with self._lock:
+            closed = self._closed
+            if closed is None:
+                self._queued.add(number)
+                return True
+        self._part_over(closed)
+        return False
+
+    def _begins(self, number: int) -> bool:
+        """A thread has come to it; False if it does not wait any more."""
+        with self._lock:
+            waits = number in self._queued
+            self._queued.discard(number)
+        return waits
+
     def run_queued(self, number: int, part: Part | Change, route: Route) -> None:
         """As `run`, unless somebody has given it up meanwhile."""
-        with self._lock:
-            if number not in self.queued:
-                return
-            self.queued.discard(number)
-        self.run(part, route)
+        if self._begins(number):
+            self.run(part, route)
 
     def _end_queued(self, error: BaseException) -> None:
         """What no thread has begun with is not begun any more."""
         with self._lock:
-            if not self.queued:
+            self._closed = self._closed or error
+            if not self._queued:
                 return
-            self._left -= len(self.queued)
-            self.queued.clear()
+            self._left -= len(self._queued)
+            self._queued.clear()
             self._error = self._error or error
             self._patient.cancel()
             if self._left:
@@ -386,6 +405,8 @@ class _Transfer:
         if not left:
             self._finish()
         elif failed:
+            assert error is not None
+            self._end_queued(error)
             self._end_flights(CANCELLED)
 
     def end_with(self, handle: Handle, result: Result) -> None:
@@ -459,13 +480,28 @@ class _Transfer:
             pump.wake()
 
     def _cancel(self, reason: str) -> None:
-        """By its user, who may use the buffers again when this returns."""
+        """By its user, who may use the buffers again when this returns. Raises RuntimeError, before anything is given
+        up, where it could not wait for that.
+        """
+        self._refuse_to_wait()
         self._given_up = CancelledError(reason)
         self._patient.cancel()
         self._end_queued(self._given_up)
         self._end_flights(CANCELLED)
-        with self._unfinished:  # and let go of at once: others may wait for the same
-            pass
+        if not self._unfinished.acquire(timeout=MERCY):
+            for flight in self._under_way():  # here, and not by a timer: nothing else may run any more
+                flight.end_now()
+            self._unfinished.acquire()
+        _release(self._unfinished)  # others may wait for the same
+
+    def _refuse_to_wait(self) -> None:
+        """On a thread that has to notice what would be waited for: it would wait for ever."""
+        where = "reads messages" if self._engine.program.pump.reading else "hears of completions" if hears() else ""
+        if where:
+            raise RuntimeError(
+                f"a callback runs on the thread that {where}, and can't wait for a transfer, nor for the end of one "
+                "that is cancelled: use another thread"
+            )
 
 
 def _held() -> threading.Lock:
@@ -505,13 +541,18 @@ class TransferFuture(Future[T]):
         return self.ready
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
-        """As Future's."""
+        """As Future's. It may also be called on the thread that hears of NICs' completions. It may begin transfers;
+        `get` and `cancel` of one that is not done may raise RuntimeError there, and do nothing.
+        """
         super().add_done_callback(call)
         if not self.ready and (transfer := self._transfer) is not None:
             transfer.listen()
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        """End the transfer, and wait for that: a moment. False if it has ended already."""
+        """End the transfer, and wait for that: a moment. False if it has ended already.
+
+        Raises RuntimeError in a callback on a thread that must not wait, and has given up nothing then.
+        """
         end = self._cancel
         if self.ready or end is None:
             return False

@@ -255,9 +255,18 @@ def _owners(segments: Sequence[Segment], keep: Any) -> Any:
         return each_one[0]
     from monarch_backend.rdma.verbs._memory import allocation_of
 
-    found = sorted(((allocation_of(each), each) for each in each_one), key=lambda pair: pair[0].address)
+    found = sorted(((allocation_of(each), each) for each in each_one), key=lambda pair: pair[0][:2])
     starts = [allocation.address for allocation, _ in found]
-    return [found[max(0, bisect_right(starts, address) - 1)][1] for _, address, _ in segments]
+
+    def owner(address: int, nbytes: int) -> Any:
+        """One may be a part of another: the nearest that has all of it."""
+        last = bisect_right(starts, address)
+        for allocation, each in reversed(found[:last]):
+            if address + nbytes <= allocation.address + allocation.nbytes:
+                return each
+        return found[max(0, last - 1)][1]
+
+    return [owner(address, nbytes) for _, address, nbytes in segments]
 
 
 def refusal_of(registry: Registry, question: bytes) -> bytes:

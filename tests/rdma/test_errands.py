@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._route import CANCELLED, DONE, DROPPED, FETCH_ADD, LATE, LOST, READ, REFUSED, WRITE
 from monarch_backend.rdma._tcp import Tcp
 from monarch_backend.rdma._transfers import engine
+from monarch_backend.rdma._workers import Workers
 from tests.rdma.owners import Background, Memory, Narrow, Owner, Ticket, owner
 from tests.rdma.verbs.peers import until
 
@@ -190,7 +192,7 @@ def test_ends_between_two_parts_of_an_answer(tls: bool, seconds: float | None, o
 def routed(it: Owner, client: _native.MemoryClient, ticket: Ticket) -> Iterator[tuple[RDMABuffer, Tcp]]:
     """The owner's memory, as this process would have got it from an actor."""
     token = it.token
-    route = Tcp(program(), engine().registry, engine().submit)
+    route = Tcp(program(), engine().registry, engine().movers.submit_at_once)
     route._clients[token] = [client]
     engine().routes._chosen[token, False, False] = route
     yield RDMABuffer._of(Handle(token, it.pid, "far", ticket, 0, len(CONTENT), "cpu", True)), route
@@ -308,6 +310,37 @@ def test_refusals_and_lost_connections(it: Owner, far: tuple[RDMABuffer, Tcp]) -
     it.ask("drop", buffer._handle.ticket)
     with pytest.raises(RDMAError, match="not registered any more"):
         buffer[:8].read_into(into).get(20)
+
+
+def test_all_threads_are_taken_by_others(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is called is called all the same."""
+    movers, go, called = Workers(2), threading.Event(), threading.Event()
+    monkeypatch.setattr(far[1]._errands, "submit", movers.submit_at_once)
+    monkeypatch.setattr("monarch_backend.rdma._errand.SWEEP", 60.0)
+    try:
+        for _ in range(4):
+            movers.submit(lambda: (go.wait(30), None)[1])
+        assert engine().routes._tcp._errands.submit == engine().movers.submit_at_once
+        far[0][:8].read_into(bytearray(8)).add_done_callback(lambda _: called.set())
+        assert called.wait(10)
+    finally:
+        go.set()
+
+
+def test_no_descriptor_is_left(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
+    """Then a worker says so, and not the call."""
+    limit, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        future = far[0][:8].read_into(bytearray(8), timeout=10)
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert future.exception(20) is None or isinstance(future.exception(), RDMAError)
 
 
 def test_many_from_many_threads(far: tuple[RDMABuffer, Tcp]) -> None:

@@ -19,7 +19,7 @@ _errors.py       what is raised
 """
 
 from monarch_backend.rdma.verbs._devices import Fact, available, describe
-from monarch_backend.rdma.verbs._engine import Engine, Region
+from monarch_backend.rdma.verbs._engine import Engine, Region, hears
 from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
 from monarch_backend.rdma.verbs._settings import Settings, from_environment
 
@@ -33,4 +33,5 @@ __all__ = [
     "available",
     "describe",
     "from_environment",
+    "hears",
 ]

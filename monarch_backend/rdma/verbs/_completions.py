@@ -55,7 +55,7 @@ class Completions:
     # ---- requests
 
     def begins(self, request: Request) -> None:
-        """Before it is posted."""
+        """Before it is posted. If it raises, it has not begun."""
         if request.quiet:
             self._quiet.add(request)
             self._recent = True
@@ -63,8 +63,8 @@ class Completions:
                 self._next_sweep = time.monotonic() + SWEEP
                 self._nudge()  # the engine's thread may sleep for longer
         else:
-            self._announced += 1
             self.arm()
+            self._announced += 1
 
     def ends(self, request: Request, call: Callable[[], None]) -> None:
         """``call``: what is to be called then."""
@@ -156,6 +156,7 @@ class Completions:
                     lane.link.completed(lane, id_)
                 elif lane.posted and lane.posted[0].id <= id_:  # else it is of a lane that had this number before
                     lane.link.broke(lane, id_, status, vendor)
+                    self._nudge()  # the link may have a deadline now, and the engine's thread sleep for longer
             if found and device.starved:
                 device.starved = False
                 self._room()

@@ -34,7 +34,7 @@ from monarch_backend.rdma.verbs._binding import (
 from monarch_backend.rdma.verbs._completions import QUIET, Completions
 from monarch_backend.rdma.verbs._device import Device, open_devices
 from monarch_backend.rdma.verbs._devices import available, distance, node_of_memory
-from monarch_backend.rdma.verbs._errors import VerbsError
+from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
 from monarch_backend.rdma.verbs._link import Link, State
 from monarch_backend.rdma.verbs._memory import Allocation, allocation_of, register
 from monarch_backend.rdma.verbs._messages import Answer, Endpoint, Offer, Pairing, RegionRecord
@@ -61,6 +61,14 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+_of_thread = threading.local()
+
+
+def hears() -> bool:
+    """This thread hears of completions, of any engine: if it waits for anything, nobody does."""
+    return getattr(_of_thread, "hears", False)
+
 
 Peer = Hashable
 Segment = tuple[int, int, int]
@@ -372,8 +380,7 @@ class Engine:
         if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in allocations for d in near):
             return None
         with self._in_use():
-            for device in near:
-                request.register(device)
+            _register(request, near)
             return self._submit(peer, request, at_once)
 
     def atomic(
@@ -542,6 +549,7 @@ class Engine:
             link.pump()
 
     def _run(self) -> None:
+        _of_thread.hears = True
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         by_fd = {device.nic.fd: device for device in self._opened}
@@ -599,6 +607,22 @@ class Engine:
                 link.fail(VerbsError(why))
 
 
+def _register(request: Request, near: Sequence[Device]) -> None:
+    """With all of these devices that reach its memory, or with none. Raises VerbsError."""
+    unreachable: UnreachableMemoryError | None = None
+    try:
+        for device in near:
+            try:
+                request.register(device)
+            except UnreachableMemoryError as error:
+                unreachable = error
+        if unreachable is not None and not request.anywhere():
+            raise unreachable
+    except BaseException:
+        request.close()
+        raise
+
+
 def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:
     allocations: list[Allocation] = []
     places: dict[int, int] = {}  # of an owner's allocation, by the owner's id
@@ -638,4 +662,4 @@ def _no_way(peer: Peer, theirs: Sequence[Endpoint], devices: Sequence[Device], p
     )
 
 
-__all__ = ["Done", "Engine", "Peer", "Region", "Segment"]
+__all__ = ["Done", "Engine", "Peer", "Region", "Segment", "hears"]

@@ -274,11 +274,11 @@ class Link:
             request.breaks += 1 if not request.breaks or request.broken_in != self.rebuilds else 0
             request.broken_in = self.rebuilds
         if culprit and not by_link:
-            reason: VerbsError | None = error
+            reason: BaseException | None = error
         elif by_link and request.is_atomic:
             reason = VerbsError(f"{error}. It was done once or not at all: read the value to know", *self._words())
         else:
-            reason = error if request.breaks > 1 else None
+            reason = error if request.breaks > 1 else request.unwanted
         if reason is None and request.error is None:
             request.put_back(piece)
             self._waiting[request] = None
@@ -304,7 +304,8 @@ class Link:
     # ---- ends
 
     def give_up(self, request: Request, error: BaseException) -> None:
-        """What is not posted of it never is; what is posted ends by itself."""
+        """What is not posted of it never is, also not again; what is posted ends by itself."""
+        request.unwanted = error
         if request.has_more:
             self._fail(request, error)
 

@@ -102,6 +102,7 @@ class Request:
         self.breaks = 0  # of connections, with pieces of this one under way
         self.broken_in = -1  # which connection was the last of those
         self.error: BaseException | None = None
+        self.unwanted: BaseException | None = None  # why nobody wants it any more: none of it is done once more
         self.finished = False
         self.quiet = False  # its end is not announced, see Completions
         self._lanes: set[Lane] = set()  # that have had pieces of it

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import Engine, Region, Settings, VerbsError, _device
+from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, _device
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
@@ -282,6 +282,57 @@ def test_without_anybody_to_connect_it_is_said_so(ports: list[PortFacts], two: C
     with pytest.raises(VerbsError, match="nobody is there to connect it"):
         done.wait()
     alone.close()
+
+
+@pytest.fixture
+def two_devices(ports: list[PortFacts], two: Callable[..., Two]) -> Two:
+    ports.append(PortFacts("fake1", 1, "ACTIVE", True, (Gid(1, ROCE_V2, OTHER),), -1))
+    return two()
+
+
+def begin_large(pair: Two) -> tuple[Outcome, Memory]:
+    mine, done = Memory(4 << 20), Outcome()
+    there = Memory(4 << 20)
+    region = pair.owner.expose(there.address, there.nbytes, there.view)
+    pair.asking.transfer("owner", "read", region, [(0, mine.address, mine.nbytes)], mine.view, done)
+    return done, mine
+
+
+def test_a_second_device_that_can_t_register_leaves_nothing_of_the_first(two_devices: Two) -> None:
+    first, second = two_devices.asking.devices()
+    second.nic.memory = 0  # type: ignore[attr-defined]
+    with pytest.raises(VerbsError, match="Cannot allocate memory"):
+        begin_large(two_devices)
+    assert not any(entry.users for entry in first.cache._entries.values())
+    assert not two_devices.asking._completions._announced
+
+
+def test_a_device_that_does_not_reach_the_memory_is_left_out(two_devices: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnreachableMemoryError("not this memory")
+
+    first, second = two_devices.asking.devices()
+    monkeypatch.setattr(second.cache, "take", refuse)
+    begin_large(two_devices)[0].wait()
+    monkeypatch.setattr(first.cache, "take", refuse)
+    with pytest.raises(UnreachableMemoryError, match="not this memory"):
+        begin_large(two_devices)
+
+
+def test_what_can_t_be_begun_leaves_nothing(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = two()
+    [device] = pair.asking.devices()
+
+    def refuse() -> None:
+        raise OSError(5, "no more events")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.asking._completions, "arm", refuse)
+        with pytest.raises(OSError, match="no more events"):
+            pair.start([(0, 0, 8)])
+    assert not any(entry.users for entry in device.cache._entries.values())
+    assert not pair.asking._completions._announced
+    pair.start([(0, 0, 8)]).wait()
 
 
 def test_large_transfers_use_every_device(ports: list[PortFacts], two: Callable[..., Two]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import signal
 import threading
 import time
@@ -14,10 +15,14 @@ import pytest
 from monarch_backend.actor import CancelledError
 from monarch_backend.actor._program import program
 from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _flight, _transfers
+from monarch_backend.rdma._memory import memory_of
 from monarch_backend.rdma._route import LATE, UNREACHABLE, Part, Result, patient
 from monarch_backend.rdma._routes import Far
-from monarch_backend.rdma.verbs import Settings, _completions, _device
+from monarch_backend.rdma._verbs import _owners
+from monarch_backend.rdma._workers import Workers
+from monarch_backend.rdma.verbs import Settings, _completions, _device, _link
 from monarch_backend.rdma.verbs._devices import PortFacts
+from monarch_backend.rdma.verbs._lane import Lane
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric, FakePair
 from tests.rdma.verbs.far import MI, FarOwner, Make
@@ -69,6 +74,13 @@ def announced(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     take = nic.take_event
     monkeypatch.setattr(nic, "take_event", lambda: (found.append(1), take()))
     return found
+
+
+def nobody_is_told(owner: FarOwner) -> None:
+    """Of the next completion: as after one that was announced, with nothing but quiet requests since."""
+    for device in owner.asking.devices():
+        with owner.asking._lock:
+            device.armed = device.nic.armed = False  # type: ignore[attr-defined]
 
 
 def moved_by_threads(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -186,6 +198,68 @@ def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatc
     assert "use another thread" in str(errors[0])
     slow.fabric.run()
 
+    second = slow.buffer[:8].read_into(bytearray(8))
+    looked: list[Any] = []
+    monkeypatch.setattr(second._transfer, "_look", lambda *args: looked.append(args))
+    raised.clear()
+
+    def looking(_: Any) -> None:
+        try:
+            second.get()
+        except RuntimeError as error:
+            errors.append(error)
+        raised.set()
+
+    program().soon(lambda: looking(None))
+    assert raised.wait(10)
+    assert "reads messages" in str(errors[1])
+    assert not looked, "whether it is refused would depend on what the look finds"
+    slow.fabric.run()
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.MonkeyPatch, by_thread: bool) -> None:
+    """It would wait, on the thread that has to notice the end; also of one that a thread of ours does."""
+    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    slow = far(Fabric(at_once=False))
+    first = slow.buffer[:8].read_into(bytearray(8))
+    [pair] = [pair for pair in slow.fabric.pairs.values() if pair.posted]
+    if by_thread:
+        monkeypatch.setattr(slow.route, "begin", lambda *_: None)
+    second = slow.buffer[:8].read_into(bytearray(8))
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def cancelling(_: Any) -> None:
+        try:
+            said.put(second.cancel())
+        except RuntimeError as error:
+            said.put(str(error))
+
+    first.add_done_callback(cancelling)
+    with slow.fabric.lock:
+        pair.step()
+    assert "hears of completions, and can't wait for a transfer" in said.get(timeout=10)
+    assert not second.ready
+    program().soon(lambda: cancelling(None))
+    assert "reads messages, and can't wait for a transfer" in said.get(timeout=10)
+    assert not second.ready, "nothing was given up"
+    slow.fabric.run()
+    assert second.get(10) is None
+
+
+def test_cancel_needs_no_timer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads messages, and would see to it, may stand still."""
+    monkeypatch.setattr(_transfers, "MERCY", 0.05)
+    monkeypatch.setattr(_flight, "MERCY", 60.0)
+    owner = far(Fabric(at_once=False))
+    into = bytearray(8)
+    future = owner.buffer[:8].read_into(into)
+    began = time.monotonic()
+    assert future.cancel()
+    assert time.monotonic() - began < 10
+    owner.fabric.run()
+    assert into == bytes(8), "nothing reaches it any more"
+
 
 def test_await(far: Make) -> None:
     owner = far(Fabric(at_once=False))
@@ -302,6 +376,97 @@ def test_a_timeout(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not program().pending
 
 
+def test_a_timeout_while_all_threads_are_taken(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners that stand still may have taken them: nobody else is late for that."""
+    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    monkeypatch.setattr("monarch_backend.rdma._verbs.ask", lambda *_: b"\x01")
+    slow, bad, go = far(Fabric(at_once=False)), far(), threading.Event()
+    bad.owner.release(bad.region)
+    for name in ("movers", "menders"):
+        monkeypatch.setattr(_transfers.engine(), name, Workers(2))
+    movers, menders = _transfers.engine().movers, _transfers.engine().menders
+    try:
+        for _ in range(4):
+            movers.submit(lambda: (go.wait(60), None)[1])
+        with pytest.raises(TimeoutError, match=r"was not done within 0\.1 s; a part of it may be"):
+            slow.buffer[:8].read_into(bytearray(8), timeout=0.1).get(10)
+        with pytest.raises(RDMAError, match="not registered any more"):
+            bad.buffer[:8].read_into(bytearray(8)).get(10)
+        bad.until_up()
+        for _ in range(4):
+            menders.submit(lambda: (go.wait(60), None)[1])
+        with pytest.raises(TimeoutError, match="a part of it waited for too many others"):
+            bad.buffer[:8].read_into(bytearray(8), timeout=0.1).get(10)
+        bad.until_up()
+        late = bad.buffer[:8].read_into(bytearray(8))
+        assert late.cancel("no more")
+    finally:
+        go.set()
+        slow.fabric.run()
+
+
+def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, go = far(Fabric(at_once=False)), threading.Event()
+    monkeypatch.setattr(_transfers.engine(), "movers", Workers(1))
+    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    begin, ended = slow.route.begin, threading.Event()
+    over = _transfers._Transfer._end_flights
+    monkeypatch.setattr(_transfers._Transfer, "_end_flights", lambda *args: (over(*args), ended.set()))
+
+    def late(*args: Any) -> Any:
+        found = begin(*args)
+        slow.fabric.run()  # this one is done, and fails for nobody
+        assert ended.wait(10), "its time is over, while the next part is still to be begun"
+        return found
+
+    monkeypatch.setattr(slow.route, "begin", late)
+    action = RDMAAction()
+    for _ in range(2):
+        action.read_remote(bytearray(8), slow.buffer[:8])
+    try:
+        _transfers.engine().movers.submit(lambda: (go.wait(60), None)[1])
+        with pytest.raises(TimeoutError, match="waited for too many others"):
+            action.submit(timeout=0.1).get(10)
+    finally:
+        go.set()
+
+
+def test_get_returns_in_time_with_many_under_way(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits looks himself, for so long in all and not for each of them."""
+    monkeypatch.setattr(_transfers, "HELP", 0.2)
+    monkeypatch.setattr(_transfers, "MOST_HELP", 0.2)
+    slow, action = far(Fabric(at_once=False), spins=True), RDMAAction()
+    for _ in range(50):
+        action.read_remote(bytearray(8), slow.buffer[:8])
+    future = action.submit()
+    for timeout, most in ((0.0, 2.0), (0.05, 2.0), (0.3, 3.0)):
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            future.get(timeout)
+        assert time.monotonic() - began < most, "and not 50 times as long"
+    with Worker(slow.fabric):
+        future.get(20)
+
+
+def test_buffers_that_begin_at_one_address(far: Make) -> None:
+    owner, data = far(), bytearray(range(64))
+    whole, part, within = memoryview(data), memoryview(data)[:8], memoryview(data)[16:24]
+    action = RDMAAction().write_remote(owner.buffer[:64], whole).write_remote(owner.buffer[100:108], part)
+    action.write_remote(owner.buffer[200:208], within).write_remote(owner.buffer[300:308], memoryview(data)[40:48])
+    action.submit().get(10)
+    assert bytes(owner.memory.view[:64]) == data
+    for at, begin in ((100, 0), (200, 16), (300, 40)):
+        assert bytes(owner.memory.view[at : at + 8]) == data[begin : begin + 8]
+
+
+def test_the_owner_of_each_address_has_all_of_it() -> None:
+    data = bytearray(100)
+    keep = [memory_of(memoryview(data)[start:stop], "it") for start, stop in ((0, 100), (0, 8), (10, 18))]
+    base = keep[0].address
+    segments = [(0, base, 100), (0, base, 8), (0, base + 10, 8), (0, base + 50, 8), (0, base + 12, 40)]
+    assert [len(owner) for owner in _owners(segments, keep)] == [100, 100, 8, 100, 100]
+
+
 def test_timers_of_transfers_that_are_done_are_taken_back(far: Make) -> None:
     owner, timers = far(), program().pump._timers
     before = timers.cancelled
@@ -312,8 +477,7 @@ def test_timers_of_transfers_that_are_done_are_taken_back(far: Make) -> None:
 
 def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, begun = far(), []
-    before = signal.getsignal(signal.SIGINT)
-    program().interrupts.guard()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is if nobody has waited yet
     post = FakePair.post
 
     def interrupted(pair: FakePair, works: Any) -> None:
@@ -333,6 +497,36 @@ def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.M
         signal.signal(signal.SIGINT, before)
     begun[0].get(10)
     assert not program().interrupts.noted
+
+
+def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    owner = far(Fabric(at_once=False))
+    before, retire, struck = signal.getsignal(signal.SIGINT), Lane.retire, []
+    future = owner.buffer[:8].read_into(bytearray(8))
+
+    def interrupted(lane: Lane, id_: int) -> Any:
+        found = retire(lane, id_)
+        if not struck and threading.current_thread() is threading.main_thread():
+            struck.append(1)
+            signal.raise_signal(signal.SIGINT)  # and its request would never be over
+        return found
+
+    def look_and_stay() -> None:
+        assert until(lambda: future.done() or bool(struck), 10)
+        time.sleep(10)
+
+    monkeypatch.setattr(Lane, "retire", interrupted)
+    nobody_is_told(owner)
+    owner.fabric.run()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            look_and_stay()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert struck
+    future.get(10)
 
 
 def test_an_owner_that_dies_in_the_middle(far: Make) -> None:
@@ -371,6 +565,46 @@ def test_one_part_s_failure_ends_the_others(far: Make, monkeypatch: pytest.Monke
     with pytest.raises(RDMAError, match="not registered any more"):
         both.submit().get(10)
     good.fabric.run()
+
+
+def test_a_connection_is_not_made_again_for_what_nobody_wants(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = far(Fabric(at_once=False))
+    dialed: list[int] = []
+    monkeypatch.setattr(owner, "connect", lambda: dialed.append(1))
+    future = owner.buffer[:8].read_into(bytearray(8))
+    cancelling = threading.Thread(target=future.cancel)
+    cancelling.start()
+    [request] = [flight._request for flight in future._transfer._under_way()]
+    assert until(lambda: request.unwanted is not None, 10)
+    owner.fabric.dead = True
+    owner.fabric.run()
+    cancelling.join(10)
+    assert isinstance(future.exception(0), CancelledError)
+    owner.fabric.dead = False
+    assert not dialed
+
+
+def test_one_queue_pair_breaks_and_the_other_never_ends(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks himself finds the first, and sleeps: another one has to know of the deadline of the second."""
+    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    monkeypatch.setattr(_link, "DRAIN_SECONDS", 0.2)
+    owner = far(Fabric(at_once=False))
+    futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(2)]
+    first, second = [pair for pair in owner.fabric.pairs.values() if pair.posted]
+    nobody_is_told(owner)
+    awake = threading.Event()
+    owner.asking.soon(awake.set)
+    assert awake.wait(10)  # and then it sleeps
+    owner.fabric.dead = True
+    with owner.fabric.lock:
+        assert first.step()
+    owner.fabric.dead = False
+    link = owner.asking._links[owner.token]
+    assert until(lambda: [future.done() for future in futures] and link.state is _link.State.DRAINING, 10)
+    assert until(lambda: second.closed, 10)
+    with Worker(owner.fabric):
+        for future in futures:
+            future.get(10)
 
 
 def test_a_broken_connection_is_made_again(far: Make) -> None:
