@@ -117,7 +117,9 @@ class Between:
                 vector = [tensor.view(torch.uint8)]
                 try:
                     if self._far is not None and self._far.takes(vector, 0):
-                        begin = functools.partial(getattr(self._far, name), owner=call.owner_of(tensor))
+                        begin = functools.partial(
+                            getattr(self._far, name), owner=call.owner_of(tensor), seconds=call.left()
+                        )
                     else:
                         begin = getattr(self._gloo, name)
                     posted.append((begin(vector, rank, tag), rank))
@@ -142,6 +144,8 @@ class Between:
             alone = (rank,) in self._hosts
             text = f"did not enter {call.text} within {call.seconds:g} s"
             return Fault("late", rank, text + ("" if alone else ", or another rank of its host did not"), witness=False)
+        if (cause := getattr(error, "fault", None)) is not None:  # a NIC's message: it has said what happened
+            return Fault(*cause, witness=False)
         said = str(error).strip().splitlines()[0]
         return Fault("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", witness=False)
 

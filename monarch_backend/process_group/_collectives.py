@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import (
 )
 
 from monarch_backend import _versions
-from monarch_backend.process_group import _cpu, _torch
+from monarch_backend.process_group import _cpu, _letters, _torch
 from monarch_backend.process_group._call_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._far import Far
@@ -636,8 +636,12 @@ class Collectives(dist.ProcessGroup):
                 tensors = _cpu.settled(tensors)
             _cpu.check_contiguous(self, collective, tensors)
             tensors = _cpu.movable(self, collective, tensors)
-            if self._far is not None and self._far.takes(tensors, tag):
-                inner = self._far
+            if self._far is not None:
+                if tag >= _letters.OWN_TAGS:
+                    what = f"the tags from {_letters.OWN_TAGS} on are the group's own, where NICs carry large messages"
+                    raise bad_argument(self, collective, f"tag {tag}: {what}", "Use a smaller one.")
+                if self._far.takes(tensors, tag):
+                    inner = self._far
         return tensors, inner, aside
 
 

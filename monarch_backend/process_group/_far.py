@@ -110,7 +110,7 @@ class Far:
         self._nics = _nics.join(self._others) if self._others else None
         self._numbers = itertools.count()
         self._plain: dict[int, str] = {}  # why Gloo carries all to or from these ranks
-        self._said: set[int] = set()  # of whom there was a warning
+        self._said: set[tuple[int, bool]] = set()  # of whom there was a warning, and whether it was for good
         self.closed = False
         self.closed_why = ""  # set before it is closed
         self._change = threading.Condition()
@@ -128,12 +128,14 @@ class Far:
         """Whether messages of this size and tag come here: the same on both sides."""
         return len(tensors) == 1 and tensors[0].nbytes >= self.least and 0 <= tag < _letters.MOST_TAG
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None) -> ShmWork:
+    def send(
+        self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None, seconds: float | None = None
+    ) -> ShmWork:
         """Send a tensor: done when the tensor may change again, which is when it was received.
 
-        ``owner``: a tensor that lives longer, over the same memory.
+        ``owner``: a tensor that lives longer, over the same memory. ``seconds`` are left for it, from now on.
         """
-        clock = _Clock(self, self._timeout().total_seconds())
+        clock = self._clock(seconds)
         self._check_open()
         (x,) = tensors
         number = next(self._numbers) % _letters.NUMBERS
@@ -153,11 +155,17 @@ class Far:
             finally:
                 self._take_back(lent)
 
-        return self._start(_Message(body, clock), tensors, sys._getframe(2))
+        try:
+            return self._start(_Message(body, clock), tensors, sys._getframe(2))
+        except RuntimeError:  # no thread runs the body
+            self._take_back(lent)
+            raise
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None) -> ShmWork:
+    def recv(
+        self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None, seconds: float | None = None
+    ) -> ShmWork:
         """Receive a tensor of the same size from a rank."""
-        return self._receive(tensors, rank, tag, owner)
+        return self._receive(tensors, rank, tag, owner, seconds)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
         """Receive from whoever sends first."""
@@ -183,7 +191,9 @@ class Far:
         """What to raise for what ended a message."""
         if isinstance(fault, _Fault):
             cause = ("closed", -1, "") if self.closed else fault.args[0]
-            return explained(cause, self._members, self._rank, self.closed_why)
+            error: Any = explained(cause, self._members, self._rank, self.closed_why)
+            error.fault = cause  # for who explains it in other words
+            return error  # type: ignore[no-any-return]
         return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
 
     def close(self) -> None:
@@ -204,6 +214,12 @@ class Far:
             self._change.wait_for(lambda: all(message.deaf for message in self._under_way), _FAREWELL)
         if self._nics is not None:
             _nics.leave(self._nics, self._others)
+
+    def _clock(self, seconds: float | None) -> _Clock:
+        clock = _Clock(self, self._timeout().total_seconds() if seconds is None else seconds)
+        if seconds is not None:
+            clock.begin()
+        return clock
 
     def _another(self) -> int:
         return 0 if self._rank else 1
@@ -238,7 +254,13 @@ class Far:
             run()
             work.ended()
 
-        in_a_thread(run_aside)
+        try:
+            in_a_thread(run_aside)
+        except RuntimeError:  # there are too many threads
+            with self._change:
+                del self._under_way[message]
+            message.abandon(_Fault(("closed", -1, "")))
+            raise
         return work
 
     # The sender's side ------------------------------------------------------------------------------------------
@@ -250,7 +272,7 @@ class Far:
             try:
                 lent, region, offset = self._nics.lend(x, owner)
             except _nics.UnregisteredError as error:
-                self._say(rank, str(error))
+                self._say(rank, str(error), for_good=False)
             except _nics.UnusableError as error:
                 self._stay_plain(rank, str(error))
             except Exception as error:  # a package for verbs that does not fit, say
@@ -292,8 +314,10 @@ class Far:
 
     # The receiver's side ----------------------------------------------------------------------------------------
 
-    def _receive(self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None) -> ShmWork:
-        clock = _Clock(self, self._timeout().total_seconds())
+    def _receive(
+        self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None, seconds: float | None = None
+    ) -> ShmWork:
+        clock = self._clock(seconds)
         self._check_open()
         (x,) = tensors
         talk = _Talk(self, rank, _letters.announced(tag), clock)
@@ -336,7 +360,7 @@ class Far:
             token, into = self._tokens[talk.rank], _nics.Into(x.data_ptr(), x.nbytes, x if owner is None else owner)
             self._nics.read(token, it.region, it.offset, into, talk.introduce, talk.clock.left)
         except _nics.UnregisteredError as error:
-            self._say(talk.rank, str(error))
+            self._say(talk.rank, str(error), for_good=False)
             return ""
         except _nics.UnusableError as error:
             self._stay_plain(talk.rank, str(error))
@@ -356,17 +380,18 @@ class Far:
     def _stay_plain(self, rank: int, why: str) -> None:
         with self._change:
             self._plain.setdefault(rank, why)
-        self._say(rank, why)
+        self._say(rank, why, for_good=True)
 
-    def _say(self, rank: int, why: str) -> None:
-        """Once for each rank."""
+    def _say(self, rank: int, why: str, *, for_good: bool) -> None:
+        """Once for each rank, and once more when it is for good."""
         with self._change:
-            known = rank in self._said
-            self._said.add(rank)
+            known = (rank, for_good) in self._said
+            self._said.add((rank, for_good))
         if not known and not self.closed:
+            which = "large messages" if for_good else "this message"
             log.warning(
-                "large messages between rank %d and rank %d (%s) are carried by gloo: %s",
-                self._rank, rank, self._members[rank], why,
+                "%s between rank %d and rank %d (%s) carried by gloo: %s",
+                which, self._rank, rank, self._members[rank], why,
             )  # fmt: skip
 
     def _count(self, way: str, rank: int) -> None:

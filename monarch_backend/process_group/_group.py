@@ -63,18 +63,7 @@ class MonarchProcessGroup(Collectives):
         self._shortcuts: dict[str, Any] = {}  # in the place of methods, while nobody wants to see what the group does
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
-        try:
-            with _rendezvous.roll_call(self, options):
-                for device in self._eager_devices():
-                    if only is None or device in only:
-                        self._open_route(device)
-            default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
-            self._set_default_backend(_torch.backend_type(self._backends[default]))
-        except BaseException:
-            far: Any = self._far
-            if far is not None:
-                far.close()  # nobody else will: it borrows the process's NICs
-            raise
+        self._open_eager_routes(only)
 
     # Routes -----------------------------------------------------------------------------------------------
 
@@ -92,6 +81,19 @@ class MonarchProcessGroup(Collectives):
             if kind != "cpu" and _routes.choose(kind, self._creation.device_map).available:
                 devices.append(kind)
         return devices
+
+    def _open_eager_routes(self, only: Sequence[str] | None) -> None:
+        try:
+            with _rendezvous.roll_call(self, self._creator_options):
+                for device in self._eager_devices():
+                    if only is None or device in only:
+                        self._open_route(device)
+            default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
+            self._set_default_backend(_torch.backend_type(self._backends[default]))
+        except BaseException:
+            if self._far is not None:
+                self._far.close()  # nobody else will: it borrows the process's NICs
+            raise
 
     def _open_route(self, device: str) -> Any:
         """Make, register and announce the inner group of a device type; raises NoRouteError where none exists."""

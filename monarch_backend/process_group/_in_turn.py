@@ -132,7 +132,14 @@ class _Callbacks:
             if self._idle >= len(self._waiting):
                 self._change.notify()
                 return
-        threading.Thread(target=self._serve, name="monarch_callback", daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, name="monarch_callback", daemon=True).start()
+        except RuntimeError:  # there are too many
+            with self._change:
+                if callback not in self._waiting:  # another thread has it
+                    return
+                self._waiting.remove(callback)
+            raise
 
     def _serve(self) -> None:
         while True:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-# Tags are below 2**31. Those of people are below MOST_TAG, or their messages go as they always did; those of a group's
-# stages between hosts (_between.py) begin at STAGES, and are made of the number of bytes, too.
+# Tags are below 2**31. Those of people are below OWN_TAGS; from MOST_TAG on their messages go as they always did. Those
+# of a group's stages between hosts (_between.py) begin at STAGES, and are made of the number of bytes, too.
 MOST_TAG = 1 << 28
 STAGES = 1 << 30
-_ANNOUNCED = 1 << 29
+OWN_TAGS = _ANNOUNCED = 1 << 29
 _TALKS = _ANNOUNCED + MOST_TAG
 NUMBERS = 1 << 27
 """Conversations between two ranks in one direction, until the same number is used again."""
