@@ -150,7 +150,10 @@ class Tcp:
             return Result(patient.over() or UNREACHABLE, 0, 0, 0, str(error))
         result = Result(FAILED, 0, 0, 0, "it has told us no address")
         for client in list(clients):
-            result = Result(*act(client))
+            try:
+                result = Result(*act(client))
+            except RuntimeError as error:  # of this process: no descriptors, no memory
+                return Result(FAILED, 0, 0, 0, str(error))
             if result.outcome != UNREACHABLE:
                 if clients[0] is not client:
                     clients.sort(key=lambda each: each is not client)
