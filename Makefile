@@ -15,7 +15,7 @@ FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
+.PHONY: help setup demo test test-fast test-slow test-seeds test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-ra
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py
+
+test-seeds: $(STAMP)  ## 5,000 simulated worlds more than the ordinary run has
+	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_promises.py
 
 test-schedules: $(STAMP)  ## random faults on four hosts at work, 3 s each: make test-schedules COUNT=200
 	$(BIN)/python -m tests.hosts.schedules 0 $(COUNT)

@@ -361,7 +361,7 @@ def refused(addresses: list[str], parts: list[str], good: list[str]) -> None:
     said = ""
     with ended_within(PATIENCE / 2, "to be refused"):
         try:
-            attach_to_workers(addresses, timeout=1.0, **BOUNDS)
+            attach_to_workers(addresses, timeout=3.0, **BOUNDS)
         except ConnectionError as error:
             said = str(error)
     print(said)

@@ -62,10 +62,10 @@ def test_what_is_no_host(loopback: World) -> None:
         where = {name: stack.enter_context(server(answer)) for name, answer in ANSWERS.items()}
         parts = [
             "4 of 4 hosts can't be attached: ",
-            f"{where['nothing']}: it did not answer for 1.0 s",
+            f"{where['nothing']}: it did not answer for 3.0 s",
             f"{where['garbage']}: TLS failed: WRONG_VERSION_NUMBER: is it a host, of the same job",
             f"{where['HTTP']}: TLS failed: WRONG_VERSION_NUMBER: is it a host, of the same job",
-            f"{where['the end']}: it did not answer for 1.0 s (",
+            f"{where['the end']}: it did not answer for 3.0 s (",
             "is it a host, with the same MONARCH_TLS?",
         ]
         loopback.run("refused", list(where.values()), parts, [])
@@ -78,9 +78,9 @@ def test_who_can_t_be_reached(anywhere: Anywhere) -> None:
     nobody = ["127.0.0.1:1", "nobody.invalid:26600", "198.18.0.99:26600"]
     parts = [
         "3 of 4 hosts can't be attached: ",
-        "127.0.0.1:1: it did not answer for 1.0 s ([Errno 111] Connection refused)",
-        "nobody.invalid:26600: it did not answer for 1.0 s",
-        "198.18.0.99:26600: it did not answer for 1.0 s",
+        "127.0.0.1:1: it did not answer for 3.0 s ([Errno 111] Connection refused)",
+        "nobody.invalid:26600: it did not answer for 3.0 s",
+        "198.18.0.99:26600: it did not answer for 3.0 s",
     ]
     world.run("refused", [*nobody, workers[0]], parts, workers)
 

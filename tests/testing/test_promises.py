@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.testing import world
 from tests.testing.seeds import run_in_interpreters
 
 SEEDS = 200
-MANY_SEEDS, BIG_CHUNK = 5000, 250
+MANY_SEEDS, BIG_CHUNK = int(os.environ.get("MONARCH_TEST_SEEDS", "1500")), 250  # make test-seeds: 5,000
 SMALL = ("any", "12", "24", "12", "24", "48")
 """Five of six worlds are small: as many ways through the code, and five times as many seeds an hour."""
 
