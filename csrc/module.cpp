@@ -2,9 +2,37 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <cstring>
+#include <stdexcept>
+
 #include "bind.h"
 #include "interpreter_exit.h"
 #include "machine.h"
+#include "mt19937.h"
+
+namespace {
+
+// Words as 64-bit integers with 32 bits in each, as torch writes them down.
+int skip_mt19937(const pybind11::buffer& state, int left, std::uint64_t count) {
+  const pybind11::buffer_info info = state.request(/*writable=*/true);
+  std::array<std::uint64_t, monarch::kMtWords> wide;
+  if (info.size * info.itemsize != static_cast<pybind11::ssize_t>(sizeof(wide)) || left < 1 || left > monarch::kMtWords) {
+    throw std::invalid_argument("the state of an mt19937 is 624 64-bit words, of which 1 to 624 are left");
+  }
+  std::memcpy(wide.data(), info.ptr, sizeof(wide));
+  {
+    const pybind11::gil_scoped_release others_run;
+    std::array<std::uint32_t, monarch::kMtWords> words;
+    for (int i = 0; i < monarch::kMtWords; ++i) words[i] = static_cast<std::uint32_t>(wide[i]);
+    left = monarch::skip_mt19937(words.data(), left, count);
+    for (int i = 0; i < monarch::kMtWords; ++i) wide[i] = words[i];
+  }
+  std::memcpy(info.ptr, wide.data(), sizeof(wide));
+  return left;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "monarch_backend's compiled core; knows no torch";
@@ -17,6 +45,8 @@ PYBIND11_MODULE(_native, m) {
         "From now on a C++ thread that wants the GIL of an ending interpreter sleeps instead of aborting the process.");
   m.def("keep_for_ever", [](pybind11::object instance) { instance.release(); },
         "Never free this object, also not while the interpreter ends.");
+  m.def("skip_mt19937", &skip_mt19937, pybind11::arg("words"), pybind11::arg("left"), pybind11::arg("count"),
+        "Moves a Mersenne Twister's 624 words, changed in place, behind so many draws; returns how many are left then.");
 #if defined(__linux__)
   monarch::bind_shared_memory(m);
   monarch::bind_channels(m);

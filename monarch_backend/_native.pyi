@@ -16,6 +16,9 @@ def cpu_features() -> list[str]:
 def park_threads_at_exit() -> None:
     """From now on a C++ thread that wants the GIL of an ending interpreter sleeps instead of aborting the process."""
 
+def skip_mt19937(words: bytearray | memoryview, left: int, count: int) -> int:
+    """Moves a Mersenne Twister's 624 words, changed in place, behind so many draws; returns how many are left then."""
+
 def keep_for_ever(instance: object, /) -> None:
     """Never free this object, also not while the interpreter ends."""
 

@@ -5,6 +5,7 @@ What they run is the room above's; how they come to be is in _spawner.py.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -172,6 +173,23 @@ class ProcMesh(MeshTrait):
         restart. ``timeout``, in seconds, is the group's.
         """
         return program().process_group(self, backend, timeout)
+
+    def device_mesh(self, device_type: str = "cpu", timeout: float = 300.0) -> Any:
+        """These processes as a torch DeviceMesh of the same shape, controlled by this program.
+
+        DTensors on it are torch's own; their shards live in the processes: see monarch_backend.dtensor.
+        ``device_type``: "cpu", or "cuda" where the processes have GPUs. ``timeout``, in seconds, is that of their
+        collectives. A slice is a mesh of its own, on the same processes. Raises ValueError for another device, and
+        RemoteTensorError in a process that is a rank of a torch.distributed group.
+        """
+        return importlib.import_module("monarch_backend.dtensor").device_mesh(self, device_type, timeout)
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function as SPMD code in these processes, with torch.distributed's groups: a Future of its results.
+
+        DTensors of `device_mesh` among the arguments are genuine ones there; see `monarch_backend.dtensor.run`.
+        """
+        return importlib.import_module("monarch_backend.dtensor").run(self, function, *args, **kwargs)
 
     def stop(self, reason: str = "stopped by its owner", timeout: float | None = None) -> Any:
         """Let the actors finish the messages that they have, clean up, and end the processes. A Future of None.

@@ -6,7 +6,8 @@ Modules that are parallel by DTensor stand in test_tensor_parallel.py.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.ecosystem.support import on_both
 
+T = TypeVar("T")
 ONE = [Replicate(), Shard(0), Shard(1), Shard(-1)]
 TWO = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2))
 
@@ -58,28 +60,40 @@ def test_distribute_tensor(dims: int, ranks: int) -> None:
         assert (len(set(locals_)) == 1) == all(p.is_replicate() for p in placements)
 
 
-def _redistribute(rank: int, dims: int) -> Any:
+# Of pairs of placements in two dimensions the ordinary run has two for each placement on the left.
+PAIRS = [(2, 4, "some"), pytest.param(2, 4, "all", marks=pytest.mark.slow)]
+
+
+def _pairs(left: Sequence[T], right: Sequence[T], how_many: str) -> list[tuple[T, T]]:
+    """All, or those on a diagonal and the one beside it."""
+    return [
+        (a, b)
+        for (i, a), (j, b) in itertools.product(enumerate(left), enumerate(right))
+        if how_many == "all" or (j - i) % len(right) in (0, 1)
+    ]
+
+
+def _redistribute(rank: int, dims: int, how_many: str) -> Any:
     mesh = _mesh(dims)
     whole = _numbers(6, 5)
     partials = [(Partial(op),) for op in ("sum", "avg", "max", "min")] if dims == 1 else [(Partial(), Partial())]
     results = []
-    for source in [*_placements(dims), *partials]:
-        for target in _placements(dims):
-            if any(isinstance(p, Partial) for p in source):
-                # each rank's own part of a sum (or maximum, ...) that nobody has made yet
-                x = DTensor.from_local(whole * (rank + 1), mesh, source, run_check=False)
-            else:
-                x = distribute_tensor(whole, mesh, source)
-            y = x.redistribute(mesh, target)
-            z = x.redistribute(mesh, target, async_op=True)
-            assert torch.equal(y.to_local(), z.to_local())
-            results.append((str(source), y, y.full_tensor()))
+    for source, target in _pairs([*_placements(dims), *partials], _placements(dims), how_many):
+        if any(isinstance(p, Partial) for p in source):
+            # each rank's own part of a sum (or maximum, ...) that nobody has made yet
+            x = DTensor.from_local(whole * (rank + 1), mesh, source, run_check=False)
+        else:
+            x = distribute_tensor(whole, mesh, source)
+        y = x.redistribute(mesh, target)
+        z = x.redistribute(mesh, target, async_op=True)
+        assert torch.equal(y.to_local(), z.to_local())
+        results.append((str(source), y, y.full_tensor()))
     return results
 
 
-@pytest.mark.parametrize(("dims", "ranks"), [(1, 2), (1, 3), (2, 4)])
-def test_redistribute(dims: int, ranks: int) -> None:
-    results = on_both(_redistribute, ranks, dims)
+@pytest.mark.parametrize(("dims", "ranks", "how_many"), [(1, 2, "all"), (1, 3, "all"), *PAIRS])
+def test_redistribute(dims: int, ranks: int, how_many: str) -> None:
+    results = on_both(_redistribute, ranks, dims, how_many)
     assert [r[2] for r in results[0]] == [r[2] for r in results[-1]]
 
 
@@ -100,11 +114,11 @@ def test_redistribute_backward() -> None:
         assert torch.allclose(full.tensor(), 2 * _numbers(6, 5))
 
 
-def _matmul(rank: int, dims: int) -> Any:
+def _matmul(rank: int, dims: int, how_many: str) -> Any:
     mesh = _mesh(dims)
     results = []
     chosen = _placements(dims) if dims == 1 else TWO[::2]  # all 81 pairs of TWO would be seconds of planning
-    for left, right in itertools.product(chosen, repeat=2):
+    for left, right in _pairs(chosen, chosen, how_many):
         a = distribute_tensor(_numbers(4, 6), mesh, left).requires_grad_()
         b = distribute_tensor(_numbers(6, 8), mesh, right).requires_grad_()
         c = a @ b
@@ -114,10 +128,10 @@ def _matmul(rank: int, dims: int) -> Any:
     return results
 
 
-@pytest.mark.parametrize(("dims", "ranks"), [(1, 2), (2, 4)])
-def test_matmul_and_backward(dims: int, ranks: int) -> None:
+@pytest.mark.parametrize(("dims", "ranks", "how_many"), [(1, 2, "all"), *PAIRS])
+def test_matmul_and_backward(dims: int, ranks: int, how_many: str) -> None:
     expected = _numbers(4, 6) @ _numbers(6, 8)
-    for row in on_both(_matmul, ranks, dims)[0]:
+    for row in on_both(_matmul, ranks, dims, how_many)[0]:
         torch.testing.assert_close(row[3].tensor(), expected)
 
 

@@ -12,9 +12,9 @@ from tests.support.ranks import KEPT_FDS, KEPT_PIDS
 
 @dataclass(frozen=True)
 class Picture:
-    """Descendant processes, this process's descriptors (Unix sockets among them) and /dev/shm names."""
+    """Processes, this process's descriptors (Unix sockets among them) and /dev/shm names."""
 
-    processes: frozenset[int]  # not their commands, which change when they become another program
+    processes: frozenset[int]  # all of the machine: whose they are is asked of new ones only, since it takes long
     descriptors: frozenset[str]
     shared_memory: frozenset[str]
 
@@ -52,9 +52,6 @@ def _command(pid: int) -> str:
 
 def take() -> Picture:
     """A picture of now."""
-    children = _children()  # one walk over /proc, which is what a picture costs
-    kept = KEPT_PIDS | _descendants(KEPT_PIDS, children)
-    processes = _descendants({os.getpid()}, children) - kept
     descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in KEPT_FDS:
@@ -63,7 +60,17 @@ def take() -> Picture:
             except OSError:
                 continue  # the directory's own descriptor
     shm = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    return Picture(frozenset(processes), frozenset(descriptors), frozenset(shm))
+    processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
+    return Picture(processes, frozenset(descriptors), frozenset(shm))
+
+
+def _ours(pids: frozenset[int]) -> set[int]:
+    """Those of them that descend from this process, and are not kept."""
+    if not pids:
+        return set()
+    children = _children()
+    kept = KEPT_PIDS | _descendants(KEPT_PIDS, children)
+    return (_descendants({os.getpid()}, children) - kept) & pids
 
 
 def left_behind(before: Picture, patience: float = 10.0) -> list[str]:
@@ -71,7 +78,7 @@ def left_behind(before: Picture, patience: float = 10.0) -> list[str]:
     deadline = time.monotonic() + patience
     while True:
         after = take()
-        left = [f"process {pid} {_command(pid)}" for pid in sorted(after.processes - before.processes)]
+        left = [f"process {pid} {_command(pid)}" for pid in sorted(_ours(after.processes - before.processes))]
         left += [f"descriptor {d}" for d in sorted(after.descriptors - before.descriptors)]
         left += [f"/dev/shm/{s}" for s in sorted(after.shared_memory - before.shared_memory)]
         if not left or time.monotonic() > deadline:

@@ -1,0 +1,200 @@
+"""DTensors from one controller: what an operation costs, what limits it, torchmonarch's engine, and a model's step.
+
+    python tools/peer_env.py torchmonarch           # once: the peer's own environment
+    python benchmarks/controller.py [--rounds N] [--only operations workers model] [--sizes 2 4] [--out DIR]
+
+operations   8 x 16 float32, from one thread: issued, and until two workers have done them all. Beside: the same on a
+             plain tensor, and a tensor subclass in Python that does nothing, which is the floor of any such design
+redistribute Shard(0) to Replicate; "ours" is what is left when torch's own part is taken off, that is the same on a
+             DTensor of torch's meta tensors and its fake group
+workers      what the controller pays for an operation with 2, 8, 32 and 1,024 workers, which are not there
+model        a step of examples/train_lm.py with tensor parallelism: under torchrun, by one controller operation by
+             operation, and captured by torch.compile(backend="monarch")
+
+Every contender has a process of its own that sleeps until it is its turn; a round goes once through all of them.
+Figures are medians over the rounds, ratios the medians of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _machine import Others, machine
+
+ROOT = Path(__file__).parents[1]
+STATION = Path(__file__).with_name("_controller_station.py")
+WORKERS = (2, 8, 32, 1024)
+OPERATIONS, REDISTRIBUTIONS, STEPS = 4000, 300, 8
+
+
+class Station:
+    """A contender. ``why``: what keeps it from taking part."""
+
+    def __init__(self, name: str, python: str = sys.executable, launcher: Sequence[str] = ()) -> None:
+        self.name, self.why = name, ""
+        self._process: Any = None
+        if not Path(python).exists():
+            self.why = "not installed; run: python tools/peer_env.py torchmonarch"
+            return
+        command = [python, *launcher, str(STATION), name]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        )
+        if self._read() != "ready":
+            self.why = self.why or "it did not start"
+
+    def _read(self) -> Any:
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        self.why = ([*self._process.communicate()[1].strip().splitlines(), "?"][:-1] or ["?"])[-1]
+        return None
+
+    def ask(self, case: str, count: int) -> Any:
+        """The answer; None from who takes no part."""
+        if self.why:
+            return None
+        print(json.dumps({"case": case, "count": count}), file=self._process.stdin, flush=True)
+        return self._read()
+
+    def end(self) -> None:
+        """It ends when nobody can ask any more."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.stdin.close()
+            self._process.wait(60)
+
+
+Found = defaultdict[str, list[Any]]
+
+
+def rounds(stations: Sequence[Station], cases: Sequence[tuple[Station, str, int]], count: int) -> Found:
+    """The answers by "station case", a list of rounds."""
+    found: Found = defaultdict(list)
+    for station, case, few in cases:
+        station.ask(case, max(1, few // 4))  # signatures, threads, caches
+    for turn in range(count):
+        for station, case, number in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
+            found[f"{station.name} {case}"].append(station.ask(case, number))
+    for station in stations:
+        station.end()
+    return found
+
+
+def middle(values: list[Any], at: int | None = None) -> float:
+    """The median, in microseconds."""
+    return 1e6 * statistics.median(each if at is None else each[at] for each in values)
+
+
+def ratio(one: list[Any], other: list[Any], at: int | None = None) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(
+        (a if at is None else a[at]) / (b if at is None else b[at]) for a, b in zip(one, other, strict=True)
+    )
+
+
+def operations(count: int) -> list[str]:
+    """The table of single operations."""
+    peer = str(ROOT / ".envs" / "peer-torchmonarch" / "bin" / "python")
+    plain, alone, ours, monarch = Station("plain"), Station("dtensor"), Station("ours"), Station("monarch", peer)
+    cases = [
+        (plain, "add", OPERATIONS), (plain, "subclass", OPERATIONS), (alone, "dtensor", OPERATIONS),
+        (ours, "add", OPERATIONS), (ours, "dtensor", OPERATIONS), (ours, "item", 200),
+        (alone, "redistribute", REDISTRIBUTIONS), (ours, "redistribute", REDISTRIBUTIONS), (monarch, "add", 100),
+    ]  # fmt: skip
+    found = rounds([plain, alone, ours, monarch], cases, count)
+    lines = ["| operation | issued, us | done, us | a second | |", "| --- | --- | --- | --- | --- |"]
+
+    def row(name: str, key: str, note: str = "") -> None:
+        issued, done = middle(found[key], 0), middle(found[key], 1)
+        lines.append(f"| {name} | {issued:.2f} | {done:.2f} | {1e6 / done:,.0f} | {note} |")
+
+    row("plain tensor", "plain add", "limit: the kernel and torch's dispatcher")
+    row("a subclass that does nothing", "plain subclass", "floor of any tensor subclass in Python")
+    row("DTensor of meta tensors, no workers", "dtensor dtensor", "torch's own part")
+    ours_add = found["ours add"]
+    row("**remote tensor, 2 workers**", "ours add", f"{ratio(ours_add, found['plain subclass'], 1):.2f} of the floor")
+    row("**DTensor, 2 workers**", "ours dtensor", "")
+    row("**sum and read it**", "ours item", "the only thing that waits")
+    if monarch.why:
+        lines.append(f"| torchmonarch's engine, 2 workers | - | - | - | {monarch.why} |")
+    else:
+        times = ratio(found["monarch add"], ours_add, 1)
+        row("torchmonarch's engine, 2 workers", "monarch add", f"{times:,.0f} times ours")
+    total, own = middle(found["ours redistribute"], 0), middle(found["dtensor redistribute"], 0)
+    lines.append(
+        f"\nredistribute: issued in {total:.0f} us, of which {own:.0f} are torch's own and {total - own:.0f} ours; "
+        f"done by two workers in {middle(found['ours redistribute'], 1):.0f} us"
+    )
+    return ["## Operations", "", *lines, ""]
+
+
+def workers(count: int) -> list[str]:
+    """The table by number of workers."""
+    lines = ["| workers (simulated) | remote tensor, us | DTensor, us | uneven DTensor, us | redistribute, us |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    stations = [Station(f"simulated:{size}") for size in WORKERS]
+    kinds = {"add": OPERATIONS, "dtensor": OPERATIONS, "uneven": OPERATIONS, "redistribute": REDISTRIBUTIONS}
+    found = rounds(stations, [(each, kind, number) for kind, number in kinds.items() for each in stations], count)
+    for size in WORKERS:
+        figures = [f"{middle(found[f'simulated:{size} {kind}'], 0):.2f}" for kind in kinds]
+        lines.append(f"| {size:,} | {' | '.join(figures)} |")
+    return ["## Cost by number of workers", "", *lines, ""]
+
+
+def model(count: int, sizes: Sequence[int]) -> list[str]:
+    """The table of steps."""
+    lines = ["| workers | torchrun, ms | one controller, ms | ratio | captured, ms | ratio |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for size in sizes:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        theirs = Station("lm:torchrun", launcher=launcher)
+        one, captured = Station(f"lm:one:{size}"), Station(f"lm:compiled:{size}")
+        stations = [theirs, one, captured]
+        found = rounds(stations, [(each, "step", STEPS) for each in stations if not each.why], count)
+        base = found["lm:torchrun step"]
+        cells = [f"{middle(base) / 1e3:.1f}"]
+        for each in (one, captured):
+            steps = [one for one in found.get(f"{each.name} step", []) if one is not None]
+            cells += [each.why, "-"] if each.why else [f"{middle(steps) / 1e3:.1f}", f"{ratio(steps, base):.2f}"]
+        lines.append(f"| {size} | {' | '.join(cells)} |")
+    return ["## A step of the language model", "", *lines, ""]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--only", nargs="+", choices=("operations", "workers", "model"), default=("operations", "workers", "model")
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=(2, 4))
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks")
+    args = parser.parse_args()
+    others = Others()
+    lines = ["# One controller", "", f"{machine()}; torch {torch.__version__}; {args.rounds} rounds", ""]
+    if "operations" in args.only:
+        lines += operations(args.rounds)
+    if "workers" in args.only:
+        lines += workers(args.rounds)
+    if "model" in args.only:
+        lines += model(args.rounds, args.sizes)
+    lines.append(others.note())
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(lines) + "\n"
+    (args.out / "controller.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

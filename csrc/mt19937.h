@@ -1,0 +1,13 @@
+// The Mersenne Twister's state, moved on without making numbers of it. Nothing here knows torch or Python.
+#pragma once
+
+#include <cstdint>
+
+namespace monarch {
+
+constexpr int kMtWords = 624;
+
+// Moves `words`, of which `left` - 1 are not drawn yet, behind `count` more draws. Returns the new `left`.
+int skip_mt19937(std::uint32_t* words, int left, std::uint64_t count);
+
+}  // namespace monarch

@@ -1,0 +1,50 @@
+"""Torch's own DTensors from one controller: the shards live in the processes of a mesh, the program is one.
+
+>>> import torch
+>>> from torch.distributed.tensor import Shard, distribute_tensor
+>>> from monarch_backend.actor import this_host
+>>> procs = this_host().spawn_procs({"dp": 2})
+>>> mesh = procs.device_mesh("cpu")
+>>> x = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+>>> (x * 2).sum().item()
+30.0
+>>> procs.stop().get()
+
+Facade only. The rooms: _remote_tensor, _metadata and _rank_ints (what the controller holds); _dispatch, _signatures
+and _special (what operations do); _strategies and _convolution (shardings that torch has not); _random, _generator and
+_philox (random numbers); _compile, _capture and _by_rank_op (captured steps: torch.compile); _fsdp, _storage and
+_device_handle (what `fully_shard` needs); _run, _parcels, _checkpoint and _move (functions, checkpoints, transfers);
+_stream, _wire and _workers (how workers hear of it); _torch*.py (everything that replaces or needs a private part of
+torch); worker/ (what happens in the processes).
+"""
+
+from monarch_backend.dtensor._device_mesh import device_mesh, simulated_mesh
+from monarch_backend.dtensor._errors import (
+    MeshClosedError,
+    MeshMismatchError,
+    NotReadableError,
+    RankDependentError,
+    RemoteOpError,
+    RemoteTensorError,
+)
+from monarch_backend.dtensor._fsdp import shard_batch
+from monarch_backend.dtensor._move import move
+from monarch_backend.dtensor._random import own_random_numbers
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._run import run
+
+__all__ = [
+    "MeshClosedError",
+    "MeshMismatchError",
+    "NotReadableError",
+    "RankDependentError",
+    "RemoteOpError",
+    "RemoteTensor",
+    "RemoteTensorError",
+    "device_mesh",
+    "move",
+    "own_random_numbers",
+    "run",
+    "shard_batch",
+    "simulated_mesh",
+]

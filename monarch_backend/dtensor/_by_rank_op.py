@@ -1,0 +1,115 @@
+"""One operator that stands in a trace for a function which each worker calls with its own numbers.
+
+While torch.compile traces, torch's functions for "the rank that I am" (see _torch.py) meet tensors without values and
+ints that differ by rank. Such a call becomes one node here; a captured step (see _capture.py) has in its place the
+function itself and each rank's numbers. Nothing here runs on real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _rank_ints, _torch_traces
+from monarch_backend.dtensor._errors import RankDependentError
+
+
+class Call(NamedTuple):
+    """``name``: the function, as workers find it. ``leaves``: its arguments; in place of a tensor, _TENSOR."""
+
+    function: Callable[..., Any]
+    name: str
+    leaves: tuple[Any, ...]
+    spec: Any
+
+
+class _Tensor:
+    """In place of a tensor."""
+
+
+_TENSOR = _Tensor()
+_numbers: dict[Any, int] = {}
+_calls: list[Call] = []
+_forms: dict[int, tuple[Any, list[Any]]] = {}  # of a call's result: its structure, and its leaves that are no tensors
+
+
+def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The function's result, in a trace."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+    leaves = tuple(_TENSOR if isinstance(each, torch.Tensor) else each for each in flat)
+    key = (id(function), tuple(_key(each) for each in leaves), spec)
+    number = _numbers.get(key)
+    if number is None:
+        number = _numbers[key] = len(_calls)
+        _calls.append(Call(function, f"{function.__module__}:{function.__qualname__}", leaves, spec))
+    try:
+        results = iter(torch.ops.monarch_backend.by_rank(tensors, number))
+    except RankDependentError as error:
+        from monarch_backend.dtensor import _torch_compile  # with dynamo, which is there now
+
+        _torch_compile.break_graph(_calls[number].name, error)
+    form, kept = _forms[number]
+    return pytree.tree_unflatten([next(results) if each is _TENSOR else each for each in kept], form)
+
+
+def arguments(number: int, tensors: Any) -> tuple[Call, Any, Any]:
+    """The call of this number, and its arguments with these tensors."""
+    made = _calls[number]
+    mine = iter(tensors)
+    args, kwargs = pytree.tree_unflatten([next(mine) if each is _TENSOR else each for each in made.leaves], made.spec)
+    return made, args, kwargs
+
+
+def tensors_of(result: Any, inputs: Any) -> list[torch.Tensor]:
+    """What the operator returns of a function's result: tensors with memory of their own, as a trace has it."""
+    found = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    return [
+        each.clone(memory_format=torch.contiguous_format) if _torch_traces.share_memory(each, inputs) else each
+        for each in found
+    ]
+
+
+def _key(leaf: Any) -> Any:
+    values = _rank_ints.values_of(leaf)
+    return (type(leaf), leaf) if values is None else values
+
+
+def _without_values(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    """What it returns on each rank has the same shape: one for all of them. Raises RankDependentError where not."""
+    made = _calls[number]
+    columns = [_rank_ints.values_of(each) for each in made.leaves]
+    known: dict[Any, Any] = {}
+    for mine in zip(*[each for each in columns if each is not None], strict=True):
+        if None in mine or mine in known:
+            continue
+        numbers = iter(mine)
+        given = [each if column is None else next(numbers) for each, column in zip(made.leaves, columns, strict=True)]
+        inner = iter(tensors)
+        given = [next(inner) if each is _TENSOR else each for each in given]
+        args, kwargs = pytree.tree_unflatten(given, made.spec)
+        known[mine] = made.function(*args, **kwargs)
+    flats = [pytree.tree_flatten(each) for each in known.values()]
+    leaves, form = flats[0]
+    for others, _ in flats[1:]:
+        for one, other in zip(leaves, others, strict=True):
+            alike = one.shape == other.shape if isinstance(one, torch.Tensor) else one == other
+            if not alike:
+                raise RankDependentError(
+                    f"{made.name} in torch.compile",
+                    f"has another result on each rank ({_text(one)} and {_text(other)}), which one graph can't have; "
+                    "shards in compiled functions must be of equal sizes",
+                )
+    _forms[number] = form, [_TENSOR if isinstance(each, torch.Tensor) else each for each in leaves]
+    return tensors_of(leaves, tensors)
+
+
+def _text(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+torch.library.define("monarch_backend::by_rank", "(Tensor[] tensors, int call) -> Tensor[]")
+torch.library.register_fake("monarch_backend::by_rank")(_without_values)

@@ -1,0 +1,378 @@
+"""From a graph of torch's to one that workers know by number: what runs where, and what each of its results is.
+
+A graph has tensors of the workers and, beside them, tensors of this process (an optimizer counts its steps in some).
+What needs only these is done here, in each call, and what comes of it goes into the record: a number as a number.
+Operations without any tensor are done now. The rest is the workers' graph. No words are sent here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _by_rank_op, _signatures, _torch_traces, _wire
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._metadata import Meta
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._workers import Workers
+
+_MEETS = ("wait_tensor", "_wrap_tensor_autograd")  # functional collectives in which nobody meets anybody
+
+
+class Result(NamedTuple):
+    """One result of a captured graph. ``meta``: of a tensor of the workers; ``at``: as which argument it came in,
+    -1 if not; ``here``: its place among what is done here, -1 if elsewhere; ``value``: anything else.
+    """
+
+    meta: Meta | None
+    at: int
+    here: int
+    value: Any
+
+
+class Capture(NamedTuple):
+    """What a call does. ``tensors``: which arguments are the workers'; ``kept``: tensors that it needs besides.
+
+    ``here``: does what is this process's, for the arguments ``own``; the first of its results are ``sent`` tensors,
+    then come the numbers. ``number``: 0 if there is nothing for the workers to do.
+    """
+
+    number: int
+    tensors: list[int]
+    kept: list[RemoteTensor]
+    own: list[int]
+    here: Callable[..., Any] | None
+    sent: int
+    numbers: int
+    results: list[Result]
+    created: int
+    writes: list[int]
+    """Positions among the record's tensors of what is changed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _There:
+    """A value of the workers' graph: ``index`` is ("operand" | "sent" | "number" | "step", the how manieth of them)."""
+
+    index: tuple[str, int]
+    fake: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Here:
+    """A value of this process, which each call may have another of."""
+
+    node: fx.Node
+    fake: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Factory:
+    """A tensor from nothing: made where somebody wants it."""
+
+    node: fx.Node
+
+
+class Capturer:
+    """Makes one `Capture`, of a graph for arguments like these."""
+
+    def __init__(self, workers: Workers, graph: fx.GraphModule, args: list[Any], *, inductor: bool) -> None:
+        self.workers, self.graph, self.args, self.inductor = workers, graph, args, inductor
+        self.values: dict[fx.Node, Any] = {}
+        self.tensors: list[int] = []
+        self.kept: list[RemoteTensor] = []
+        self.own: list[int] = []
+        self.operand_metas: list[Meta] = []
+        self.sent: list[fx.Node] = []  # of this process, tensors that workers need whole
+        self.numbers: list[tuple[fx.Node, str]] = []
+        self.steps: list[tuple[Any, Any, Any, fx.Node]] = []
+        self.writes: list[int] = []
+        self.here = fx.Graph()
+        self.here_nodes: dict[fx.Node, fx.Node] = {}
+        self.arguments: dict[fx.Node, int] = {}
+        self._there: dict[fx.Node, _There] = {}  # values of this process, as workers have them
+
+    def make(self) -> Capture:
+        """Also defines the graph on the workers. Raises RemoteTensorError for what can't be captured."""
+        placeholders = iter(range(len(self.args)))
+        results: list[Any] = []
+        for node in self.graph.graph.nodes:
+            if node.op == "placeholder":
+                self._argument(node, next(placeholders))
+            elif node.op == "get_attr":
+                self._attribute(node)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                results = list(node.args[0])
+            else:
+                raise RemoteTensorError(f"{node.format_node()}: a captured step has only calls of operators")
+        return self._finish(results)
+
+    # What comes in ----------------------------------------------------------------------------------------------
+
+    def _argument(self, node: fx.Node, at: int) -> None:
+        value = self.args[at]
+        self.arguments[node] = at
+        if isinstance(value, RemoteTensor):
+            self.tensors.append(at)
+            self.values[node] = self._operand(value._meta)
+        elif isinstance(value, (torch.Tensor, float)):
+            self.own.append(at)
+            self.here_nodes[node] = self.here.placeholder(f"a{at}")
+            fake = value if isinstance(value, float) else _signatures.fake_like(value)
+            self.values[node] = _Here(node, fake)
+        else:
+            self.values[node] = value
+
+    def _operand(self, meta: Meta) -> _There:
+        self.operand_metas.append(meta)
+        return _There(("operand", len(self.operand_metas) - 1), _signatures.fake_of(meta))
+
+    def _attribute(self, node: fx.Node) -> None:
+        value: Any = self.graph
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if isinstance(value, torch.Tensor):
+            value = value if isinstance(value, RemoteTensor) else self.workers.put(value)
+            self.kept.append(value)
+            self.values[node] = self._operand(value._meta)
+        elif isinstance(value, torch.nn.Module):
+            raise RemoteTensorError(
+                f"{node.target} in a captured step: control flow and other operators with functions in them can't be "
+                "sent to workers; leave them to eager code (torch.compiler.disable)"
+            )
+        else:
+            self.values[node] = _torch_traces.real(value)
+
+    # Operations -------------------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node) -> None:
+        _check(node)
+        inputs = [self.values[each] for each in node.all_input_nodes]
+        if any(isinstance(each, _There) for each in inputs):
+            self._step(node)
+        elif any(isinstance(each, _Here) for each in inputs):
+            self._own(node)
+        elif any(isinstance(each, _Factory) for each in inputs) or _makes_tensor(node):
+            self.values[node] = _Factory(node)
+        else:
+            given = fx.map_arg((node.args, node.kwargs), lambda each: self.values[each])
+            args, kwargs = pytree.tree_map(_torch_traces.real, given)
+            self.values[node] = _operator(node)(*args, **kwargs)
+
+    def _step(self, node: fx.Node) -> None:
+        """On the workers, from now on in each call; what comes of it that is no tensor, now."""
+        args, kwargs = self._arguments_there(node)
+        fake_args, fake_kwargs = pytree.tree_map(_fake, (args, kwargs))
+        result = _signatures.propagate(_operator(node), fake_args, fake_kwargs)
+        has_tensor = any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result))
+        if not has_tensor and result is not None and result != []:
+            self.values[node] = result
+            return
+        self.values[node] = self._add(node, args, kwargs, result)
+        self.writes += [i for kind, i in (each.index for each in _written(node, args, kwargs)) if kind == "operand"]
+
+    def _add(self, node: fx.Node, args: Any, kwargs: Any, fake: Any) -> _There:
+        self.steps.append((node.target, args, kwargs, node))
+        return _There(("step", len(self.steps) - 1), fake)
+
+    def _own(self, node: fx.Node) -> None:
+        """In this process, in each call."""
+        fake = _fake_here(node, {each: self._fake_of(each) for each in node.all_input_nodes})
+        for each in node.all_input_nodes:
+            self._copy_here(each)
+        self.here_nodes[node] = self.here.node_copy(node, lambda each: self.here_nodes[each])
+        self.values[node] = _Here(node, fake)
+
+    def _copy_here(self, node: fx.Node) -> None:
+        """What is needed of it in this process's graph: constants and tensors from nothing."""
+        if node in self.here_nodes:
+            return
+        value = self.values[node]
+        if isinstance(value, _Factory):
+            for each in node.all_input_nodes:
+                self._copy_here(each)
+            self.here_nodes[node] = self.here.node_copy(node, lambda each: self.here_nodes[each])
+        else:
+            self.here_nodes[node] = value  # a constant: fx takes it as an argument
+
+    def _fake_of(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        if isinstance(value, _Factory):
+            return _fake_here(node, {each: self._fake_of(each) for each in node.all_input_nodes})
+        return value.fake if isinstance(value, _Here) else value
+
+    def _arguments_there(self, node: fx.Node) -> Any:
+        """Traces are of the CPU, see `_remote_tensor.on_the_cpu`: what they make there is made where workers are."""
+
+        def moved(value: Any) -> Any:
+            return self.workers.device if isinstance(value, torch.device) and value.type == "cpu" else value
+
+        return pytree.tree_map(moved, fx.map_arg((node.args, node.kwargs), self._as_there))
+
+    def _as_there(self, node: fx.Node) -> Any:
+        """A value as the workers have it: one of this process is sent with each record."""
+        value = self.values[node]
+        if isinstance(value, _There) or not isinstance(value, (_Here, _Factory)):
+            return value
+        known = self._there.get(node)
+        if known is None:
+            known = self._there[node] = self._made_there(node) if isinstance(value, _Factory) else self._sent(value)
+        return known
+
+    def _made_there(self, node: fx.Node) -> _There:
+        args, kwargs = self._arguments_there(node)
+        fake_args, fake_kwargs = pytree.tree_map(_fake, (args, kwargs))
+        return self._add(node, args, kwargs, _signatures.propagate(_operator(node), fake_args, fake_kwargs))
+
+    def _sent(self, value: _Here) -> _There:
+        if isinstance(value.fake, float) or (value.fake.ndim == 0 and not value.fake.is_complex()):
+            dtype = "" if isinstance(value.fake, float) else str(value.fake.dtype).removeprefix("torch.")
+            self.numbers.append((value.node, dtype))
+            return _There(("number", len(self.numbers) - 1), value.fake)
+        self.sent.append(value.node)
+        meta = self.workers.metas.like(value.fake, self.workers.device)
+        return _There(("sent", len(self.sent) - 1), _signatures.fake_of(meta))
+
+    # What comes out ---------------------------------------------------------------------------------------------
+
+    def _finish(self, results: list[Any]) -> Capture:
+        outs: list[Result] = []
+        created: list[int] = []
+        wanted: list[fx.Node] = []
+        for each in results:
+            value = self.values[each] if isinstance(each, fx.Node) else each
+            value = self._as_there(each) if isinstance(value, _Factory) else value
+            at = self.arguments.get(each, -1) if isinstance(each, fx.Node) else -1
+            if at >= 0:
+                outs.append(Result(None, at, -1, None))
+            elif isinstance(value, _There):
+                created.append(self._number_of(value))
+                outs.append(Result(self.workers.metas.like(value.fake), -1, -1, None))
+            elif isinstance(value, _Here):
+                wanted.append(each)
+                outs.append(Result(None, -1, len(self.sent) + len(self.numbers) + len(wanted) - 1, None))
+            else:
+                outs.append(Result(None, -1, -1, _torch_traces.real(value)))
+        number = self._define(created) if self.steps else 0
+        return Capture(
+            number, self.tensors, self.kept, self.own, self._function_here(wanted), len(self.sent), len(self.numbers),
+            outs, len(created), sorted(set(self.writes)),
+        )  # fmt: skip
+
+    def _function_here(self, wanted: list[fx.Node]) -> Callable[..., Any] | None:
+        if not self.own:
+            return None
+        nodes = [*self.sent, *(node for node, _ in self.numbers), *wanted]
+        self.here.output(tuple(self.here_nodes[each] for each in nodes))
+        return fx.GraphModule(self.graph, self.here)
+
+    def _number_of(self, value: _There) -> int:
+        """Its number among the graph's values. Of the record's tensors, those that are sent come last."""
+        kind, i = value.index
+        before = {"operand": 0, "sent": len(self.operand_metas)}
+        before["number"] = before["sent"] + len(self.sent)
+        before["step"] = before["number"] + len(self.numbers)
+        return before[kind] + i
+
+    def _define(self, results: list[int]) -> int:
+        sent = [[list(self.values[node].fake.shape), _name(self.values[node].fake.dtype)] for node in self.sent]
+        return self.workers.define_graph(
+            len(self.operand_metas) + len(self.sent), [dtype for _, dtype in self.numbers],
+            [self._wire_step(*each) for each in self.steps], results, sorted(set(self.writes)),
+            [[list(meta.shape), _name(meta.dtype)] for meta in self.operand_metas] + sent, self.inductor,
+        )  # fmt: skip
+
+    def _wire_step(self, target: Any, args: Any, kwargs: Any, node: fx.Node) -> _wire.Step:
+        name = (
+            str(target) if isinstance(target, torch._ops.OpOverload) else f"{target.__module__}:{target.__qualname__}"
+        )
+        if target is torch.ops.monarch_backend.by_rank.default:
+            made, args, kwargs = _by_rank_op.arguments(args[1], args[0])
+            name, args = "monarch_backend.dtensor.worker._graphs:by_rank", [made.name, *args]
+        ins = None
+        if name.startswith(_wire.COLLECTIVES) and not any(each in name for each in _MEETS):
+            tensors = [each.fake for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _There)]
+            ins = [[list(each.shape), _name(each.dtype)] for each in tensors]
+
+        def operand(value: Any) -> int | None:
+            return self._number_of(value) if isinstance(value, _There) else None
+
+        places = [_wire.place(each, operand, self.workers.group_name) for each in args]
+        named = {key: _wire.place(each, operand, self.workers.group_name) for key, each in kwargs.items()}
+        return _wire.Step(name, places, named, _line_of(node), ins)
+
+
+def _fake(value: Any) -> Any:
+    return value.fake if isinstance(value, _There) else value
+
+
+def _operator(node: fx.Node) -> Callable[..., Any]:
+    if not callable(node.target):
+        raise RemoteTensorError(f"{node.format_node()}: a captured step has only calls of operators")
+    return node.target
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fake_here(node: fx.Node, fakes: dict[fx.Node, Any]) -> Any:
+    if node.target is torch.ops.aten._local_scalar_dense.default:
+        if isinstance(node.meta.get("val"), (float, torch.SymFloat)):
+            return 1.0  # any: only that it is a number matters
+        raise RemoteTensorError(
+            f"a captured step reads an int out of a tensor of this process, at\n{_line_of(node)}\n"
+            "Read it eagerly, before"
+        )
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: fakes[each])
+    return _signatures.propagate(_operator(node), args, kwargs)
+
+
+def _makes_tensor(node: fx.Node) -> bool:
+    return any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(node.meta.get("val")))
+
+
+def _check(node: fx.Node) -> None:
+    """Raises RemoteTensorError for operators whose results would not be what eager code's are."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        raise RemoteTensorError(f"{target} in a captured step can't be sent to workers: leave it to eager code")
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        raise RemoteTensorError(
+            f"{target} in a captured step, at\n{_line_of(node)}\nIts random numbers would not be those of eager code: "
+            "put what draws them (dropout) into a function with torch.compiler.disable"
+        )
+
+
+def _written(node: fx.Node, args: Any, kwargs: Any) -> list[_There]:
+    """What the operator changes."""
+    schema = getattr(node.target, "_schema", None)
+    found: list[_There] = []
+    for i, each in enumerate(schema.arguments if schema is not None else ()):
+        if each.alias_info is not None and each.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(each.name)
+            leaves = pytree.tree_leaves(value)
+            found += [one for one in leaves if isinstance(one, _There)]
+    for each in found:
+        if each.index[0] in ("sent", "number"):
+            raise RemoteTensorError(
+                f"a captured step changes a tensor of this process with values of the workers, at\n{_line_of(node)}\n"
+                "Make it a DTensor first (distribute_tensor)"
+            )
+    return found
+
+
+def _line_of(node: fx.Node) -> str:
+    """The program's line that this operation comes from, as in a traceback."""
+    lines = (node.stack_trace or "").splitlines()
+    last = max((i for i, each in enumerate(lines) if each.startswith("  File ")), default=0)
+    return "\n".join(lines[last : last + 2])

@@ -1,0 +1,70 @@
+"""Streams and events of the workers' devices, as torch's own code wants to have them on the controller.
+
+Workers execute records in order, so there is nothing to wait for between records: all of these do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+
+class Event:
+    """As torch.cuda.Event."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, _stream: Stream | None = None) -> None:
+        """Nothing."""
+
+    def wait(self, _stream: Stream | None = None) -> None:
+        """Nothing."""
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        """Whoever asks may go on."""
+        return True
+
+
+class Stream:
+    """As torch.cuda.Stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_event(self, _event: Event) -> None:
+        """Nothing."""
+
+    def wait_stream(self, _stream: Stream) -> None:
+        """Nothing."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that has happened."""
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        """Whoever asks may go on."""
+        return True
+
+
+class DeviceHandle:
+    """As the module torch.cuda."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self) -> None:
+        self._stream = Stream()
+
+    def current_stream(self, _device: Any = None) -> Any:
+        """The only one."""
+        return self._stream
+
+    def stream(self, _stream: Any) -> contextlib.AbstractContextManager[None]:
+        """Nothing."""
+        return contextlib.nullcontext()

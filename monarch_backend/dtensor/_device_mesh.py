@@ -1,0 +1,114 @@
+"""From a mesh of processes to torch's DeviceMesh: from now on they hold tensors, and this program controls them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from monarch_backend.dtensor import _dispatch, _group, _torch
+from monarch_backend.dtensor import _special as _special
+from monarch_backend.dtensor import _torch_fsdp as _torch_fsdp  # these two register what they know
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._workers import ActorLine, Workers
+from monarch_backend.mesh._procs import ProcMesh
+
+if TYPE_CHECKING:
+    from monarch_backend.mesh._procs import ProcCore
+
+DEVICE_TYPES = ("cpu", "cuda", "xla")
+
+_made: weakref.WeakKeyDictionary[ProcCore, dict[str, Workers]] = weakref.WeakKeyDictionary()
+
+
+def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.0) -> DeviceMesh:
+    """A torch DeviceMesh of these processes, of the mesh's own shape and dimension names.
+
+    DTensors on it live in the processes; see `monarch_backend.dtensor`. ``device_type``: what the processes compute on,
+    "cpu" or "cuda" (NVIDIA and AMD); this program needs no such device itself. ``timeout``, in seconds, is that of
+    their collectives. Raises ValueError for another device, and RemoteTensorError in a process that is a rank of a
+    torch.distributed group.
+    """
+    if device_type not in DEVICE_TYPES:
+        raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
+    _torch.install()
+    workers = workers_for(procs, device_type, timeout)
+    key = (tuple(procs._shape.ranks), tuple(procs.extent.sizes), tuple(procs.extent.labels))
+    found = workers.meshes.get(key)
+    if found is None:  # else the same object: torch takes equal meshes for each other, and then asks which one it is
+        ranks = torch.tensor([workers.first + rank for rank in key[0]], dtype=torch.int)
+        found = workers.meshes[key] = DeviceMesh(device_type, ranks.view(key[1]), mesh_dim_names=key[2])
+    return found
+
+
+def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
+    """Those of the whole mesh that this is, or is a slice of."""
+    core = procs._core
+    made = _made.setdefault(core, {})
+    if device_type not in made:
+        from monarch_backend.actor._program import program
+        from monarch_backend.dtensor.worker import Executor
+
+        whole = ProcMesh(core)
+        whole.process_group("monarch", timeout).get()
+        executors = whole.spawn("dtensor", Executor, device_type, timeout)
+        workers = new_workers(core.name, len(whole), device_type, ActorLine(whole, executors, program(), device_type))
+        made[device_type] = workers
+
+        def ended(_: Any) -> None:
+            made.pop(device_type, None)
+            workers.close("they were stopped or have died")
+            _group.remove_owner(workers)
+            _dispatch.forget(workers)
+            _special.forget(workers)
+
+        executors._core.owned.ended.add_done_callback(ended)
+    return made[device_type]
+
+
+def new_workers(name: str, size: int, device_type: str, line: Any) -> Workers:
+    """Workers at the other end of this line."""
+    first = _group.universe().grow(size)
+    workers = Workers(name, size, first, torch.device(device_type), line)
+    _group.add_owner(workers)
+    return workers
+
+
+class NoLine:
+    """A way to workers that do not exist: what the controller costs, for any number of them."""
+
+    def send(self, batch: bytes) -> None:
+        """Nobody reads it."""
+
+    def send_counted(self, batch: bytes) -> Callable[[], object]:
+        """Nobody reads it."""
+        return lambda: None
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Never: batches are sent when they are full."""
+
+    def put(self, number: int, tensor: torch.Tensor) -> None:
+        """Nobody reads it."""
+
+    def put_by_rank(self, number: int, tensors: Any) -> None:
+        """Nobody reads it."""
+
+    def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
+        """Nobody has failed. Raises RemoteTensorError for values, which nobody has."""
+        if what != "failed_since":
+            raise RemoteTensorError("this mesh is simulated: there are no workers and no values")
+        return list
+
+
+def simulated_mesh(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
+    """A mesh without processes, for measuring and testing the controller: operations go nowhere, reading raises."""
+    _torch.install()
+    size = 1
+    for each in sizes:
+        size *= each
+    workers = new_workers("simulated", size, device_type, NoLine())
+    ranks = torch.arange(workers.first, workers.first + size, dtype=torch.int)
+    return DeviceMesh(device_type, ranks.view(sizes), mesh_dim_names=names)

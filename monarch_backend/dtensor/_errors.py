@@ -1,0 +1,49 @@
+"""What goes wrong with remote tensors, in words: each says what happened, where, and what to do next."""
+
+from __future__ import annotations
+
+
+class RemoteTensorError(RuntimeError):
+    """Base of the errors of remote tensors."""
+
+
+class RankDependentError(RemoteTensorError):
+    """A Python branch, or a number, that would have to differ by rank: there is one controller for all of them."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(
+            f"{what} {why}: one controller runs this program for all ranks, and can take one way only. Calculate with "
+            "the number instead of branching on it, or run the branch on the workers: "
+            "monarch_backend.dtensor.run(mesh, function, ...)"
+        )
+
+
+class RemoteOpError(RemoteTensorError):
+    """An operation raised on a worker; what was read depends on it.
+
+    ``rank``, ``host``, ``pid``: whose it was. ``operation``: torch's name. ``remote_traceback``: the worker's.
+    ``issued_at``: the controller's lines that issued it, the innermost last.
+    """
+
+    def __init__(
+        self, operation: str, rank: int, host: str, pid: int, message: str, remote_traceback: str, issued_at: str
+    ) -> None:
+        self.operation, self.rank, self.host, self.pid = operation, rank, host, pid
+        self.remote_traceback, self.issued_at = remote_traceback, issued_at
+        super().__init__(
+            f"{operation} raised on rank {rank} (host {host}, pid {pid}): {message}\n\n"
+            f"Issued by the controller at (most recent call last):\n{issued_at}\n"
+            f"On the worker:\n{remote_traceback}"
+        )
+
+
+class NotReadableError(RemoteTensorError):
+    """Something wants the memory of a tensor that lives on workers."""
+
+
+class MeshMismatchError(RemoteTensorError):
+    """Tensors of different processes in one operation."""
+
+
+class MeshClosedError(RemoteTensorError):
+    """The processes of this tensor have ended."""

@@ -1,0 +1,108 @@
+"""A generator of the controller moves as an operation would move it, and the operation is not done here.
+
+torch's CPU generator (mt19937) gives an operation some words for each element. How many is not written down anywhere,
+so it is measured: once for each operation and dtype, on tensors of a few dozen elements. No workers, no DTensors here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from monarch_backend import _native
+
+BLOCK = 16
+"""`normal_` works on so many elements at a time; all others on fewer."""
+LEAST = 2 * BLOCK
+"""From here on each further block takes as many words as the one before."""
+MOST_WORDS = 16 * BLOCK
+"""No operation takes more for a block."""
+
+Fill = Callable[[torch.Tensor], object]
+
+_words_of_block: dict[Any, int] = {}
+
+
+def state_of(generator: Any) -> bytes:
+    """All that its next numbers depend on."""
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())  # as numpy would do it, which need not be there
+
+
+def set_state(generator: Any, state: bytes | bytearray) -> None:
+    """As it was when `state_of` said this."""
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+_LEFT_AT, _NEXT_AT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 624 * 8)
+"""Where torch has them in a state: how many words are left until the next twist, which is next, all words."""
+
+
+def skip(generator: Any, words: int) -> None:
+    """So many words are drawn, and used for nothing."""
+    if not words:
+        return
+    state = bytearray(state_of(generator))
+    left = _native.skip_mt19937(memoryview(state)[_WORDS], struct.unpack("i", state[_LEFT_AT])[0], words)
+    state[_LEFT_AT], state[_NEXT_AT] = struct.pack("i", left), struct.pack("Q", 625 - left)
+    set_state(generator, state)
+
+
+class Move:
+    """What ``fill`` of a tensor of this shape, strides and dtype does to a generator.
+
+    ``key``: which operation it is, with all arguments that the number of words may depend on. A large tensor's words
+    are skipped, all but those of a last, small part, which is really filled: so what the generator keeps besides words
+    (the second of two normal numbers) is right, too.
+    """
+
+    def __init__(self, key: Any, shape: Any, stride: Any, dtype: torch.dtype) -> None:
+        self._key = (key, dtype)
+        whole = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        self._numel = whole.numel()
+        self._is_contiguous = whole.is_contiguous()
+        last = self._numel if self._numel < LEAST + BLOCK else LEAST + self._numel % BLOCK
+        self._last = self._part(last, dtype)
+        self._blocks = (self._numel - last) // BLOCK
+        self._more = self._part(last + BLOCK, dtype)
+
+    def _part(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Some of it, in memory as the whole is, as far as operations look at that."""
+        part = torch.empty(numel, dtype=dtype)
+        return part if self._is_contiguous else torch.empty(2 * numel, dtype=dtype)[::2]
+
+    def make(self, generator: Any, fill: Fill) -> None:
+        """Move it. ``fill`` draws from this generator."""
+        if self._blocks:
+            skip(generator, self._blocks * self._measured(generator, fill))
+        fill(self._last)
+
+    def _measured(self, generator: Any, fill: Fill) -> int:
+        key = (*self._key, self._is_contiguous)
+        words = _words_of_block.get(key)
+        if words is None:
+            words = _words_of_block[key] = self._measure(generator, fill)
+        return words
+
+    def _measure(self, generator: Any, fill: Fill) -> int:
+        before = state_of(generator)
+        try:
+            fill(self._more)
+            after = state_of(generator)
+            for words in range(MOST_WORDS + 1):
+                set_state(generator, before)
+                skip(generator, words)
+                fill(self._last)
+                if state_of(generator) == after:
+                    return words
+        finally:
+            set_state(generator, before)
+        raise RuntimeError(
+            f"{self._key[0]} of {self._key[1]}: this torch's CPU generator is not moved by a fixed number of words for "
+            f"each {BLOCK} elements, so nobody knows what comes after it. Draw these numbers on the controller and "
+            "distribute_tensor() them, and report this to monarch_backend"
+        )

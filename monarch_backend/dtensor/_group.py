@@ -1,0 +1,203 @@
+"""`ControllerGroup`: what torch.distributed has as process groups on the controller. No rank of them is here.
+
+torch gets sizes, names and ranks; collectives of remote tensors are records (see _special.py), of this process's own
+tensors an error, since there is nobody to talk to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _rank_ints, _torch_groups
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._workers import Workers
+
+_names = itertools.count()
+
+
+class ControllerGroup(dist.ProcessGroup):
+    """Of the ranks ``rows``: each of them is, for its ranks, the group of this name."""
+
+    def __init__(self, name: str, rows: Sequence[Sequence[int]], desc: str = "") -> None:
+        super().__init__(0, max(1, len(rows[0]) if rows else 1))  # type: ignore[call-arg]
+        self._name, self._desc = name, desc
+        self.rows = [list(row) for row in rows]
+        self._place: Any = 0
+
+    def belong(self, workers: Workers) -> None:
+        """It is a group of these."""
+        places: list[int | None] = [None] * workers.size
+        for row in self.rows:
+            for place, rank in enumerate(row):
+                places[rank - workers.first] = place
+        self._place = _rank_ints.by_rank(places)
+
+    def rank(self) -> Any:
+        """Each rank's own; of the default group, which is all ranks of all meshes, the controller's: 0."""
+        return self._place
+
+    def size(self) -> int:
+        """Of each row."""
+        return len(self.rows[0]) if self.rows else 0
+
+    def getBackendName(self) -> str:
+        """For torch."""
+        return "monarch"
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """For torch."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """For torch."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def new_group(
+        self, ranks: Sequence[int], *, group_name: str | None = None, group_desc: str | None = None, **_: Any
+    ) -> ControllerGroup:
+        """torch.distributed.new_group, which comes here with all ranks given."""
+        return make([list(ranks)], group_desc or "", group_name, register=False)
+
+    def shutdown(self) -> None:
+        """Nothing is open here."""
+
+    def barrier(self, *_: Any, **__: Any) -> Any:
+        """Waits until the workers of the group have done everything so far. Raises RemoteOpError for what failed."""
+        ranks = {rank for row in self.rows for rank in row}
+        for workers in _owners:
+            if not ranks.isdisjoint(range(workers.first, workers.first + workers.size)):
+                workers.synchronize()
+        return _torch_groups.done()
+
+    def abort(self) -> None:
+        """As shutdown."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _COLLECTIVES:
+            raise RemoteTensorError(
+                f"{name}() of a tensor of the controller: no rank of a mesh is here. Distribute the tensor first "
+                "(distribute_tensor), or run the function on the workers (monarch_backend.dtensor.run)"
+            )
+        raise AttributeError(name)
+
+
+_COLLECTIVES = frozenset(
+    {
+        "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter",
+        "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "send", "recv", "recv_anysource",
+        "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+    }
+)  # fmt: skip
+
+
+def _only_remote(name: str) -> Any:
+    own = getattr(dist.ProcessGroup, name)
+
+    def collective(self: ControllerGroup, *args: Any, **options: Any) -> Any:
+        if any(isinstance(each, RemoteTensor) for each in pytree.tree_leaves(args)):
+            return own(self, *args, **options)  # an operator, which becomes a record
+        return self.__getattr__(name)
+
+    # pybind11 calls the base class's own function, and not this one again, from a function of the same name only.
+    collective.__code__ = collective.__code__.replace(co_name=name)
+    return collective
+
+
+for _name in _COLLECTIVES:  # the base class would fail in its own words
+    setattr(ControllerGroup, _name, _only_remote(_name))
+
+
+class _Universe(ControllerGroup):
+    """torch's default group: the ranks of all Workers of this controller, of which there may be more later."""
+
+    def __init__(self) -> None:
+        super().__init__("0", [])
+
+    def grow(self, size: int) -> int:
+        """Returns the first of so many new ranks."""
+        first = self.size()
+        self.rows = [list(range(first + size))]
+        _torch_groups.set_ranks(self, self.rows[0])
+        return first
+
+
+_universe: _Universe | None = None
+
+
+_owners: list[Workers] = []
+
+
+def universe() -> _Universe:
+    """torch's default group in this process, made now if need be. Raises RemoteTensorError where there is another."""
+    global _universe
+    if is_controller():
+        return _universe  # type: ignore[return-value]
+    if dist.is_initialized():
+        raise RemoteTensorError(
+            "this process is a rank of a torch.distributed group already; a controller of device meshes is none: "
+            "call torch.distributed.destroy_process_group() first, or make the mesh in a program of its own"
+        )
+    _universe = _Universe()
+    _torch_groups.register(_universe, "0", [])
+    _torch_groups.set_default(_universe)
+    return _universe
+
+
+def is_controller() -> bool:
+    """Whether torch's default group is this controller's, of which no rank is here."""
+    return _universe is not None and dist.is_initialized() and _torch_groups.default() is _universe
+
+
+def add_owner(workers: Workers) -> None:
+    """Its ranks are in the universe."""
+    _owners.append(workers)
+
+
+def remove_owner(workers: Workers) -> None:
+    """Its ranks have ended. Without any that are not simulated, torch has no default group any more."""
+    global _universe
+    if workers in _owners:
+        _owners.remove(workers)
+    if all(each.is_simulated for each in _owners) and _universe is not None:
+        _owners.clear()
+        if is_controller():
+            dist.destroy_process_group()
+        _universe = None
+
+
+def owner_of(ranks: Sequence[int]) -> Workers | None:
+    """The Workers that all these global ranks belong to; None if nobody of ours. Raises ValueError if several."""
+    found = {workers for workers in _owners for rank in ranks if workers.first <= rank < workers.first + workers.size}
+    if len(found) > 1:
+        names = " and ".join(sorted(each.name for each in found))
+        raise ValueError(f"ranks {list(ranks)} belong to {names}: a mesh has processes of one spawn_procs() only")
+    return next(iter(found), None)
+
+
+def make(rows: list[list[int]], desc: str, name: str | None = None, *, register: bool = True) -> ControllerGroup:
+    """A group whose ranks are, for each rank, the row that it is in."""
+    workers = owner_of([rank for row in rows for rank in row])
+    name = name or f"monarch_{next(_names)}"
+    group = ControllerGroup(name, rows, desc)
+    if workers is not None:
+        workers.add_group(name, rows)
+        group.belong(workers)
+    if register:
+        _torch_groups.register(group, name, rows[0])
+    return group

@@ -1,0 +1,109 @@
+"""What the controller knows of a tensor on the workers: shape, strides, dtype, device. Interned: one object for each.
+
+No ids and no messages here. Shards of unequal sizes are classes of ranks with equal metadata, never a loop over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from monarch_backend.dtensor import _rank_ints
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._workers import Workers
+
+Sizes = tuple[Any, ...]
+_CPU = torch.device("cpu")
+
+
+class Meta:
+    """Of one tensor. ``shape`` and the others are as torch has them; ints that differ by rank are SymInts.
+
+    ``classes``: None where all ranks have the same; else the metadata that there are, of which rank r has
+    ``classes[of_rank[r]]``, or nothing where that is -1.
+    """
+
+    __slots__ = ("classes", "device", "dtype", "of_rank", "offset", "shape", "shown", "stride", "workers")
+
+    workers: Workers
+    shape: Sizes
+    stride: Sizes
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    shown: torch.device
+    """Where torch's C++ has it. A controller without a GPU could not run autograd for any but the CPU and meta."""
+    classes: tuple[Meta, ...] | None
+    of_rank: tuple[int, ...]
+
+    def on(self, rank: int) -> Meta | None:
+        """What this rank has."""
+        if self.classes is None:
+            return self
+        which = self.of_rank[rank]
+        return None if which < 0 else self.classes[which]
+
+    def __repr__(self) -> str:
+        return f"Meta({self.shape}, {self.dtype}, {self.device})"
+
+
+class Metas:
+    """All of one set of workers."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._same: dict[Any, Meta] = {}
+        self._by_rank: dict[tuple[Meta | None, ...], Meta] = {}
+
+    def same(self, shape: Sizes, stride: Sizes, offset: Any, dtype: torch.dtype, device: torch.device) -> Meta:
+        """The same on all ranks."""
+        key = (shape, stride, offset, dtype, device)
+        found = self._same.get(key)
+        if found is None:
+            found = Meta()
+            found.workers, found.classes, found.of_rank = self._workers, None, ()
+            found.shape, found.stride, found.offset, found.dtype, found.device = key
+            found.shown = device if device.type == "meta" else _CPU
+            self._same[key] = found
+        return found
+
+    def like(self, tensor: torch.Tensor, device: torch.device | None = None) -> Meta:
+        """That of a tensor of this process, which may be a fake one."""
+        where = device or tensor.device
+        return self.same(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, where)
+
+    def sent(self, tensor: torch.Tensor, device: torch.device) -> Meta:
+        """That of a tensor of this process when it has arrived: in a storage of its own, from the first element on."""
+        return self.same(tuple(tensor.shape), tuple(tensor.stride()), 0, tensor.dtype, device)
+
+    def by_rank(self, metas: Sequence[Meta | None]) -> Meta:
+        """Each rank has its own of these, or nothing. Raises ValueError where they differ in more than sizes."""
+        key = tuple(metas)
+        found = self._by_rank.get(key)
+        if found is None:
+            found = self._by_rank[key] = self._combine(key)
+        return found
+
+    def _combine(self, metas: tuple[Meta | None, ...]) -> Meta:
+        classes = list(dict.fromkeys(meta for meta in metas if meta is not None))
+        if len(classes) == 1 and None not in metas:
+            return classes[0]
+        kinds = {(each.dtype, len(each.shape)) for each in classes}
+        if len(kinds) != 1:
+            raise ValueError(f"tensors of ranks must have one dtype and number of dimensions, these have {kinds}")
+        found, first = Meta(), classes[0]
+        found.workers, found.dtype, found.device = self._workers, first.dtype, first.device
+        found.shown = first.shown
+        found.classes = tuple(classes)
+        found.of_rank = tuple(-1 if meta is None else classes.index(meta) for meta in metas)
+        found.shape = tuple(_int(metas, lambda meta, d=d: meta.shape[d]) for d in range(len(first.shape)))
+        found.stride = tuple(_int(metas, lambda meta, d=d: meta.stride[d]) for d in range(len(first.shape)))
+        found.offset = _int(metas, lambda meta: meta.offset)
+        return found
+
+
+def _int(metas: Sequence[Meta | None], of: Any) -> Any:
+    return _rank_ints.by_rank([None if meta is None else of(meta) for meta in metas], sizes=True)

@@ -1,0 +1,60 @@
+"""`Philox`: the random numbers of the workers' GPUs, as far as a controller without a GPU must know them.
+
+A GPU's generator is a seed and how many numbers were drawn. Nobody here draws any: workers say how far an operation
+moves theirs. It has the methods of torch's own generators, so that the controller can treat both alike.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+_STATE = struct.Struct("<Qq")
+"""As torch has it: the seed, the offset."""
+
+
+class Philox:
+    """In place of ``torch.cuda.default_generators[0]``."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.manual_seed(torch.initial_seed())
+
+    def manual_seed(self, seed: int) -> Philox:
+        """From the beginning, with this seed."""
+        self._state = _STATE.pack(seed % (1 << 64), 0)
+        return self
+
+    def get_state(self) -> torch.Tensor:
+        """Seed and offset, as bytes."""
+        return torch.frombuffer(bytearray(self._state), dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """As get_state had it. Raises ValueError for the state of another kind of generator."""
+        if state.numel() != _STATE.size:
+            raise ValueError(f"{state.numel()} bytes are not the state of a GPU's generator, which has {_STATE.size}")
+        self._state = bytes(state.tolist())
+
+
+def moved(before: bytes, after: bytes) -> int:
+    """By how many numbers."""
+    return int(_STATE.unpack(after)[1] - _STATE.unpack(before)[1])
+
+
+def after(before: bytes, numbers: int) -> bytes:
+    """The state, so many numbers later."""
+    seed, offset = _STATE.unpack(before)
+    return _STATE.pack(seed, offset + numbers)
+
+
+default = Philox()
+"""The one that operations on GPU meshes draw from, where this process has no GPU itself."""
+
+
+def default_generator(device_type: str) -> torch.Generator | Philox:
+    """Of workers whose device this is."""
+    if device_type == "cuda":
+        return torch.cuda.default_generators[0] if torch.cuda.is_initialized() else default
+    return torch.default_generator

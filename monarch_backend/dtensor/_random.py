@@ -1,0 +1,445 @@
+"""Random operations: every mesh and placement gets the numbers of a single process, by the controller's generator.
+
+An operation on a DTensor is one record: each worker draws the whole tensor's numbers from the state that the
+controller's generator had, and keeps those of its own shard. The controller's generator then moves as if it had drawn
+them (see _generator.py), so what comes next, here or there, is what comes next in a single process.
+
+A plain RemoteTensor gets the same numbers on all ranks, those of a single process with a tensor of its shape: what
+tensor parallelism has replicated stays the same everywhere. Where ranks have other data, which nobody can see from a
+plain tensor, `own_random_numbers` makes their numbers differ, too: they follow from one number of the controller's
+generator and the rank's place. Not here: what an operation does on a worker (worker/_random.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _dispatch, _generator, _philox, _rank_ints, _sites, _wire
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from monarch_backend.dtensor._workers import Workers
+
+_aten = torch.ops.aten
+_WORKER = "monarch_backend.dtensor.worker._random:"
+
+Handler = Callable[[Any, Any, Any], Any]
+
+
+# The generator, here and there ----------------------------------------------------------------------------------
+
+
+class _Step:
+    """How the generators of some workers keep step with the controller's."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.fills: dict[Any, _Fill] = {}
+        places = [[_wire.Tag.OPERAND, 0, 1], [_wire.Tag.DEVICE, workers.device.type]]
+        self._number = workers.define(_WORKER + "set_state", places, {}, 1, _wire.Kind.NONE, 0, [], [])
+        self._state = b""
+        self._members: Members = None
+        self.streams: tuple[int, ...] | None = None
+        """Of plain tensors' numbers: ranks of one stream have the same. None: all ranks are of one."""
+
+    def bring(self, state: bytes, members: Members) -> None:
+        """These workers' generators are in this state, for the next record."""
+        if self._state != state or self._members not in (None, members):
+            self.workers.write((self._number, _sites.here(self.workers), state))
+
+    def left(self, state: bytes, members: Members) -> None:
+        """In this one the last record has left them, and no others."""
+        self._state, self._members = state, members
+
+    def differ(self, streams: list[int]) -> None:
+        """By rank, which stream it is of."""
+        if self.streams != tuple(streams):
+            self.streams = tuple(streams)
+            place = [_wire.Tag.BY_RANK, streams]
+            number = self.workers.define(_WORKER + "set_stream", [place], {}, 0, _wire.Kind.NONE, 0, [], [])
+            self.workers.write((number, _sites.here(self.workers)))
+
+    def agreed(self, func: Any, members: Members) -> bytes:
+        """How the workers say that this operation has left them. Waits."""
+        states = self.workers.ask("generator_state")
+        those = {state: rank for rank, state in enumerate(states) if members is None or members[rank]}
+        if len(those) > 1:
+            raise RemoteTensorError(
+                f"{func} has drawn more numbers on some ranks than on others (ranks {sorted(those.values())} differ): "
+                "its argument has other values there, or it failed there. Make it from values that all ranks have"
+            )
+        return bytes(next(iter(those)))
+
+
+Generator = torch.Generator | _philox.Philox
+Members = tuple[bool, ...] | None
+"""By rank, whether it takes part; None: all do."""
+_in_step = threading.RLock()  # a record and the state before it are not parted
+
+
+def _step_of(local: RemoteTensor) -> _Step:
+    return _step_of_workers(local._meta.workers)
+
+
+def _step_of_workers(workers: Workers) -> _Step:
+    step: _Step | None = workers.kept.get("random")
+    if step is None:
+        step = workers.kept["random"] = _Step(workers)
+    return step
+
+
+def _local(tensor: Any) -> RemoteTensor:
+    """A DTensor's, or itself."""
+    return tensor if type(tensor) is RemoteTensor else tensor._local_tensor
+
+
+def _workers(tensor: Any) -> Workers:
+    return _local(tensor)._meta.workers
+
+
+def _members(local: RemoteTensor) -> Members:
+    of_rank = local._meta.of_rank
+    return tuple(each >= 0 for each in of_rank) if -1 in of_rank else None
+
+
+def _generator_of(workers: Workers, kwargs: dict[str, Any]) -> Generator:
+    """Takes the argument out. Raises RemoteTensorError for the generator of another device than the numbers'."""
+    found = kwargs.pop("generator", None)
+    if workers.device.type not in ("cpu", "cuda"):
+        raise RemoteTensorError(
+            f"random numbers on {workers.device}: nobody here knows its generators. Draw them on the controller and "
+            "distribute_tensor() them"
+        )
+    if found is None:
+        return _philox.default_generator(workers.device.type)
+    if found.device.type != workers.device.type:
+        raise RemoteTensorError(
+            f"a generator of {found.device} for a tensor of {workers.name}, whose device is {workers.device}: torch "
+            f"takes one of the same device only, torch.Generator({workers.device.type!r})"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+# Filling a DTensor with numbers that don't depend on what is in it ----------------------------------------------
+
+
+class _Shards(NamedTuple):
+    """Which part of the whole a rank has: along these dimensions, from there, so many.
+
+    ``keeps``: 0 on ranks that have zeros, so that the sum over a Partial dimension is the whole.
+    """
+
+    cuts: list[tuple[int, Any, Any]]
+    keeps: Any
+
+
+class _Fill:
+    """A known signature: this operation on tensors of this spec."""
+
+    __slots__ = ("members", "move", "number", "numbers")
+
+    move: _generator.Move | None
+    """What it does to a CPU's generator."""
+    numbers: int | None
+    """How far it moves a GPU's; None until workers have said it, which waits once."""
+
+    def __init__(self, func: Any, tensor: Any, shards: _Shards, args: tuple[Any, ...]) -> None:
+        local = _local(tensor)
+        whole = local._meta if tensor is local else tensor._spec.tensor_meta
+        workers = local._meta.workers
+        self.members = _members(local)
+        self.numbers, self.move = None, None
+        if workers.device.type == "cpu":
+            self.move = _generator.Move((func, *_fixed(args)), whole.shape, whole.stride, whole.dtype)
+        floats = [1]  # how many operands there are: the tensor, then floats
+
+        def place(value: Any) -> Any:
+            if isinstance(value, float):
+                floats.append(1)
+                return [_wire.Tag.OPERAND, len(floats) - 1, 1]
+            return _wire.place(value, lambda _: None, lambda _: None)
+
+        places = [
+            [_wire.Tag.OPERAND, 0], str(func), *map(place, (tuple(whole.shape), tuple(whole.stride), whole.dtype)),
+            [_wire.Tag.DEVICE, workers.device.type], place(shards.cuts), place(shards.keeps),
+            *map(place, args),
+        ]  # fmt: skip
+        number = workers.define(_WORKER + "fill", places, {}, len(floats), _wire.Kind.NONE, 0, [0], [])
+        if self.members is not None:
+            number = workers.define_by_rank([number], [0 if each else -1 for each in self.members])
+        self.number = number
+
+
+_SAME_EVERYWHERE = ("avg", "max", "min")
+"""Of what is Partial in these ways, all ranks have the value itself."""
+
+
+def _shards(spec: DTensorSpec) -> _Shards | None:
+    """None if it is in no one piece. Raises RemoteTensorError for what random numbers can't be written into."""
+    keeps: Any = 1
+    for dim, placement in enumerate(spec.placements):
+        if type(placement) is Partial and placement.reduce_op in ("sum", *_SAME_EVERYWHERE):
+            if placement.reduce_op == "sum":
+                keeps = keeps * _is_first(spec.mesh.get_coordinate()[dim])  # type: ignore[index]
+        elif type(placement) is not Replicate and type(placement) is not Shard:
+            if placement.is_partial():
+                raise RemoteTensorError(
+                    f"random numbers in place of a tensor that is {placement}: redistribute it first "
+                    "(x.redistribute(mesh, placements))"
+                )
+            return None
+    sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    dims = sorted({p.dim for p in spec.placements if isinstance(p, Shard)})
+    return _Shards([(dim, offsets[dim], sizes[dim]) for dim in dims], keeps)
+
+
+def _is_first(coordinate: Any) -> Any:
+    values = _rank_ints.values_of(coordinate)
+    if values is None:
+        return int(coordinate == 0)
+    return _rank_ints.by_rank([None if each is None else int(each == 0) for each in values])
+
+
+def _fixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What of the arguments belongs to the signature."""
+    return tuple([float if type(each) is float else each for each in args])
+
+
+def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -> Any:
+    """``func(tensor, *args)``, which changes the tensor."""
+    local = _local(tensor)
+    if local._meta.device.type == "meta":
+        return tensor  # has no values, and draws none
+    step = _step_of(local)
+    key = (func, local._meta if tensor is local else tensor._spec, *_fixed(args))
+    known = step.fills.get(key)
+    if known is None:
+        shards = _Shards([], 1) if tensor is local else _shards(tensor._spec)
+        if shards is None:
+            whole = _replicated(torch.empty_like(tensor))
+            return tensor.copy_(_fill(func, whole, args, generator))
+        known = step.fills[key] = _Fill(func, tensor, shards, args)
+    with _in_step:
+        before = _generator.state_of(generator)
+        if known.move is not None:  # first: it refuses what is no argument
+            known.move.make(generator, lambda part: func(part, *args, generator=generator))
+        step.bring(before, known.members)
+        floats = [each for each in args if type(each) is float]
+        step.workers.write((known.number, _sites.here(step.workers), local._ref.id, *floats))
+        if known.move is None:
+            if known.numbers is None:
+                known.numbers = _philox.moved(before, step.agreed(func, known.members))
+            _generator.set_state(generator, _philox.after(before, known.numbers))
+        step.left(_generator.state_of(generator), known.members)
+    return tensor
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    generator = _generator_of(_workers(args[0]), kwargs)
+    return _fill(func, args[0], (*args[1:], *kwargs.values()), generator)
+
+
+def _like(func: Any, defaults: Callable[[Any], tuple[Any, ...]]) -> Handler:
+    """Of an operation that is ``func`` of an empty tensor like its first argument."""
+
+    def make(_func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        generator = _generator_of(_workers(tensor), kwargs)
+        made = (torch.zeros_like if _is_partial(tensor) else torch.empty_like)(tensor, **kwargs)  # empty: stays Partial
+        return _fill(func, made, defaults(args), generator)
+
+    return make
+
+
+def _native_dropout(_func: Any, args: Any, kwargs: Any) -> Any:
+    return _dropout(*args, **kwargs)
+
+
+def _dropout(tensor: Any, p: float, train: bool | None) -> Any:
+    if train is False:
+        return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
+    mask = (torch.zeros_like if _is_partial(tensor) else torch.empty_like)(tensor, dtype=torch.bool)
+    _fill(_aten.bernoulli_.float, mask, (1.0 - p,), _generator_of(_workers(tensor), {}))
+    return (tensor * mask) * (0.0 if p == 1 else 1 / (1.0 - p)), mask
+
+
+def _is_partial(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and any(each.is_partial() for each in tensor._spec.placements)
+
+
+# Numbers that depend on what is in a tensor ---------------------------------------------------------------------
+
+
+def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """The whole operation on each worker. How many numbers it draws may depend on values, too, so this one waits:
+    the workers say how they have left the generator."""
+    first = next(each for each in args if isinstance(each, DTensor))
+    mesh, local = first.device_mesh, _local(first)
+    step, members = _step_of(local), _members(local)
+    generator = _generator_of(step.workers, kwargs)
+    inner = [_replicated(each)._local_tensor if isinstance(each, DTensor) else each for each in args]
+    with _in_step:
+        step.bring(_generator.state_of(generator), members)
+        result = _dispatch.call(_shapes_of(func), _WORKER + "whole", (str(func), *inner), kwargs)
+        state = step.agreed(func, members)
+        _generator.set_state(generator, state)
+        step.left(state, members)
+    for at, argument in enumerate(func._schema.arguments):
+        if at < len(args) and argument.alias_info is not None and argument.alias_info.is_write:
+            args[at].copy_(_distributed(inner[at], mesh))
+            if func._schema.returns[0].alias_info is not None:
+                return args[at]
+    return pytree.tree_map_only(RemoteTensor, lambda each: _as_before(_distributed(each, mesh), first), result)
+
+
+@functools.cache
+def _shapes_of(func: Any) -> Callable[..., Any]:
+    return lambda _name, *args, **kwargs: func(*args, **kwargs)
+
+
+def _replicated(tensor: Any) -> Any:
+    return tensor.redistribute(tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+
+
+def _distributed(local: Any, mesh: Any) -> Any:
+    meta = TensorMeta(torch.Size(local._meta.shape), tuple(local._meta.stride), local._meta.dtype)
+    spec = DTensorSpec(mesh, tuple([Replicate()] * mesh.ndim), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _as_before(tensor: Any, like: Any) -> Any:
+    """Placed as the argument was, if it has its shape."""
+    if tensor.shape != like.shape or _is_partial(like):
+        return tensor
+    return tensor.redistribute(like.device_mesh, like.placements)
+
+
+# Tensors that are no DTensor's ----------------------------------------------------------------------------------
+
+
+def own_random_numbers(mesh: DeviceMesh) -> None:
+    """From now on plain tensors get other random numbers on ranks that differ by their place in this mesh.
+
+    Without it they get the same on all ranks. For the mesh over which a batch is split, when its parts are no DTensors:
+    whose ranks get the numbers of their shards, as before.
+    """
+    from monarch_backend.dtensor._torch import workers_of  # which needs this module
+
+    workers = workers_of(mesh)
+    if workers is None:
+        return
+    step = _step_of_workers(workers)
+    columns = [_rank_ints.values_of(each) for each in mesh.get_coordinate() or ()]
+    columns = [step.streams, *(each for each in columns if each is not None)]
+    places = list(zip(*(each for each in columns if each is not None), strict=True))
+    if places:
+        known = list(dict.fromkeys(places))
+        step.differ([known.index(each) for each in places])
+
+
+def _plain(func: Any) -> Handler:
+    """A random operation on plain tensors."""
+    handle = None if func in _BY_VALUES else handlers.get(func)  # ranks may have other values, and nobody waits
+
+    def operation(_func: Any, args: Any, kwargs: Any) -> Any:
+        if handle is not None:
+            local = args[0]
+            if _step_of(local).streams is None and len(local._meta.classes or ()) <= 1:
+                return handle(func, args, dict(kwargs))
+        if _will_draw(func, args, kwargs):
+            return _by_stream(func, args, dict(kwargs))
+        return _dispatch.call(func, str(func), args, kwargs, func._schema)
+
+    return operation
+
+
+def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Each rank has numbers that follow from one of the controller's numbers and the rank's stream."""
+    own = kwargs.pop("generator", None)
+    seed = float(_seed.random_(0, _SEEDS, generator=own if own is None or own.device.type == "cpu" else None).item())
+    return _dispatch.call(
+        _shapes_with_seed(func), _WORKER + "own", args, {**kwargs, "_name": str(func), "_seed": seed}, func._schema
+    )
+
+
+def _will_draw(func: Any, args: Any, kwargs: Any) -> bool:
+    """Not without values, and not if nothing is to be dropped: an attention without dropout is no random operation."""
+    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
+    first = next(each for each in given.values() if isinstance(each, RemoteTensor))
+    return first._meta.device.type != "meta" and given.get("dropout_p") != 0.0 and given.get("train") is not False
+
+
+_SEEDS = 1 << 53  # a float has them all: ints would be part of the signature
+_seed = torch.empty((), dtype=torch.int64)
+
+
+@functools.cache
+def _shapes_with_seed(func: Any) -> Callable[..., Any]:
+    return lambda *args, _name, _seed, **kwargs: func(*args, **kwargs)
+
+
+def _draws(func: Any) -> Handler | None:
+    return _plain(func) if torch.Tag.nondeterministic_seeded in func.tags else None
+
+
+_dispatch.specials.append(_draws)
+
+
+# Which operation is what ----------------------------------------------------------------------------------------
+
+
+_IN_PLACE = (
+    _aten.uniform_.default, _aten.normal_.default, _aten.bernoulli_.float, _aten.log_normal_.default,
+    _aten.exponential_.default, _aten.geometric_.default, _aten.cauchy_.default, _aten.random_.default,
+    _aten.random_.to, getattr(_aten.random_, "from"),
+)  # fmt: skip
+_BY_VALUES = (
+    _aten.bernoulli.default, _aten.bernoulli_.Tensor, _aten.multinomial.default, _aten.poisson.default,
+    _aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor, _aten.binomial.default,
+    _aten._standard_gamma.default, _aten._sample_dirichlet.default, _aten.rrelu_with_noise.default,
+)  # fmt: skip
+
+
+def _uniform(_args: Any) -> tuple[Any, ...]:
+    return (0.0, 1.0)
+
+
+def _from_zero(args: Any) -> tuple[Any, ...]:
+    return (0, args[1])
+
+
+def _from_to(args: Any) -> tuple[Any, ...]:
+    return (args[1], args[2])
+
+
+_random_from = getattr(_aten.random_, "from")
+handlers: dict[Any, Handler] = {
+    **dict.fromkeys(_IN_PLACE, _in_place),
+    **dict.fromkeys(_BY_VALUES, _by_values),
+    _aten.native_dropout.default: _native_dropout,
+    _aten.bernoulli.p: _like(_aten.bernoulli_.float, lambda args: (args[1],)),
+    **{
+        getattr(packet, overload): _like(func, given)
+        for packet, func, given, overloads in (
+            (_aten.rand_like, _aten.uniform_.default, _uniform, ("default", "generator")),
+            (_aten.randn_like, _aten.normal_.default, _uniform, ("default", "generator")),
+            (_aten.randint_like, _random_from, _from_zero, ("default", "generator")),
+            (_aten.randint_like, _random_from, _from_to, ("low_dtype", "low_generator_dtype")),
+        )
+        for overload in overloads
+        if hasattr(packet, overload)  # those with a generator are new in torch 2.10
+    },
+}
+"""What is done for these operators."""

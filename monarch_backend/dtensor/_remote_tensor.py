@@ -1,0 +1,190 @@
+"""`RemoteTensor`: on the controller, the tensor that every worker holds under one id. Metadata and the id, no values.
+
+What an operation on it does is _dispatch.py's, how a value is read _values.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from monarch_backend.dtensor._errors import NotReadableError
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._metadata import Meta
+    from monarch_backend.dtensor._workers import Workers
+
+_make = torch.Tensor._make_wrapper_subclass
+_no_pointer = torch._C._set_throw_on_mutable_data_ptr
+_set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
+
+class Ref:
+    """The workers' id of a tensor; when nothing here has it any more, they drop the tensor with the next batch."""
+
+    __slots__ = ("id", "nbytes", "workers")
+
+    nbytes: Any
+    """Of the storage, where a `RemoteStorage` has changed it; else it has no such attribute."""
+
+    def __init__(self, workers: Workers, number: int) -> None:
+        self.workers, self.id = workers, number
+
+    def __del__(self) -> None:
+        self.workers.unreachable.append(self.id)
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor of the workers of a mesh, one on each; made by operations, never by hand.
+
+    As a DTensor's local tensor it is that rank's shard. Reading a value (``.item()``, ``.tolist()``, ``print``) waits
+    for the workers and takes it from the first of them; nothing else waits.
+    """
+
+    _ref: Ref
+    _meta: Meta
+
+    @staticmethod
+    def __new__(cls, meta: Meta, ref: Ref) -> RemoteTensor:
+        if torch.is_inference_mode_enabled():  # a view of a tensor from outside must be as that one is
+            with torch.inference_mode(False):
+                return RemoteTensor(meta, ref)
+        if meta.classes is None:
+            made = _make(
+                cls, meta.shape, strides=meta.stride, storage_offset=meta.offset, dtype=meta.dtype, device=meta.shown
+            )
+        else:
+            made = _make(
+                cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.shown,
+                dispatch_sizes_strides_policy="sizes",
+            )  # fmt: skip
+        _no_pointer(made)  # C++ that wants the memory gets an error of torch's instead of address 0
+        made._ref, made._meta = ref, meta
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        return _dispatch(func, args, kwargs)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The workers' device."""
+        return self._meta.shown if _in_a_trace else self._meta.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Of the workers' device."""
+        return self._meta.device.type == "cuda"
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Whether the workers have no values either."""
+        return self._meta.device.type == "meta"
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        """Of the workers' device."""
+        return self._meta.device.type == "cpu"
+
+    def untyped_storage(self) -> Any:
+        """On the workers."""
+        from monarch_backend.dtensor._storage import RemoteStorage
+
+        return RemoteStorage(self, super().untyped_storage())
+
+    def __coerce_same_metadata_as_tangent__(self, _metadata: Any, _type: Any = None) -> RemoteTensor:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        return copied  # type: ignore[return-value]
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        from monarch_backend.dtensor import _values
+
+        return _values.as_host(self).__reduce_ex__(_protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        from monarch_backend.dtensor import _values
+
+        return _values.text_of(self)
+
+    def data_ptr(self) -> int:
+        """Raises NotReadableError."""
+        raise NotReadableError(
+            "data_ptr(): this tensor's memory is in other processes. Read its values (.cpu(), .numpy(), .tolist()), or "
+            "run what needs the memory on the workers: monarch_backend.dtensor.run(mesh, function, ...)"
+        )
+
+    def share_memory_(self) -> Any:
+        """Raises NotReadableError."""
+        raise NotReadableError("share_memory_(): this tensor's memory is in other processes already")
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values without a history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, RemoteTensor):
+            other = self._meta.workers.put(other)
+        _set_data(self, other)
+        self._ref, self._meta = other._ref, other._meta
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
+
+    def tolist(self) -> Any:
+        """The first worker's values."""
+        from monarch_backend.dtensor import _values
+
+        return _values.as_host(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The first worker's values."""
+        from monarch_backend.dtensor import _values
+
+        return _values.as_host(self).numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+
+_in_a_trace = False
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Inside, also Python sees the device that C++ does: a trace for another device would need that device here."""
+    global _in_a_trace
+    before, _in_a_trace = _in_a_trace, True
+    try:
+        yield
+    finally:
+        _in_a_trace = before
+
+
+_dispatch: Any = None
+"""What __torch_dispatch__ does: _dispatch.py puts it here, which needs this module."""
+
+
+def set_dispatch(function: Any) -> None:
+    """Called once, by _dispatch.py."""
+    global _dispatch
+    _dispatch = function

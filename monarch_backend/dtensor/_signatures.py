@@ -1,0 +1,329 @@
+"""Signatures: what an operation does to metadata, found out once, and the number under which workers know it.
+
+A signature is an operation with the metadata of its tensors and all its other arguments, except floats: those are sent
+with each record, since a learning rate or a bias correction differs in each step. Found by running it on fake tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _rank_ints, _wire
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._metadata import Meta
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._wire import Kind
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._workers import Workers
+
+
+class Entry:
+    """What is known of a signature. ``number`` 0: nothing is sent, ``host`` is the result."""
+
+    __slots__ = ("host", "kind", "number", "outs", "returns", "sequence", "workers")
+
+    workers: Workers
+    number: int
+    kind: Kind
+    outs: tuple[Meta | None, ...]
+    sequence: type
+    returns: Callable[[Any, Any], Any] | None
+    """Of an operation that changes an argument: which one it returns."""
+    host: Any
+
+
+class Target(NamedTuple):
+    """What is run on the workers."""
+
+    name: str
+    """As `_wire.Signature.target`."""
+    call: Callable[..., Any]
+    schema: Any = None
+    """torch's, of an operator."""
+    writes: tuple[int, ...] = ()
+    """Of a function without a schema: the positions of the arguments that it changes."""
+
+
+def make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
+    """A new signature, defined on the workers."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    classes = _classes(workers, flat)
+    if target.name.startswith(_wire.COLLECTIVES):
+        classes = _without(workers.outside(flat), classes, workers.size)
+    if classes is None:
+        return _make_same(workers, target, args, kwargs)
+    of_rank, members = classes
+    entries = []
+    for rank in members:
+        mine = pytree.tree_unflatten([_on(each, rank) for each in flat], spec)
+        mine_args, mine_kwargs = mine
+        entries.append(_make_same(workers, target, mine_args, mine_kwargs))
+    return _combine(workers, entries, of_rank)
+
+
+def _on(value: Any, rank: int) -> Any:
+    """The argument as this rank has it; of a tensor, its metadata."""
+    if isinstance(value, RemoteTensor):
+        return Operand(value._meta.on(rank))
+    values = _rank_ints.values_of(value)
+    return value if values is None else values[rank]
+
+
+class Operand:
+    """In place of a tensor, for a class of ranks."""
+
+    __slots__ = ("meta",)
+
+    def __init__(self, meta: Meta | None) -> None:
+        self.meta = meta
+
+
+def _classes(workers: Workers, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+    """For each rank its class, -1 for who takes no part, and the first rank of each class; None if all are alike."""
+    varied: list[Sequence[int | None]] = []
+    for each in flat:
+        if isinstance(each, RemoteTensor):
+            if each._meta.classes is not None:
+                varied.append(each._meta.of_rank)
+        else:
+            values = _rank_ints.values_of(each)
+            if values is not None:
+                varied.append(values)
+    if not varied:
+        return None
+    known: dict[Any, int] = {}
+    of_rank: list[int] = []
+    members: list[int] = []
+    for rank in range(workers.size):
+        mine = tuple(each[rank] for each in varied)
+        if None in mine or any(
+            each._meta.on(rank) is None for each in flat if isinstance(each, RemoteTensor) and each._meta.classes
+        ):
+            of_rank.append(-1)
+            continue
+        if mine not in known:
+            known[mine] = len(members)
+            members.append(rank)
+        of_rank.append(known[mine])
+    return of_rank, members
+
+
+def _without(
+    outside: set[int], classes: tuple[list[int], list[int]] | None, size: int
+) -> tuple[list[int], list[int]] | None:
+    """These classes, without the ranks that are not in the group of a collective: nothing comes of it there."""
+    if not outside:
+        return classes
+    of_rank, _ = classes or ([0] * size, [0])
+    of_rank = [-1 if rank in outside else of_rank[rank] for rank in range(size)]
+    kept = sorted(set(of_rank) - {-1})
+    members = [of_rank.index(which) for which in kept]
+    return [which if which < 0 else kept.index(which) for which in of_rank], members
+
+
+def _combine(workers: Workers, entries: list[Entry], of_rank: list[int]) -> Entry:
+    first = entries[0]
+    entry = Entry()
+    entry.workers, entry.kind, entry.sequence, entry.returns = workers, first.kind, first.sequence, first.returns
+    entry.host = _host(entries, of_rank)
+    if first.number:
+        entry.number = workers.define_by_rank([each.number for each in entries], of_rank)
+    else:
+        entry.number = 0
+    entry.outs = tuple(
+        None
+        if first.outs[i] is None
+        else workers.metas.by_rank([None if c < 0 else entries[c].outs[i] for c in of_rank])
+        for i in range(len(first.outs))
+    )
+    return entry
+
+
+def _host(entries: list[Entry], of_rank: list[int]) -> Any:
+    """What is no tensor, as one value: ints may differ, and what is asked of a tensor must hold on all ranks."""
+    flats = [pytree.tree_flatten(each.host) for each in entries]
+    leaves = []
+    for column in zip(*(flat for flat, _ in flats), strict=True):
+        if all(type(each) is int for each in column):
+            leaves.append(_rank_ints.by_rank([None if c < 0 else column[c] for c in of_rank], sizes=True))
+        elif all(type(each) is bool for each in column):
+            leaves.append(all(column))
+        elif all(each == column[0] for each in column):
+            leaves.append(column[0])
+        else:
+            raise RemoteTensorError(f"the ranks have different results that are no ints: {sorted(map(repr, column))}")
+    return pytree.tree_unflatten(leaves, flats[0][1])
+
+
+def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
+    """For ranks that are all alike."""
+    entry = Entry()
+    entry.workers, entry.outs, entry.kind, entry.sequence, entry.host = workers, (), Kind.NONE, tuple, None
+    entry.returns, writes = _returned(target.schema)
+    writes += [(i, "") for i in target.writes]
+    # First what may be refused; only then workers hear of it.
+    if entry.returns is None:
+        _shape_results(workers, entry, propagate(target.call, args, kwargs))
+        if entry.host is not None:
+            entry.number = 0
+            return entry
+    elif target.schema.returns:
+        propagate(target.call, args, kwargs)
+    operands: list[Any] = []
+
+    def operand(value: Any) -> int | None:
+        if isinstance(value, (RemoteTensor, Operand, float)):
+            operands.append(value)
+            return len(operands) - 1
+        return None
+
+    places = [_wire.place(each, operand, workers.group_name) for each in args]
+    named = {name: _wire.place(each, operand, workers.group_name) for name, each in kwargs.items()}
+    ins = [_stand_in(each) for each in operands] if target.name.startswith(_wire.COLLECTIVES) else []
+    entry.number = workers.define(
+        target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins
+    )
+    return entry
+
+
+def _stand_in(operand: Any) -> list[Any] | None:
+    meta = (
+        operand._meta if isinstance(operand, RemoteTensor) else operand.meta if isinstance(operand, Operand) else None
+    )
+    return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
+
+
+def _returned(schema: Any) -> tuple[Callable[[Any, Any], Any] | None, list[Any]]:
+    """Of an operation that changes arguments: what it returns, and which arguments those are."""
+    if schema is None:
+        return None, []
+    writes = _writes(schema)
+    if not writes:
+        return None, []
+    if not schema.returns:
+        return (lambda _args, _kwargs: None), writes
+    if not all(each.alias_info is not None and each.alias_info.is_write for each in schema.returns):
+        return None, writes  # it changes some and makes others, as native_batch_norm does
+
+    def one(at: int, name: str) -> Callable[[Any, Any], Any]:
+        return lambda args, kwargs: args[at] if at < len(args) else kwargs[name]
+
+    returned = [one(*each) for each in writes]
+    if len(schema.returns) == 1:
+        return returned[0], writes
+    return (lambda args, kwargs: tuple(each(args, kwargs) for each in returned)), writes
+
+
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+"""They change their running values, of which their schemas say nothing."""
+
+
+def _writes(schema: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that it changes."""
+    unsaid = ("running_mean", "running_var") if schema.name in _BATCH_NORMS else ()
+    return [
+        (i, each.name)
+        for i, each in enumerate(schema.arguments)
+        if each.name in unsaid or (each.alias_info is not None and each.alias_info.is_write)
+    ]
+
+
+def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors among the arguments that it changes; none of a function that is no operator."""
+    if schema is None:
+        return []
+    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(schema)]
+    return [each for each in pytree.tree_leaves(found) if isinstance(each, torch.Tensor)]
+
+
+def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> list[int]:
+    """The positions among the operands of what is changed."""
+    found: list[int] = []
+    for i, name in writes:
+        at = places[i] if i < len(places) else named.get(name)
+        inner = at[1] if isinstance(at, list) and at[0] == _wire.Tag.LIST else [at]
+        found += [each[1] for each in inner if isinstance(each, list) and each[0] == _wire.Tag.OPERAND]
+    return found
+
+
+def _shape_results(workers: Workers, entry: Entry, result: Any) -> None:
+    def meta(tensor: torch.Tensor) -> Meta:
+        return workers.metas.like(tensor)
+
+    if isinstance(result, torch.Tensor):
+        entry.kind, entry.outs = Kind.ONE, (meta(result),)
+    elif result is None:
+        return
+    elif isinstance(result, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in result):
+        entry.kind, entry.sequence = Kind.MANY, type(result) if type(result) in (list, tuple) else tuple
+        entry.outs = tuple(meta(each) if isinstance(each, torch.Tensor) else None for each in result)
+    elif pytree.tree_any(lambda each: isinstance(each, torch.Tensor), result):
+        raise RemoteTensorError(f"a result of this form can't be kept on workers: {pytree.tree_structure(result)}")
+    else:
+        entry.host = result
+
+
+class _Quiet(logging.Filter):
+    """What torch refuses is raised to whoever asked for it: FakeTensor need not log it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._depth == 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+
+
+_quiet = _Quiet()
+_fake = FakeTensorMode()
+_one_at_a_time = threading.RLock()  # the mode and the filter keep what they must restore in themselves
+stands_in: dict[Any, Callable[..., Any]] = {}
+"""What finds the shapes of operators whose own way to do so asks which rank this is."""
+
+
+def propagate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What it returns on fake tensors. Raises what torch raises, as it would with real ones."""
+
+    def fake(value: Any) -> Any:
+        meta = value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
+        if meta is None:
+            return value
+        return fake_of(meta)
+
+    # What a program sets for its own functions, as torch.set_default_device does, is not for these.
+    with _one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
+        args, kwargs = pytree.tree_map(fake, (args, kwargs))
+        with _quiet, _fake:
+            return stands_in.get(call, call)(*args, **kwargs)
+
+
+def fake_of(meta: Meta) -> FakeTensor:
+    """A tensor of torch's without values, for `propagate`."""
+    return FakeTensor(_fake, _without_values(meta), meta.device)
+
+
+def fake_like(tensor: torch.Tensor) -> FakeTensor:
+    """As fake_of, of a tensor of this process."""
+    return _fake.from_tensor(tensor)
+
+
+def _without_values(meta: Meta) -> torch.Tensor:
+    if not meta.offset or 0 in meta.shape:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    length = meta.offset + 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
+    return torch.empty(length, dtype=meta.dtype, device="meta").as_strided(meta.shape, meta.stride, meta.offset)

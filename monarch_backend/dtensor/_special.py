@@ -1,0 +1,172 @@
+"""Operations that are no plain records: whose result is no tensor, that change metadata, or that are collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _dispatch, _torch, _torch_groups, _values, _wire
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._signatures import Operand, propagate, stands_in
+
+_aten = torch.ops.aten
+_functional = torch.ops._c10d_functional
+
+
+def _item(_func: Any, args: Any, _kwargs: Any) -> Any:
+    return _values.item(args[0])
+
+
+def _equal(_func: Any, args: Any, _kwargs: Any) -> bool:
+    first, second = pytree.tree_map(_dispatch._plain(args, {}), list(args))
+    return False not in _values.ask_of(first, "equal", second)
+
+
+def _allclose(_func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(_values.item(_aten.isclose.default(*args, **kwargs).all()))
+
+
+def _same_handle(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Nobody need be told: workers wait for a collective when its result is used, and have no autograd."""
+    return RemoteTensor(args[0]._meta, args[0]._ref)
+
+
+def _itself(_func: Any, args: Any, _kwargs: Any) -> Any:
+    return args[0]
+
+
+def _sizes(_func: Any, args: Any, _kwargs: Any) -> Any:
+    return tuple(args[0]._meta.shape)
+
+
+def _strides(_func: Any, args: Any, _kwargs: Any) -> Any:
+    return tuple(args[0]._meta.stride)
+
+
+def _size_by_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result's size depends on the values: the workers are asked for it."""
+    first = next(each for each in args if isinstance(each, RemoteTensor))
+    args, kwargs = pytree.tree_map(_dispatch._plain(args, kwargs), (list(args), dict(kwargs)))
+    return _values.run_and_measure(first._meta.workers, str(func), args, kwargs)
+
+
+def _set_metadata(func: Any, args: Any, kwargs: Any) -> Any:
+    """``t_``, ``squeeze_`` and others: the same tensor, here and there, with other sizes."""
+    tensor = args[0]
+    if not isinstance(tensor, RemoteTensor):
+        raise TypeError(f"{func}: a tensor of the controller can't take the memory of one that lives on workers")
+    changed = _changed(func, args, kwargs)  # first what may be refused
+    # What was detached from it has the same id, and keeps its sizes: so from now on this one has another.
+    own = _dispatch.dispatch(_aten.alias.default, (tensor,), {})
+    _dispatch.run_plain(func, (own, *args[1:]), kwargs)
+    _torch.set_metadata(func, args, kwargs)
+    tensor._ref, tensor._meta = own._ref, changed
+    return tensor
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The first argument's metadata, afterwards."""
+    meta = args[0]._meta
+    metas = meta.workers.metas
+
+    def of(each: Any) -> Any:
+        return metas.like(propagate(func, (Operand(each), *args[1:]), kwargs), each.device)
+
+    if meta.classes is None:
+        return of(meta)
+    each = [of(one) for one in meta.classes]
+    return metas.by_rank([None if which < 0 else each[which] for which in meta.of_rank])
+
+
+def _eager_collective(func: Any, args: Any, kwargs: Any) -> Any:
+    """``dist.all_reduce(tensor)`` and its like: the operator has the group and the operation in boxes."""
+    names = [each.name for each in func._schema.arguments]
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    workers = tensors[0]._meta.workers
+
+    def unboxed(value: Any) -> Any:
+        if isinstance(value, torch.ScriptObject):
+            if "ReduceOp" in str(value._type()):
+                return dist.ReduceOp.RedOpType(int(value.op())).name  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(value)
+        return value
+
+    given = pytree.tree_map(unboxed, {**dict(zip(names, args, strict=False)), **kwargs})
+    operands: list[RemoteTensor] = []
+
+    def operand(value: Any) -> int | None:
+        if isinstance(value, RemoteTensor):
+            operands.append(value)
+            return len(operands) - 1
+        return None
+
+    name = func._schema.name.split("::")[1]
+    named = {key: _wire.place(each, operand, workers.group_name) for key, each in given.items() if not _is_empty(each)}
+    key = (name, repr(named))
+    number = _eager.setdefault(workers, {}).get(key)
+    if number is None:
+        target = f"monarch_backend.dtensor.worker._collectives:{name}"
+        number = workers.define(target, [], named, len(operands), _wire.Kind.NONE, 0, list(range(len(operands))), [])
+        _eager[workers][key] = number
+    workers.write((number, 0, *[each._ref.id for each in operands]))
+    return _done(func, args)
+
+
+_eager: dict[Any, dict[Any, int]] = {}
+
+
+def forget(workers: Any) -> None:
+    """They have ended."""
+    _eager.pop(workers, None)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor)
+
+
+def _done(func: Any, args: Any) -> Any:
+    work = dist.Work.boxed(_torch_groups.done())
+    if len(func._schema.returns) == 1:
+        return work if "Work" in str(func._schema.returns[0].type) else None
+    return args[0], work
+
+
+def _by_kind(func: Any) -> Any:
+    if func.namespace == "c10d":
+        return _eager_collective
+    if torch.Tag.inplace_view in func.tags:
+        return _set_metadata
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return _size_by_values
+    return None
+
+
+_dispatch.special.update(
+    {
+        _aten._local_scalar_dense.default: _item,
+        _aten.equal.default: _equal,
+        _aten.allclose.default: _allclose,
+        _aten.detach.default: _same_handle,
+        _aten.detach_.default: _itself,
+        _aten.sym_size.default: _sizes,
+        _aten.sym_stride.default: _strides,
+        _functional.wait_tensor.default: _itself,
+        _functional._wrap_tensor_autograd.default: _itself,
+    }
+)
+_dispatch.specials.append(_by_kind)
+
+
+def _shard_dim_alltoall(tensor: Any, gather_dim: int, shard_dim: int, group: Any) -> Any:
+    resolve: Any = c10d._resolve_process_group
+    size = (resolve(group) if isinstance(group, str) else group).size()
+    shape = list(tensor.shape)
+    shape[gather_dim], shape[shard_dim] = shape[gather_dim] * size, shape[shard_dim] // size
+    return tensor.new_empty(shape)
+
+
+stands_in[torch.ops._dtensor.shard_dim_alltoall.default] = _shard_dim_alltoall

@@ -1,0 +1,154 @@
+"""The controller's words to a set of workers: collected into batches, sent in order, held back when they fall behind.
+
+What the words mean is _wire.py's. Any thread may write; one batch is sent at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from monarch_backend.dtensor import _wire
+from monarch_backend.dtensor._errors import MeshClosedError
+
+BATCH = 400
+"""Words after which a batch is sent: about 64 operations."""
+IDLE = 0.0002
+"""Seconds after which a batch is sent that nobody fills."""
+COUNTED = 16
+"""Of so many batches one is answered when it has been done."""
+AHEAD = 8
+"""So many answers may be missing: then the controller waits."""
+
+
+class Line(Protocol):
+    """The way to all workers of a set."""
+
+    def send(self, batch: bytes) -> None:
+        """To all of them, without an answer."""
+        ...
+
+    def send_counted(self, batch: bytes) -> Callable[[], object]:
+        """As send. What is returned waits until all have done it; it raises if one can't."""
+        ...
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call it then, on another thread."""
+        ...
+
+
+class Stream:
+    """Everything that is sent to one set of workers."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.words: list[Any] = []  # never replaced: other threads add to it while a batch is taken from its front
+        self.unreachable: list[int] = []
+        self._definitions: list[Any] = []
+        self.numbers = itertools.count(_wire.FIRST)
+        self._sending = threading.RLock()
+        self._handing_over = False  # a batch has been taken and is not sent yet: no other may go before it
+        self._missing: deque[Callable[[], object]] = deque()
+        self.batches = 0
+        self.nbytes = 0
+        self._timed = False
+        self.closed: Exception | None = None  # why nothing can be sent any more
+        _streams.add(self)
+
+    def define(self, *definition: Any) -> None:
+        """Comes before all words that are not sent yet."""
+        self._definitions.append(definition)
+
+    def delete(self) -> None:
+        """What is unreachable goes before the words that come next, not with the batch's end."""
+        if not self.unreachable or not self._sending.acquire(blocking=False):
+            return  # who sends just now takes them along
+        try:
+            dead = self.unreachable[:]
+            del self.unreachable[: len(dead)]
+            if not self.words:
+                self.wake()
+            self.words += (_wire.DELETE, len(dead), *dead)
+        finally:
+            self._sending.release()
+
+    def wake(self) -> None:
+        """There are words where none were: they leave soon, whether more come or not."""
+        if not self._timed:
+            self._timed = True
+            self._line.later(IDLE, self._late)
+
+    def _late(self) -> None:
+        self._timed = False
+        if self._sending.acquire(blocking=False):  # else somebody sends just now
+            try:
+                if self._handing_over:  # this thread: it waits for room, and reads messages and clocks meanwhile
+                    self.wake()
+                else:
+                    self.flush(wait=False)
+            except Exception as error:  # nobody here to tell: the next one who sends or reads is told
+                self.closed = self.closed or error
+            finally:
+                self._sending.release()
+        elif self.words:
+            self.wake()
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Send what there is. ``wait``: for workers that are too far behind."""
+        with self._sending:
+            if self.closed is not None:
+                raise self.closed
+            batch = self._take()
+            if batch is None:
+                return
+            self.batches += 1
+            self.nbytes += len(batch)
+            self._handing_over = True
+            try:
+                if self.batches % COUNTED:
+                    self._line.send(batch)
+                else:
+                    self._missing.append(self._line.send_counted(batch))
+            finally:
+                self._handing_over = False
+            if wait:
+                while len(self._missing) > AHEAD:
+                    self._missing.popleft()()
+
+    def in_forked_child(self) -> None:
+        """The workers are the parent's: nothing that is unreachable here is for them to drop."""
+        self._sending = threading.RLock()
+        self._timed = True  # nobody here calls later
+        self.closed = MeshClosedError("this process was forked from the controller, whose tensors are not its own")
+        self._definitions.clear()
+        self.words.clear()
+        self._missing.clear()
+
+    def _take(self) -> bytes | None:
+        # Other threads write meanwhile. What is unreachable now has all its words among those that are taken next, and
+        # those have all their definitions among those that are taken last.
+        dead = self.unreachable[:]
+        del self.unreachable[: len(dead)]
+        words = self.words[:]
+        del self.words[: len(words)]
+        definitions = self._definitions[:]
+        del self._definitions[: len(definitions)]
+        if dead:
+            words += (_wire.DELETE, len(dead), *dead)
+        return _wire.encode((definitions, words)) if words or definitions else None
+
+
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for each in list(_streams):
+        each.in_forked_child()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -1,0 +1,661 @@
+"""Functions of torch that act for "the rank that I am", and what stands in for them where one controller acts for all.
+
+The only module here that replaces anything of torch. `install` does it with the first mesh; a mesh that is no
+controller's gets torch's own functions. REPLACED names each place; tests/dtensor/test_torch.py fails when one moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed._local_tensor as local_tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._mesh_layout import _MeshLayout
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _collective_utils as collective_utils
+from torch.distributed.tensor import _redistribute as redistribution
+from torch.distributed.tensor import _utils as utils
+from torch.distributed.tensor._ops import _pointwise_ops as pointwise
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+
+from monarch_backend.dtensor import (
+    _by_rank_op,
+    _convolution,
+    _dispatch,
+    _group,
+    _host_by_rank,
+    _philox,
+    _random,
+    _rank_ints,
+    _strategies,
+    _torch_traces,
+    _values,
+)
+from monarch_backend.dtensor._host_by_rank import HostByRank
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._workers import Workers
+
+_aten = torch.ops.aten
+
+Replacement = Callable[..., Any]
+
+REPLACED: list[tuple[Any, str, Callable[[Any], Replacement]]] = []
+"""Where, which name, and what makes the replacement from torch's own."""
+
+
+def _replaces(where: Any, *names: str) -> Callable[[Callable[[Any], Replacement]], Callable[[Any], Replacement]]:
+    def note(make: Callable[[Any], Replacement]) -> Callable[[Any], Replacement]:
+        REPLACED.extend((where, name, make) for name in names)
+        return make
+
+    return note
+
+
+_installed = False
+
+
+def install() -> None:
+    """Put all of them in place; again: nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for replaced in REPLACED:
+        put_in_place(*replaced)
+    handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _item
+    handlers[torch.ops.aten.is_nonzero.default] = lambda func, args, kwargs: bool(_item(func, args, kwargs))
+    handlers[torch.ops.aten.equal.default] = _equal
+    _divert(api.distribute_tensor, _distribute)
+    handlers.update({func: _random_operation(handle) for func, handle in _random.handlers.items()})
+    for operator, ours in _convolution.HANDLERS.items():
+        handlers[operator] = _of_controllers(ours, handlers[operator])
+    _register_lists()
+    _strategies.install()
+    # A host's tensor beside distributed ones is the same on all ranks: there is no other rank that could have another.
+    torch._C._set_dtensor_allow_implicit_replication(True)
+
+
+def _divert(function: Any, stand_in: Callable[[Any], Replacement]) -> None:
+    """As a replacement, for who has imported the function by its name already: its code calls the stand-in."""
+    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    function.__globals__["_monarch_stand_in"] = stand_in(own)
+    function.__code__ = (lambda *args, **kwargs: _monarch_stand_in(*args, **kwargs)).__code__  # type: ignore[name-defined] # noqa: F821
+
+
+def put_in_place(where: Any, name: str, make: Callable[[Any], Replacement]) -> None:
+    """One of them."""
+    raw = inspect.getattr_static(where, name)
+    own = getattr(where, name)
+    if isinstance(raw, (staticmethod, classmethod)):
+        made = functools.wraps(raw.__func__)(make(raw.__func__))
+        setattr(where, name, type(raw)(made))
+    else:
+        stands_in = make(own)
+        setattr(where, name, stands_in if isinstance(stands_in, property) else functools.wraps(own)(stands_in))
+
+
+def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
+    """Let an operator change the sizes of a wrapper, which has no values."""
+    with no_dispatch():
+        func(*args, **kwargs)
+
+
+# Meshes ---------------------------------------------------------------------------------------------------------
+
+
+def workers_of(mesh: Any) -> Workers | None:
+    """Those that a mesh is made of; None if it is no controller's."""
+    found = mesh.__dict__.get("_monarch_workers", False)
+    if found is False:
+        found = mesh.__dict__["_monarch_workers"] = _group.owner_of(mesh._flatten_rank_map)
+    return found  # type: ignore[no-any-return]
+
+
+def slices_of(mesh: Any) -> int:
+    """How many meshes of its form there are: it stands for each rank's own."""
+    return len(mesh._layout.remap_to_tensor(mesh._rank_map))
+
+
+def coordinate(mesh: Any, workers: Workers) -> list[Any]:
+    """By mesh dimension the coordinate of each rank; in a mesh that was sliced, in that rank's own slice."""
+    found = mesh.__dict__.get("_monarch_coordinate")
+    if found is None:
+        places: list[list[int | None]] = [[None] * workers.size for _ in range(mesh.ndim)]
+        with _torch_traces.outside():
+            rows = rows_of(mesh)
+            for index, rank in enumerate(rows.flatten().tolist()):
+                inner = index % max(1, rows[0].numel())
+                for dim, at in enumerate(torch.unravel_index(torch.tensor(inner), rows.shape[1:])):
+                    places[dim][rank - workers.first] = int(at)
+        found = mesh.__dict__["_monarch_coordinate"] = [_rank_ints.by_rank(each) for each in places]
+    return found  # type: ignore[no-any-return]
+
+
+def rows_of(mesh: Any) -> torch.Tensor:
+    """Global ranks: one mesh of this shape for each slice."""
+    return mesh._layout.remap_to_tensor(mesh._rank_map)  # type: ignore[no-any-return]
+
+
+def root_of(mesh: Any) -> DeviceMesh:
+    """The mesh that it was sliced from, or itself."""
+    return mesh._get_root_mesh()  # type: ignore[no-any-return]
+
+
+def remote_of(tensor: DTensor) -> RemoteTensor | None:
+    """Its shards, if they are on workers of this controller."""
+    local = tensor._local_tensor
+    return local if isinstance(local, RemoteTensor) else None
+
+
+@_replaces(DeviceMesh, "get_coordinate")
+def _get_coordinate(own: Any) -> Replacement:
+    def get_coordinate(self: Any) -> Any:
+        workers = None if _mode.disabled else workers_of(self)
+        return own(self) if workers is None else coordinate(self, workers)
+
+    return get_coordinate
+
+
+@_replaces(DeviceMesh, "_is_current_rank_part_of_mesh")
+def _is_part(own: Any) -> Replacement:
+    def _is_current_rank_part_of_mesh(self: Any) -> bool:
+        return True if workers_of(self) is not None else own(self)
+
+    return _is_current_rank_part_of_mesh
+
+
+@_replaces(DeviceMesh, "_sym_get_coordinate")
+def _sym_coordinate(own: Any) -> Replacement:
+    def _sym_get_coordinate(self: Any, index: int) -> Any:
+        workers = None if _mode.disabled else workers_of(self)
+        return own(self, index) if workers is None else coordinate(self, workers)[index]
+
+    return _sym_get_coordinate
+
+
+@_replaces(DeviceMesh, "get_local_rank")
+def _local_rank(own: Any) -> Replacement:
+    def get_local_rank(self: Any, mesh_dim: int | str | None = None) -> Any:
+        workers = workers_of(self)
+        if workers is None:
+            return own(self, mesh_dim)
+        if mesh_dim is None and self.ndim > 1:
+            raise RuntimeError(f"this mesh has {self.ndim} dimensions: say which one by mesh_dim")
+        dim = self._mesh_dim_names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
+        return coordinate(self, workers)[dim]
+
+    return get_local_rank
+
+
+@_replaces(DeviceMesh, "get_rank")
+def _rank(own: Any) -> Replacement:
+    def get_rank(self: Any) -> Any:
+        workers = workers_of(self)
+        if workers is None:
+            return own(self)
+        return _rank_ints.by_rank([workers.first + rank for rank in range(workers.size)])
+
+    return get_rank
+
+
+@_replaces(DeviceMesh, "_get_mesh_tensor_from_full_mesh")
+def _mesh_tensor(own: Any) -> Replacement:
+    def _get_mesh_tensor_from_full_mesh(full_mesh: torch.Tensor, current_rank: int | None = None) -> Any:
+        # The slice of the first rank: all have the same shape.
+        ours = current_rank is None and _group.owner_of(full_mesh.flatten()[:1].tolist()) is not None
+        return full_mesh[0] if ours else own(full_mesh, current_rank)
+
+    return _get_mesh_tensor_from_full_mesh
+
+
+@_replaces(DeviceMesh, "_setup_world_group_and_device")
+def _setup(own: Any) -> Replacement:
+    def _setup_world_group_and_device(self: Any) -> Any:
+        return own(self) if workers_of(self) is None else None  # no device of the controller's is used
+
+    return _setup_world_group_and_device
+
+
+@_replaces(DeviceMesh, "_compute_coordinate_on_dim")
+def _compute_coordinate(own: Any) -> Replacement:
+    def _compute_coordinate_on_dim(self: Any) -> Any:
+        workers = workers_of(self)
+        if workers is None:
+            return own(self)
+        # torch caches what it found out by what meshes are equal to. Ranks come again when processes are started anew;
+        # a mesh of those that have ended must not be found for one of the new ones.
+        self._thread_id = workers.serial
+        return (0,) * self.ndim
+
+    return _compute_coordinate_on_dim
+
+
+@_replaces(DeviceMesh, "_init_one_process_group")
+def _init_group(own: Any) -> Replacement:
+    def _init_one_process_group(sub_layout: Any, rank_map: Any, dim_name: str, backend_override: Any) -> Any:
+        if _group.owner_of(rank_map.tolist()) is None:
+            return own(sub_layout, rank_map, dim_name, backend_override)
+        rows = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
+        return _group.make(rows, f"mesh_{dim_name}").group_name
+
+    return _init_one_process_group
+
+
+# Functions that torch itself runs once for each rank ------------------------------------------------------------
+
+
+class _Mode(threading.local):
+    """What torch sees as its LocalTensorMode, without the mode: that would cost each operation, and loop over ranks.
+
+    Each thread disables its own.
+    """
+
+    def __init__(self) -> None:
+        self.disabled = False
+        self.ranks: frozenset[int] = frozenset()
+        self._per_rank_rng_states: dict[int, Any] = {}
+
+    @property
+    def _disable(self) -> bool:
+        return self.disabled
+
+    @contextlib.contextmanager
+    def disable(self) -> Iterator[None]:
+        """Inside, torch's functions act for one rank."""
+        before, self.disabled = self.disabled, True
+        try:
+            yield
+        finally:
+            self.disabled = before
+
+
+_mode = _Mode()
+
+
+@_replaces(local_tensor, "enabled_local_tensor_mode")
+def _enabled(own: Any) -> Replacement:
+    return lambda: own() or (None if _mode.disabled else _mode)
+
+
+@_replaces(local_tensor, "local_tensor_mode")
+@_replaces(collective_utils, "local_tensor_mode")
+def _any_mode(own: Any) -> Replacement:
+    return lambda: own() or _mode
+
+
+@_replaces(local_tensor, "_for_each_rank_run_func")
+def _for_each_rank(own: Any) -> Replacement:
+    def _for_each_rank_run_func(func: Any, ranks: Any, args: Any, kwargs: Any, *, alias: bool = True) -> Any:
+        if ranks is not _mode.ranks:
+            return own(func, ranks, args, kwargs, alias=alias)
+        flat = [_settled(each) for each in pytree.tree_leaves((args, kwargs))]
+        if any(map(_torch_traces.is_traced, flat)):
+            differs = any(_rank_ints.values_of(each) is not None for each in flat)
+            return _by_rank_op.call(func, args, kwargs) if differs else func(*args, **kwargs)
+        if any(isinstance(each, RemoteTensor) for each in flat):
+            return _dispatch.call(func, f"{func.__module__}:{func.__qualname__}", args, kwargs)
+        if any(isinstance(each, HostByRank) or _rank_ints.values_of(each) is not None for each in flat):
+            return _host_by_rank.run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return _for_each_rank_run_func
+
+
+def _settled(value: Any) -> Any:
+    return value.wait() if isinstance(value, funcol.AsyncCollectiveTensor) else value
+
+
+@_replaces(utils, "_compute_local_shape_and_global_offset")
+def _local_shape(own: Any) -> Replacement:
+    def _compute_local_shape_and_global_offset(
+        global_shape: Any, mesh_shape: Any, my_coordinate: Any, placements: Any, skip_offset: bool = False
+    ) -> Any:
+        at = [my_coordinate(i) for i in range(len(mesh_shape))] if callable(my_coordinate) else my_coordinate
+        if at is None or all(_rank_ints.values_of(each) is None for each in at):
+            return own(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
+
+        def of_one(*mine: int) -> Any:
+            with _mode.disable():
+                return own(global_shape, mesh_shape, list(mine), placements, skip_offset)
+
+        return _host_by_rank.run(of_one, tuple(at), {})
+
+    return _compute_local_shape_and_global_offset
+
+
+@_replaces(c10d, "get_rank")
+@_replaces(dist, "get_rank")
+def _rank_in(own: Any) -> Replacement:
+    def get_rank(group: Any = None) -> Any:
+        # torch asks it when it logs an error, of any group: the controller is in none.
+        return group.rank() if isinstance(group, _group.ControllerGroup) else own(group)
+
+    return get_rank
+
+
+@_replaces(redistribution, "_optimize_transform_infos")
+def _one_collective(own: Any) -> Replacement:
+    def _optimize_transform_infos(
+        transform_infos: Any, device_mesh: Any, src_placements: Any, dst_placements: Any
+    ) -> Any:
+        # Over two dimensions of a mesh, shards of unequal sizes are not those over the flattened one, which torch 2.13
+        # takes them for when it gathers.
+        if workers_of(device_mesh) is not None and any(
+            _is_uneven(info, device_mesh, src_placements) for info in transform_infos
+        ):
+            return list(transform_infos)
+        return own(transform_infos, device_mesh, src_placements, dst_placements)
+
+    return _optimize_transform_infos
+
+
+def _is_uneven(info: Any, mesh: Any, placements: Any) -> bool:
+    source = info.src_dst_placements[0]
+    if not source.is_shard():
+        return False
+    sizes = [mesh.size(dim) for dim, each in enumerate(placements) if each.is_shard(source.dim)]
+    size = info.logical_shape[source.dim]
+    return len(sizes) > 1 and not (type(size) is int and size % math.prod(sizes) == 0)
+
+
+# Collectives ----------------------------------------------------------------------------------------------------
+
+
+@_replaces(funcol, "_maybe_wrap_tensor")
+def _wrap(own: Any) -> Replacement:
+    # Workers wait for a collective when its result is used: nothing need be wrapped to wait here.
+    return lambda tensor: tensor if type(tensor) is RemoteTensor else own(tensor)
+
+
+# Values of the controller that become distributed ---------------------------------------------------------------
+
+
+@_replaces(Shard, "_shard_tensor")
+@_replaces(_StridedShard, "_shard_tensor")
+def _shard_tensor(own: Any) -> Replacement:
+    def _shard_tensor(self: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
+        workers = workers_of(mesh)
+        if workers is None:
+            return own(self, tensor, mesh, mesh_dim, src_data_rank)
+        return _host_by_rank.belonging(own(self, tensor, mesh, mesh_dim, None), workers)
+
+    return _shard_tensor
+
+
+def _distribute(own: Any) -> Replacement:
+    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        mesh = device_mesh or api._mesh_resources.get_current_mesh()
+        workers = workers_of(mesh)
+        is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
+        if workers is not None and is_host and tensor.device != workers.device:
+            tensor = _host_by_rank.belonging(tensor, workers)  # else torch moves it to a device that is not here
+        return own(tensor, mesh, placements, **options)
+
+    return distribute_tensor
+
+
+@_replaces(Replicate, "_make_replicate_tensor")
+def _replicate_tensor(own: Any) -> Replacement:
+    def _make_replicate_tensor(cls: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
+        workers = workers_of(mesh)
+        if workers is None:
+            return own(cls, tensor, mesh, mesh_dim, src_data_rank)
+        return _host_by_rank.belonging(tensor, workers)
+
+    return _make_replicate_tensor
+
+
+@_replaces(DTensor, "from_local")
+def _from_local(own: Any) -> Replacement:
+    def from_local(local: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        mesh = device_mesh or api._mesh_resources.get_current_mesh()
+        workers = workers_of(mesh)
+        if workers is None or isinstance(local, DTensor) or _torch_traces.is_traced(local):
+            return own(local, device_mesh, placements, **options)
+        if not isinstance(local, RemoteTensor):
+            sent = local.sent(workers) if isinstance(local, HostByRank) else workers.put(local)
+            local = sent.requires_grad_(local.requires_grad)
+        return own(local, mesh, placements, **{**options, "run_check": False})
+
+    return from_local
+
+
+@_replaces(api, "_dtensor_init_helper")
+def _init_helper(own: Any) -> Replacement:
+    def _dtensor_init_helper(
+        init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> Any:
+        mesh = device_mesh or api._mesh_resources.get_current_mesh()
+        workers = workers_of(mesh)
+        if workers is None:
+            return own(init_op, size, device_mesh, placements, **options)
+        from monarch_backend.dtensor import _factories
+
+        return _factories.make(workers, init_op, size, mesh, placements, options)
+
+    return _dtensor_init_helper
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@_replaces(state_dict_saver, "_save_state_dict")
+def _save(own: Any) -> Replacement:
+    def _save_state_dict(
+        state_dict: Any, storage_writer: Any, process_group: Any = None, coordinator_rank: int = 0,
+        no_dist: bool = False, planner: Any = None, use_collectives: bool = True,
+    ) -> Any:  # fmt: skip
+        if not _group.is_controller():
+            return own(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner, use_collectives)
+        mesh = _checkpoint().mesh_of(state_dict)
+        if mesh is None:
+            return _checkpoint().save_here(own, state_dict, storage_writer, planner)
+        return _checkpoint().save(mesh, state_dict, storage_writer, planner, use_collectives)
+
+    return _save_state_dict
+
+
+@_replaces(state_dict_saver, "async_save")
+@_replaces(dcp, "async_save")
+def _async_save(own: Any) -> Replacement:
+    def async_save(
+        state_dict: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, planner: Any = None, **options: Any
+    ) -> Any:
+        given = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+        if not _group.is_controller():
+            return own(state_dict, **given, **options)
+        values = state_dict_saver._stateful_to_state_dict(state_dict)
+        writer = state_dict_saver._storage_setup(storage_writer, checkpoint_id, reader=False)
+        return _checkpoint().async_save(_checkpoint().mesh_of(values), values, writer, planner)
+
+    return async_save
+
+
+@_replaces(state_dict_loader, "_load_state_dict")
+def _load(own: Any) -> Replacement:
+    def _load_state_dict(
+        state_dict: Any, storage_reader: Any, process_group: Any = None, coordinator_rank: int = 0,
+        no_dist: bool = False, planner: Any = None,
+    ) -> None:  # fmt: skip
+        if not _group.is_controller():
+            own(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
+            return
+        mesh = _checkpoint().mesh_of(state_dict)
+        if mesh is None:
+            _checkpoint().load_here(own, state_dict, storage_reader, planner)
+        else:
+            _checkpoint().load(mesh, state_dict, storage_reader, planner)
+
+    return _load_state_dict
+
+
+def _checkpoint() -> Any:
+    from monarch_backend.dtensor import _checkpoint as found  # which needs this module
+
+    return found
+
+
+@_replaces(DTensor, "device", "is_cpu", "is_cuda", "is_meta")
+def _device_of(own: Any) -> Any:
+    # For C++ a remote tensor is on the CPU, and so is a DTensor of it.
+    name = own.__name__
+    return property(lambda self: getattr(self._local_tensor, name) if _is_remote(self) else own.__get__(self))
+
+
+@_replaces(torch.cuda, "_lazy_init")
+def _device_for_whom(own: Any) -> Replacement:
+    def _lazy_init() -> None:
+        # Each function of torch with a device among its arguments calls it, also where it is the workers' device.
+        if torch.cuda.is_available() or not _group.is_controller():
+            own()
+
+    return _lazy_init
+
+
+# Shardings ------------------------------------------------------------------------------------------------------
+
+
+def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
+    """For an operator that torch's DTensor does by talking from rank to rank."""
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        remote = any(isinstance(each, DTensor) and _is_remote(each) for each in args)
+        return ours(func, args, kwargs) if remote else own(func, args, kwargs)
+
+    return handle
+
+
+def _register_lists() -> None:
+    """Operators on lists of tensors, which are calculated one value at a time, and that torch has left out."""
+    known = api.DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
+    for operator in (_aten._fused_adagrad_.default, _aten._foreach_copy_.default):
+        if operator not in known:
+            pointwise._register_single_dim_pointwise(operator)
+
+
+# Reading --------------------------------------------------------------------------------------------------------
+
+
+def _is_remote(tensor: Any) -> bool:
+    return isinstance(tensor._local_tensor, RemoteTensor)
+
+
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    """``.item()``, ``bool()``, ``float()``: of the whole tensor, not of what a rank has of it."""
+    tensor = args[0]
+    if _is_remote(tensor):
+        return _values.item(tensor.detach().full_tensor())
+    return func(tensor._local_tensor, **kwargs)
+
+
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    one, other = args
+    if not _is_remote(one if isinstance(one, DTensor) else other):
+        return func(one._local_tensor, other._local_tensor, **kwargs)  # type: ignore[no-any-return]
+    return one.shape == other.shape and bool((one == other).all())
+
+
+@_replaces(DTensor, "__repr__")
+def _repr(own: Any) -> Replacement:
+    def __repr__(self: Any, **options: Any) -> str:
+        if not _is_remote(self):
+            return own(self, **options)  # type: ignore[no-any-return]
+        return f"DTensor({_values.text_of(self)}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    return __repr__
+
+
+@_replaces(DTensor, "__iter__")
+def _iterate(own: Any) -> Replacement:
+    def __iter__(self: Any) -> Any:
+        if _is_remote(self) and self.ndim:  # no rank has all rows of what is sharded by rows
+            keep = [p if not p.is_shard(0) and not p.is_partial() else Replicate() for p in self.placements]
+            self = self.redistribute(self.device_mesh, keep)
+        return own(self)
+
+    return __iter__
+
+
+@_replaces(DTensor, "tolist", "numpy", "__array__")
+def _reading(own: Any) -> Replacement:
+    name = own.__name__
+
+    def read(self: Any, *args: Any, **options: Any) -> Any:
+        if not _is_remote(self):
+            return own(self, *args, **options)
+        return getattr(_values.as_host(self.detach().full_tensor()), name)(*args, **options)
+
+    return read
+
+
+# Random numbers -------------------------------------------------------------------------------------------------
+
+
+def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    def operation(func: Any, args: Any, kwargs: Any) -> Any:
+        if all(_is_remote(each) for each in args if isinstance(each, DTensor)):
+            return handle(func, args, dict(kwargs))
+        handlers = api.DTensor._op_dispatcher._custom_op_handlers
+        mine = handlers.pop(func)  # of meshes that are no controller's: torch's own way
+        try:
+            return func(*args, **kwargs)
+        finally:
+            handlers[func] = mine
+
+    return operation
+
+
+@_replaces(torch.cuda, "manual_seed", "manual_seed_all")
+def _seeding(own: Any) -> Replacement:
+    def manual_seed(seed: int) -> None:  # torch.manual_seed() calls it
+        _philox.default.manual_seed(int(seed))
+        own(seed)
+
+    return manual_seed
+
+
+@_replaces(torch.cuda, "get_rng_state")
+def _get_rng_state(own: Any) -> Replacement:
+    return lambda *device, **named: own(*device, **named) if torch.cuda.is_available() else _philox.default.get_state()
+
+
+@_replaces(torch.cuda, "set_rng_state")
+def _set_rng_state(own: Any) -> Replacement:
+    def set_rng_state(new_state: torch.Tensor, *device: Any, **named: Any) -> None:
+        if torch.cuda.is_available():
+            own(new_state, *device, **named)
+        else:
+            _philox.default.set_state(new_state)
+
+    return set_rng_state
+
+
+@_replaces(torch.nn.init, "orthogonal_", "sparse_")
+def _on_the_host(own: Any) -> Replacement:
+    def init(tensor: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(tensor, DTensor) or not _is_remote(tensor) or tensor.device.type == "meta":
+            return own(tensor, *args, **options)
+        # No sharding of a factorisation gives the whole's: once, here, is what each rank would have to do.
+        whole = own(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **options)
+        with torch.no_grad():
+            return tensor.copy_(api.distribute_tensor(whole, tensor.device_mesh, tensor.placements))
+
+    return init

@@ -1,0 +1,168 @@
+"""What captured steps need of torch's private parts, of dynamo and AOTAutograd: as _torch.py, for compiling.
+
+REPLACED is in place once torch.compile has this backend. What becomes of a trace is _capture.py's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo import trace_rules
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import TorchInGraphFunctionVariable, builder
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _collective_utils as collective_utils
+from torch.distributed.tensor import _dispatch as dispatch
+from torch.distributed.tensor import _redistribute as redistribute
+from torch.distributed.tensor import _utils as utils
+
+from monarch_backend.dtensor import _rank_ints, _torch
+from monarch_backend.dtensor._errors import RankDependentError
+from monarch_backend.dtensor._remote_tensor import RemoteTensor, on_the_cpu
+
+Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def two_graphs(forward: Compiler, backward: Compiler) -> Callable[..., Any]:
+    """A backend of torch.compile: local operations of DTensors and functional collectives, one graph each way.
+
+    What is compiled changes inputs itself, where torch allows it: no copies afterwards.
+    """
+
+    def boxed(compiler: Compiler) -> Any:
+        return lambda graph, inputs: make_boxed_func(compiler(graph, inputs))
+
+    return aot_autograd(
+        fw_compiler=boxed(forward), bw_compiler=boxed(backward), inference_compiler=boxed(forward),
+        partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
+    )  # fmt: skip
+
+
+_installed = False
+
+
+def install() -> None:
+    """Put all of them in place, and those of _torch.py; again: nothing."""
+    global _installed
+    _torch.install()
+    if _installed:
+        return
+    _installed = True
+    for replaced in REPLACED:
+        _torch.put_in_place(*replaced)
+    trace_rules.add("monarch_backend")  # no function of ours has anything to capture
+    _leave_alone()
+    # Let dynamo do with the replacements of _torch.py what it does with torch's own functions.
+    rules = trace_rules.get_torch_obj_rule_map()
+    for where, name, _ in _torch.REPLACED:
+        replacement = getattr(where, name)
+        if rules.get(getattr(replacement, "__wrapped__", None)) is TorchInGraphFunctionVariable:
+            rules[replacement] = TorchInGraphFunctionVariable
+
+
+def _leave_alone() -> None:
+    """What DTensors do, and all that they call, is no program to compile where it runs eagerly.
+
+    It does after a graph break, and in the backward pass: there dynamo would look at each function that is called, and
+    compile some, with ints that differ by rank as if they were one. In a trace all of it is traced as ever.
+    """
+    alone = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(RemoteTensor.__torch_dispatch__.__func__.__code__, alone)  # type: ignore[attr-defined]
+    for module in (api, collective_utils, dispatch, redistribute, utils, placement_types, device_mesh):
+        functions = list(vars(module).values())
+        functions += [each for found in functions if inspect.isclass(found) for each in vars(found).values()]
+        for found in functions:
+            function = getattr(found, "__func__", found)
+            while function is not None:
+                code = getattr(function, "__code__", None)
+                if isinstance(code, CodeType) and code.co_filename in (module.__file__, _torch.__file__):
+                    set_code_exec_strategy(code, alone)
+                function = getattr(function, "__wrapped__", None)
+
+
+REPLACED: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = []
+"""As `_torch.REPLACED`."""
+
+
+def break_graph(what: str, error: Exception) -> NoReturn:
+    """Let dynamo leave this operation to eager code; with ``fullgraph=True`` it raises what is said here."""
+    hint = "Without fullgraph=True it runs eagerly; or put it into a function with torch.compiler.disable."
+    unimplemented(
+        gb_type="What differs by rank", context=what, explanation=str(error), from_exc=error, hints=[hint]
+    )  # fmt: skip
+
+
+def _wrap_input(own: Any) -> Any:
+    """A graph has sizes that are the same for all ranks."""
+
+    def wrap_to_fake_tensor_and_record(value: Any, tx: Any, **options: Any) -> Any:
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if isinstance(local, RemoteTensor) and local._meta.classes is not None:
+            size = f"shards of sizes {', '.join(map(str, local._meta.shape))}"
+            break_graph(size, RankDependentError(size, "differ by rank"))
+        with on_the_cpu():
+            return own(value, tx, **options)
+
+    return wrap_to_fake_tensor_and_record
+
+
+def _wrap_value(own: Any) -> Any:
+    """Nor has it ints that differ by rank: who branches on one hears of it as in eager code."""
+
+    def wrap(self_or_tx: Any, value: Any) -> Any:
+        if isinstance(value, torch.SymInt) and _rank_ints.values_of(value) is not None:
+            break_graph(f"the int {value}", RankDependentError(f"the int {value}", "has another value on each rank"))
+        return own(self_or_tx, value)
+
+    return wrap
+
+
+def _same_strides(own: Any) -> Any:
+    """A gradient with other strides than in the trace: torch makes it anew with a factory, which knows no workers."""
+
+    def coerce_to_expected_memory_format(value: Any, expected: Any) -> Any:
+        if not isinstance(value, RemoteTensor) or expected.memory_format is not None:
+            return own(value, expected)
+        if value.shape == expected.size and value.stride() == expected.stride:
+            return value
+        return value.new_empty_strided(expected.size, expected.stride).copy_(value)
+
+    return coerce_to_expected_memory_format
+
+
+def _view_of(own: Any) -> Any:
+    """A result that is a view of an input is made outside of the graph, for which torch has no way with DTensors."""
+
+    def gen_alias_from_base(base: Any, target: Any, requires_grad: bool, *rest: Any, **options: Any) -> Any:
+        if not (isinstance(base, DTensor) and isinstance(base._local_tensor, RemoteTensor)):
+            return own(base, target, requires_grad, *rest, **options)
+        inner = target._local_tensor
+        local = base.to_local().as_strided(inner.size(), inner.stride(), inner.storage_offset())
+        made = DTensor.from_local(
+            local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride()
+        )
+        return made if requires_grad else made.detach()
+
+    return gen_alias_from_base
+
+
+REPLACED += [
+    (builder.VariableBuilder, "__call__", _wrap_value),
+    (builder.SourcelessBuilder, "create", _wrap_value),
+    (runtime_wrappers, "gen_alias_from_base", _view_of),
+    (builder, "wrap_to_fake_tensor_and_record", _wrap_input),
+    (runtime_wrappers, "coerce_to_expected_memory_format", _same_strides),
+]

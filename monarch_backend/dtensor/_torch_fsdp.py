@@ -1,0 +1,202 @@
+"""Functions of FSDP2 that act for one rank, and what stands in for them; as _torch.py has it for the rest of torch.
+
+With _torch.py and _torch_groups.py the only module here that touches torch's private parts. `fully_shard` itself stays
+as it is; what differs by rank there is a parameter's shard, and a process group's rank() gives that already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_init,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+    _fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from monarch_backend.dtensor import _fsdp, _group
+from monarch_backend.dtensor._device_handle import DeviceHandle
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._factories import OnWorkers
+from monarch_backend.dtensor._group import ControllerGroup
+from monarch_backend.dtensor._torch import Replacement, _replaces, slices_of, workers_of
+
+# Parameters and buffers -----------------------------------------------------------------------------------------
+
+
+@_replaces(_fully_shard, "_get_device_from_mesh")
+def _device_from_mesh(own: Any) -> Replacement:
+    def _get_device_from_mesh(mesh: Any) -> torch.device:
+        workers = workers_of(mesh)
+        return own(mesh) if workers is None else workers.device
+
+    return _get_device_from_mesh
+
+
+@_replaces(_fsdp_init, "_move_states_to_device")
+def _move_states(own: Any) -> Replacement:
+    def _move_states_to_device(params: Any, buffers: Any, device: torch.device) -> None:
+        if not _group.is_controller():
+            own(params, buffers, device)
+
+    return _move_states_to_device
+
+
+@_replaces(_fully_shard, "_init_param_group")
+def _init_group(own: Any) -> Replacement:
+    def _init_param_group(
+        state: Any, params: Any, modules: Any, mesh_info: Any, after_forward: Any, *args: Any, **options: Any
+    ) -> None:
+        workers = workers_of(mesh_info.mesh)
+        if workers is not None:
+            if after_forward not in (None, mesh_info) and slices_of(mesh_info.mesh) > 1:
+                raise RemoteTensorError(
+                    f"reshard_after_forward={options.get('reshard_after_forward')} with {mesh_info.mesh}: torch makes "
+                    "a mesh of this one's first slice only. Give True or False, or a mesh that is no slice of another"
+                )
+            state._monarch_workers = workers
+            for module in modules:
+                _fsdp.put_buffers(module.modules(), workers)
+        own(state, params, modules, mesh_info, after_forward, *args, **options)
+
+    return _init_param_group
+
+
+@_replaces(FSDPParam, "_init_sharded_param")
+def _init_sharded(own: Any) -> Replacement:
+    def _init_sharded_param(self: Any, param: Any, device: Any, placement_fn: Any, mesh_info: Any) -> Any:
+        if workers_of(mesh_info.mesh) is None:
+            return own(self, param, device, placement_fn, mesh_info)
+        own(self, param, param.device, placement_fn, mesh_info)  # a host's parameter need not be moved first
+        self._monarch_padded = self._sharded_local_tensor._ref
+        return None
+
+    return _init_sharded_param
+
+
+@_replaces(FSDPParam, "_init_sharding_spec_plain")
+def _init_spec(own: Any) -> Replacement:
+    def _init_sharding_spec_plain(self: Any, param: Any, placement: Any) -> Any:
+        found, workers = own(self, param, placement), workers_of(self.mesh_info.mesh)
+        return found if workers is None or type(found.data) is not torch.Tensor else _fsdp.whole(found, workers)
+
+    return _init_sharding_spec_plain
+
+
+@_replaces(_fsdp_param, "_chunk_with_empty")
+def _chunk(own: Any) -> Replacement:
+    def _chunk_with_empty(tensor: Any, num_chunks: int, dim: int) -> Any:
+        return _fsdp.Chunks(tensor, num_chunks, dim) if _group.is_controller() else own(tensor, num_chunks, dim)
+
+    return _chunk_with_empty
+
+
+@_replaces(FSDPParam, "reset_sharded_param")
+def _reset_sharded(own: Any) -> Replacement:
+    def reset_sharded_param(self: Any) -> Any:
+        if workers_of(self.mesh_info.mesh) is None:
+            return own(self)
+        self.sharded_param = param = getattr(self._module_info.module, self._module_info.param_name)
+        local = param._local_tensor
+        if local.is_meta or local._ref is self._monarch_padded:
+            return None
+        dim = self.fsdp_placement.dim
+        padded, length = local.new_zeros(self.padded_sharded_param_size), local.size(dim)
+        with torch.no_grad():
+            padded.narrow(dim, 0, length).copy_(local)
+            param._local_tensor = padded.narrow(dim, 0, length)
+        self._sharded_param_data, self._monarch_padded = padded.view(-1), param._local_tensor._ref
+        self._sharding_spec = param._spec
+        return None
+
+    return reset_sharded_param
+
+
+# Buffers that FSDP makes for itself -----------------------------------------------------------------------------
+
+
+@_replaces(FSDPParamGroup, "__init__")
+def _make_group(own: Any) -> Replacement:
+    def __init__(self: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any) -> Any:
+        workers = workers_of(mesh_info.mesh)
+        if workers is None:
+            return own(self, params, modules, mesh_info, *args, **options)
+        with OnWorkers(workers):
+            own(self, params, modules, mesh_info, *args, **options)
+        return None
+
+    return __init__
+
+
+@_replaces(FSDPParam, "init_all_gather_outputs")
+def _init_outputs(own: Any) -> Replacement:
+    def init_all_gather_outputs(self: Any, *args: Any) -> Any:
+        workers = None if self.all_gather_outputs else workers_of(self.mesh_info.mesh)
+        if workers is None:
+            return own(self, *args)
+        with OnWorkers(workers):
+            own(self, *args)
+        return None
+
+    return init_all_gather_outputs
+
+
+@_replaces(_fsdp_param_group, "foreach_all_gather", "foreach_reduce")
+def _communicate(own: Any) -> Replacement:
+    def communicate(fsdp_params: Any, *args: Any, **options: Any) -> Any:
+        workers = workers_of(fsdp_params[0].mesh_info.mesh)
+        if workers is None:
+            return own(fsdp_params, *args, **options)
+        with OnWorkers(workers):
+            return own(fsdp_params, *args, **options)
+
+    return communicate
+
+
+@_replaces(_fsdp_collectives, "_get_gradient_divide_factors")
+def _divide_factors(own: Any) -> Replacement:
+    def _get_gradient_divide_factors(
+        scatter_group: Any, reduce_group: Any, dtype: Any, device_type: str = "", factor: Any = None,
+        force_sum: bool = False,
+    ) -> Any:  # fmt: skip
+        ours = isinstance(scatter_group or reduce_group, ControllerGroup)
+        # An own factor would go into the operation of the collective, whose record has no place for a number.
+        force_sum = force_sum or (ours and factor is not None)
+        return own(scatter_group, reduce_group, dtype, device_type, factor, force_sum)
+
+    return _get_gradient_divide_factors
+
+
+# Running --------------------------------------------------------------------------------------------------------
+
+
+@_replaces(FSDPState, "_root_pre_forward")
+def _root_forward(own: Any) -> Replacement:
+    def _root_pre_forward(self: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        workers = getattr(self, "_monarch_workers", None)
+        if workers is not None and self._state_ctx.iter_forward_root is None:
+            args, kwargs = _fsdp.put_inputs((args, kwargs), workers)
+        return own(self, module, args, kwargs)
+
+    return _root_pre_forward
+
+
+_handle = DeviceHandle()
+
+
+@_replaces(_fsdp_collectives, "_get_device_handle")
+@_replaces(_fsdp_param_group, "_get_device_handle")
+@_replaces(_fsdp_state, "_get_device_handle")
+def _device_handle(own: Any) -> Replacement:
+    def _get_device_handle(device_type: str = "cuda") -> Any:
+        return _handle if device_type != "cpu" and _group.is_controller() else own(device_type)
+
+    return _get_device_handle

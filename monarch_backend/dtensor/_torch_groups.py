@@ -1,0 +1,83 @@
+"""What torch.distributed keeps of process groups in private tables, as far as a controller must write there.
+
+With _torch.py the only module here that touches torch's private parts; tests/dtensor/test_torch.py says when they move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as native
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+DEVICES = "cpu:monarch,cuda:monarch"
+
+
+def register(group: Any, name: Any, ranks: Sequence[int]) -> None:
+    """torch finds the group by its name, and its ranks."""
+    world: Any = c10d._world
+    world.pg_map[group] = ("monarch", native.HashStore())
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = DEVICES
+    world.pg_to_tag[group] = f"ptd:{name}"
+    world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
+    c10d._register_process_group(name, group)
+    set_ranks(group, ranks)
+
+
+def set_ranks(group: Any, ranks: Sequence[int]) -> None:
+    """These global ranks, in their order, are its ranks."""
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+
+
+def set_default(group: Any) -> None:
+    """It is what torch.distributed's functions take where no group is given."""
+    c10d._update_default_pg(group)
+    c10d._world.group_count = max(1, c10d._world.group_count)  # its name is "0", as in init_process_group
+
+
+def default() -> Any:
+    """The default group, which there is."""
+    return c10d._get_default_group()
+
+
+# What workers need ----------------------------------------------------------------------------------------------
+
+
+def new_group(name: str, ranks: Sequence[int]) -> Any:
+    """As dist.new_group, called by its ranks only.
+
+    torch would name it after how many groups a process has: ranks that are in different ones would look for each other
+    under different names.
+    """
+    own, private = c10d._process_group_name, c10d.__dict__
+    private["_process_group_name"] = lambda *_, **__: name
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+    finally:
+        private["_process_group_name"] = own
+
+
+def by_name(name: Any) -> Any:
+    """The group of this name, which there is."""
+    return c10d._resolve_process_group(name)
+
+
+def default_store() -> Any:
+    """Where the ranks of the default group have met."""
+    return c10d._get_default_store()
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a collective that may be under way; any other tensor itself."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def done() -> Any:
+    """What a collective returns of which nothing is left to wait for."""
+    return FakeWork()

@@ -1,0 +1,31 @@
+"""What of torch's private parts tells what is traced from what is not. Imports nothing of ours, and not dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def is_traced(value: Any) -> bool:
+    """Whether it is a tensor of a trace, without values."""
+    return isinstance(value, (FakeTensor, FunctionalTensor))
+
+
+def share_memory(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Whether it is a view of one of these, or one of them."""
+    return any(torch._C._is_alias_of(tensor, each) for each in others)  # type: ignore[attr-defined]
+
+
+def real(value: Any) -> Any:
+    """What a trace has in the place of an object (a placement, a mesh) is that object again."""
+    return value.real_obj if isinstance(value, FakeScriptObject) else value
+
+
+outside = _disable_current_modes
+"""In its context real tensors are calculated with, also while torch traces."""

@@ -1,0 +1,95 @@
+"""Reading values of remote tensors: the only thing that waits for the workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _tensor_str
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor
+from monarch_backend.dtensor._wire import Held
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._metadata import Meta
+    from monarch_backend.dtensor._workers import Workers
+
+MOST_RESULTS = 4
+"""Of an operator whose results' sizes depend on values: ``unique_consecutive`` has three."""
+
+
+def as_host(tensor: RemoteTensor) -> torch.Tensor:
+    """The first worker's values, as a tensor of this process. Raises RemoteOpError for what a worker could not do."""
+    value: torch.Tensor = tensor._meta.workers.read(tensor)()
+    return value.requires_grad_(tensor.requires_grad) if tensor.requires_grad and tensor.is_leaf else value
+
+
+def item(tensor: RemoteTensor) -> Any:
+    """The one value, as a Python number."""
+    return tensor._meta.workers.read(tensor, "item")()
+
+
+def ask_of(tensor: RemoteTensor, what: str, *others: Any) -> list[Any]:
+    """All ranks' replies about these tensors."""
+    return tensor._meta.workers.ask(what, tensor._ref.id, *[each._ref.id for each in others])
+
+
+def run_and_measure(workers: Workers, name: str, args: Any, kwargs: Any) -> Any:
+    """The results of an operator whose sizes only its values tell: it waits for them, and only for them."""
+
+    def by_id(value: Any) -> Any:
+        return Held(value._ref.id) if isinstance(value, RemoteTensor) else value
+
+    first = next(workers.ids)
+    numbers = [first, *(next(workers.ids) for _ in range(MOST_RESULTS - 1))]
+    sent_args, sent_kwargs = pytree.tree_map(by_id, (list(args), dict(kwargs)))
+    replies = workers.ask("measure", name, sent_args, sent_kwargs, numbers)
+    results = []
+    count = len(next(each for each in replies if each is not None))
+    for i, number in enumerate(numbers[:count]):
+        columns = [None if each is None else each[i] for each in replies]
+        metas = [None if each is None else _meta_of(workers, *each) for each in columns]
+        results.append(RemoteTensor(workers.metas.by_rank(metas), Ref(workers, number)))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _meta_of(workers: Workers, sizes: Any, strides: Any, dtype: str) -> Meta:
+    return workers.metas.same(tuple(sizes), tuple(strides), 0, getattr(torch, dtype), workers.device)
+
+
+def text_of(tensor: Any) -> str:
+    """As torch prints a tensor; of a large one only what is shown is read. Also of a DTensor: as a whole."""
+    options, plain = _tensor_str.PRINT_OPTS, tensor.detach()
+    extra = []
+    if all(type(size) is int for size in tensor.shape) and tensor.numel() > options.threshold:
+        shown = as_host(_whole(_corners(plain, options.edgeitems)))
+        body = _tensor_str._tensor_str_with_formatter(shown, len("tensor("), True, _tensor_str._Formatter(shown), None)
+    else:
+        shown = as_host(_whole(plain))
+        body = _tensor_str._tensor_str(shown, len("tensor("))
+        if not shown.numel():
+            extra.append(f"size={tuple(shown.shape)}")
+    if tensor.device.type != "cpu":
+        extra.append(f"device='{tensor.device}'")
+    if tensor.dtype not in (torch.get_default_dtype(), torch.int64, torch.bool):
+        extra.append(f"dtype={tensor.dtype}")
+    if tensor.grad_fn is not None:
+        extra.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
+    elif tensor.requires_grad:
+        extra.append("requires_grad=True")
+    return f"tensor({', '.join([body, *extra])})"
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor if isinstance(tensor, RemoteTensor) else tensor.full_tensor()
+
+
+def _corners(tensor: torch.Tensor, edge: int) -> Any:
+    """What is shown of it, and one more in the middle of each long dimension, where the dots stand."""
+    for dim in range(tensor.ndim):
+        size = tensor.size(dim)
+        if size > 2 * edge + 1:
+            first, last = tensor.narrow(dim, 0, edge + 1), tensor.narrow(dim, size - edge, edge)
+            tensor = torch.cat([first, last], dim)
+    return tensor

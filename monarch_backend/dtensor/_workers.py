@@ -1,0 +1,331 @@
+"""`Workers`: the processes of one ProcMesh that hold tensors for this controller, and everything that is sent to them.
+
+One for each ProcMesh, made by its first device mesh; slices share it. What torch calls global ranks are numbers of this
+controller's: the ranks of the first Workers, then those of the second, and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from monarch_backend.actor import SupervisionError
+from monarch_backend.dtensor import _sites
+from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
+from monarch_backend.dtensor._metadata import Metas
+from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor
+from monarch_backend.dtensor._stream import BATCH, Stream
+from monarch_backend.dtensor._wire import Define, Graph, Signature, Step
+from monarch_backend.mesh._extent import Extent, Shape
+
+if TYPE_CHECKING:
+    from monarch_backend.mesh._procs import ProcMesh
+
+
+_serials = itertools.count(1)
+
+
+class Workers:
+    """Where tensors are, for the controller. ``line``: the way there; ``first``: the first one's global rank."""
+
+    def __init__(self, name: str, size: int, first: int, device: torch.device, line: Any) -> None:
+        self.name, self.size, self.first, self.device = name, size, first, device
+        self.meshes: dict[Any, Any] = {}  # that were made of them, by ranks, sizes and names
+        self.serial = next(_serials)  # no other in this program has it, ever
+        self.line = line
+        self.metas = Metas(self)
+        self.ids = itertools.count(1)
+        self.kept: dict[str, Any] = {}  # what a room knows of these workers, for as long as there are any
+        self.stream = Stream(line)
+        self._words = self.stream.words
+        self.unreachable = self.stream.unreachable
+        self._by_rank: dict[Any, int] = {}
+        self.debug = os.environ.get("MONARCH_DEBUG", "") not in ("", "0")  # an operation that fails raises at itself
+        self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
+        self._defined_groups: set[str] = set()
+        self._defining = threading.Lock()
+
+    @property
+    def is_simulated(self) -> bool:
+        """There are no processes."""
+        return not hasattr(self.line, "procs")
+
+    def __deepcopy__(self, _memo: Any) -> Workers:
+        return self  # a copy of a DTensor, or of its mesh, is on the same processes
+
+    def __reduce__(self) -> Any:
+        raise RemoteTensorError(
+            f"a DTensor or mesh of {self.name} can't be pickled: its shards are in other processes. Save the values "
+            "(x.full_tensor()), or write a checkpoint (torch.distributed.checkpoint)"
+        )
+
+    # Writing ----------------------------------------------------------------------------------------------------
+
+    def write(self, record: tuple[Any, ...]) -> None:
+        """One record, behind all others."""
+        words = self._words
+        if not words:
+            self.stream.wake()
+        words += record
+        if len(words) > BATCH:
+            self.stream.flush()
+        if self.debug:
+            self.synchronize()
+
+    def define(
+        self, target: str, args: list[Any], kwargs: dict[str, Any], operands: int, kind: int, results: int,
+        writes: list[int], ins: list[Any],
+    ) -> int:  # fmt: skip
+        """The number of a new signature."""
+        number = next(self.stream.numbers)
+        signature = Signature(number, target, args, kwargs, operands, kind, results, writes, ins)
+        self.stream.define(Define.SIGNATURE, *signature)
+        return number
+
+    def define_graph(
+        self, operands: int, numbers: list[str], steps: list[Step], results: list[int], writes: list[int],
+        ins: list[Any], inductor: bool,
+    ) -> int:  # fmt: skip
+        """The number of a new graph."""
+        number = next(self.stream.numbers)
+        graph = Graph(number, operands, numbers, [list(each) for each in steps], results, writes, ins, inductor)
+        self.stream.define(Define.GRAPH, *graph)
+        return number
+
+    def define_by_rank(self, numbers: Sequence[int], of_rank: Sequence[int]) -> int:
+        """The number of the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing where that is -1."""
+        key = (tuple(numbers), tuple(of_rank))
+        number = self._by_rank.get(key)
+        if number is None:
+            number = self._by_rank[key] = next(self.stream.numbers)
+            self.stream.define(Define.BY_RANK, number, list(numbers), list(of_rank))
+        return number
+
+    # Groups -----------------------------------------------------------------------------------------------------
+
+    def add_group(self, name: str, rows: list[list[int]]) -> None:
+        """The group of this name is, on each rank, the row that the rank is in. Global ranks."""
+        self._groups[name] = [[rank - self.first for rank in row] for row in rows]
+
+    def group_name(self, value: Any) -> str | None:
+        """The name, if it is a group or the name of one; the workers know it afterwards."""
+        name = value if isinstance(value, str) else getattr(value, "group_name", None)
+        if name is None and isinstance(value, torch.ScriptObject):
+            name = torch.distributed.ProcessGroup.unbox(value).group_name
+        if name not in self._groups:
+            return None
+        if name not in self._defined_groups:
+            with self._defining:  # nobody's signature may overtake it
+                if name not in self._defined_groups:
+                    self.stream.define(Define.GROUP, name, self._groups[name])
+                    self._defined_groups.add(name)
+        return str(name)
+
+    def outside(self, values: Sequence[Any]) -> set[int]:
+        """The ranks that are in no row of the group that is among these."""
+        names = [name for name in map(self.group_name, values) if name is not None]
+        inside = {rank for name in names for row in self._groups[name] for rank in row}
+        return set(range(self.size)) - inside if names else set()
+
+    # Values -----------------------------------------------------------------------------------------------------
+
+    def put(self, value: torch.Tensor, device: torch.device | None = None) -> RemoteTensor:
+        """The same tensor on all workers."""
+        if value.is_meta:
+            return self.put_shape(value.detach())
+        tensor = _dense(value)
+        if not tensor.ndim and tensor.is_floating_point() and device is None and tensor.device.type == "cpu":
+            return self._number(tensor.item(), tensor.dtype)
+        where = device or (self.device if tensor.device.type == "cpu" else tensor.device)
+        number = next(self.ids)
+        self.stream.flush()
+        self.line.put(number, tensor)
+        return RemoteTensor(self.metas.sent(tensor, where), Ref(self, number))
+
+    def _number(self, value: float, dtype: torch.dtype) -> RemoteTensor:
+        """A record in place of a message: fused optimizers have one for each parameter, in each step another."""
+        from monarch_backend.dtensor import _dispatch
+
+        options = {"dtype": dtype, "device": self.device}
+        return _dispatch.create(self, torch.ops.aten.scalar_tensor.default, [value], options)  # type: ignore[no-any-return]
+
+    def zeros(self, size: Sequence[Any], dtype: torch.dtype) -> RemoteTensor:
+        """Made there."""
+        from monarch_backend.dtensor import _dispatch
+
+        options = {"dtype": dtype, "device": self.device}
+        return _dispatch.create(self, torch.ops.aten.zeros.default, [list(size)], options)  # type: ignore[no-any-return]
+
+    def put_shape(self, value: torch.Tensor) -> RemoteTensor:
+        """One of the meta device, on all workers; its sizes may differ by rank."""
+        from monarch_backend.dtensor import _dispatch
+
+        options = {"dtype": value.dtype, "device": torch.device("meta")}
+        arguments = [list(value.shape), list(value.stride())]
+        made: RemoteTensor = _dispatch.create(self, torch.ops.aten.empty_strided.default, arguments, options)
+        return made
+
+    def put_by_rank(self, values: Sequence[torch.Tensor | None]) -> RemoteTensor:
+        """On each rank its own; not where there is none."""
+        dense = [None if value is None else _dense(value) for value in values]
+        meta = self.metas.by_rank([None if value is None else self.metas.sent(value, self.device) for value in dense])
+        number = next(self.ids)
+        self.stream.flush()
+        self.line.put_by_rank(number, dense)
+        return RemoteTensor(meta, Ref(self, number))
+
+    def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
+        """Begins to read; what is returned waits for the value, which is that of the first rank that has one.
+
+        Waits for all workers to have come this far: what any of them could not do is raised here.
+        """
+        meta = tensor._meta
+        rank = 0 if meta.classes is None else next(i for i, each in enumerate(meta.of_rank) if each >= 0)
+        self.stream.flush(wait=False)
+        replies = self.line.ask("read", tensor._ref.id, rank, how)
+
+        def wait(_keep: Any = tensor) -> Any:
+            value = self._first_or_failure(replies())[rank]
+            if value is None:
+                raise RemoteTensorError(f"rank {rank} of {self.name} has no part in this tensor, and there is no value")
+            return value
+
+        return wait
+
+    def ask(self, what: str, *args: Any) -> list[Any]:
+        """All ranks' replies; waits."""
+        self.stream.flush(wait=False)
+        return self._first_or_failure(self.line.ask(what, *args)())
+
+    def synchronize(self) -> None:
+        """Wait until the workers have done everything so far. Raises RemoteOpError for what failed since the last time,
+        unless that has been raised already.
+        """
+        self.ask("failed_since")
+
+    def _first_or_failure(self, replies: list[Any]) -> list[Any]:
+        failures = [each for each in replies if isinstance(each, dict) and "failed" in each]
+        if failures:
+            raise self.error_of(min(failures, key=lambda each: each["order"]))
+        return replies
+
+    def error_of(self, report: dict[str, Any]) -> RemoteOpError:
+        """For what a worker reports to have failed."""
+        return RemoteOpError(
+            report["failed"], report["rank"], report["host"], report["pid"], report["message"], report["traceback"],
+            _sites.text_of(report["site"]),
+        )  # fmt: skip
+
+    def close(self, why: str) -> None:
+        """Nothing can be sent any more."""
+        self.stream.closed = self.stream.closed or MeshClosedError(f"the processes of {self.name} have ended: {why}")
+
+
+class ActorLine:
+    """The way to the executors in the processes of a mesh: messages to actors."""
+
+    def __init__(self, procs: ProcMesh, executors: Any, program: Any, device_type: str) -> None:
+        self.procs, self._executors, self._program, self._device_type = procs, executors, program, device_type
+        self._ranks = [executors] if len(executors) == 1 else list(_each(executors))
+
+    def send(self, batch: bytes) -> None:
+        """To all, without an answer."""
+        self._executors.run.broadcast(batch)
+
+    def send_counted(self, batch: bytes) -> Callable[[], object]:
+        """To all; returns who waits for the answers."""
+        future = self._executors.run_counted.call(batch)
+        return lambda: future.get()
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """On the thread that reads messages."""
+        self._program.pump.later(seconds, call)
+
+    def put(self, number: int, tensor: torch.Tensor) -> None:
+        """The same to all."""
+        self._executors.put.broadcast(number, tensor)
+
+    def put_by_rank(self, number: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """To each its own."""
+        for mine, tensor in zip(self._ranks, tensors, strict=True):
+            if tensor is not None:
+                mine.put.broadcast(number, tensor)
+
+    def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
+        """Begins; what is returned waits for all replies, by rank."""
+        future = getattr(self._executors, what).call(*args)
+        return lambda: list(future.get().values())
+
+    # Functions --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def sides(self) -> Any:
+        """The actors beside the executors; see worker/_side.py."""
+        from monarch_backend.dtensor.worker import Side
+
+        self._executors.initialized.get()  # two threads that import these modules at once would wait for each other
+        return self.procs.spawn("dtensor_side", Side, self._device_type)
+
+    def sides_of(self, ranks: Sequence[int]) -> Any:
+        """Those beside these ranks."""
+        return _those(self.sides, ranks)
+
+    def execute(self, ranks: Sequence[int], run: int, *args: Any) -> Any:
+        """Call a function on these ranks, which then wait for `say`; a future of their results."""
+        assert self.sides is not None  # there before anybody waits for them
+        executors = _those(self._executors, ranks)
+        call = executors.execute.call(run, *args)
+        with contextlib.suppress(SupervisionError):  # of which the call's future tells
+            executors.settle.broadcast(run)
+        return call
+
+    def say(self, ranks: Sequence[int], run: int, verdict: str, why: str) -> None:
+        """How a run has ended: "done", or "failed", after which all workers meet in new groups."""
+        dead = set(self._executors.failed_ranks)
+        if dead:  # the rest can't meet without them
+            verdict = "dead"
+        alive = [rank for rank in ranks if rank not in dead]
+        if not alive:
+            return
+        try:
+            _those(self.sides, alive).say.broadcast(run, verdict, why)
+        except SupervisionError:  # one more is
+            if not set(self._executors.failed_ranks) - dead:
+                raise
+            self.say(ranks, run, verdict, why)
+            return
+        others = [rank for rank in range(len(self._ranks)) if rank not in set(ranks)]
+        if verdict == "failed" and others:
+            _those(self._executors, others).meet_again.broadcast(run)
+
+    def aside(self, call: Callable[[], None]) -> None:
+        """On a thread of its own."""
+        self._program.aside(call)
+
+
+def _those(actors: Any, ranks: Sequence[int]) -> Any:
+    """These ranks of them, in this order."""
+    if list(ranks) == list(range(len(actors))):
+        return actors
+    return actors._new_with_shape(Shape.from_ranks(Extent.of({"rank": len(ranks)}), ranks))
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """As it arrives: tensors travel without gaps, and what has none keeps its strides."""
+    tensor = value.detach()
+    gaps = not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) != 0
+    return tensor.contiguous() if gaps else tensor
+
+
+def _each(mesh: Any) -> Any:
+    flat = mesh if len(mesh.extent.labels) == 1 else mesh.flatten("rank")
+    label = flat.extent.labels[0]
+    for rank in range(len(flat)):
+        yield flat.slice(**{label: rank})

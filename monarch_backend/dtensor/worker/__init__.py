@@ -1,0 +1,6 @@
+"""What happens in the processes of a device mesh: records become operations on real tensors."""
+
+from monarch_backend.dtensor.worker._executor import Executor
+from monarch_backend.dtensor.worker._side import Side
+
+__all__ = ["Executor", "Side"]

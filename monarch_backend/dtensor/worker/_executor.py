@@ -1,0 +1,362 @@
+"""`Executor`: the actor that holds this worker's tensors and executes what the controller sends, in order.
+
+What an operation could not do is kept in the place of its results, and of theirs, until somebody reads one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import traceback
+from collections import ChainMap
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree as pytree
+
+from monarch_backend.actor import Actor, current_rank, endpoint
+from monarch_backend.dtensor import _torch_groups, _wire
+from monarch_backend.dtensor._wire import Define, Graph, Held, Signature
+from monarch_backend.dtensor.worker import _functions, _graphs, _random, _run, _storage
+from monarch_backend.dtensor.worker._functions import Function
+from monarch_backend.dtensor.worker._side import boards
+
+
+class Failure:
+    """In the place of a tensor: why it is not there."""
+
+    __slots__ = ("order", "report")
+
+    def __init__(self, report: dict[str, Any], order: int) -> None:
+        self.report, self.order = report, order
+
+
+class Executor(Actor):
+    """One for each process of a device mesh."""
+
+    def __init__(self, device_type: str, timeout: float) -> None:
+        self._rank = current_rank().rank
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self._store: Any = None
+        self._rows: dict[str, list[list[int]]] = {}  # of groups
+        self.meshes: dict[str, Any] = {}
+        """This worker's own, by their description; see _parcels.py."""
+        self.board = boards[device_type]
+        self._device = _own_device(device_type)
+        self._tensors: dict[int, Any] = {}
+        self._functions: dict[int, Function | None] = {}
+        self._groups: dict[str, str] = {}
+        self._joined: dict[
+            tuple[int, ...], str
+        ] = {}  # by ranks: torch names such a group by them, and has each name once
+        self._pending: dict[
+            int, tuple[Signature, int]
+        ] = {}  # collectives' results that nobody has waited for, and whose
+        self._failures = 0
+        self._untold: Failure | None = None
+        self._sites: dict[int, str] = {}
+        torch.set_grad_enabled(False)
+
+    # What comes from the controller -----------------------------------------------------------------------------
+
+    @endpoint
+    def run(self, batch: bytes) -> None:
+        """Execute it."""
+        self._run(batch)
+
+    @endpoint
+    def run_counted(self, batch: bytes) -> None:
+        """Execute it, and say so."""
+        self._run(batch)
+
+    @endpoint
+    def put(self, number: int, tensor: torch.Tensor) -> None:
+        """Keep it under this id."""
+        self._tensors[number] = tensor.to(self._device) if self._device.type != "cpu" else tensor
+
+    @endpoint
+    def read(self, number: int, rank: int, how: str) -> Any:
+        """The value, on this rank; on others, which need not have it, nothing. What failed, on any."""
+        if rank != self._rank and number not in self._tensors:
+            return None
+        found = self._settled(number)
+        if isinstance(found, Failure):
+            return self.told(found)
+        if rank != self._rank:
+            return None
+        if _storage.is_freed(found):  # reading it would end this process
+            why = "the tensor's memory was freed, as FSDP does with a parameter that it shards again: read the module's"
+            return {**self._report("reading", 0, RuntimeError(why)), "order": 0}
+        return found.item() if how == "item" else found.cpu().clone(memory_format=torch.contiguous_format)
+
+    @endpoint
+    def equal(self, one: int, other: int) -> Any:
+        """Whether they have the same values; None where this rank has none."""
+        values = self._settled(one), self._settled(other)
+        failed = next((each for each in values if isinstance(each, Failure)), None)
+        if failed is not None:
+            return self.told(failed)
+        return None if any(each is None for each in values) else torch.equal(*values)
+
+    @endpoint
+    def measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
+        """Run an operator and keep its results under these ids; returns their sizes, strides and dtypes.
+
+        None where this rank takes no part.
+        """
+        held = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Held)]
+        failed = next((found for each in held if isinstance(found := self._settled(each.id), Failure)), None)
+        if failed is not None:
+            return self.told(failed)
+        if any(each.id not in self._tensors for each in held):
+            return None
+        args, kwargs = pytree.tree_map(lambda v: self._tensors[v.id] if isinstance(v, Held) else v, (args, kwargs))
+        result = _functions.find(name)(*args, **kwargs)
+        results = [result] if isinstance(result, torch.Tensor) else list(result)
+        self._tensors.update(zip(numbers, results, strict=False))
+        return [(tuple(each.shape), each.stride(), str(each.dtype).removeprefix("torch.")) for each in results]
+
+    @endpoint
+    def failed_since(self) -> Any:
+        """What was sent before has been done; the first of it that failed, if that was not told."""
+        failure, self._untold = self._untold, None
+        return None if failure is None else self.told(failure)
+
+    @endpoint
+    def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    @endpoint
+    def generator_state(self) -> bytes:
+        """How the last operation has left the random numbers of this worker."""
+        return _random.state_of(self._device)
+
+    @endpoint
+    def count(self) -> int:
+        """How many tensors are held here."""
+        return len(self._tensors)
+
+    @endpoint
+    def live_bytes(self) -> int:
+        """How many bytes their storages have, each storage once."""
+        return _storage.live_bytes(self._tensors.values())
+
+    # Functions --------------------------------------------------------------------------------------------------
+
+    @endpoint
+    def execute(self, run: int, number: int, site: int, meshes: list[Any], body: Any, buffers: Any) -> Any:
+        """Call a function; its tensors stay here under this id. Returns the rest. Raises RunFailed."""
+        for each in list(self._pending):
+            self._settled(each)
+        return _run.execute(self, run, number, site, meshes, body, buffers)
+
+    @endpoint
+    def settle(self, run: int) -> None:
+        """Go on when it has ended on all ranks; where it failed on one, with new groups."""
+        if self.board.verdict(run) == "failed":
+            self._meet_again(run)
+
+    @endpoint
+    def meet_again(self, run: int) -> None:
+        """Others have ended their groups in this run."""
+        self._meet_again(run)
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+        return self._rank
+
+    def held(self, number: int) -> Any:
+        """What is under this id: a tensor, or a Failure."""
+        return self._settled(number)
+
+    def keep(self, number: int, value: Any) -> None:
+        """Under this id."""
+        self._tensors[number] = value
+
+    def new_failure(self, operation: str, site: int, error: BaseException) -> Failure:
+        """For what could not be done just now; who calls this tells of it."""
+        self._failures += 1
+        return Failure(self._report(operation, site, error), self._failures)
+
+    # Batches ----------------------------------------------------------------------------------------------------
+
+    def _run(self, batch: bytes) -> None:
+        definitions, words = _wire.decode(batch)
+        for definition in definitions:
+            self._define(*definition)
+        tensors, functions, pending = self._tensors, self._functions, self._pending
+        i, end = 0, len(words)
+        while i < end:
+            number = words[i]
+            if number == _wire.DELETE:
+                i = self._delete(words, i)
+                continue
+            function = functions[number]
+            if pending:
+                self._wait_for_operands(function, words, i)
+            try:
+                function.run(tensors, words, i)  # type: ignore[union-attr]
+            except Exception as error:
+                self._failed(function, words, i, error)  # type: ignore[arg-type]
+            if function.is_collective:  # type: ignore[union-attr]
+                pending.update(dict.fromkeys(function.results(words, i), (function.signature, words[i + 1])))  # type: ignore[union-attr]
+            i += function.length  # type: ignore[union-attr]
+
+    def _delete(self, words: list[Any], i: int) -> int:
+        end: int = i + 2 + words[i + 1]
+        for number in words[i + 2 : end]:
+            if number in self._pending:
+                self._settled(number)
+            self._tensors.pop(number, None)
+        return end
+
+    def _define(self, what: int, *definition: Any) -> None:
+        if what == Define.SIGNATURE:
+            signature = Signature(*definition)
+            self._functions[signature.number] = self._made(signature)
+        elif what == Define.BY_RANK:
+            number, numbers, of_rank = definition
+            mine = of_rank[self._rank]
+            known = self._functions[numbers[mine if mine >= 0 else 0]]
+            self._functions[number] = known if mine >= 0 else _functions.skip(known)  # type: ignore[arg-type]
+        elif what == Define.GROUP:
+            self._join(*definition)
+        elif what == Define.GRAPH:
+            graph = Graph(*definition)
+            self._functions[graph.number] = _graphs.make(graph, self._rank, self._device, self.group)
+
+    def _made(self, signature: Signature) -> Function:
+        try:
+            return _functions.make(signature, self._rank, self._device, self._groups.get)
+        except Exception as error:
+            return _functions.refuse(signature, error)
+
+    # Groups -----------------------------------------------------------------------------------------------------
+
+    def _join(self, name: str, rows: list[list[int]]) -> None:
+        """Of the ranks of this mesh: the row that this one is in."""
+        self._rows[name] = rows
+        mine = next((row for row in rows if self._rank in row), None)
+        if mine is None:
+            return
+        known = self._joined.get(tuple(mine))
+        if known is None:
+            if len(mine) == dist.get_world_size() and mine == sorted(mine):
+                group: Any = c10d._get_default_group()
+            else:
+                group = _torch_groups.new_group(f"{name}_{mine[0]}", mine)
+            known = self._joined[tuple(mine)] = group.group_name
+        self._groups[name] = known
+
+    def group(self, name: str) -> str:
+        """From the controller's name of a group to this worker's."""
+        return self._groups.get(name, name)
+
+    def _meet_again(self, run: int) -> None:
+        """Groups whose ranks are at different collectives, or have given up in one, are of no use any more."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if self._store is None:
+            self._store = _torch_groups.default_store()
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"after_run_{run}", self._store)
+        dist.init_process_group("monarch", store=store, rank=rank, world_size=size, timeout=self._timeout)
+        self.meshes.clear()
+        self._joined.clear()
+        for name, rows in self._rows.items():
+            self._join(name, rows)
+        for number, function in self._functions.items():
+            if function is not None and function.signature.number == number:  # they name groups
+                function.run = self._made(function.signature).run
+
+    # Collectives that are under way -----------------------------------------------------------------------------
+
+    def _wait_for_operands(self, function: Function | None, words: list[Any], i: int) -> None:
+        for each in function.operands(words, i):  # type: ignore[union-attr]
+            if each in self._pending:
+                self._settled(each)
+
+    def _settled(self, number: int) -> Any:
+        found = self._tensors.get(number)  # None: this rank takes no part in it
+        origin = self._pending.pop(number, None)
+        if origin is not None and not isinstance(found, Failure):
+            try:
+                found = funcol.wait_tensor(found)
+            except Exception as error:  # another rank has died, say
+                found = self._failure(*origin, error)
+            self._tensors[number] = found
+        return found
+
+    # Failures ---------------------------------------------------------------------------------------------------
+
+    def _failed(self, function: Function, words: list[Any], i: int, error: Exception) -> None:
+        """What depends on it gets the first cause."""
+        signature = function.signature
+        operands = function.operands(words, i)
+        ids = [each for each in operands if type(each) is int]  # the others are numbers themselves
+        causes = [found for each in ids if isinstance(found := self._tensors.get(each), Failure)]
+        if not causes and isinstance(error, KeyError) and any(each not in self._tensors for each in ids):
+            return  # this rank takes no part in the operand, and so not in the result
+        if causes:
+            failure = min(causes, key=lambda each: each.order)
+            if function.meets_others:
+                self._stand_in(function, words, i)
+        else:
+            failure = self._failure(signature, words[i + 1], error)
+        for number in [*function.results(words, i), *(operands[at] for at in signature.writes)]:
+            if number:
+                self._tensors[number] = failure
+
+    def _failure(self, signature: Signature, site: int, error: Exception) -> Failure:
+        failure = self.new_failure(signature.target, site, error)
+        self._untold = self._untold or failure
+        return failure
+
+    def told(self, failure: Failure) -> dict[str, Any]:
+        """As the controller gets it: nobody else need tell of it."""
+        if failure is self._untold:
+            self._untold = None
+        return {**failure.report, "order": failure.order}
+
+    def __cleanup__(self, exc: BaseException | None) -> None:
+        """What nobody has read may have failed, and nobody would know."""
+        if self._untold is not None and exc is None:
+            report = self._untold.report
+            print(
+                f"monarch_backend: {report['failed']} raised on rank {report['rank']} (host {report['host']}, pid "
+                f"{report['pid']}), and nobody has read what depends on it: {report['message']}",
+                file=sys.stderr,
+            )
+
+    def _report(self, operation: str, site: int, error: BaseException) -> dict[str, Any]:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return {
+            "failed": operation, "site": site, "rank": self._rank, "host": socket.gethostname(),
+            "pid": os.getpid(), "message": f"{type(error).__name__}: {error}", "traceback": text,
+        }  # fmt: skip
+
+    def _stand_in(self, function: Function, words: list[Any], i: int) -> None:
+        """The others are in the collective: they get zeros from here, and who reads asks all ranks."""
+        operands = {}
+        for at, number in enumerate(function.operands(words, i)):
+            if isinstance(self._tensors.get(number), Failure):
+                shape, dtype = function.signature.ins[at]
+                operands[number] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+        held = ChainMap(operands, self._tensors)
+        with contextlib.suppress(Exception):  # what failed has been reported
+            function.stand_in(held, words, i)  # type: ignore[arg-type]
+
+
+def _own_device(device_type: str) -> torch.device:
+    if device_type == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device(device_type)

@@ -1,0 +1,170 @@
+"""From a signature's definition to a function that executes its records.
+
+The function is generated: a record is executed some hundred thousand times in a second, and whatever is looked up or
+asked for each time is time of all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+
+from monarch_backend.dtensor._wire import COLLECTIVES, Kind, Signature, Tag, constant
+
+Run = Callable[[dict[int, Any], list[Any], int], None]
+
+
+class Function:
+    """``run(tensors, words, i)`` executes the record at ``words[i]``, which has ``length`` words."""
+
+    __slots__ = ("_floats", "is_collective", "length", "meets_others", "run", "signature")
+
+    def __init__(self, signature: Signature, run: Run) -> None:
+        self.signature, self.run = signature, run
+        self._floats = _floats(signature)
+        self.length = 2 + signature.operands + signature.results
+        self.is_collective = self.meets_others = signature.target.startswith(COLLECTIVES)
+
+    def operands(self, words: list[Any], i: int) -> list[Any]:
+        """The record's tensors; 0, which is no tensor's id, for an operand that is a number."""
+        found = words[i + 2 : i + 2 + self.signature.operands]
+        return [0 if at in self._floats else each for at, each in enumerate(found)] if self._floats else found
+
+    def results(self, words: list[Any], i: int) -> list[int]:
+        """The ids of the record's results."""
+        return words[i + 2 + self.signature.operands : i + self.length]
+
+    def stand_in(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
+        """Take part in its collective. ``tensors``: those of its operands."""
+        self.run(tensors, words, i)
+        for number in self.results(words, i):
+            funcol.wait_tensor(tensors[number])
+
+
+def skip(other: Function) -> Function:
+    """For a rank that takes no part: of the same length, and does nothing."""
+    made = Function(other.signature, lambda _tensors, _words, _i: None)
+    made.length = other.length
+    made.is_collective = made.meets_others = False
+    return made
+
+
+def refuse(signature: Signature, error: Exception) -> Function:
+    """For what can't be made here: an operator that only the controller has, say. Its records fail, others do not."""
+
+    def run(_tensors: dict[int, Any], _words: list[Any], _i: int) -> None:
+        raise error
+
+    return Function(signature, run)
+
+
+def make(signature: Signature, rank: int, device: torch.device, group: Callable[[str], Any]) -> Function:
+    """``group``: from the controller's name of a group to this worker's; None where it is not in it."""
+    floats = _floats(signature)
+    source = Source(rank, device, group)
+
+    def operand(at: int) -> str:
+        return f"w[i + {at + 2}]" if at in floats else f"t[w[i + {at + 2}]]"
+
+    call = source.call(signature.target, signature.args, signature.kwargs, operand)
+    exec(_source(signature, call), source.constants)
+    made = Function(signature, source.constants["run"])
+    return skip(made) if source.is_absent else made
+
+
+class Source:
+    """Python for calls, and the constants in it."""
+
+    def __init__(self, rank: int, device: torch.device, group: Callable[[str], Any]) -> None:
+        self.constants: dict[str, Any] = {}
+        self.is_absent = False  # from a group that a call is for
+        self._rank, self.device, self.group = rank, device, group
+
+    def call(self, target: str, args: list[Any], kwargs: dict[str, Any], operand: Callable[[int], str]) -> str:
+        """An expression. ``operand``: that of an operand."""
+        named = [f"{name}={self._expression(each, operand)}" for name, each in kwargs.items()]
+        given = ", ".join([*(self._expression(each, operand) for each in args), *named])
+        return f"{self._constant(find(target))}({given})"
+
+    def _expression(self, place: Any, operand: Callable[[int], str]) -> str:
+        if not isinstance(place, list):
+            return self._constant(place)
+        tag = place[0]
+        if tag == Tag.OPERAND:
+            return operand(place[1])
+        if tag == Tag.LIST:
+            return "[" + ", ".join(self._expression(each, operand) for each in place[1]) + "]"
+        if tag == Tag.BY_RANK:
+            return self._constant(place[1][self._rank])
+        if tag == Tag.GROUP:
+            name = self.group(place[1])
+            self.is_absent = self.is_absent or name is None
+            return self._constant(name)
+        return self._constant(constant(place, self.device))
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+
+def _floats(signature: Signature) -> set[int]:
+    """The operands that are numbers and stand in the record themselves."""
+    found = set()
+
+    def look(place: Any) -> None:
+        if isinstance(place, list):
+            if place[0] == Tag.OPERAND and len(place) == 3:
+                found.add(place[1])
+            elif place[0] == Tag.LIST:
+                for each in place[1]:
+                    look(each)
+
+    for each in [*signature.args, *signature.kwargs.values()]:
+        look(each)
+    return found
+
+
+def _source(signature: Signature, call: str) -> str:
+    first = 2 + signature.operands
+    if signature.kind == Kind.NONE:
+        body = f"    {call}"
+    elif signature.kind == Kind.ONE:
+        body = f"    t[w[i + {first}]] = {call}"
+    else:
+        lines = [f"    r = {call}"]
+        lines += [f"    if w[i + {first + k}]: t[w[i + {first + k}]] = r[{k}]" for k in range(signature.results)]
+        body = "\n".join(lines)
+    return f"def run(t, w, i):\n{body}\n"
+
+
+def find(target: str) -> Any:
+    """An operator of torch's, or a function by module and name."""
+    module, _, name = target.partition(":")
+    if name:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = inspect.getattr_static(found, part)
+        if isinstance(found, (staticmethod, classmethod)):
+            found = found.__func__
+        return inspect.unwrap(found)
+    if target in _REPLACED:
+        return find(_REPLACED[target])
+    if target.startswith("prims."):
+        importlib.import_module("torch._inductor.inductor_prims")  # registers them
+    found = torch.ops
+    importlib.import_module(_DEFINED_IN.get(target.split(".")[0], "torch"))
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+_DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
+"""Operators of torch's that are there once this has been imported."""
+_REPLACED = {"_dtensor.shard_dim_alltoall.default": "monarch_backend.dtensor.worker._collectives:shard_dim_alltoall"}
+"""Operators that CPU groups of torch can't do."""

@@ -1,0 +1,99 @@
+"""Random operations on a worker: the numbers of a whole tensor, of which it keeps its shard, or numbers of its own.
+
+Whose generator it is and how the controller's keeps step with it, is ../_random.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from monarch_backend.dtensor import _generator as _generators
+from monarch_backend.dtensor.worker import _functions
+
+_lost: list[BaseException] = []
+"""What kept this worker from drawing numbers that the others have drawn: it does not know its place any more."""
+_stream = 0
+"""Of numbers that differ by rank: which ones are this worker's."""
+_find = functools.cache(_functions.find)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    generator: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
+    return generator
+
+
+def state_of(device: torch.device) -> bytes:
+    """All that the next numbers depend on."""
+    return _generators.state_of(_generator(device))
+
+
+def set_state(state: bytes, device: torch.device) -> None:
+    """The next numbers are those after this state, the controller's."""
+    _generators.set_state(_generator(device), state)
+    _lost.clear()
+
+
+def fill(
+    tensor: torch.Tensor, name: str, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype,
+    device: torch.device, cuts: Sequence[Sequence[int]], keeps: int, *args: Any,
+) -> None:  # fmt: skip
+    """Into a shard its part of what the operation writes into a tensor of this shape.
+
+    Draws before it looks at the shard: a shard that an earlier failure has left missing costs this worker no number.
+    """
+    whole = _drawn(name, shape, stride, dtype, device, args)
+    for dim, start, length in cuts:
+        whole = whole.narrow(dim, start, length)
+    tensor.copy_(whole if keeps else torch.zeros((), dtype=dtype, device=device))
+
+
+def _drawn(name: str, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, args: Any) -> torch.Tensor:
+    if _lost:
+        raise RuntimeError(
+            "this worker has missed random numbers that the others have drawn, because of an earlier failure "
+            f"({_lost[0]!r}): call torch.manual_seed() before drawing more"
+        )
+    try:
+        whole = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        _find(name)(whole, *args)
+    except BaseException as error:
+        _lost.append(error)
+        raise
+    return whole
+
+
+def whole(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The operation as it is: its arguments are whole tensors."""
+    return _find(name)(*args, **kwargs)
+
+
+def set_stream(stream: int) -> None:
+    """From now on."""
+    global _stream
+    _stream = stream
+
+
+def own(*args: Any, _name: str, _seed: float, **kwargs: Any) -> Any:
+    """The operation, with numbers that follow from the seed and this worker's stream."""
+    device = next(each.device for each in args if isinstance(each, torch.Tensor))
+    generator = _generator(device)
+    before = generator.get_state()
+    generator.manual_seed(_mixed(int(_seed), _stream))
+    try:
+        return _find(_name)(*args, **kwargs)
+    finally:
+        generator.set_state(before)
+
+
+def _mixed(seed: int, stream: int) -> int:
+    """splitmix64: neighbours become strangers."""
+    mixed = (seed + (stream + 1) * 0x9E3779B97F4A7C15) % (1 << 64)
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    return mixed ^ (mixed >> 31)

@@ -1,0 +1,136 @@
+"""`Side`: the actor beside the executor, which hears what can't wait until the executor has time for it.
+
+`Board` is where it leaves that for the executor: how a run ended elsewhere, and what other workers have sent. No tensor
+and no operation here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend.actor import Actor, endpoint
+
+LOOK = 1.0
+"""Seconds after which a wait is begun anew: only between two of them can a cancelled call be interrupted."""
+
+
+class Ended(RuntimeError):
+    """A run ended on another rank before it began here."""
+
+
+class Board:
+    """What a process has heard and its executor has not taken yet."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._verdicts: dict[int, tuple[str, str]] = {}
+        self._parcels: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._refused: dict[int, str] = {}
+        self._kept: dict[int, Callable[[], object]] = {}
+        self._readers: defaultdict[int, int] = defaultdict(int)  # that are still to come; below 0: came too early
+        self._running: int | None = None
+
+    def begin(self, run: int) -> None:
+        """The executor runs it from now on. Raises Ended if that makes no sense any more."""
+        with self._changed:
+            verdict, why = self._verdicts.get(run, ("", ""))
+            if verdict:
+                raise Ended(why)
+            self._running = run
+
+    def end(self) -> None:
+        """It does no more."""
+        with self._changed:
+            self._running = None
+
+    def say(self, run: int, verdict: str, why: str) -> None:
+        """How a run ended; if it goes on here, its collectives end now."""
+        from monarch_backend.process_group import abort_all
+
+        with self._changed:
+            self._verdicts[run] = verdict, why
+            if verdict != "done" and self._running == run:
+                abort_all(why)
+            self._changed.notify_all()
+
+    def verdict(self, run: int) -> str:
+        """How it ended, for all ranks; waits for that."""
+        with self._changed:
+            while run not in self._verdicts:
+                self._changed.wait(LOOK)
+            return self._verdicts.pop(run)[0]
+
+    def deliver(self, parcel: int, sender: int, content: Any) -> None:
+        """From another worker."""
+        with self._changed:
+            self._parcels[parcel][sender] = content
+            self._changed.notify_all()
+
+    def refuse(self, parcel: int, why: str) -> None:
+        """It will not come."""
+        with self._changed:
+            self._refused[parcel] = why
+            self._changed.notify_all()
+
+    def take(self, parcel: int, count: int) -> list[Any]:
+        """What so many senders have delivered, by sender; waits for the last of them. Raises RuntimeError."""
+        with self._changed:
+            while len(self._parcels[parcel]) < count and parcel not in self._refused:
+                self._changed.wait(LOOK)
+            found, refused = self._parcels.pop(parcel), self._refused.pop(parcel, None)
+        if refused is not None:
+            raise RuntimeError(f"what was to be moved here has not come: {refused}")
+        return [found[sender] for sender in sorted(found)]
+
+    def keep(self, parcel: int, count: int, release: Callable[[], object]) -> None:
+        """Until it was let go so many times; then ``release`` it."""
+        with self._changed:
+            self._kept[parcel] = release
+        self._count(parcel, count)
+
+    def let_go(self, parcel: int) -> None:
+        """By one of those that it was kept for. After a failure that may be before it is kept, if it ever is."""
+        self._count(parcel, -1)
+
+    def _count(self, parcel: int, more: int) -> None:
+        with self._changed:
+            self._readers[parcel] += more
+            if self._readers[parcel] or parcel not in self._kept:
+                return
+            del self._readers[parcel]
+            release = self._kept.pop(parcel)
+        release()
+
+
+boards: defaultdict[str, Board] = defaultdict(Board)
+"""Of this process, by the type of the executor's device."""
+
+
+class Side(Actor):
+    """One for each executor."""
+
+    def __init__(self, device_type: str) -> None:
+        self._board = boards[device_type]
+
+    @endpoint
+    def say(self, run: int, verdict: str, why: str) -> None:
+        """See `Board.say`."""
+        self._board.say(run, verdict, why)
+
+    @endpoint
+    def deliver(self, parcel: int, sender: int, content: Any) -> None:
+        """See `Board.deliver`."""
+        self._board.deliver(parcel, sender, content)
+
+    @endpoint
+    def refuse(self, parcel: int, why: str) -> None:
+        """See `Board.refuse`."""
+        self._board.refuse(parcel, why)
+
+    @endpoint
+    def let_go(self, parcel: int) -> None:
+        """See `Board.let_go`."""
+        self._board.let_go(parcel)

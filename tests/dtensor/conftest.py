@@ -1,0 +1,62 @@
+"""Meshes of workers that the tests of this folder share: one controller, as many processes as a test asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import monarch_backend.actor as ma
+from monarch_backend.actor import MeshFailure, ProcMesh, this_host
+from monarch_backend.dtensor import _torch
+
+SIZES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"dp": 2, "tp": 2}}
+
+
+@pytest.fixture(scope="package", autouse=True)
+def all_procs() -> Iterator[dict[str, ProcMesh]]:
+    """Processes by the name of their mesh. A failure that no test waits for fails the last one."""
+    strays: list[MeshFailure] = []
+    ending, ma.unhandled_fault_hook = ma.unhandled_fault_hook, strays.append
+    procs = {name: this_host().spawn_procs(sizes) for name, sizes in SIZES.items()}
+    for each in procs.values():
+        each.device_mesh("cpu")
+    yield procs
+    for each in procs.values():
+        each.stop().get(30)
+    assert not dist.is_initialized(), (
+        "the controller has left torch's default group behind, which forked ranks would have"
+    )
+    ma.unhandled_fault_hook = ending
+    assert not strays, "failures that no test has waited for: " + "; ".join(failure.report() for failure in strays)
+
+
+@pytest.fixture
+def mesh_of(all_procs: dict[str, ProcMesh]) -> Callable[[str], Any]:
+    """``mesh_of("2x2")``: a device mesh of this shape."""
+    return lambda name: all_procs[name].device_mesh("cpu")
+
+
+@pytest.fixture(params=list(SIZES))
+def mesh(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
+    """One of each shape."""
+    return mesh_of(request.param)
+
+
+@pytest.fixture(params=["2", "3"])
+def line(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
+    """A mesh of one dimension."""
+    return mesh_of(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers(all_procs: Any) -> None:
+    torch.manual_seed(0)
+
+
+def workers_of(mesh: Any) -> Any:
+    """For tests that look behind a mesh."""
+    return _torch.workers_of(mesh)

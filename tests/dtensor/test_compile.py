@@ -1,0 +1,368 @@
+"""torch.compile(backend="monarch"): values of a single process, and one record for each call of a captured step."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from monarch_backend.dtensor import RemoteOpError, RemoteTensor, _compile, _torch_compile, simulated_mesh
+from tests.dtensor.conftest import workers_of
+from tests.dtensor.values import same, value
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+
+
+@pytest.fixture
+def two(mesh_of: Callable[[str], Any]) -> Any:
+    return mesh_of("2")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def captured(function: Callable[..., Any], inductor: bool = False, **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=_compile.monarch, options={"inductor": inductor}, **options)
+
+
+def whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """As captured; raises where there would be more than one graph."""
+    return captured(function, fullgraph=True, **options)
+
+
+def records(mesh: Any, step: Callable[[], Any]) -> int:
+    """How many records it writes."""
+    workers = workers_of(mesh)
+    own, count = workers.write, 0
+
+    def write(record: Any) -> None:
+        nonlocal count
+        count += 1
+        own(record)
+
+    workers.write = write
+    try:
+        step()
+    finally:
+        del workers.write
+    return count
+
+
+def two_layers(mesh: Any) -> tuple[nn.Module, nn.Module]:
+    """On the mesh, and of a single process."""
+    reference = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    ours = copy.deepcopy(reference)
+    return parallelize_module(ours, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), reference
+
+
+def test_the_entry_point_is_declared_and_resolves() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    found = re.search(r'entry-points\."torch_dynamo_backends"\]\nmonarch = "([\w.]+):(\w+)"', text)
+    assert found is not None
+    module, name = found.groups()
+    assert getattr(importlib.import_module(module), name) is _compile.monarch
+
+
+def test_what_is_replaced_of_torch_is_there() -> None:
+    assert _torch_compile.REPLACED
+    for where, name, _ in _torch_compile.REPLACED:
+        assert getattr(where, name).__wrapped__.__name__ == name
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+def test_forward_and_backward(two: Any, inductor: bool) -> None:
+    ours, reference = two_layers(two)
+    x = torch.randn(8, 16)
+    there = distribute_tensor(x, two, [Replicate()])
+    step = whole(lambda x: ours(x).pow(2).mean(), inductor=inductor)
+    for _ in range(2):
+        ours.zero_grad()
+        reference.zero_grad()
+        loss, expected = step(there), reference(x).pow(2).mean()
+        same(loss, expected)
+        loss.backward()
+        expected.backward()
+        for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+            same(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_a_call_is_one_record_and_nothing_new_is_defined(two: Any) -> None:
+    ours, _ = two_layers(two)
+    x = distribute_tensor(torch.randn(8, 16), two, [Replicate()])
+    step = whole(lambda x: ours(x).pow(2).mean())
+    step(x)
+    graphs = _compile.statistics["graphs"]
+    assert [records(two, lambda: step(x)) for _ in range(3)] == [1, 1, 1]
+    assert _compile.statistics["graphs"] == graphs
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+def test_an_optimizer_step(two: Any, inductor: bool) -> None:
+    ours, reference = two_layers(two)
+    mine, theirs = torch.optim.AdamW(ours.parameters(), lr=0.01), torch.optim.AdamW(reference.parameters(), lr=0.01)
+    step = captured(lambda: mine.step(), inductor=inductor)
+    counts = []
+    for _ in range(4):
+        x = torch.randn(8, 16)
+        ours(distribute_tensor(x, two, [Replicate()])).pow(2).mean().backward()
+        reference(x).pow(2).mean().backward()
+        counts.append(records(two, step))
+        theirs.step()
+        mine.zero_grad()
+        theirs.zero_grad()
+    assert counts[1:] == [1, 1, 1]  # the first makes the state
+    for one, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        same(one, other)
+
+
+def test_a_whole_training_step(two: Any) -> None:
+    ours, reference = two_layers(two)
+    mine, theirs = torch.optim.SGD(ours.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    compiled = captured(step)
+    counts = []
+    for _ in range(4):
+        x = torch.randn(8, 16)
+        there = distribute_tensor(x, two, [Replicate()])
+        losses: list[Any] = []
+        counts.append(records(two, lambda there=there, losses=losses: losses.append(compiled(ours, mine, there))))
+        same(losses[0], step(reference, theirs, x))
+    assert counts[1:] == [4, 4, 4]  # forward, the gradient of the loss, backward, optimizer
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+def test_each_rank_has_its_own_numbers(two: Any, inductor: bool) -> None:
+    """Which rows a rank keeps, and which words of a vocabulary it has, is the only thing that differs."""
+    x = torch.randn(8, 16)
+    there = distribute_tensor(x, two, [Replicate()])
+    same(whole(lambda x: (x * 2).redistribute(placements=[Shard(0)]), inductor=inductor)(there), x * 2)
+    words = nn.Embedding(16, 8)
+    ours = parallelize_module(
+        copy.deepcopy(words), two, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    )
+    ids = torch.randint(0, 16, (4, 6))
+    out = whole(lambda ids: ours(ids).sin(), inductor=inductor)(distribute_tensor(ids, two, [Replicate()]))
+    expected = words(ids).sin()
+    same(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    same(ours.weight.grad, words.weight.grad)  # type: ignore[arg-type]
+
+
+def test_two_dimensions(mesh_of: Callable[[str], Any]) -> None:
+    square, x = mesh_of("2x2"), torch.randn(8, 16)
+    there = distribute_tensor(x, square, [Shard(0), Replicate()])
+    moved = whole(lambda x: (x.sin() @ x.t()).redistribute(placements=[Replicate(), Shard(0)]))(there)
+    same(moved, x.sin() @ x.t())
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+def test_inputs_that_are_changed_and_results_that_are_views(two: Any, inductor: bool) -> None:
+    def step(x: torch.Tensor) -> Any:
+        x.add_(1)
+        return x, x.view(4, 2, 16), None, x * 2
+
+    x = torch.randn(8, 16)
+    there = distribute_tensor(x, two, [Shard(1)])
+    changed, view, nothing, twice = whole(step, inductor=inductor)(there)
+    step(x)
+    assert changed is there and nothing is None
+    same(there, x)
+    same(view, x.view(4, 2, 16))
+    same(twice, x * 2)
+    there.mul_(3)
+    same(view, (x * 3).view(4, 2, 16))
+
+
+def test_gradients_through_a_result_that_is_a_view(two: Any) -> None:
+    x = torch.randn(8, 16)
+    there = distribute_tensor(x, two, [Shard(1)]).requires_grad_()
+    x.requires_grad_()
+    (whole(lambda x: x.view(4, 2, 16))(there) * 3).sin().sum().backward()
+    (x.view(4, 2, 16) * 3).sin().sum().backward()
+    same(there.grad, x.grad)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def reported(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """What torch's own logs have said of graph breaks and recompilations."""
+    torch._logging.set_logs(graph_breaks=True, recompiles=True)
+    yield lambda: capfd.readouterr().err
+    torch._logging.set_logs()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_other_sizes_are_other_graphs(two: Any, dynamic: bool | None, reported: Callable[[], str]) -> None:
+    step = whole(lambda x, factor: x * x.shape[0] + factor, dynamic=dynamic)
+    for rows in (4, 6, 8, 4):
+        x = torch.randn(rows, 16)
+        same(step(distribute_tensor(x, two, [Shard(0)]), rows / 2), x * rows + rows / 2)
+    if dynamic is None:
+        assert "Recompiling function" in reported()
+
+
+def test_graph_breaks_are_reported_and_work(two: Any, reported: Callable[[], str]) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if y.sum().item() > 0:
+            y = y + 1
+        return y
+
+    x = torch.ones(8, 16)
+    there = distribute_tensor(x, two, [Shard(0)])
+    same(captured(step)(there), x * 3)
+    assert "Graph break" in reported()
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="item"):
+        whole(step)(there)
+
+
+def test_shards_of_unequal_sizes_run_eagerly_or_say_why_not(two: Any) -> None:
+    x = torch.randn(7, 16)
+    there = distribute_tensor(x, two, [Shard(0)])
+    same(captured(lambda x: (x * 2).sum(0))(there), (x * 2).sum(0))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="differ by rank"):
+        whole(lambda x: x * 2)(there)
+    even = distribute_tensor(x, two, [Replicate()])
+    split = lambda x: (x * 2).redistribute(placements=[Shard(0)]) + 1  # noqa: E731
+    same(captured(split)(even), x * 2 + 1)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="another result on each rank"):
+        whole(split)(even)
+
+
+def test_random_numbers_raise(two: Any) -> None:
+    there = distribute_tensor(torch.ones(8, 16), two, [Shard(0)])
+    with pytest.raises(Exception, match=r"native_dropout.* in a captured step[\s\S]*torch.compiler.disable"):
+        whole(lambda x: F.dropout(x, 0.5))(there)
+
+
+def lookup(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    found = F.embedding(ids, table)
+    return found.sum(0).redistribute(placements=[Replicate()])
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+def test_what_a_rank_could_not_do_is_raised_with_the_programs_line(two: Any, inductor: bool) -> None:
+    table = distribute_tensor(torch.randn(5, 4), two, [Replicate()])
+    good, bad = (distribute_tensor(torch.tensor(ids), two, [Shard(0)]) for ids in ([1, 2], [1, 7]))
+    step = whole(lookup, inductor=inductor)
+    result = step(table, bad)  # rank 1 fails before a collective in which rank 0 is
+    with pytest.raises(RemoteOpError, match="rank 1") as raised:
+        value(result)
+    assert "test_compile.py" in raised.value.issued_at
+    if not inductor:
+        assert "found = F.embedding(ids, table)" in str(raised.value)
+    dependent = step(table + result.sum(), good)  # of which rank 1 has nothing: it takes part all the same
+    with pytest.raises(RemoteOpError, match="rank 1"):
+        value(dependent)
+    same(step(table, good), lookup(table, good).full_tensor())
+
+
+def test_a_worker_without_a_compiler_runs_the_operations_one_by_one(
+    two: Any, all_procs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from monarch_backend.dtensor import _torch_inductor
+    from monarch_backend.dtensor._wire import Graph, Tag
+    from monarch_backend.dtensor.worker import _graphs
+
+    def no_compiler(*_: Any) -> Any:
+        raise RuntimeError("no working C++ compiler found")
+
+    monkeypatch.setattr(_torch_inductor, "compiled", no_compiler)
+    step = ["aten.sin.default", [[Tag.OPERAND, 0]], {}, "", None]
+    function = _graphs.make(Graph(1, 1, [], [step], [1], [], [[[2], "float32"]], True), 0, torch.device("cpu"), str)
+    tensors: dict[int, Any] = {5: torch.ones(2)}
+    with caplog.at_level(logging.WARNING, "monarch_backend.dtensor"):
+        for _ in range(2):
+            function.run(tensors, [1, 0, 5, 6], 0)
+    assert tensors[6].equal(torch.ones(2).sin())
+    assert [each.message for each in caplog.records if "C++ compiler" in each.message] == [caplog.records[0].message]
+
+
+def test_options_that_there_are_not(two: Any) -> None:
+    there = distribute_tensor(torch.ones(8, 16), two, [Shard(0)])
+    with pytest.raises(Exception, match="the options are inductor"):
+        torch.compile(lambda x: x + 1, backend=_compile.monarch, options={"fast": True})(there)
+
+
+def test_a_tensor_of_this_process_is_not_changed_by_the_workers(two: Any) -> None:
+    there, here = distribute_tensor(torch.ones(4), two, [Replicate()]), torch.zeros(4)
+
+    def step(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        here.copy_(there.to_local())
+        return there * 2
+
+    with pytest.raises(Exception, match="changes a tensor of this process"):
+        whole(step)(here, there)
+
+
+def test_nothing_is_left_on_the_workers(two: Any) -> None:
+    ours, _ = two_layers(two)
+    x = distribute_tensor(torch.randn(8, 16), two, [Replicate()])
+    step = whole(lambda x: ours(x).pow(2).mean())
+    counts = []
+    for _ in range(4):
+        step(x).backward()
+        ours.zero_grad()
+        counts.append(workers_of(two).ask("count"))
+    assert counts[1] == counts[2] == counts[3]
+
+
+def test_the_number_of_the_rank(two: Any) -> None:
+    there = distribute_tensor(torch.ones(4), two, [Replicate()])
+
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if two.get_local_rank() == 0 else x
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        local = (x * 2).to_local().narrow(0, two.get_local_rank() * 2, 2)
+        return DTensor.from_local(local, two, [Shard(0)]) + 1
+
+    for step in (branch, rows):  # dynamo knows no graph break here
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"\{0 1\} has another value on each rank"):
+            captured(step)(there)
+    x = torch.arange(4.0)
+    eager = torch.compiler.disable(rows)
+    same(captured(lambda x: eager(x * 2) + 1)(distribute_tensor(x, two, [Replicate()])), x * 4 + 2)
+
+
+def test_a_device_that_the_controller_has_not() -> None:
+    x = distribute_tensor(torch.ones(8, 8), simulated_mesh((4,), ("x",), "cuda"), [Shard(0)]).requires_grad_()
+    loss = whole(lambda x: (x.sin() @ x.t() + torch.ones_like(x)).pow(2).mean())(x)
+    loss.backward()
+    for each in (loss, x.grad):
+        assert each is not None and each.device.type == "cuda" and each.to_local().device.type == "cuda"
+
+
+def test_remote_tensors_by_themselves(two: Any) -> None:
+    x = torch.randn(4, 4)
+    there = distribute_tensor(x, two, [Replicate()]).to_local()
+    assert isinstance(there, RemoteTensor)
+    same(captured(lambda x: x.sin() * 2 + 1)(there), x.sin() * 2 + 1)

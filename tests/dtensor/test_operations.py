@@ -1,0 +1,195 @@
+"""DTensor operations from the controller have the values of a single process, in every placement."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from monarch_backend.actor import this_host
+from monarch_backend.dtensor import RankDependentError
+from tests.dtensor.values import same, value
+
+ONE = [Shard(0), Shard(1), Replicate()]
+EVEN, UNEVEN = (12, 6), (10, 7)
+
+
+def placements(mesh: Any) -> list[list[Any]]:
+    """All of them, for a tensor of two dimensions."""
+    return [list(each) for each in itertools.product(ONE, repeat=mesh.ndim)]
+
+
+@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_what_is_distributed_comes_back_and_is_where_it_belongs(mesh: Any, size: Any) -> None:
+    whole = torch.randn(size)
+    for here in placements(mesh):
+        there = distribute_tensor(whole, mesh, here)
+        same(there, whole, 0)
+        assert there.placements == tuple(here)
+
+
+@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_redistribution_from_any_placement_to_any(mesh: Any, size: Any) -> None:
+    whole = torch.randn(size)
+    for before, after in itertools.product(placements(mesh), repeat=2):
+        same(distribute_tensor(whole, mesh, before).redistribute(mesh, after), whole, 0)
+
+
+def test_two_dimensions_of_a_mesh_and_the_flattened_one(all_procs: Any) -> None:
+    with this_host().spawn_procs({"a": 2, "b": 2}) as procs:
+        mesh = procs.device_mesh("cpu")
+        mesh["a", "b"]._flatten("all")
+        for rows in (12, 10):
+            whole = torch.randn(rows, 7)
+            same(distribute_tensor(whole, mesh, [Shard(0), Shard(0)]), whole, 0)
+
+
+def test_partial_values_are_reduced(line: Any) -> None:
+    a, b = torch.randn(UNEVEN), torch.randn(7, 4)
+    partial = distribute_tensor(a, line, [Shard(1)]) @ distribute_tensor(b, line, [Shard(0)])
+    assert partial.placements == (Partial(),)
+    for after in ONE:
+        same(partial.redistribute(line, [after]), a @ b)
+
+
+@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_products_of_matrices(mesh: Any, size: Any) -> None:
+    a, b = torch.randn(size), torch.randn(size).t().contiguous()
+    for left, right in itertools.product(placements(mesh), repeat=2):
+        same(distribute_tensor(a, mesh, left) @ distribute_tensor(b, mesh, right), a @ b)
+
+
+@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_pointwise_reduced_and_normalised(mesh: Any, size: Any) -> None:
+    whole = torch.randn(size)
+    for here in placements(mesh):
+        x = distribute_tensor(whole, mesh, here)
+        same(x.sin() * 2 + x, whole.sin() * 2 + whole)
+        same(x.sum(0), whole.sum(0))
+        same(x.mean(), whole.mean())
+        same(x.softmax(1), whole.softmax(1))
+        same(x.amax(1), whole.amax(1))
+
+
+def test_views(mesh: Any) -> None:
+    whole = torch.randn(12, 16)
+    for here in placements(mesh):
+        x = distribute_tensor(whole, mesh, here)
+        same(x.t().contiguous(), whole.t())
+        same(x[:, 3:7], whole[:, 3:7])
+        same(x[2:5], whole[2:5])
+        same(x[4], whole[4])
+        same(torch.cat([x, x], 1), torch.cat([whole, whole], 1))
+        same(x.split(8, dim=1)[1], whole.split(8, dim=1)[1])
+        same(x.unsqueeze(0), whole.unsqueeze(0))
+        same(x.permute(1, 0), whole.permute(1, 0))
+        same(torch.stack(list(x)), whole)
+
+
+def test_changed_in_place(mesh: Any) -> None:
+    whole = torch.randn(12, 16)
+    for here in placements(mesh):
+        x = distribute_tensor(whole, mesh, here)
+        x.add_(1).mul_(2)
+        same(x, (whole + 1) * 2)
+        x.copy_(distribute_tensor(whole, mesh, here))
+        same(x, whole)
+        x.zero_()
+        same(x, whole * 0)
+
+
+def test_a_view_sees_what_changes_below_it(line: Any) -> None:
+    whole = torch.randn(12, 16)
+    x = distribute_tensor(whole, line, [Shard(0)])
+    view = x.view(12, 4, 4)
+    x.add_(1)
+    same(view, (whole + 1).view(12, 4, 4))
+    view.mul_(3)
+    same(x, (whole + 1) * 3)
+
+
+def test_changes_of_the_shape_in_place(line: Any) -> None:
+    whole = torch.randn(12, 1, 6)
+    x = distribute_tensor(whole, line, [Replicate()]).to_local()
+    x.squeeze_(1)
+    assert x.shape == (12, 6)
+    same(x * 2, whole.squeeze(1) * 2)
+
+
+def test_host_tensors_beside_distributed_ones(mesh: Any) -> None:
+    whole, other = torch.randn(UNEVEN), torch.randn(UNEVEN)
+    for here in placements(mesh):
+        x = distribute_tensor(whole, mesh, here)
+        same(x + other, whole + other)
+        same(other * x, whole * other)
+        same(x * torch.tensor(3.0), whole * 3)
+
+
+def test_gradients(mesh: Any) -> None:
+    a, b = torch.randn(UNEVEN), torch.randn(7, 5)
+    for left, right in itertools.product(placements(mesh), repeat=2):
+        x = distribute_tensor(a, mesh, left).requires_grad_()
+        y = distribute_tensor(b, mesh, right).requires_grad_()
+        (x @ y).relu().sum().backward()
+        p, q = a.clone().requires_grad_(), b.clone().requires_grad_()
+        (p @ q).relu().sum().backward()
+        same(x.grad, p.grad)  # type: ignore[arg-type]
+        same(y.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_sizes_that_depend_on_values(line: Any) -> None:
+    whole = torch.randn(UNEVEN).relu()
+    x = distribute_tensor(whole, line, [Replicate()]).to_local()
+    assert x.nonzero().shape == whole.nonzero().shape
+    same(x.nonzero(), whole.nonzero())
+    same(x[x > 0.5], whole[whole > 0.5])
+
+
+def test_attention(line: Any) -> None:
+    heads = line.size() * 2
+    q, k, v = (torch.randn(2, heads, 8, 4, requires_grad=True) for _ in range(3))
+    ours = [distribute_tensor(each.detach(), line, [Shard(1)]).requires_grad_() for each in (q, k, v)]
+    out = F.scaled_dot_product_attention(*ours, is_causal=True)
+    reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    same(out, reference)
+    out.sum().backward()
+    reference.sum().backward()
+    for mine, theirs in zip(ours, (q, k, v), strict=True):
+        same(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_what_a_number_is(mesh: Any) -> None:
+    whole = torch.randn(UNEVEN)
+    for here in placements(mesh):
+        x = distribute_tensor(whole, mesh, here)
+        total = x.abs().sum()
+        assert total.item() == pytest.approx(whole.abs().sum().item(), rel=1e-5)
+        assert bool(total > 0)
+        assert float(total) == pytest.approx(float(whole.abs().sum()), rel=1e-5)
+        assert x.tolist() == whole.tolist()
+        assert (x.numpy() == whole.numpy()).all()
+        assert [row.tolist() for row in x] == whole.tolist()
+        assert torch.equal(x, x)
+        assert not torch.equal(x, x + 1)
+    assert value(x).equal(whole)
+
+
+def test_ranks_that_have_nothing_of_a_tensor(mesh_of: Callable[[str], Any]) -> None:
+    mesh, whole = mesh_of("3"), torch.randn(4, 4)
+    for before, after in itertools.product(ONE, repeat=2):
+        x = distribute_tensor(whole, mesh, [before])
+        same(x * 2 + x.t().t(), whole * 3)
+        same(x.redistribute(mesh, [after]), whole, 0)
+        same(x.sum(0), whole.sum(0))
+        same(x @ distribute_tensor(whole, mesh, [after]), whole @ whole)
+        leaf = x.detach().requires_grad_()
+        leaf.square().sum().backward()
+        same(leaf.grad, whole * 2)  # type: ignore[arg-type]
+    rows = distribute_tensor(whole, mesh, [Shard(0)]).to_local().size(0)
+    with pytest.raises(RankDependentError, match=r"\{2 2 0\} != 0"):
+        assert rows != 0

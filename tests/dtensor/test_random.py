@@ -1,0 +1,479 @@
+"""Random numbers: those of a single process, on every mesh, in every placement, and mixed with the controller's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import rand as dt_rand
+from torch.distributed.tensor import randn as dt_randn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from monarch_backend.actor import this_host
+from monarch_backend.dtensor import (
+    RemoteTensor,
+    RemoteTensorError,
+    _generator,
+    _philox,
+    _torch,
+    own_random_numbers,
+    simulated_mesh,
+)
+from monarch_backend.dtensor.worker import _random as worker_random
+from tests.dtensor.test_operations import EVEN, UNEVEN, placements
+from tests.dtensor.values import same, value
+
+SMALL, LARGE = (5, 5), (37, 29)  # a normal number is left over after one; the other's words are skipped here
+SIZES = [EVEN, UNEVEN, SMALL, LARGE]
+FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "uniform": lambda x: x.uniform_(-1, 2),
+    "normal": lambda x: x.normal_(1, 3),
+    "bernoulli": lambda x: x.bernoulli_(0.3),
+    "log_normal": lambda x: x.log_normal_(),
+    "exponential": lambda x: x.exponential_(2.0),
+    "geometric": lambda x: x.geometric_(0.4),
+    "cauchy": lambda x: x.cauchy_(),
+    "random": lambda x: x.random_(),
+    "random to": lambda x: x.random_(10),
+    "random from": lambda x: x.random_(-3, 40),
+}
+
+
+def equal(ours: Any, reference: torch.Tensor) -> None:
+    """To the last bit: of another number it would be a different one."""
+    torch.testing.assert_close(value(ours), reference.detach(), atol=0, rtol=0)
+
+
+def same_program(program: Callable[[torch.Tensor], list[Any]], ours: torch.Tensor, plain: torch.Tensor) -> None:
+    """Both runs have the same values and leave the generator in the same state."""
+    torch.manual_seed(5)
+    mine = [value(each) for each in program(ours)]
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    theirs = program(plain)
+    for one, other in zip(mine, theirs, strict=True):
+        equal(one, other)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_filled_in_place(mesh: Any, size: Any) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        kept = []
+        for fill in FILLS.values():
+            kept += [fill(x).clone(), torch.randn(3)]
+        return kept
+
+    for here in placements(mesh):
+        same_program(program, distribute_tensor(torch.zeros(size), mesh, here), torch.zeros(size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_of_other_dtypes(line: Any, dtype: torch.dtype) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        return [x.uniform_().clone(), x.normal_().clone(), x.bernoulli_(0.5).clone(), torch.randint_like(x, 9)]
+
+    for size in SIZES:
+        whole = torch.zeros(size, dtype=dtype)
+        same_program(program, distribute_tensor(whole, line, [Shard(0)]), whole.clone())
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_made_like_another(mesh: Any, size: Any) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        return [
+            torch.rand_like(x), torch.rand(2), torch.randn_like(x), torch.randn_like(x, dtype=torch.float64),
+            torch.randint_like(x, 100), torch.randint_like(x, 5, 7, dtype=torch.int64), torch.bernoulli(x, 0.3),
+            torch.randn_like(x.t()), torch.randperm(5),
+        ]  # fmt: skip
+
+    for here in placements(mesh):
+        ours = distribute_tensor(torch.zeros(size), mesh, here)
+        same_program(program, ours, torch.zeros(size))
+        assert torch.rand_like(ours).placements == tuple(here)  # type: ignore[attr-defined]
+
+
+def test_what_torch_makes_of_several_operations(line: Any) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        return [
+            F.dropout1d(x), F.dropout2d(x.unsqueeze(0)), F.feature_alpha_dropout(x, 0.5, True), F.gumbel_softmax(x),
+            x.new_empty(x.shape).normal_(), torch.rand_like(x.unsqueeze(0), memory_format=torch.channels_last),
+            F.dropout(x, 0.0), F.dropout(x, 1.0),
+        ]  # fmt: skip
+
+    whole = torch.zeros(6, 8, 10)
+    for here in (Shard(0), Shard(1), Replicate()):
+        same_program(program, distribute_tensor(whole, line, [here]), whole.clone())
+
+
+def test_shards_in_several_pieces(line: Any) -> None:
+    pieces = [_StridedShard(0, split_factor=2)]
+    same_program(
+        lambda x: [x.normal_(), torch.rand(1)], distribute_tensor(torch.zeros(24, 3), line, pieces), torch.zeros(24, 3)
+    )
+
+
+def test_attention_and_a_layer_with_dropout(line: Any) -> None:
+    layer = nn.TransformerEncoderLayer(12, 2, 16, dropout=0.3, batch_first=True)
+    whole = torch.randn(6, 8, 12)
+    torch.manual_seed(1)
+    reference = layer(whole)
+    distribute_module(layer, line)
+    torch.manual_seed(1)
+    same(layer(distribute_tensor(whole, line, [Shard(0)])), reference)
+
+
+def test_factories(mesh: Any) -> None:
+    for here, size in itertools.product(placements(mesh), SIZES):
+        torch.manual_seed(3)
+        ours = [dt_rand(size, device_mesh=mesh, placements=here), dt_randn(size, device_mesh=mesh, placements=here)]
+        torch.manual_seed(3)
+        for mine, theirs in zip(ours, [torch.rand(size), torch.randn(size)], strict=True):
+            equal(mine, theirs)
+
+
+def test_in_memory_order_of_the_whole(line: Any) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        return [x.t().normal_().clone(), x[:, 1:4].normal_().clone(), x.t().uniform_().clone(), x.clone()]
+
+    for size in (UNEVEN, LARGE):
+        same_program(program, distribute_tensor(torch.zeros(size), line, [Replicate()]), torch.zeros(size))
+    across = torch.zeros(LARGE).t()
+    same_program(lambda x: [x.normal_().clone()], distribute_tensor(across, line, [Shard(0)]), across.clone())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_and_its_gradient(mesh: Any, training: bool) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        x = x.detach().requires_grad_()
+        y = F.dropout(x * 2, 0.4, training)
+        native, mask = torch.native_dropout(x, 0.3, training)
+        (y.sum() + native.sum()).backward()
+        return [y, native, mask, x.grad, torch.rand(1), F.alpha_dropout(x, 0.2, training)]
+
+    whole = torch.randn(LARGE)
+    for here in placements(mesh):
+        same_program(program, distribute_tensor(whole, mesh, here), whole)
+
+
+def test_of_a_tensor_that_is_to_be_summed(line: Any) -> None:
+    a, b = torch.ones(12, 6), torch.ones(6, 4)
+    partial = distribute_tensor(a, line, [Shard(1)]) @ distribute_tensor(b, line, [Shard(0)])
+    assert partial.placements == (Partial(),)  # type: ignore[attr-defined]
+    same_program(lambda x: [F.dropout(x), torch.rand_like(x), torch.native_dropout(x, 0.5, True)[0]], partial, a @ b)
+    local = partial.to_local()  # type: ignore[attr-defined]
+    product = DTensor.from_local(local, line, [Partial("product")])
+    with pytest.raises(RemoteTensorError, match="redistribute it first"):
+        product.uniform_()
+
+
+def test_where_numbers_depend_on_values(mesh: Any) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        chance = x.abs() / 4
+        return [
+            torch.bernoulli(chance), torch.rand(1), torch.poisson(chance * 9), torch.normal(x, 2.0),
+            torch.normal(x, chance), torch.multinomial(chance, 3), torch.rand(1), F.rrelu(x, training=True),
+            torch.zeros_like(x).bernoulli_(chance), torch.rand(1),
+        ]  # fmt: skip
+
+    whole = torch.rand(UNEVEN) * 4 - 2
+    for here in placements(mesh):
+        same_program(program, distribute_tensor(whole, mesh, here), whole)
+
+
+INITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "uniform": nn.init.uniform_,
+    "normal": nn.init.normal_,
+    "trunc_normal": nn.init.trunc_normal_,
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": nn.init.xavier_normal_,
+    "kaiming_uniform": nn.init.kaiming_uniform_,
+    "kaiming_normal": nn.init.kaiming_normal_,
+    "orthogonal": nn.init.orthogonal_,
+    "sparse": lambda x: nn.init.sparse_(x, 0.3),
+}
+
+
+def test_initialisation(mesh: Any) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        return [init(x).clone() for init in INITS.values()]
+
+    for here in placements(mesh):
+        same_program(program, distribute_tensor(torch.zeros(LARGE), mesh, here), torch.zeros(LARGE))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 5))
+
+    def reset_parameters(self) -> None:
+        for each in self.layers:
+            each.reset_parameters()  # type: ignore[operator]
+
+
+def sharded(_name: str, module: nn.Module, mesh: Any) -> None:
+    for name, each in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(distribute_tensor(each, mesh, [Shard(0)] * mesh.ndim)))
+
+
+def test_a_model_that_gets_its_values_on_the_workers(line: Any) -> None:
+    ours, theirs = Model(), Model()
+    distribute_module(ours, line, sharded)
+    for each in (ours, theirs):
+        torch.manual_seed(2)
+        each.reset_parameters()
+    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
+        equal(mine, plain)
+
+
+def test_beside_what_the_controller_draws(line: Any) -> None:
+    data = TensorDataset(torch.arange(12.0).view(12, 1))
+
+    def program(x: torch.Tensor) -> list[Any]:
+        kept: list[Any] = []
+        for (batch,) in DataLoader(data, batch_size=5, shuffle=True):
+            kept += [batch, F.dropout(x), torch.randn(3)]
+        return kept
+
+    same_program(program, distribute_tensor(torch.ones(UNEVEN), line, [Shard(0)]), torch.ones(UNEVEN))
+
+
+def test_the_state_is_the_controllers(line: Any) -> None:
+    x = distribute_tensor(torch.zeros(UNEVEN), line, [Shard(0)])
+    state = torch.get_rng_state()
+    first = value(x.normal_())
+    torch.set_rng_state(state)
+    equal(x.normal_(), first)
+    torch.set_rng_state(state)
+    with torch.random.fork_rng():
+        equal(x.normal_(), first)
+    equal(x.normal_(), first)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints_drop_the_same_again(line: Any, reentrant: bool) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        x = x.detach().requires_grad_()
+        y = checkpoint(lambda v: F.dropout(v * 3, 0.5) * v, x, use_reentrant=reentrant)
+        y.sum().backward()
+        return [y, x.grad]
+
+    whole = torch.randn(UNEVEN)
+    same_program(program, distribute_tensor(whole, line, [Shard(0)]), whole)
+
+
+def test_a_generator_of_ones_own(line: Any) -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        own = torch.Generator().manual_seed(77)
+        kept = [x.normal_(generator=own).clone(), x.uniform_().clone(), x.normal_(generator=own).clone()]
+        return [*kept, x.sigmoid().bernoulli(generator=own), torch.rand(3, generator=own), torch.rand(3)]
+
+    for size in (UNEVEN, LARGE):
+        same_program(program, distribute_tensor(torch.zeros(size), line, [Shard(0)]), torch.zeros(size))
+
+
+def test_some_of_the_processes_and_then_all(all_procs: Any) -> None:
+    procs = all_procs["2x2"]
+    whole, half = procs.device_mesh("cpu"), procs.slice(dp=1).device_mesh("cpu")
+
+    def program(large: torch.Tensor, small: torch.Tensor) -> list[Any]:
+        return [each.normal_().clone() for each in (large, small, small, large)]
+
+    torch.manual_seed(4)
+    ours = program(
+        distribute_tensor(torch.zeros(UNEVEN), whole, [Shard(0), Shard(1)]),
+        distribute_tensor(torch.zeros(UNEVEN), half, [Shard(0)]),
+    )
+    rows = distribute_tensor(torch.zeros(UNEVEN), whole["tp"], [Shard(0)]).normal_()
+    torch.manual_seed(4)
+    plain = program(torch.zeros(UNEVEN), torch.zeros(UNEVEN))
+    for mine, theirs in zip([*ours, rows], [*plain, torch.zeros(UNEVEN).normal_()], strict=True):
+        equal(mine, theirs)
+
+
+def drawn(local: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
+    """What each rank draws with a plain tensor, in this order: made, dropped, in place, and by its values."""
+    draws = [
+        torch.randn_like(local), F.dropout(local), local.clone().uniform_(), torch.bernoulli(local / 2),
+        torch.native_dropout(local, 0.5, True)[0],
+    ]  # fmt: skip
+    all_of_them = value(DTensor.from_local(torch.cat(draws, 1), mesh, [Shard(0)] * mesh.ndim))
+    return list(all_of_them.chunk(mesh.size()))
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Any]:
+    """Processes of which nobody has asked for other numbers on each."""
+    procs = this_host().spawn_procs({"x": 2})
+    yield procs.device_mesh("cpu")
+    procs.stop().get(30)
+
+
+def test_plain_remote_tensors_have_the_same_numbers_on_all_ranks(fresh: Any) -> None:
+    local = distribute_tensor(torch.ones(4, 3), fresh, [Replicate()]).to_local()
+    assert isinstance(local, RemoteTensor)
+    for mine, *others in (drawn(local, fresh), drawn(local, fresh)):
+        assert all(torch.equal(mine, each) for each in others)
+    same_program(lambda x: [torch.randn_like(x), torch.rand(1), F.dropout(x), torch.rand(1)], local, torch.ones(4, 3))
+    uneven = distribute_tensor(torch.ones(UNEVEN), fresh, [Shard(0)]).to_local()
+    torch.manual_seed(8)
+    first = value(DTensor.from_local(uneven.uniform_(), fresh, [Shard(0)], shape=UNEVEN, stride=(7, 1)))
+    again = value(DTensor.from_local(uneven.uniform_(), fresh, [Shard(0)], shape=UNEVEN, stride=(7, 1)))
+    assert not torch.equal(first, again)
+
+
+def test_a_replicated_activation_of_tensor_parallelism_stays_one(fresh: Any) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 5), nn.Dropout(0.5))
+    torch.manual_seed(3)
+    ours = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 5), nn.Dropout(0.5))
+    parallelize_module(ours, fresh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    whole = torch.randn(4, 6)
+    torch.manual_seed(4)
+    mine = ours(whole)
+    torch.manual_seed(4)
+    assert isinstance(mine, RemoteTensor)
+    same(mine, plain(whole))
+
+
+@pytest.fixture
+def own_mesh() -> Iterator[Any]:
+    """Processes of a test of its own: what it asks of them lasts."""
+    procs = this_host().spawn_procs({"dp": 2, "tp": 2})
+    yield procs.device_mesh("cpu")
+    procs.stop().get(30)
+
+
+def test_ranks_with_other_data_draw_other_numbers_if_asked_to(own_mesh: Any) -> None:
+    local = distribute_tensor(torch.ones(4, 3), own_mesh, [Replicate()] * 2).to_local()
+    own_random_numbers(own_mesh["dp"])
+    own_random_numbers(own_mesh["dp"])
+    torch.manual_seed(1)
+    first, after = drawn(local, own_mesh), torch.rand(1)
+    for one, other in itertools.combinations(range(4), 2):
+        assert torch.equal(first[one], first[other]) == (one // 2 == other // 2)
+    second = drawn(local, own_mesh)
+    assert not any(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+    torch.manual_seed(1)
+    for mine, theirs in zip(first, drawn(local, own_mesh), strict=True):
+        equal(mine, theirs)
+    equal(torch.rand(1), after)
+    dropped = checkpoint(F.dropout, local.requires_grad_(), use_reentrant=False)
+    dropped.sum().backward()
+    equal(local.grad, dropped)  # type: ignore[arg-type]
+    own_random_numbers(own_mesh)
+    assert all(not torch.equal(*pair) for pair in itertools.combinations(drawn(local, own_mesh), 2))
+    same_program(
+        lambda x: [x.normal_()], distribute_tensor(torch.ones(5, 3), own_mesh, [Shard(0)] * 2), torch.ones(5, 3)
+    )
+
+
+def test_one_record_each_and_the_state_only_where_it_is_another(line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = _torch.workers_of(line)
+    assert workers is not None
+    x = distribute_tensor(torch.zeros(UNEVEN), line, [Shard(0)])
+    written: list[Any] = []
+    own = workers.write
+    monkeypatch.setattr(workers, "write", lambda record: (written.append(record), own(record)))
+    torch.manual_seed(9)
+    x.normal_()
+    assert len(written) == 2  # the state, and the operation
+    for _ in range(5):
+        x.uniform_()
+    assert len(written) == 7
+    torch.rand(1)
+    x.uniform_()
+    assert len(written) == 9
+
+
+def test_a_tensor_that_failed_costs_no_number(line: Any) -> None:
+    bad = distribute_tensor(torch.zeros(3, 3), line, [Replicate()])
+    index = distribute_tensor(torch.tensor([7]), line, [Replicate()])
+    failed = bad.index_select(0, index)
+    x = distribute_tensor(torch.zeros(UNEVEN), line, [Shard(0)])
+    torch.manual_seed(6)
+    failed.normal_()
+    x.normal_()
+    torch.manual_seed(6)
+    torch.zeros(failed.shape).normal_()
+    equal(x, torch.zeros(UNEVEN).normal_())
+    with pytest.raises(RuntimeError, match="index"):
+        value(failed)
+
+
+def test_a_worker_that_could_not_draw_says_so_until_it_knows_the_state_again() -> None:
+    cpu, target, shape = torch.device("cpu"), torch.zeros(4), ([4], [1], torch.float32)
+    state = _generator.state_of(torch.default_generator)
+
+    def fill(name: str) -> None:
+        worker_random.fill(target, name, *shape, cpu, [], 1)
+
+    with pytest.raises(RuntimeError, match="Expected a value of type 'float'"):
+        worker_random.fill(target, "aten.normal_.default", *shape, cpu, [], 1, "no number")
+    with pytest.raises(RuntimeError, match="has missed random numbers"):
+        fill("aten.normal_.default")
+    worker_random.set_state(state, cpu)
+    fill("aten.normal_.default")
+
+
+def test_workers_say_once_how_far_an_operation_moves_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = simulated_mesh((2,), ("x",), "cuda")
+    workers = _torch.workers_of(mesh)
+    assert workers is not None
+    torch.manual_seed(7)
+    beginning = torch.cuda.get_rng_state()
+    replies = [_philox.after(_generator.state_of(_philox.default), 40)] * 2
+    asked: list[str] = []
+    monkeypatch.setattr(workers, "ask", lambda what: (asked.append(what), replies)[1])
+    x = dt_rand(UNEVEN, device_mesh=mesh, placements=[Shard(0)])
+    once = torch.cuda.get_rng_state()
+    assert _philox.moved(bytes(beginning.tolist()), bytes(once.tolist())) == 40
+    x.uniform_()
+    assert _philox.moved(bytes(beginning.tolist()), bytes(torch.cuda.get_rng_state().tolist())) == 80
+    assert asked == ["generator_state"]
+    torch.cuda.set_rng_state(once)
+    equal(torch.cuda.get_rng_state(), once)
+    torch.manual_seed(7)
+    equal(torch.cuda.get_rng_state(), beginning)
+    with pytest.raises(RemoteTensorError, match="of the same device"):
+        x.uniform_(generator=torch.Generator())
+
+
+@pytest.mark.parametrize("name", list(FILLS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_generator_moves_as_the_operation_would(name: str, dtype: torch.dtype) -> None:
+    fill, generator = FILLS[name], torch.default_generator
+    for size, kept in itertools.product([1, 15, 16, 47, 48, 49, 1000, 1003, 70001], [0, 1]):
+        for whole in (torch.empty(size, dtype=dtype), torch.empty(2 * size, dtype=dtype)[::2]):
+            torch.manual_seed(size)
+            torch.randn(2 * kept + kept)  # an odd number of them: one more is kept for the next
+            before = _generator.state_of(generator)
+            _generator.Move((name,), whole.shape, whole.stride(), dtype).make(generator, fill)
+            moved = _generator.state_of(generator)
+            _generator.set_state(generator, before)
+            fill(whole)
+            assert moved == _generator.state_of(generator), (size, kept, whole.stride())
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 622, 623, 624, 625])
+def test_skipping_words_is_drawing_them(drawn: int) -> None:
+    generator = torch.default_generator
+    for words in (0, 1, 622, 623, 624, 625, 1247, 1248, 1249, 100_000):
+        torch.manual_seed(words)
+        torch.empty(drawn, dtype=torch.int32).random_()
+        before = _generator.state_of(generator)
+        torch.empty(words, dtype=torch.int32).random_()
+        after = _generator.state_of(generator)
+        _generator.set_state(generator, before)
+        _generator.skip(generator, words)
+        assert _generator.state_of(generator) == after

@@ -1,0 +1,68 @@
+"""Numbers that differ by rank: what may be asked of them, and what raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _hint_proves_even_shard
+
+from monarch_backend.dtensor import RankDependentError, _rank_ints
+from tests.dtensor.values import same
+
+
+def of(*values: int, sizes: bool = False) -> Any:
+    return _rank_ints.by_rank(values, sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [True, False])
+def test_calculating(sizes: bool) -> None:
+    one, other = of(4, 7, sizes=sizes), of(1, 3, sizes=sizes)
+    calculated = [one + other, one - 1, 10 - one, one * other, one // 2, one % other, -one]
+    values = [_rank_ints.values_of(each) for each in calculated]
+    assert values == [(5, 10), (3, 6), (6, 3), (4, 21), (2, 3), (0, 1), (-4, -7)]
+    assert torch.sym_max(one, 5).node.values == (5, 7)
+    assert _rank_ints.values_of(one - of(3, 6, sizes=sizes)) is None  # 1 everywhere: a plain number
+    assert one - of(3, 6, sizes=sizes) == 1
+
+
+def test_a_branch_on_a_coordinate_raises(mesh_of: Any) -> None:
+    mesh = mesh_of("2")
+    for number in (mesh.get_rank(), mesh.get_local_rank(), mesh.get_coordinate()[0]):
+        for ask in (lambda n: n == 0, lambda n: n != 0, lambda n: n < 1, lambda n: n == 1, bool, int):
+            with pytest.raises(RankDependentError, match="one controller runs this program for all ranks"):
+                assert ask(number)
+        assert number != 7  # on all ranks
+        assert number < 2
+
+
+def test_sizes_are_compared_by_torch_and_by_nobody_else() -> None:
+    sizes = of(2, 1, 0, sizes=True)
+    for ask in (lambda n: n == 0, lambda n: n != 0, lambda n: n == of(2, 1, 1, sizes=True), lambda n: n < 1, bool, int):
+        with pytest.raises(RankDependentError):
+            assert ask(sizes)
+    assert sizes == of(2, 1, 0, sizes=True)
+    assert sizes != 7  # on all ranks
+    assert not _hint_proves_even_shard(sizes, 2)  # torch's: "size % chunks == 0"
+    with pytest.raises(RankDependentError):
+        _hint_proves_even_shard(of(2, 1, 0), 2)
+
+
+def test_what_a_coordinate_has_part_in_is_no_size() -> None:
+    with pytest.raises(RankDependentError):
+        assert of(0, 1) * 4 + of(3, 2, sizes=True) == 3
+    assert of(0, 1) != of(0, 1, sizes=True) + 5
+
+
+def test_shards_of_uneven_sizes_on_all_ranks_and_none(mesh_of: Any) -> None:
+    """Of 4 rows on 3 ranks the last has none: torch compares such sizes with 0 and 1 in many places."""
+    mesh, whole = mesh_of("3"), torch.randn(4, 6)
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    assert x.to_local().shape[0].node.values == (2, 2, 0)
+    same(x.view(4, 2, 3).sum(2), whole.view(4, 2, 3).sum(2))
+    same(x.t().contiguous() @ x, whole.t() @ whole)
+    same(x.softmax(1).redistribute(mesh, [Shard(1)]), whole.softmax(1))
+    same(x[1:3], whole[1:3])
+    same(x.flatten().redistribute(mesh, [Replicate()]) if x.size(0) % 3 == 0 else x + 1, whole + 1)

@@ -1,0 +1,156 @@
+"""Batches: when they are sent, in what order, and how far ahead the controller may be. The workers are played here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from monarch_backend.dtensor import _stream, _wire
+from monarch_backend.dtensor._stream import Stream
+
+
+class Played:
+    """Workers that do what has been sent when the test says so."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.may_answer = threading.Semaphore(0)
+
+    def send(self, batch: bytes) -> None:
+        self.batches.append(_wire.decode(batch))
+
+    def send_counted(self, batch: bytes) -> Callable[[], object]:
+        self.send(batch)
+        return lambda: self.may_answer.acquire(timeout=60)
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        self.timers.append((seconds, call))
+
+
+@pytest.fixture
+def played() -> Played:
+    return Played()
+
+
+def test_definitions_come_first_and_what_is_unreachable_last(played: Played) -> None:
+    stream = Stream(played)
+    stream.words += (7, 0, 1)
+    stream.unreachable.append(1)
+    stream.define(_wire.Define.GROUP, "g", [[0, 1]])
+    stream.flush()
+    assert played.batches == [[[[_wire.Define.GROUP, "g", [[0, 1]]]], [7, 0, 1, _wire.DELETE, 1, 1]]]
+    stream.flush()
+    assert len(played.batches) == 1, "nothing was sent again"
+
+
+def test_what_nobody_follows_up_is_sent_by_the_clock(played: Played) -> None:
+    stream = Stream(played)
+    stream.wake()
+    stream.words += (7, 0, 1)
+    stream.wake()
+    assert len(played.timers) == 1, "one timer for a batch"
+    assert played.timers[0][0] <= 0.001
+    played.timers[0][1]()
+    assert [words for _, words in played.batches] == [[7, 0, 1]]
+
+
+def test_who_is_far_ahead_waits_for_the_workers(played: Played) -> None:
+    stream = Stream(played)
+    most = _stream.COUNTED * (_stream.AHEAD + 1) - 1
+    for _ in range(most):
+        stream.words.append(7)
+        stream.flush()
+    assert len(played.batches) == most, "until there it does not wait"
+
+    ahead = threading.Thread(target=lambda: (stream.words.append(7), stream.flush()))  # type: ignore[func-returns-value]
+    ahead.start()
+    while len(played.batches) == most:  # it is sent, and then waited
+        pass
+    assert ahead.is_alive()
+    played.may_answer.release()
+    ahead.join(60)
+    assert not ahead.is_alive()
+
+
+def test_writers_and_senders_of_many_threads_lose_nothing(played: Played) -> None:
+    stream = Stream(played)
+    played.may_answer.release(10_000)
+
+    def write(thread: int) -> None:
+        for i in range(2000):
+            stream.words += (thread, i)
+            if i % 7 == 0:
+                stream.flush()
+
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(1, 5)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    stream.flush()
+    words = [word for _, batch in played.batches for word in batch]
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    for thread in range(1, 5):
+        assert [i for who, i in pairs if who == thread] == list(range(2000))
+
+
+def test_nothing_is_sent_after_the_end(played: Played) -> None:
+    stream = Stream(played)
+    stream.closed = RuntimeError("they have ended")
+    stream.words.append(7)
+    with pytest.raises(RuntimeError, match="they have ended"):
+        stream.flush()
+    assert not played.batches
+
+
+@pytest.mark.parametrize("when", ["words", "unreachable", "_definitions"])
+def test_what_another_thread_writes_while_a_batch_is_taken_comes_in_order(played: Played, when: str) -> None:
+    stream = Stream(played)
+
+    class Interrupted(list[Any]):
+        """Right after it was copied, the program goes on: it defines 9, whose record makes 5, and drops that."""
+
+        left = 1
+
+        def __getitem__(self, index: Any) -> Any:
+            copied = super().__getitem__(index)
+            if self.left:
+                self.left -= 1
+                stream.define(_wire.Define.GROUP, "9", [])
+                stream.words += (9, 0, 5)
+                stream.unreachable.append(5)
+            return copied
+
+    setattr(stream, when, Interrupted(getattr(stream, when)))
+    stream.flush()
+    stream.flush()
+    said: list[Any] = []
+    for definitions, words in played.batches:
+        said += [*definitions, *words]
+    wanted = [[_wire.Define.GROUP, "9", []], 9, 0, 5, _wire.DELETE, 1, 5]
+    assert said == wanted
+
+
+def test_the_clock_sends_nothing_before_what_waits_for_room(played: Played) -> None:
+    """Who waits to send reads clocks meanwhile, on the same thread."""
+    stream = Stream(played)
+    order: list[Any] = []
+
+    def send(batch: bytes) -> None:
+        if not order:
+            order.append("waits")
+            stream.wake()
+            stream.words += (8, 0, 2)
+            played.timers.pop()[1]()
+        order.append(_wire.decode(batch)[1])
+
+    played.send = send  # type: ignore[method-assign]
+    stream.words += (7, 0, 1)
+    stream.flush()
+    assert order == ["waits", [7, 0, 1]]
+    played.timers.pop()[1]()
+    assert order == ["waits", [7, 0, 1], [8, 0, 2]]

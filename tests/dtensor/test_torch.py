@@ -1,0 +1,200 @@
+"""Every place of torch that the controller stands in for is still there, and has the form that we rely on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._local_tensor as local_tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from monarch_backend.dtensor import _convolution, _torch, _torch_groups
+
+ASYNC_SAVE = (
+    "state_dict checkpoint_id storage_writer planner process_group async_checkpointer_type async_stager no_dist "
+    "use_collectives"
+)
+FSDP = "torch.distributed.fsdp._fully_shard"
+FORMS_OF_FSDP = {
+    "_fully_shard._get_device_from_mesh": "mesh",
+    "_fsdp_init._move_states_to_device": "params buffers device",
+    "_fully_shard._init_param_group": (
+        "state params modules mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy "
+        "reshard_after_forward"
+    ),
+    "_fsdp_param._chunk_with_empty": "tensor num_chunks dim",
+    "_fsdp_param_group.foreach_all_gather": (
+        "fsdp_params group async_op all_gather_copy_in_stream all_gather_stream device all_gather_comm"
+    ),
+    "_fsdp_param_group.foreach_reduce": (
+        "fsdp_params unsharded_grads reduce_scatter_group reduce_scatter_stream reduce_scatter_comm orig_dtype "
+        "reduce_dtype device gradient_divide_factor all_reduce_group all_reduce_stream all_reduce_grads "
+        "partial_reduce_output all_reduce_hook force_sum_reduction_for_comms"
+    ),
+    "_fsdp_collectives._get_gradient_divide_factors": (
+        "reduce_scatter_group all_reduce_group reduce_dtype device_type factor force_sum_reduction_for_comms"
+    ),
+    "_fsdp_collectives._get_device_handle": "device_type",
+    "_fsdp_param_group._get_device_handle": "device_type",
+    "_fsdp_state._get_device_handle": "device_type",
+}
+FORMS_OF_FSDP_PARAM = {
+    "_init_sharded_param": "self param device shard_placement_fn mesh_info",
+    "_init_sharding_spec_plain": "self param fsdp_placement",
+    "reset_sharded_param": "self",
+    "init_all_gather_outputs": ("self all_gather_input_numels all_gather_input_dtypes world_size device"),
+}
+FORMS = {
+    "DeviceMesh.get_coordinate": "self",
+    "DeviceMesh._is_current_rank_part_of_mesh": "self",
+    "DeviceMesh._sym_get_coordinate": "self index",
+    "DeviceMesh.get_local_rank": "self mesh_dim",
+    "DeviceMesh.get_rank": "self",
+    "DeviceMesh._get_mesh_tensor_from_full_mesh": "full_mesh current_rank",
+    "DeviceMesh._setup_world_group_and_device": "self",
+    "DeviceMesh._compute_coordinate_on_dim": "self",
+    "DeviceMesh._init_one_process_group": "sub_layout rank_map dim_name backend_override",
+    "torch.distributed._local_tensor.enabled_local_tensor_mode": "",
+    "torch.distributed._local_tensor.local_tensor_mode": "",
+    "torch.distributed.tensor._collective_utils.local_tensor_mode": "",
+    "torch.distributed._local_tensor._for_each_rank_run_func": "func ranks args kwargs alias",
+    "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": (
+        "global_shape mesh_shape my_coordinate placements skip_offset"
+    ),
+    "torch.distributed._functional_collectives._maybe_wrap_tensor": "self",
+    "torch.distributed.tensor._redistribute._optimize_transform_infos": (
+        "transform_infos device_mesh src_placements dst_placements"
+    ),
+    "Shard._shard_tensor": "self tensor mesh mesh_dim src_data_rank",
+    "_StridedShard._shard_tensor": "self tensor mesh mesh_dim src_data_rank",
+    "Replicate._make_replicate_tensor": "cls tensor mesh mesh_dim src_data_rank",
+    "DTensor.from_local": "local_tensor device_mesh placements run_check shape stride grad_placements",
+    "torch.distributed.tensor._api._dtensor_init_helper": "init_op size device_mesh placements kwargs",
+    "torch.distributed.checkpoint.state_dict_saver._save_state_dict": (
+        "state_dict storage_writer process_group coordinator_rank no_dist planner use_collectives"
+    ),
+    "torch.distributed.checkpoint.state_dict_saver.async_save": ASYNC_SAVE,
+    "torch.distributed.checkpoint.async_save": ASYNC_SAVE,
+    "torch.distributed.checkpoint.state_dict_loader._load_state_dict": (
+        "state_dict storage_reader process_group coordinator_rank no_dist planner"
+    ),
+    "torch.distributed.distributed_c10d.get_rank": "group",
+    "torch.distributed.get_rank": "group",
+    **{f"{FSDP}.{place}": form for place, form in FORMS_OF_FSDP.items()},
+    **{f"FSDPParam.{place}": form for place, form in FORMS_OF_FSDP_PARAM.items()},
+    "FSDPParamGroup.__init__": (
+        "self params modules mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
+    ),
+    "FSDPState._root_pre_forward": "self module args kwargs",
+    "torch.cuda._lazy_init": "",
+    "DTensor.__repr__": "self",
+    "DTensor.__iter__": "self",
+    "torch.cuda.manual_seed": "seed",
+    "torch.cuda.manual_seed_all": "seed",
+    "torch.cuda.get_rng_state": "device",
+    "torch.cuda.set_rng_state": "new_state device",
+    "torch.nn.init.orthogonal_": "tensor gain generator",
+    "torch.nn.init.sparse_": "tensor sparsity std generator",
+}
+"""Parameters of torch's own function, by the name of the place. What a type of C has inherited has none to look at."""
+OF_C = {
+    "DTensor.tolist", "DTensor.numpy", "DTensor.__array__",
+    "DTensor.device", "DTensor.is_cpu", "DTensor.is_cuda", "DTensor.is_meta",
+}  # fmt: skip
+
+
+def name_of(where: Any, name: str) -> str:
+    return f"{where.__name__}.{name}"
+
+
+PLACES = {name_of(where, name): (where, name) for where, name, _ in _torch.REPLACED}
+
+
+def test_this_list_is_complete() -> None:
+    assert set(PLACES) == set(FORMS) | OF_C
+
+
+@pytest.mark.parametrize("place", sorted(FORMS))
+def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
+    where, name = PLACES[place]
+    raw = inspect.getattr_static(where, name)
+    replaced = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else getattr(where, name)
+    own = replaced.__wrapped__
+    assert own.__module__.startswith("torch."), "it is not torch's own that was replaced"
+    assert " ".join(inspect.signature(own).parameters) == FORMS[place]
+
+
+def test_torch_runs_functions_for_each_rank_by_the_names_that_are_replaced() -> None:
+    source = inspect.getsource(local_tensor.maybe_run_for_local_tensor)
+    assert "enabled_local_tensor_mode()" in source
+    assert "_for_each_rank_run_func(func, lm.ranks, args, kwargs, alias=False)" in source
+    assert set(local_tensor._PATCHED_DEVICE_MESH_METHODS) <= {
+        name for where, name in PLACES.values() if where is DeviceMesh
+    }
+
+
+def test_torchs_tables_of_groups_are_those_that_are_written() -> None:
+    world = c10d._world
+    for table in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        assert isinstance(getattr(world, table), dict)
+    source = inspect.getsource(c10d._register_pg_in_world)
+    for table in (
+        "pg_map[pg]",
+        "pg_names[pg]",
+        "pg_backend_config[pg]",
+        "pg_group_ranks[pg]",
+        "_register_process_group(",
+    ):
+        assert table in source
+    assert callable(_torch_groups.c10d._update_default_pg)
+    assert "default_pg.new_group(" in inspect.getsource(c10d._new_group_with_tag)
+
+
+def test_meshes_of_processes_that_have_ended_are_not_those_of_new_ones(mesh: Any) -> None:
+    assert "self._thread_id" in inspect.getsource(DeviceMesh._hash_key)
+    assert "_thread_id" in inspect.getsource(DeviceMesh.__eq__)
+    serial = _torch.workers_of(mesh).serial
+    assert all(each._thread_id == serial for each in (mesh, mesh[mesh.mesh_dim_names[0]]))
+
+
+def test_the_same_processes_are_the_same_mesh(all_procs: Any) -> None:
+    procs = all_procs["2x2"]
+    assert procs.device_mesh("cpu") is procs.device_mesh("cpu")
+    assert procs.slice(dp=0).device_mesh("cpu") is procs.slice(dp=0).device_mesh("cpu")
+    assert procs.slice(dp=0).device_mesh("cpu") != procs.slice(dp=1).device_mesh("cpu")
+
+
+def test_operators_of_dtensor_can_have_handlers() -> None:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    assert {torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default} <= set(handlers)
+
+
+def test_the_controller_is_no_rank(mesh: Any) -> None:
+    assert dist.get_backend() == "monarch"
+    with pytest.raises(RuntimeError, match="no rank of a mesh is here"):
+        dist.all_reduce(torch.ones(2))
+
+
+def test_torch_names_a_new_group_by_the_function_that_workers_replace() -> None:
+    source = inspect.getsource(inspect.unwrap(c10d._new_group_with_tag))
+    assert "group_name = _process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source
+
+
+def test_convolutions_have_a_handler_that_those_of_others_still_get() -> None:
+    assert set(_convolution.HANDLERS) <= DTensor._op_dispatcher._custom_op_handlers.keys()
+    handle = _torch._of_controllers(lambda *_: "ours", lambda *_: "torch's")
+    assert handle(None, (torch.ones(1), None), {}) == "torch's"
+
+
+def test_operators_on_lists_are_registered_as_torch_registers_its_own() -> None:
+    parameters = inspect.signature(_torch.pointwise._register_single_dim_pointwise).parameters
+    assert next(iter(parameters)) == "op"
+    assert all(each.default is not inspect.Parameter.empty for each in list(parameters.values())[1:])
+    known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
+    assert torch.ops.aten._fused_adam_.default in known
+    assert torch.ops.aten._foreach_copy_.default in known
