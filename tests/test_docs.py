@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-RUN = ["actors.md", "rdma.md"]
+RUN = ["actors.md", "dtensor.md", "rdma.md"]
 
 
 def blocks(page: Path) -> list[str]:

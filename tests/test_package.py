@@ -37,8 +37,10 @@ def test_docstrings(name: str) -> None:
         pytest.skip("compiled; its docstrings have no examples")
     if name.endswith(("verbs._pyverbs", "verbs._ibverbs")):
         pytest.importorskip(name.rpartition("_")[2], reason="the package that it adapts is not installed")
-    assert importlib.import_module(name).__doc__, f"{name} does not say what lives in it"
-    assert run_ranks(_examples, 1, name, backend=None) == [0]
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} does not say what lives in it"
+    if any(found.examples for found in doctest.DocTestFinder().find(module)):
+        assert run_ranks(_examples, 1, name, backend=None) == [0]
 
 
 def _examples(rank: int, address: str, name: str) -> int:  # a process of its own: what an example makes ends with it

@@ -377,7 +377,7 @@ bool Post::look(std::vector<Event>& events) {
   return !events.empty();
 }
 
-std::vector<Event> Post::receive(Clock::time_point deadline, bool standby) {
+std::vector<Event> Post::receive(Clock::time_point deadline, bool standby, bool (*before_sleep)()) {
   std::vector<Event> events;
   Patience patience(host_->bell(), crowded_, crowded_ ? crowded_yields : Patience::usual_yields);
   bool woken = false;
@@ -389,7 +389,11 @@ std::vector<Event> Post::receive(Clock::time_point deadline, bool standby) {
     }
     return look(events) || woken;
   };
-  while (!found() && patience.again(found, deadline) && events.empty() && !woken && !patience.interrupted()) {
+  const auto last_look = [&] {
+    if (before_sleep != nullptr && !before_sleep()) return woken = true;
+    return found();
+  };
+  while (!found() && patience.again(last_look, deadline) && events.empty() && !woken && !patience.interrupted()) {
   }
   return events;
 }

@@ -104,8 +104,9 @@ class Post {
   // The turn to read. `take` returns false if another reader than the standby has it.
   bool take();
   void pass_on();
-  // With the turn: what has come; nothing at the deadline, after `wake`, after a signal, or if the standby is to go.
-  std::vector<Event> receive(Clock::time_point deadline, bool standby);
+  // With the turn: what has come; nothing at the deadline, after `wake`, after a signal, or if the standby is to go. Only a
+  // sleep is ended by a signal: what has come before it `before_sleep` may see to, and say false for not to sleep.
+  std::vector<Event> receive(Clock::time_point deadline, bool standby, bool (*before_sleep)() = nullptr);
   // The standby's: returns when the turn is its own, false once closed.
   bool stand_by();
   void wake();

@@ -48,7 +48,7 @@ class Future(Generic[T]):
     @classmethod
     def of(cls, value: T) -> Future[T]:
         """One that has its value already."""
-        future: Future[T] = cls(_no_wait)
+        future: Future[T] = cls(no_wait)
         future._value, future.ready = value, True
         return future
 
@@ -236,7 +236,8 @@ class Future(Generic[T]):
 _guard = threading.Lock()
 
 
-def _no_wait(_what: Any, _seconds: float | None) -> bool:
+def no_wait(_what: Any, _seconds: float | None) -> bool:
+    """Of a future that is done."""
     return True
 
 

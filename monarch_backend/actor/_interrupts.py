@@ -6,7 +6,6 @@ by _cell.py.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found] # signal.getsignal makes an enum member: too slow for each wait
-import _thread
 import os
 import signal
 import threading
@@ -33,16 +32,30 @@ class Interrupts:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.main = threading.main_thread().ident
+        self.main = threading.main_thread().ident or 0
         self.noted = False
         self._since = 0.0
         self._again = False  # it is ours, tried again
         self.waiting_for: Any = None
 
     def guard(self) -> None:
-        """On the main thread: from now on. Notebooks put Python's handler back in place with every cell."""
-        if _signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        """On the main thread: from now on. Notebooks put Python's handler back in place with every cell; and that of
+        another program of this process, such as a simulated one or a fork's parent's, would raise nothing here.
+        """
+        handler = _signal.getsignal(signal.SIGINT)
+        if handler is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._interrupted)
+            return
+        owner = getattr(handler, "__self__", None)
+        if owner is not self and isinstance(owner, Interrupts):
+            signal.signal(signal.SIGINT, self._interrupted)
+            self._inherit(owner)
+
+    def _inherit(self, other: Interrupts) -> None:
+        """What has come to the other and is not raised yet."""
+        if other.noted:
+            other.noted, self.noted, self._since = False, True, self._program.clock.now()
+            self._program.pump.later(AGAIN, self._try_again)
 
     def is_noted(self) -> bool:
         """There was one, and its KeyboardInterrupt is still to come."""
@@ -66,6 +79,7 @@ class Interrupts:
         if self.waiting_for is not None:
             release(self.waiting_for)
         self._program.pump.later(AGAIN, self._try_again)
+        self._program.pump.wake()  # it may be the main thread itself that reads, and is about to sleep
 
     def _try_again(self) -> None:
         """On the thread that reads."""
@@ -75,8 +89,15 @@ class Interrupts:
         if waiting is not None:
             release(waiting)
             self._program.pump.wake()
-        self._again = True
-        _thread.interrupt_main()
+        handler = _signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            return  # the signal would end the process, or nobody would hear it
+        if getattr(handler, "__self__", None) is self:
+            self._again = True
+        else:
+            self.noted = False  # it is theirs who have put another one in place since
+        # A signal, and no _thread.interrupt_main(), which ends no time.sleep() that the main thread is in by now.
+        signal.pthread_kill(self.main, signal.SIGINT)
 
 
 def _is_ours(frame: FrameType | None) -> bool:

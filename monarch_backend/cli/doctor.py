@@ -84,7 +84,7 @@ def _libraries() -> list[Finding]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     library = "RCCL" if torch.version.hip else "NCCL"
     if dist.is_nccl_available():
-        nccl = Finding(library, ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        nccl = Finding(library, ".".join(map(str, torch.cuda.nccl.version())))
     else:
         nccl = Finding(library, "not in this torch", "install a CUDA or ROCm build of torch to use GPUs")
     return [

@@ -127,8 +127,9 @@ class AgentProcess:
         self._secrets = secrets_by_name(plan.secret)
         bounds = Bounds(heartbeat=plan.heartbeat, silence=plan.silence)
         self._tcp = Tcp(
-            bytes.fromhex(plan.token), self._secrets, self._arrived, self._up, self._lost, bounds=bounds, tls=tls_for()
-        )
+            bytes.fromhex(plan.token), self._secrets, self._arrived, self._up, self._lost, bounds=bounds,
+            tls=tls_for(), lends=True,
+        )  # fmt: skip
         # Sessions and what is waited for: _hosts, _known, _ways, _attached, _asking, _until, _awaited.
         self._lock = threading.RLock()
         self._hosts: dict[str, list[Remote]] = {}  # sessions by host; there are two where both sides have called
@@ -232,7 +233,7 @@ class AgentProcess:
                 patience = max(MEETING, self._plan.silence)
                 remotes = [self._tcp.call(known[:2], self._plan.secret, bytes.fromhex(known[2]), patience=patience)]
                 self._hosts[host] = remotes
-        self._tcp.send(remotes[0], *_carried.pack(frame))
+        self._tcp.send(remotes[0], *_carried.pack(frame), len(frame.buffers or ()))
         return True
 
     def _arrived(self, remote: Remote, prefix: bytes, body: memoryview) -> None:

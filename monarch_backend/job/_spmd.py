@@ -93,7 +93,7 @@ _controller: list[_Controller] = []
 
 def _store(ranks: Ranks, timeout: float) -> Any:
     """The launcher's, or that of rank 0."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import sys
 import threading
 import time
@@ -51,19 +52,10 @@ class _Message(Operation):
         self.clock, self.source = clock, source
         self.deaf = False  # nothing but a message, or the end of its time, ends Gloo's receive from anybody
 
-    def run(self) -> None:
-        """As every operation; lets go of the body, which holds it and the caller's tensor: no cycle keeps them."""
-        super().run()
-        self._body = _nothing
-
     def abandon(self, fault: _Fault) -> None:
         """It has failed, whatever becomes of it."""
         self.fault, self.done = fault, True
         self._ended.set()
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Clock:
@@ -109,7 +101,6 @@ class Far:
         self._others = [_nics.Rank(t, f"rank {r} ({members[r]})") for r, t in enumerate(tokens) if t]
         self._nics = _nics.join(self._others) if self._others else None
         self._numbers = itertools.count()
-        self._plain: dict[int, str] = {}  # why Gloo carries all to or from these ranks
         self._said: set[tuple[int, bool]] = set()  # of whom there was a warning, and whether it was for good
         self.closed = False
         self.closed_why = ""  # set before it is closed
@@ -268,15 +259,13 @@ class Far:
     def _announce(
         self, x: Tensor, rank: int, number: int, owner: Tensor | None
     ) -> tuple[_nics.Lent | None, Announcement]:
-        if self._nics is not None and self._tokens[rank] and rank not in self._plain:
+        if self._nics is not None and self._tokens[rank] and not self._is_plain(rank):
             try:
                 lent, region, offset = self._nics.lend(x, owner)
             except _nics.UnregisteredError as error:
                 self._say(rank, str(error), for_good=False)
-            except _nics.UnusableError as error:
-                self._stay_plain(rank, str(error))
             except Exception as error:  # a package for verbs that does not fit, say
-                self._stay_plain(rank, repr(error))
+                self._stay_plain(rank, _why(error))
             else:
                 if _letters.fits(region):
                     return lent, Announcement(number, x.nbytes, offset, region)
@@ -306,10 +295,8 @@ class Far:
             return b""
         try:
             return self._nics.accept(self._tokens[rank], offer)
-        except _nics.UnusableError as error:
-            self._stay_plain(rank, str(error))
         except Exception as error:
-            self._stay_plain(rank, repr(error))
+            self._stay_plain(rank, _why(error))
         return b""
 
     # The receiver's side ----------------------------------------------------------------------------------------
@@ -354,7 +341,7 @@ class Far:
 
     def _read(self, talk: _Talk, it: Announcement, x: Tensor, owner: Tensor | None) -> str | None:
         """None when it was read, else why not; "" where that is nothing new."""
-        if not it.region or self._nics is None or not self._tokens[talk.rank] or talk.rank in self._plain:
+        if not it.region or self._nics is None or not self._tokens[talk.rank] or self._is_plain(talk.rank):
             return ""
         try:
             token, into = self._tokens[talk.rank], _nics.Into(x.data_ptr(), x.nbytes, x if owner is None else owner)
@@ -362,24 +349,24 @@ class Far:
         except _nics.UnregisteredError as error:
             self._say(talk.rank, str(error), for_good=False)
             return ""
-        except _nics.UnusableError as error:
-            self._stay_plain(talk.rank, str(error))
-            return str(error)
         except TimeoutError:
             _torch.close_gloo_links(self._gloo, talk.rank)  # as Gloo does when a message of its own is late
             raise talk.late() from None
         except (_Fault, MonarchError):  # of the conversation
             raise
         except Exception as error:
-            self._stay_plain(talk.rank, repr(error))
-            return repr(error)
+            why = _why(error)
+            self._stay_plain(talk.rank, why)
+            return why
         return None
 
     # For both ---------------------------------------------------------------------------------------------------
 
+    def _is_plain(self, rank: int) -> bool:
+        """Gloo carries all to and from this rank."""
+        return (rank, True) in self._said
+
     def _stay_plain(self, rank: int, why: str) -> None:
-        with self._change:
-            self._plain.setdefault(rank, why)
         self._say(rank, why, for_good=True)
 
     def _say(self, rank: int, why: str, *, for_good: bool) -> None:
@@ -402,6 +389,10 @@ class Far:
         if first and self._label:
             sys.stderr.write(f"{self._label}messages from rank {rank} of {self.least} bytes and more: {way}\n")
             sys.stderr.flush()
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, _nics.UnusableError) else repr(error)
 
 
 def _glance(room: bytearray, clock: _Clock) -> None:
@@ -447,7 +438,8 @@ class _Talk:
     def wait(self, work: Any) -> None:
         """For one of Gloo's operations, as long as there is time."""
         try:
-            work.wait(timedelta(seconds=max(self.clock.left(), 0.001)))
+            # Gloo takes whole milliseconds and cuts off the rest: what is late would have time left, and count as lost.
+            work.wait(timedelta(milliseconds=max(1, math.ceil(1000 * self.clock.left()))))
         except RuntimeError as error:
             raise self._lost(error) from None
 

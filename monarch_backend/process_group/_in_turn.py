@@ -34,6 +34,7 @@ class Operation:
             self._body()
         except BaseException as error:
             self.fault = error
+        del self._body  # it holds the caller's tensors, and perhaps this: they must not wait for the garbage collector
         self.done = True
         self._ended.set()
 

@@ -7,8 +7,6 @@ rdma is imported only on a machine that has NICs. What ranks say to each other i
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import logging
 import os
 import threading
@@ -25,50 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("monarch_backend")
 
-DEVICES = "/sys/class/infiniband"
-PACKAGES = ("pyverbs", "ibverbs")
-"""One of them has to be there; their names are _binding.py's, too, which takes seconds to import."""
-
-# Bytes from which a message is worth two more latencies of Gloo and some changes of threads, 0.3 ms together: in that
-# time Gloo carries about this much.
-LEAST = 1 << 20
-
 _TRIES = 3  # connections that one message may need: one that was there has broken, another one broke it meanwhile
 _LOOK = 0.2  # seconds after which one who waits looks whether it is still wanted
-
-
-def least() -> int:
-    """Bytes from which this process's NICs carry messages; 0 where none may be used. By looking: opens no device.
-
-    MONARCH_RDMA_MESSAGE_BYTES, or the default. Raises ValueError for what is no number of bytes.
-    """
-    text = os.environ.get("MONARCH_RDMA_MESSAGE_BYTES", "")
-    if text and (not text.isdigit() or not int(text)):
-        raise ValueError(f"MONARCH_RDMA_MESSAGE_BYTES={text!r}: give a number of bytes, or leave it unset")
-    return (int(text) if text else LEAST) if usable() else 0
-
-
-@functools.cache
-def usable() -> bool:
-    """This process's NICs may carry messages, as was found once. What stands against it is no reason to fail a group,
-    which does without them.
-    """
-    try:
-        if not os.listdir(DEVICES) or not any(importlib.util.find_spec(name) for name in PACKAGES):
-            return False
-        from monarch_backend.rdma import get_rdma_backend
-
-        return get_rdma_backend() == "verbs"
-    except OSError:  # no devices
-        return False
-    except Exception as error:  # a MONARCH_RDMA that means nothing, a package that does not load
-        log.warning(
-            "large messages between hosts are carried by gloo, since NICs can't be used by pid %d: %r. "
-            "`monarch-backend doctor` explains the machine",
-            os.getpid(),
-            error,
-        )
-        return False
 
 
 class UnusableError(Exception):
@@ -105,8 +61,6 @@ class Lent:
     """A storage that other processes may read, from the first message out of it until it is gone."""
 
     region: Region
-    address: int
-    nbytes: int
     anchor: weakref.ref[Any]
     users: int = 0
     kept: bool = True
@@ -129,6 +83,7 @@ class Nics:
         self._engine: Engine = _one_engine.borrow(Rank, self._dial)
         self._others: dict[str, _Other] = {}
         self._lent: OrderedDict[int, Lent] = OrderedDict()  # by the storage's id; the one used last is the last
+        self._nbytes = 0  # of these
         self._gone: deque[int] = deque()
         self._lock = threading.Lock()
 
@@ -146,7 +101,7 @@ class Nics:
         key, address, nbytes = id(storage), storage.data_ptr(), storage.nbytes()
         with self._lock:
             lent = self._lent.get(key)
-            if lent is not None and (lent.address, lent.nbytes) != (address, nbytes):
+            if lent is not None and (lent.region.address, lent.region.nbytes) != (address, nbytes):
                 self._forget(key)  # it was resized
                 lent = None
             if lent is not None:
@@ -161,7 +116,7 @@ class Nics:
                 region = self._engine.expose(address, nbytes, None, writable=False)
             except VerbsError as error:
                 raise UnregisteredError(str(error)) from None
-            lent = self._keep(key, Lent(region, address, nbytes, weakref.ref(storage, self._ended(key)), users=1))
+            lent = self._keep(key, Lent(region, weakref.ref(storage, self._ended(key)), users=1))
         return lent, lent.region.to_bytes(), tensor.data_ptr() - address
 
     def give_back(self, lent: Lent) -> None:
@@ -201,6 +156,7 @@ class Nics:
                 if other is not None:
                     self._forget(key)
                 self._lent[key] = lent
+                self._nbytes += lent.region.nbytes
                 return lent
             other.users += 1
         self._engine.release(lent.region)
@@ -209,22 +165,18 @@ class Nics:
     def _forget(self, key: int) -> None:
         lent = self._lent.pop(key)
         lent.kept = False
+        self._nbytes -= lent.region.nbytes
         if not lent.users:
             self._engine.release(lent.region)
 
     def _make_room(self) -> None:
-        settings = self._engine.settings
+        most = self._engine.settings
         with self._lock:
-            most, count, nbytes = (
-                settings.cache_bytes,
-                len(self._lent),
-                sum(each.nbytes for each in self._lent.values()),
-            )
-            for key in [key for key, each in self._lent.items() if not each.users]:
-                if count <= settings.cache_entries and nbytes <= most:
+            while len(self._lent) > most.cache_entries or self._nbytes > most.cache_bytes:
+                idle = next((key for key, each in self._lent.items() if not each.users), None)
+                if idle is None:
                     return
-                count, nbytes = count - 1, nbytes - self._lent[key].nbytes
-                self._forget(key)
+                self._forget(idle)
 
     # Other processes' memory ------------------------------------------------------------------------------------
 
@@ -375,7 +327,6 @@ def leave(nics: Nics, others: Iterable[Rank]) -> None:
 def _in_forked_child() -> None:
     global _process, _joining
     _process, _joining = None, threading.Lock()
-    usable.cache_clear()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

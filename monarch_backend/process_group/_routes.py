@@ -71,7 +71,7 @@ def _cpu() -> Route:
 def _cuda() -> Route:
     vendor, library = ("AMD", "RCCL") if torch.version.hip else ("NVIDIA", "NCCL")
     missing = ""
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    if not torch.backends.cuda.is_built():
         missing = "this torch has no GPU support; install a CUDA or ROCm build of torch"
     elif not torch.cuda.is_available():
         missing = f"torch sees no {vendor} GPU; check the driver and CUDA_VISIBLE_DEVICES"

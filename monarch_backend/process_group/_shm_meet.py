@@ -22,11 +22,12 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from monarch_backend import _native
-from monarch_backend.process_group import _nics, _torch
+from monarch_backend.process_group import _torch
 from monarch_backend.process_group._far import Far
 from monarch_backend.process_group._hierarchy import Hierarchy
 from monarch_backend.process_group._shm import SharedMemory
 from monarch_backend.process_group._shm_process import read_from, this_process
+from monarch_backend.transport import _large
 
 _PATIENCE = 30.0  # seconds for a peer to answer, or to show up here once it has connected: only a stopped one is late
 
@@ -66,7 +67,7 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
         try:
             host = this_process().host
             me |= {"kernel": _native.boot_id(), "ipc": _native.ipc_namespace(), "token": host.token}
-            me["nics"] = _nics.least()
+            me["nics"] = _large.least()
         except OSError as error:
             me["refusal"] = f"no shared memory: {error}"
     everyone = _exchange(store, "shm", rank, size, me, timeout())
@@ -104,8 +105,7 @@ def _nics_between(
     if sum(any(able[r] for r in ranks) for ranks in hosts) < 2:
         return None
     here = next(ranks for ranks in hosts if rank in ranks)
-    there = [r for r in range(len(everyone)) if able[rank] and able[r] and r not in here]
-    tokens = [said["token"] if r in there else "" for r, said in enumerate(everyone)]
+    tokens = [said["token"] if able[rank] and able[r] and r not in here else "" for r, said in enumerate(everyone)]
     least = max(said["nics"] for said in everyone)
     return Far(gloo, [said["member"] for said in everyone], rank, timeout, tokens, least, label)
 

@@ -132,7 +132,7 @@ def is_waited_for(caller: FrameType | None) -> bool:
     return caller is not None and caller.f_code in _BLOCKING
 
 
-class _PassOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _PassOn(TorchDispatchMode):
     """Calls every operator again, from Python, which releases the GIL for it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,7 +150,7 @@ def through_dispatcher() -> AbstractContextManager[Any]:
     return nullcontext() if _len_torch_dispatch_stack() > 0 else _PassOn()  # type: ignore[no-untyped-call]
 
 
-class _Beneath(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Beneath(TorchDispatchMode):
     """Takes the c10d operators that reach it and does ``run(name, args)`` instead of what torch's kernel would do."""
 
     def __init__(self, run: Callable[[str, tuple[Any, ...]], Any], kernel: Kernel | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from monarch_backend.actor import Future
@@ -102,7 +102,8 @@ class RDMAAction:
         _refuse_overlaps(steps, memories)
         parts = [step.make(memory) for step, memory in zip(steps, memories, strict=True)]
         future = mover.start(parts, memories, timeout)
-        self._ready = _ready(mover, steps, parts, memories)
+        copies = mover.copies(parts, memories)
+        self._ready = None if copies is None else _Ready(mover, steps, memories, copies)
         return future
 
     def _add(self, step: _Step) -> RDMAAction:
@@ -115,18 +116,6 @@ class RDMAAction:
         change = src._atomic(access, offset, operand, expected)
         make = lambda memory: change._replace(take=lambda found: _put(memory, found))  # noqa: E731
         return self._add(_Step(src, dst, lambda: _eight_bytes(dst), True, make))
-
-
-def _ready(
-    mover: Engine, steps: list[_Step], parts: Sequence[Part | Change], memories: list[LocalMemory]
-) -> _Ready | None:
-    plain = [
-        (part.handle, part.write, memory, part.segments[0][2])
-        for part, memory in zip(parts, memories, strict=True)
-        if isinstance(part, Part) and memory.hold is None  # what is held can't be resized between two submits
-    ]
-    copies = mover.copies(plain) if len(plain) == len(parts) else None
-    return None if copies is None else _Ready(mover, steps, memories, copies)
 
 
 def _eight_bytes(dst: Any) -> LocalMemory:

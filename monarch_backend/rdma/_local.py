@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from monarch_backend.rdma import _placements
 from monarch_backend.rdma._memory import refuse_subclass
@@ -101,11 +100,11 @@ def local(name: str, tensor: Tensor) -> Local:
 def _local(tensor: Tensor) -> Local:
     shape = tuple(tensor.shape)
     with torch.no_grad():  # no view of a parameter's: its own memory
-        mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        mine = tensor.to_local() if _placements.is_dtensor(tensor) else tensor
     _refuse_what_is_no_memory(mine)
     mine = mine.detach()
     held: tuple[Piece, ...] = ()
-    if not isinstance(tensor, DTensor):
+    if not _placements.is_dtensor(tensor):
         held = pieces(shape, ())
     elif (splits := _placements.splits(tensor)) is not None:
         held, expected = pieces(shape, splits), local_shape(shape, splits)

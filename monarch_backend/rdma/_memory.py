@@ -12,6 +12,7 @@ import torch
 
 from monarch_backend import _native
 from monarch_backend.rdma import _device
+from monarch_backend.rdma._placements import is_dtensor
 
 CPU = "cpu"
 
@@ -102,9 +103,7 @@ def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
 
 def refuse_subclass(tensor: torch.Tensor, what: str) -> None:
     """Subclasses that are plain memory are welcome; those that stand for something else are not: TypeError."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise TypeError(
             f"{what} is a DTensor, whose values are in many processes: each registers its own, tensor.to_local(), or "
             "all of a state dict, see ShardedState"

@@ -58,14 +58,8 @@ def _close() -> None:
         give_back(kind)
 
 
-_inherited: list[Engine | None] = []
-
-
 def _in_forked_child() -> None:
     global _engine, _lock
-    _inherited.append(
-        _engine
-    )  # for ever: its end would end the devices' objects, which the kernel shares with the parent
     _engine, _lock = None, threading.Lock()  # the parent's, with its devices
     _dials.clear()
 

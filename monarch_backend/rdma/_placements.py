@@ -6,11 +6,19 @@ already), and `DTensorSpec.shard_order` (from torch 2.13 on). tests/rdma/test_pl
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch.distributed.tensor import DTensor, Placement
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from monarch_backend.rdma._regions import Split
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """Without an import, which takes a second: who has made one has imported them."""
+    dtensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensors is not None and isinstance(tensor, dtensors)
 
 
 def splits(tensor: DTensor) -> tuple[Split, ...] | None:

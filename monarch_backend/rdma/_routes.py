@@ -5,6 +5,7 @@ What was chosen is printed with MONARCH_DEBUG=1.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -28,6 +29,9 @@ log = logging.getLogger("monarch_backend")
 FORCED = ("", "tcp", "verbs")
 """What MONARCH_RDMA may say: to take this route also where there is a better one."""
 
+_KINDS = tuple(itertools.product((False, True), (False, True)))
+"""Of memory: whether a NIC can reach it, and whether it is a GPU's."""
+
 
 def forced() -> str:
     """What MONARCH_RDMA says. Raises ValueError for what means nothing."""
@@ -48,7 +52,7 @@ class Routes:
         self._tcp = Tcp(owner, registry, submit)
         self.verbs = Verbs(owner, registry)
         registry.on_drop.append(self.verbs.dropped)
-        # By process, whether a NIC can reach this memory, and whether it is a GPU's.
+        # By process and the kind of the memory.
         self._chosen: dict[tuple[str, bool, bool], Route] = {}
         self._forced = forced()
         self.near: set[str] = set()
@@ -84,13 +88,13 @@ class Routes:
 
     def knows(self, token: str) -> bool:
         """Something is kept for that process."""
-        return any(which[0] == token for which in [*self._chosen]) or self.verbs.started
+        return any((token, *kind) in self._chosen for kind in _KINDS) or self.verbs.started
 
     def forget(self, token: str) -> None:
         """That process is gone."""
         self.near.discard(token)
-        for which in [which for which in [*self._chosen] if which[0] == token]:
-            self._chosen.pop(which, None)
+        for kind in _KINDS:
+            self._chosen.pop((token, *kind), None)
         self._near.forget(token)
         self._tcp.forget(token)
         self.verbs.forget(token, "its process is gone")

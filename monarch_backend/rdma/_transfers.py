@@ -19,6 +19,7 @@ import msgspec
 
 from monarch_backend import _native
 from monarch_backend.actor import CancelledError, Future, MeshFailure
+from monarch_backend.actor._future import no_wait
 from monarch_backend.actor._program import Program, program
 from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
@@ -129,21 +130,27 @@ class Engine:
             and self.registry.native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
         )
 
-    def copies(self, parts: Sequence[tuple[Handle, bool, LocalMemory, int]]) -> Any:
-        """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them."""
-        if sum(part[3] for part in parts) > QUICK:
+    def copies(self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]) -> Any:
+        """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them.
+
+        ``memories``: for each part its local memory, all of which one segment is of.
+        """
+        copies = []
+        for part, memory in zip(parts, memories, strict=True):
+            if not isinstance(part, Part) or part.handle.token not in self.routes.near:
+                return None
+            if memory.device != CPU or memory.hold is not None:  # what is held can't be resized between two submits
+                return None
+            (segment,) = part.segments
+            copies.append((part.handle.token, part.handle.ticket, part.write, *segment))
+        if sum(copy[-1] for copy in copies) > QUICK:
             return None
-        if any(part[0].token not in self.routes.near or part[2].device != CPU for part in parts):
-            return None
-        return _native.Copies(
-            self.registry.native,
-            [(h.token, h.ticket, write, h.offset, memory.address, nbytes) for h, write, memory, nbytes in parts],
-        )
+        return _native.Copies(self.registry.native, copies)
 
     def _at_once(
         self, part: Part | Change, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
     ) -> Future[Any]:
-        """Nobody waits for it, so nothing is made to wait with: two microseconds, of eight that a small copy takes."""
+        """As `at_once`, on every route where it is quick. Nobody waits for it, so nothing is made to wait with."""
         ended = _moved(part, route, patient(timeout), keep)
         if ended.outcome == DONE:
             return Future.of(result())
@@ -182,9 +189,7 @@ class Engine:
 
 
 def _is_quick(part: Part | Change, route: Route) -> bool:
-    if isinstance(part, Change):
-        return route.is_quick(part.handle, 8, True)
-    return route.is_quick(part.handle, sum(segment[2] for segment in part.segments), False)
+    return route.is_quick(part.handle, _nbytes(part), isinstance(part, Change))
 
 
 def _nbytes(part: Part | Change) -> int:
@@ -517,10 +522,6 @@ def _release(lock: threading.Lock) -> None:
         return
 
 
-def _is_over(_: Any, __: float | None) -> bool:
-    return True
-
-
 class TransferFuture(Future[T]):
     """One that is done when its transfer is, also where that is given up: then nobody touches its memory any more."""
 
@@ -532,7 +533,7 @@ class TransferFuture(Future[T]):
 
     def let_go(self) -> None:
         """It is done, and has to keep nothing else alive."""
-        self._wait, self._transfer = _is_over, None
+        self._wait, self._transfer = no_wait, None
 
     def done(self) -> bool:
         """As Future's; whoever asks looks."""

@@ -70,6 +70,7 @@ class SimulatedTcp:
         bounds: Bounds | None = None,
         tls: Any = None,  # noqa: ARG002 (as Tcp)
         hand_over: Any = None,  # noqa: ARG002
+        lends: bool = False,  # noqa: ARG002 (there are no NICs)
     ) -> None:
         self.process, self.who, self.bounds = process, who, bounds or Bounds()
         self._network = network
@@ -106,12 +107,12 @@ class SimulatedTcp:
         self.later(remote.silence, lambda: None if remote.up else self._lose_the_silent(remote))
         return remote
 
-    def send(self, remote: Remote, prefix: bytes, body: Sequence[Any]) -> None:
+    def send(self, remote: Remote, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
         """As Tcp.send."""
         if remote.lost is not None:
             return
         if remote.waiting or remote.session.full:
-            remote.waiting.append((prefix, body))
+            remote.waiting.append((prefix, body, lendable))
             return
         self.sent += 1
         parts, line = remote.session.send(prefix, body), self._network.lines.get(remote.id)
@@ -292,7 +293,7 @@ class SimulatedTcp:
 
     def _send_waiting(self, line: Line, remote: Remote) -> None:
         while remote.waiting and not remote.session.full:
-            line.put(self, remote.session.send(*remote.waiting.popleft()))
+            line.put(self, remote.session.send(*remote.waiting.popleft()[:2]))
 
     def _tell(self, line: Line, remote: Remote) -> None:
         """What has come, with the next heartbeat. Others would change nothing, and go on for ever."""

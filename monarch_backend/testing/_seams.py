@@ -1,4 +1,4 @@
-"""What a simulation replaces while it runs, and puts back: chance, numbers of the router, what happens at a fault.
+"""What a simulation replaces while it runs, and puts back: chance, numbers of the router, faults, Ctrl-C.
 
 Everything else that it stands on is a seam of the code itself: Links, Clock, the pump, the spawner, `run_cell`.
 """
@@ -9,11 +9,14 @@ import contextlib
 import functools
 import logging
 import random
+import signal
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import monarch_backend.actor as public
 from monarch_backend.actor import _context, _owned, _payload, _program
+from monarch_backend.actor._interrupts import Interrupts
 from monarch_backend.mesh import _procs
 from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.transport import _router
@@ -59,6 +62,18 @@ def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_handler() -> Iterator[None]:
+    """Ctrl-C, which is the simulated programs' once one of them waits, is at the end whose it was."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        ours = isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Interrupts)
+        if ours and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def simulated_seams(
     rng: random.Random, tuning: Mapping[str, int | None], on_fault: Callable[[Any], object]
 ) -> Iterator[None]:
@@ -75,7 +90,7 @@ def simulated_seams(
     ]
     cell, message = _context.cell.set(None), _context.message.set(None)
     try:
-        with replaced(changes):
+        with kept_handler(), replaced(changes):
             yield
     finally:
         _context.message.reset(message)

@@ -39,18 +39,19 @@ def own_all(buffers: Any) -> list[bytearray] | None:
     return [bytearray(buffer) for buffer in buffers] if buffers else None
 
 
-def cut(body: Any, buffers: Sequence[Any] | None, most: int) -> tuple[list[int], deque[memoryview]]:
-    """Bytes of the body and of each buffer, and pieces of at most so many bytes of them all, one after the other.
+def cut(body: Any, buffers: Sequence[Any] | None, most: int) -> tuple[list[int], deque[tuple[bool, memoryview]]]:
+    """Bytes of the body and of each buffer, and pieces of at most so many bytes of them all, one after the other; with
+    each whether it is of a buffer, which may travel by other ways than a body.
 
     >>> sizes, pieces = cut([b"abc", b"d"], [bytearray(b"xyz")], 2)
-    >>> sizes, [bytes(piece) for piece in pieces]
-    ([4, 3], [b'ab', b'c', b'd', b'xy', b'z'])
+    >>> sizes, [bytes(piece) for _, piece in pieces], [of_buffer for of_buffer, _ in pieces].index(True)
+    ([4, 3], [b'ab', b'c', b'd', b'xy', b'z'], 3)
     """
     chunks = [body] if isinstance(body, (bytes, bytearray, memoryview)) else list(body)
     sizes = [sum(len(c) for c in chunks), *(memoryview(b).nbytes for b in buffers or ())]
     pieces = deque(
-        view[start : start + most]
-        for view in (memoryview(part).cast("B") for part in [*chunks, *(buffers or ())])
+        (index >= len(chunks), view[start : start + most])
+        for index, view in enumerate(memoryview(part).cast("B") for part in [*chunks, *(buffers or ())])
         for start in range(0, view.nbytes, most)
     )
     return sizes, pieces

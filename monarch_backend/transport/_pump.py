@@ -191,7 +191,7 @@ class Pump:
         if deadline is not None and left <= 0:
             return False
         if gate.acquire(timeout=left):
-            gate.release()  # for others who wait for the same
+            _open(gate)  # for others who wait for the same
             return True
         return False
 
@@ -221,7 +221,11 @@ def release(what: Waitable) -> None:
     """Tell those who wait for it that it is ready: set ``ready`` first."""
     gate = what.gate
     if gate is not None and gate.locked():
-        try:
-            gate.release()
-        except RuntimeError:  # somebody was faster
-            return
+        _open(gate)
+
+
+def _open(gate: threading.Lock) -> None:
+    try:
+        gate.release()
+    except RuntimeError:  # somebody was faster: who has waited, or who says that it is ready once more
+        return

@@ -31,6 +31,7 @@ from monarch_backend.transport._frames import (
 )
 from monarch_backend.transport._links import FAR, MOST_IN_ONE, SILENT, Links, Receiver, epoch_of
 from monarch_backend.transport._peer import Peer, PeerGoneError, Room
+from monarch_backend.transport._pump import release
 from monarch_backend.transport._tree import Cast, Combiner, children, count_below, descendants
 
 log = logging.getLogger("monarch_backend")
@@ -266,15 +267,22 @@ class Router:
         self.on_wait(peer, kind, target, why)
         report: Any = self.report(why, "the receiver is busy, or nobody reads")
         try:
-            while peer.credit <= 0:
-                room = peer.room = peer.room or Room()
-                if peer.credit > 0:
-                    break
-                self._wait(room, None, False)
+            while True:
+                room = self._room(peer)  # first: what changes after the looks below is told to those who wait for it
                 if peer.gone is not None:
                     raise PeerGoneError.of(peer)
+                if peer.credit > 0:
+                    return
+                self._wait(room, None, False)
         finally:
             report.cancel()
+
+    def _room(self, peer: Peer) -> Room:
+        """What all who wait for this process wait for: with one for each, only the last would hear of it."""
+        new = Room()
+        with self.lock:
+            room = peer.room = peer.room or new  # no call here: a signal's handler may send to it, too
+        return room
 
     def report(self, why: str, guess: str) -> Any:
         """Somebody begins to wait, and says so if it takes long; cancel it when that is over."""
@@ -699,11 +707,11 @@ class Router:
         self._free(peer)
 
     def _free(self, peer: Peer) -> None:
-        room, peer.room = peer.room, None
+        with self.lock:
+            room, peer.room = peer.room, None
         if room is not None:
             room.ready = True
-            if room.gate is not None and room.gate.locked():
-                room.gate.release()
+            release(room)
             self.wake()
 
     def wake(self) -> None:
@@ -946,9 +954,9 @@ class Router:
             while pieces and peer.gone is None:
                 number = count - len(pieces)
                 first = head if number == 0 else b""
-                if not self.links.send(
-                    peer.link, Kind.PART, number, whole, 0, rank, peer.epoch, first, [pieces[0]], None
-                ):
+                of_buffer, piece = pieces[0]
+                what = (b"", [piece]) if of_buffer else ([piece], None)
+                if not self.links.send(peer.link, Kind.PART, number, whole, 0, rank, peer.epoch, first, *what):
                     return False
                 pieces.popleft()
             return True
@@ -966,7 +974,8 @@ class Router:
         whole = self._whole.get(key)
         if frame.target == 0:
             whole = self._whole[key] = Assembly(frame.prefix)
-        if whole is None or not whole.add(frame.target, frame.body):
+        piece = frame.buffers[0] if frame.buffers else frame.body
+        if whole is None or not whole.add(frame.target, piece):
             raise FrameError("a piece of no frame")
         if whole.complete:
             del self._whole[key]

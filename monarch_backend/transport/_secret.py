@@ -23,8 +23,9 @@ _MOST_TEXT = 1 << 13  # characters of a file that could still hold a secret, or 
 PROTOCOL = 1
 """Of the bytes between hosts. Hosts of different protocols tell each other so, and part."""
 
-_HELLO = struct.Struct("!4sHBx8s32s16s16sQ")  # magic, protocol, resumes, which secret, nonce, who, session, received
-_ANSWER = struct.Struct("!4sHH8s32s16s16sQ")  # magic, protocol, refusal, -, nonce, who, which session, received
+# What is zero where one before has left a gap: those who do not know it do not look at it.
+_HELLO = struct.Struct("!4sHBB8s32s16s16sQ")  # magic, protocol, resumes, lends, secret, nonce, who, session, received
+_ANSWER = struct.Struct("!4sHHB7x32s16s16sQ")  # magic, protocol, refusal, lends, nonce, who, which session, received
 PROOF_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = _HELLO.size, _ANSWER.size + PROOF_BYTES
 
@@ -107,12 +108,15 @@ class Greeting:
     """What each side says of itself. ``who``: the token of its gateway. ``received``: of this session, so far.
 
     ``resumes``: this session has been agreed upon before; who does not know it any more refuses.
+
+    ``lends``: it may have NICs, and knows what is said of them.
     """
 
     who: bytes
     session: bytes
     received: int = 0
     resumes: bool = False
+    lends: bool = False
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
 
@@ -147,12 +151,13 @@ class Caller:
         """The first HELLO_BYTES."""
         mine = self._mine
         which = name_of(self._secret)
-        return _HELLO.pack(MAGIC, PROTOCOL, mine.resumes, which, mine.nonce, mine.who, mine.session, mine.received)
+        said = (mine.resumes, mine.lends, which, mine.nonce, mine.who, mine.session, mine.received)
+        return _HELLO.pack(MAGIC, PROTOCOL, *said)
 
     def hear(self, answer: bytes) -> bytes:
         """The proof, for the ANSWER_BYTES of the other side. Raises HandshakeError."""
         head, proof = answer[: _ANSWER.size], answer[_ANSWER.size :]
-        magic, protocol, refusal, _, nonce, who, session, received = _unpack(_ANSWER, head)
+        magic, protocol, refusal, lends, nonce, who, session, received = _unpack(_ANSWER, head)
         if magic != MAGIC:
             raise HandshakeError("who answered is no host of monarch_backend: is the address right?")
         if refusal == Refusal.PROTOCOL or protocol != PROTOCOL:
@@ -169,7 +174,7 @@ class Caller:
         said = (self.hello(), head, self._binding)
         if refusal or not hmac.compare_digest(proof, _proof(self._secret, b"called", *said)):
             raise HandshakeError("it could not prove that it knows this job's secret: somebody stands in between?")
-        self.other = Greeting(who, session, received, nonce=nonce)
+        self.other = Greeting(who, session, received, lends=bool(lends), nonce=nonce)
         return _proof(self._secret, b"caller", *said)
 
 
@@ -187,7 +192,7 @@ class Called:
 
     def hear(self, hello: bytes) -> int:
         """Of HELLO_BYTES; the reason to refuse it, or Refusal.NONE. Raises HandshakeError for bytes of a stranger."""
-        magic, protocol, resumes, which, nonce, who, session, received = _unpack(_HELLO, hello)
+        magic, protocol, resumes, lends, which, nonce, who, session, received = _unpack(_HELLO, hello)
         if magic != MAGIC:
             raise HandshakeError("bytes of a stranger")
         if protocol != PROTOCOL:
@@ -196,19 +201,19 @@ class Called:
         if secret is None:
             return Refusal.SECRET
         self._hello, self.secret = hello, secret
-        self.other = Greeting(who, session, received, bool(resumes), nonce)
+        self.other = Greeting(who, session, received, bool(resumes), bool(lends), nonce)
         return Refusal.NONE
 
     def answer(self, mine: Greeting) -> bytes:
         """For one that is not refused."""
-        said = (MAGIC, PROTOCOL, Refusal.NONE, b"", mine.nonce, mine.who, mine.session, mine.received)
+        said = (MAGIC, PROTOCOL, Refusal.NONE, mine.lends, mine.nonce, mine.who, mine.session, mine.received)
         self._head = _ANSWER.pack(*said)
         return self._head + _proof(self.secret, b"called", self._hello, self._head, self._binding)
 
     @staticmethod
     def refuse(why: int) -> bytes:
         """ANSWER_BYTES that say no more than why."""
-        return _ANSWER.pack(MAGIC, PROTOCOL, why, b"", b"", b"", b"", 0) + bytes(PROOF_BYTES)
+        return _ANSWER.pack(MAGIC, PROTOCOL, why, 0, b"", b"", b"", 0) + bytes(PROOF_BYTES)
 
     def check(self, proof: bytes) -> None:
         """The last PROOF_BYTES of the caller. Raises HandshakeError if it does not know the secret after all."""

@@ -71,6 +71,19 @@ def dumps(obj: object) -> tuple[bytes | list[Buffer], list[memoryview] | None]:
     return bytes(chunks[0]) if len(chunks) == 1 else chunks, buffers or None
 
 
+def dumps_by(reduce: Callable[[Any], Any], obj: object) -> tuple[bytes, list[memoryview]]:
+    """As `dumps`, for objects with parts that travel as only the caller knows.
+
+    ``reduce`` gives for such a part what ``__reduce__`` does, and NotImplemented for any other. It is asked about
+    everything but Python's built-in values.
+    """
+    chunks, buffers = _Chunks(), _Buffers()
+    pickler = _PicklerBy(chunks, 5, buffer_callback=buffers.take)
+    pickler.reduce = reduce
+    _dump(obj, pickler, reduce)
+    return b"".join(chunks), buffers
+
+
 def dumps_in_band(obj: object) -> bytes:
     """Like `dumps` with everything in one ``bytes``, which copies every buffer; ``loads(body, None)`` reads it.
 
@@ -193,6 +206,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         return reduced
 
 
+class _PicklerBy(_Pickler):
+    """One that asks the caller first."""
+
+    reduce: Callable[[Any], Any]
+
+    def reducer_override(self, obj: Any) -> Any:
+        """The caller's answer, if there is one."""
+        reduced = self.reduce(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
 # cloudpickle recognises a class that comes back to where it was defined, and then fills it anew from what came: its
 # methods become copies with other globals. A class that was defined here is not to be touched.
 _SKELETONS = (_by_value._make_skeleton_class, _by_value._make_skeleton_enum)
@@ -268,7 +292,7 @@ def _learn() -> None:
         _LATER.pop(library, None)
 
 
-def _dump(obj: object, pickler: _Pickler) -> None:
+def _dump(obj: object, pickler: _Pickler, reduce: Callable[[Any], Any] | None = None) -> None:
     if _LATER:
         _learn()
     try:
@@ -276,7 +300,7 @@ def _dump(obj: object, pickler: _Pickler) -> None:
     except MemoryError:
         raise
     except Exception as error:
-        raise _not_sent(obj, error) from error
+        raise _not_sent(obj, error, reduce) from error
 
 
 def try_dumps_in_band(obj: object) -> bytes | None:
@@ -289,10 +313,13 @@ def try_dumps_in_band(obj: object) -> bytes | None:
     return b"".join(chunks)
 
 
-def _trouble(part: object) -> Exception | None:
+def _trouble(part: object, reduce: Callable[[Any], Any] | None = None) -> Exception | None:
     """What goes wrong when ``part`` is pickled by itself."""
+    pickler = (_Pickler if reduce is None else _PicklerBy)(_Nowhere(), 5, buffer_callback=lambda _: False)
+    if isinstance(pickler, _PicklerBy) and reduce is not None:
+        pickler.reduce = reduce
     try:
-        _Pickler(_Nowhere(), 5, buffer_callback=lambda _: False).dump(part)
+        pickler.dump(part)
     except Exception as error:
         return error
     return None
@@ -305,11 +332,11 @@ class _Nowhere:
         """Nothing."""
 
 
-def _not_sent(obj: object, error: Exception) -> SerializationError:
+def _not_sent(obj: object, error: Exception, reduce: Callable[[Any], Any] | None) -> SerializationError:
     if isinstance(error, RecursionError):
         depth = f"it is nested more deeply than Python's recursion limit of {sys.getrecursionlimit()} allows"
         return SerializationError(f"can't serialize the object: {depth}. Send it flattened, as a list of its parts.")
-    path, culprit, error = _blame.find(obj, error, _trouble)
+    path, culprit, error = _blame.find(obj, error, lambda part: _trouble(part, reduce))
     remedy = (
         "Leave it out, make it where it is used, or give its class a __reduce__ or __getstate__ that says what to send."
     )

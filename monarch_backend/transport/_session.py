@@ -16,10 +16,14 @@ _HEAD = struct.Struct("!4sB3xIQQQ")  # magic, kind, bytes of the prefix, bytes o
 HEAD_BYTES = _HEAD.size
 MAGIC = b"mofr"
 
-DATA, WORD, BYE = range(1, 4)
-"""Kinds: a frame; only what stands in the head, which also says that one is alive; the end, in peace."""
+DATA, WORD, BYE, SAY, LENT = range(1, 6)
+"""Kinds: a frame; only what stands in the head, which also says that one is alive; the end, in peace.
 
-MOST_PREFIX, MOST_BODY = 16 << 20, 1 << 30
+Only for who has greeted as one that knows them: something said about NICs, in the prefix, without a number; a frame of
+whose body a part is not on the connection (_lent.py), and is read where it lies.
+"""
+
+MOST_PREFIX, MOST_BODY, MOST_SAID = 16 << 20, 1 << 30, (64 << 10) + 64
 """Bytes. Whoever announces more is not listened to any more."""
 
 UNACKNOWLEDGED = 64 << 20
@@ -52,11 +56,12 @@ def read_head(data: bytes) -> Head:
         raise SessionError(f"{len(data)} bytes where a frame's head has {HEAD_BYTES}")
     magic, *fields = _HEAD.unpack(data)
     head = Head(*fields)
-    is_data = head.kind == DATA
-    if magic != MAGIC or not DATA <= head.kind <= BYE or is_data != (head.number > 0):
+    if magic != MAGIC or not DATA <= head.kind <= LENT or (head.kind in (DATA, LENT)) != (head.number > 0):
         raise SessionError("bytes that are no frame of this version")
-    if not is_data and (head.prefix or head.body):
+    if head.kind != DATA and (bool(head.prefix), bool(head.body)) != (head.kind in (SAY, LENT), head.kind == LENT):
         raise SessionError("bytes that are no frame of this version")
+    if head.kind == SAY and head.prefix > MOST_SAID:
+        raise SessionError(f"something said of {head.prefix} bytes, which is more than there is to say")
     if head.prefix > MOST_PREFIX or head.body > MOST_BODY:
         raise SessionError(f"a frame of {head.prefix + head.body} bytes, which is more than any frame has")
     return head
@@ -78,6 +83,7 @@ class Session:
 
     def __init__(self) -> None:
         self.received = 0  # the number of the last frame that was taken
+        self.acknowledged = 0  # the number of the last one of ours that the other side has taken
         self.unacknowledged = 0  # bytes
         self._sent = 0
         self._untold = 0  # bytes that have come since the other side was told of `received`
@@ -93,6 +99,21 @@ class Session:
 
         Raises ValueError for a frame that the other side would not take.
         """
+        return self._frame(*self._keep(prefix, body))
+
+    def lend(self, notes: bytes, prefix: bytes, body: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        """The same, with only the ``rest`` of the body on this connection; ``notes`` say where the other side reads the
+        parts that it lacks. If the connection breaks, or by :meth:`again`, all of it is sent as ever.
+        """
+        number, _, _, size = self._keep(prefix, body)
+        return [self._head(LENT, number, len(notes) + len(prefix), size) + notes + prefix, *rest]
+
+    def again(self, number: int) -> list[Any]:
+        """The bytes of a frame that was lent, all of it: it was the last that was sent, or it would come too late."""
+        assert self._kept[-1][0] == number, "another frame was sent before it was known whether this one can be read"
+        return self._frame(*self._kept[-1])
+
+    def _keep(self, prefix: bytes, body: Sequence[Any]) -> tuple[int, bytes, Sequence[Any], int]:
         size = sum(memoryview(part).nbytes for part in body)
         if len(prefix) > MOST_PREFIX or size > MOST_BODY:
             raise ValueError(
@@ -102,7 +123,12 @@ class Session:
         self._sent += 1
         self._kept.append((self._sent, prefix, body, size))
         self.unacknowledged += size + len(prefix) + KEEPING
-        return self._frame(self._sent, prefix, body, size)
+        return self._kept[-1]
+
+    @property
+    def sent(self) -> int:
+        """The number of the last frame of ours."""
+        return self._sent
 
     def _frame(self, number: int, prefix: bytes, body: Sequence[Any], size: int) -> list[Any]:
         return [self._head(DATA, number, len(prefix), size) + prefix, *body]
@@ -114,6 +140,10 @@ class Session:
     def word(self) -> bytes:
         """What has come so far; and that this side is alive."""
         return self._head(WORD)
+
+    def say(self, what: bytes) -> bytes:
+        """Of up to MOST_SAID bytes, without a number: lost if the connection breaks."""
+        return self._head(SAY, 0, len(what)) + what
 
     def bye(self) -> bytes:
         """The end."""
@@ -128,6 +158,7 @@ class Session:
         """What any head says of our frames. Raises SessionError if it knows of frames that there never were."""
         if head.acknowledged > self._sent:
             raise SessionError(f"it has received frame {head.acknowledged} of {self._sent}")
+        self.acknowledged = max(self.acknowledged, head.acknowledged)
         while self._kept and self._kept[0][0] <= head.acknowledged:
             _, prefix, _, size = self._kept.popleft()
             self.unacknowledged -= size + len(prefix) + KEEPING

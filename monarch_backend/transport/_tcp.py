@@ -1,7 +1,7 @@
 """Connections to other hosts: one thread that accepts, calls, reads, and notices who has broken off or fallen silent.
 
 Real sockets and real time between hosts stand here and nowhere else. What frames mean is the gateway's; who may talk at
-all is _secret.py's; what is lost with a connection and sent again is _session.py's.
+all is _secret.py's; what is lost with a connection and sent again is _session.py's; what NICs carry is _loans.py's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend.transport import _lent
+from monarch_backend.transport._loans import Loans, Reading, Standing, loans
 from monarch_backend.transport._secret import (
     ANSWER_BYTES,
     HELLO_BYTES,
@@ -33,7 +35,17 @@ from monarch_backend.transport._secret import (
     Refusal,
     name_of,
 )
-from monarch_backend.transport._session import BYE, DATA, HEAD_BYTES, Session, SessionError, read_head
+from monarch_backend.transport._session import (
+    BYE,
+    DATA,
+    HEAD_BYTES,
+    LENT,
+    SAY,
+    Head,
+    Session,
+    SessionError,
+    read_head,
+)
 
 if TYPE_CHECKING:
     from monarch_backend.transport._certificates import Tls
@@ -98,8 +110,9 @@ class Remote:
         self.who = ANYBODY  # its token, once it has proved that it knows the secret
         self.wanted = ANYBODY  # whom we have called
         self.session = Session()
-        self.lock = threading.RLock()  # session, waiting, connection
-        self.waiting: deque[tuple[bytes, Sequence[Any]]] = deque()  # while the session is full
+        self.lock = threading.RLock()  # session, waiting, connection, nics
+        self.nics = Standing()
+        self.waiting: deque[tuple[bytes, Sequence[Any], int]] = deque()  # while the session is full, or a frame is lent
         self.connection: _Connection | None = None
         self.attempt: _Connection | None = None  # to become that: nobody has proved anything on it yet
         self.heard = until  # when something last came from it
@@ -137,6 +150,26 @@ class _Connection:
     gone: bool = False
 
 
+class _Scratch:
+    """Memory that the bodies of one connection are read into, again and again."""
+
+    def __init__(self) -> None:
+        self.whole = memoryview(bytearray())  # this very object: NICs know memory by the object that it belongs to
+
+    def grow(self, size: int) -> None:
+        """So many bytes are needed."""
+        self.whole = memoryview(bytearray(size))
+
+    def renew(self) -> None:
+        """Somebody may still write to this one."""
+        self.whole = memoryview(bytearray())
+
+    def tidy(self) -> None:
+        """A frame was taken."""
+        if len(self.whole) > SCRATCH:
+            self.renew()
+
+
 class _HandOverError(Exception):
     """Not ours: this socket is for another process of this host."""
 
@@ -147,6 +180,7 @@ class Tcp:
     ``on_frame(remote, prefix, body)`` is given a view that shows the body until it returns.
     ``secrets``: those that are accepted, by `name_of`; the mapping may change. ``hand_over(for_whom, socket, read)``:
     for a connection to another process of this host, with what was read of it; it returns False if there is none.
+    ``lends``: where both sides do, and have NICs, these carry large frames.
     ``on_up`` and ``on_lost`` come once for each Remote; a connection that breaks and comes back within the bound is
     neither.
     """
@@ -162,11 +196,13 @@ class Tcp:
         bounds: Bounds | None = None,
         tls: Callable[[bytes], Tls] | None = None,
         hand_over: Callable[[bytes, socket.socket, bytes], bool] | None = None,
+        lends: bool = False,
     ) -> None:
         self.who, self._secrets = who, secrets
         self._on_frame, self._on_up, self._on_lost = on_frame, on_up, on_lost
         self.bounds = bounds or Bounds()
         self._tls, self._hand_over = tls, hand_over
+        self._loans: Loans | None = loans(self) if lends else None
         self._remotes: dict[bytes, Remote] = {}  # by session
         self._over: dict[bytes, None] = {}  # sessions that were lost, the oldest first
         self._refusals, self._quiet = 0, 0.0  # of strangers, and until when nothing is said of them
@@ -217,17 +253,25 @@ class Tcp:
         """A connection that somebody else has accepted, and read a part of."""
         self.soon(lambda: self._adopt(accepted, None, knock))
 
-    def send(self, remote: Remote, prefix: bytes, body: Sequence[Any]) -> None:
-        """A frame, in its order, when there is room. What ``body`` shows must not change until it has arrived."""
+    def send(self, remote: Remote, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
+        """A frame, in its order, when there is room. What ``body`` shows must not change until it has arrived.
+
+        ``lendable``: how many of its last parts may be seen in the network, and so be carried by NICs.
+        """
         with remote.lock:
             if remote.lost is not None:
                 return
-            if remote.waiting or remote.session.full:
-                remote.waiting.append((prefix, body))
-                return
-            parts = remote.session.send(prefix, body)
-            if remote.connection is not None:
-                self._write(remote.connection, parts)
+            if remote.waiting or remote.session.full or remote.nics.loan is not None:
+                remote.waiting.append((prefix, body, lendable))
+            else:
+                self._send(remote, prefix, body, lendable)
+
+    def _send(self, remote: Remote, prefix: bytes, body: Sequence[Any], lendable: int) -> None:
+        if lendable and self._loans is not None and self._loans.lend(remote, prefix, body, lendable):
+            return
+        parts = remote.session.send(prefix, body)
+        if remote.connection is not None:
+            self._write(remote.connection, parts)
 
     def hang_up(self, remote: Remote) -> None:
         """Say goodbye to this one; nothing is told of it any more."""
@@ -274,6 +318,8 @@ class Tcp:
             for remote in list(self._remotes.values()):
                 self._safely(lambda remote=remote: self._lose(remote, "this side can't read connections any more"))  # type: ignore[misc]
         finally:
+            if self._loans is not None:
+                self._loans.close()
             self._end()
 
     def _turn(self, last: float) -> float:
@@ -339,6 +385,8 @@ class Tcp:
                 self._lose_the_silent(remote, now)
                 continue
             self._give_up_attempt(remote, now)
+            if self._loans is not None:
+                self._loans.beat(remote, now)
             with remote.lock:
                 if remote.connection is not None and remote.up:
                     self._write(remote.connection, [remote.session.word()])
@@ -362,6 +410,7 @@ class Tcp:
         with remote.lock:
             remote.lost = why
             remote.waiting.clear()
+            self._lend_no_more(remote)
             connection, remote.connection = remote.connection, None
         if connection is not None:
             self._drop(connection)
@@ -373,12 +422,19 @@ class Tcp:
         while len(self._over) > MOST_OVER:
             del self._over[next(iter(self._over))]
 
+    def _lend_no_more(self, remote: Remote) -> None:
+        if self._loans is not None:
+            self._loans.forget(remote)
+
     def _hang_up(self, remote: Remote) -> None:
         if self._remotes.pop(remote.id, None) is None:
             return
         self._forget(remote)
         with remote.lock:
             remote.lost = "we have said goodbye"
+            if self._loans is not None:
+                self._loans.settle(remote)
+            self._lend_no_more(remote)
             connection, remote.connection = remote.connection, None
             if connection is not None:
                 self._write(connection, [remote.session.bye()])
@@ -708,11 +764,14 @@ class Tcp:
         if remote is None:
             self._write(connection, [Called.refuse(refusal or Refusal.SESSION)])
             raise HandshakeError("it was told why")
-        self._write(connection, [called.answer(Greeting(self.who, remote.id, remote.session.received))])
+        self._write(connection, [called.answer(self._greeting(remote))])
         called.check(bytes((yield PROOF_BYTES)))
         del self._strangers[connection]
         self._begin(connection, remote, called.other)
-        yield from self._frames(remote)
+        yield from self._frames(connection, remote)
+
+    def _greeting(self, remote: Remote) -> Greeting:
+        return Greeting(self.who, remote.id, remote.session.received, remote.knows, self._loans is not None)
 
     def _session_of(self, called: Called) -> Remote | None:
         """The session that goes on, or a new one; None for one that is over."""
@@ -727,13 +786,13 @@ class Tcp:
         knock = _KNOCK.pack(_KNOCK_MAGIC, self._tls is not None, remote.wanted, name_of(remote.secret))
         self._write(connection, [knock])
         binding = yield from self._secured(connection, remote.secret)
-        caller = Caller(remote.secret, Greeting(self.who, remote.id, remote.session.received, remote.knows), binding)
+        caller = Caller(remote.secret, self._greeting(remote), binding)
         self._write(connection, [caller.hello()])
         self._write(connection, [caller.hear(bytes((yield ANSWER_BYTES)))])
         if remote.wanted not in (ANYBODY, caller.other.who):
             raise HandshakeError("somebody else answered")
         self._begin(connection, remote, caller.other)
-        yield from self._frames(remote)
+        yield from self._frames(connection, remote)
 
     def _begin(self, connection: _Connection, remote: Remote, other: Greeting) -> None:
         """It has proved that it knows the secret: its session goes on here."""
@@ -751,46 +810,92 @@ class Tcp:
             self._remotes[remote.id] = remote
             for parts in remote.session.resume(other.received):
                 self._write(connection, parts)
+            if self._loans is not None:
+                self._loans.connected(remote, other.lends)
+                self.go_on(remote)
         if former is not None and former is not connection:
             former.remote = None
             self._drop(former)
         if first:
             self._on_up(remote)
 
-    def _frames(self, remote: Remote) -> Reader:
-        session, scratch = remote.session, bytearray()
+    def _frames(self, connection: _Connection, remote: Remote) -> Reader:
+        scratch = _Scratch()
         while True:
             head = read_head(bytes((yield HEAD_BYTES)))
             remote.knows = True
-            if head.kind != DATA:
-                with remote.lock:
-                    session.hear(head)
-                    self._send_waiting(remote)
+            prefix = bytes((yield head.prefix)) if head.prefix else b""
+            if head.kind not in (DATA, LENT):
+                self._hear(remote, head, prefix)
                 if head.kind == BYE:
                     self._lose(remote, "it has said goodbye")
                     return
                 continue
-            prefix = bytes((yield head.prefix)) if head.prefix else b""
-            if len(scratch) < head.body:
-                scratch = bytearray(head.body)
-            body = memoryview(scratch)[: head.body]
+            if remote.nics.reading is not None:  # it is sent as ever after all, and is not to be written to any more
+                remote.nics.reading = None
+                scratch.renew()
+            if len(scratch.whole) < head.body:
+                scratch.grow(head.body)
+            body = scratch.whole[: head.body]
+            if head.kind == LENT:
+                yield from self._lent(connection, remote, head, prefix, body, scratch)
+                continue
             if head.body:
                 yield body
-            with remote.lock:
-                taken = session.take(head)
-                self._send_waiting(remote)
-                if session.word_is_due and remote.connection is not None:
-                    self._write(remote.connection, [session.word()])
-            if taken:
-                self._on_frame(remote, prefix, body)
-            if len(scratch) > SCRATCH:
-                scratch = bytearray()
+            self._take(remote, head, prefix, body)
+            if head.body > SCRATCH:
+                scratch.tidy()
 
-    def _send_waiting(self, remote: Remote) -> None:
-        while remote.waiting and not remote.session.full:
-            parts = remote.session.send(*remote.waiting.popleft())
-            if remote.connection is not None:
-                self._write(remote.connection, parts)
+    def _hear(self, remote: Remote, head: Head, said: bytes) -> None:
+        with remote.lock:
+            remote.session.hear(head)
+            self.go_on(remote)
+        if head.kind == SAY and self._loans is not None:
+            self._loans.hear(remote, said)
+
+    def _take(self, remote: Remote, head: Head, prefix: bytes, body: memoryview) -> None:
+        """A frame is there, with the last byte of its body."""
+        with remote.lock:
+            session = remote.session
+            taken = session.take(head)
+            self.go_on(remote)
+            if session.word_is_due or head.kind == LENT:  # nothing else comes before that
+                self.put(remote, [session.word()])
+        if taken:
+            self._on_frame(remote, prefix, body)
+
+    def _lent(
+        self, connection: _Connection, remote: Remote, head: Head, prefix: bytes, body: memoryview, scratch: _Scratch
+    ) -> Reader:
+        """What of it is on this connection; what is not is read from there meanwhile, and then it is taken."""
+        if self._loans is None:
+            raise SessionError("a frame that NICs are to carry, though there are none here")
+        parts, prefix = _lent.unpack(prefix, head.body)
+        for start, end in _lent.gaps(parts, head.body):
+            yield body[start:end]
+        with remote.lock:
+            wanted = remote.session.is_next(head)
+        if wanted:
+            reading = Reading(head, prefix, body, lambda: not connection.gone, scratch.tidy)
+            self._loans.read(remote, reading, parts, scratch.whole)
+
+    def have_read(self, remote: Remote, reading: Reading) -> None:
+        """As Carrier: a frame of which a part was lent is all there."""
+        if (connection := remote.connection) is not None:
+            self._guarded(connection, lambda: self._take(remote, reading.head, reading.prefix, reading.body))
+        reading.over()
+
+    def go_on(self, remote: Remote) -> None:
+        """As Carrier: what has waited, as far as there is room now."""
+        if self._loans is not None:
+            self._loans.heard(remote)
+        while remote.waiting and not remote.session.full and remote.nics.loan is None:
+            self._send(remote, *remote.waiting.popleft())
+
+    def put(self, remote: Remote, parts: Sequence[Any]) -> None:
+        """As Carrier: on its connection, if it has one; what it lacks comes with the next one."""
+        if remote.connection is not None:
+            self._write(remote.connection, parts)
 
     # ---- writing, with the lock of the remote
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +158,24 @@ print(greeters.slice(gpus=0).greet.call_one("me").get(), file=sys.stderr)
 """
 
 
+@pytest.fixture(scope="module")
+def plain(server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
+    """The program started in each way, to its end; beside each other, since each imports torch."""
+    path = tmp_path_factory.mktemp("plain") / "script.py"
+    path.write_text(PLAIN)
+    source = f"from tests.actor.scripts import use_server; use_server({server!r})\n{PLAIN}"
+    with ThreadPoolExecutor(3) as pool:
+        return {
+            "script.py": pool.submit(python, str(path)),  # all by itself
+            "-": pool.submit(python, "-", stdin=source),
+            "-c": pool.submit(python, "-c", source),
+        }
+
+
 @pytest.mark.parametrize("way", ["script.py", "-", "-c"])
-def test_a_program_without_a_guard_and_without_stop(way: str, server: str, tmp_path: Path) -> None:
+def test_a_program_without_a_guard_and_without_stop(way: str, plain: dict[str, Future[Any]]) -> None:
     """Its classes and functions are __main__'s; it ends with 0, cleans up, and leaves nothing."""
-    if way == "script.py":  # all by itself
-        path = tmp_path / "script.py"
-        path.write_text(PLAIN)
-        ended = python(str(path))
-    else:
-        source = f"from tests.actor.scripts import use_server; use_server({server!r})\n{PLAIN}"
-        ended = python("-", stdin=source) if way == "-" else python("-c", source)
+    ended = plain[way].result()
     assert (ended.returncode, ended.stderr) == (0, "hello, me\n")
     assert ended.stdout.splitlines() == ["['hello, you', 'hello, you']", "2 True", "[gpus 0-1] cleaned up None"]
 

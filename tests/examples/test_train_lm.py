@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +86,11 @@ class Lab:
         return Launch(nproc, f"--parallel {parallel} {TINY} {files} {extra}", self.scratch)
 
     def train(self, name: str, nproc: int, parallel: str, extra: str = f"--steps {STEPS}") -> dict:
-        code, output = self.launch(name, nproc, parallel, extra).wait()
+        return self.losses(name, self.launch(name, nproc, parallel, extra))
+
+    def losses(self, name: str, run: Launch) -> dict:
+        """Of a run that comes to a good end."""
+        code, output = run.wait()
         assert code == 0, output
         assert "Warning" not in output and "[W" not in output, output
         return json.loads(Path(f"{self.out(name)}.json").read_text())
@@ -106,6 +111,15 @@ def reference(lab: Lab) -> dict:
     return lab.train("reference", 0, "none", "--steps 60")
 
 
+@pytest.fixture(scope="module")
+def ddp(lab: Lab) -> Iterator[Launch]:
+    """Begun before the reference, for a test that names it first: the imports of both take longest."""
+    run = lab.launch("ddp", 2, "ddp", f"--steps {STEPS}")
+    yield run
+    if run.process.poll() is None:
+        run.kill_all()
+
+
 def assert_agrees(losses: dict, reference: dict, steps: int) -> None:
     """The whole curve agrees, also what came before a resume: the checkpoint brings that back."""
     assert losses["train"] == pytest.approx(reference["train"][:steps], abs=TOLERANCE, rel=0)
@@ -116,12 +130,17 @@ def assert_agrees(losses: dict, reference: dict, steps: int) -> None:
 
 
 # The run that is killed below is an fsdp one, and its curve is compared as well.
-SLOW = [pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("tp", 2), ("fsdp", 2), ("fsdp+tp", 4))]
-
-
-@pytest.mark.parametrize(("parallel", "nproc"), [("ddp", 2), *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "nproc"), [("tp", 2), ("fsdp", 2), ("fsdp+tp", 4)])
 def test_parallelisms_agree_with_one_process(lab: Lab, reference: dict, parallel: str, nproc: int) -> None:
-    losses = lab.train(parallel, nproc, parallel)
+    _agrees(lab, lab.train(parallel, nproc, parallel), reference, parallel, nproc)
+
+
+def test_ddp_agrees_with_one_process(lab: Lab, ddp: Launch, reference: dict) -> None:
+    _agrees(lab, lab.losses("ddp", ddp), reference, "ddp", 2)
+
+
+def _agrees(lab: Lab, losses: dict, reference: dict, parallel: str, nproc: int) -> None:
     assert losses["world_size"] == nproc
     assert_agrees(losses, reference, STEPS)
     assert lab.steps_saved(parallel) == [STEPS]

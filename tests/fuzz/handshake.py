@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import struct
 
-from monarch_backend.transport import _session
+from monarch_backend.transport import _lent, _session
 from monarch_backend.transport._secret import (
     ANSWER_BYTES,
     HELLO_BYTES,
@@ -20,7 +20,18 @@ from monarch_backend.transport._secret import (
     Refusal,
     name_of,
 )
-from monarch_backend.transport._session import BYE, DATA, HEAD_BYTES, KEEPING, WORD, Session, SessionError, read_head
+from monarch_backend.transport._session import (
+    BYE,
+    DATA,
+    HEAD_BYTES,
+    KEEPING,
+    LENT,
+    SAY,
+    WORD,
+    Session,
+    SessionError,
+    read_head,
+)
 
 SECRET = bytes(range(32))
 ONE = Greeting(b"a" * 16, b"s" * 16, 7, nonce=b"1" * 32)
@@ -120,12 +131,12 @@ def _small_heads(data: bytes) -> None:
 
 def _step(session: Session, kind: int, number: int, acknowledged: int, head: _session.Head) -> None:
     before = session.received
-    if kind == DATA:
+    if kind in (DATA, LENT):
         expected = session.is_next(head)
         assert session.take(head) is expected
         assert session.received == before + expected
         assert not expected or session.received == number
-    elif kind == WORD:
+    elif kind in (WORD, SAY):
         session.hear(head)
         session.send(b"more", [])
     else:
@@ -134,7 +145,19 @@ def _step(session: Session, kind: int, number: int, acknowledged: int, head: _se
         assert [head.number for head in again] == list(range(acknowledged + 1, acknowledged + 1 + len(again)))
 
 
-_TARGETS = (_raw_hello, _raw_answer, _patched, _raw_heads, _small_heads)
+def _raw_parts(data: bytes) -> None:
+    """What stands before a frame that is lent: four bytes say how large its body is."""
+    size = int.from_bytes(data[:4], "big")
+    with contextlib.suppress(SessionError):
+        parts, rest = _lent.unpack(data[4:], size)
+        gaps = _lent.gaps(parts, size)
+        assert data.endswith(rest)
+        places = sorted([*gaps, *((part.offset, part.offset + part.nbytes) for part in parts)])
+        assert [start for start, _ in places] == [0, *(end for _, end in places[:-1])]
+        assert places[-1][1] == size
+
+
+_TARGETS = (_raw_hello, _raw_answer, _patched, _raw_heads, _small_heads, _raw_parts)
 
 
 def _seeds() -> dict[str, bytes]:
@@ -151,6 +174,7 @@ def _seeds() -> dict[str, bytes]:
         "refusals": b"\1" + Called.refuse(Refusal.SESSION),
         "unchanged": b"\2",
         "changed": b"\2\0\1\x80\x20\xf0\3",
+        "parts": b"\5\0\0\1\0" + _lent.pack([_lent.Part(2, 9, b"r"), _lent.Part(11, 1, b"r")]) + b"prefix",
         "heads": b"\3" + b"".join(frames),
         "small-heads": b"\4" + bytes([DATA, 1, 0, 9, DATA, 1, 2, 9, WORD, 0, 3, 0, BYE, 0, 3, 0, BYE, 0, 9, 0]),
     }

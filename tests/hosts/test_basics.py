@@ -41,7 +41,6 @@ def test_ipv6_with_tls_and_without(tls: str, world: World) -> None:
         world.run("values", daemon.address, env=env)
 
 
-@pytest.mark.slow
 @contextlib.contextmanager
 def _ending_well(controllers: list[WarmInterpreter]) -> Iterator[None]:
     """What the block starts on each of them comes to a good end."""
@@ -55,6 +54,7 @@ def _ending_well(controllers: list[WarmInterpreter]) -> Iterator[None]:
             controller.drop()
 
 
+@pytest.mark.slow
 def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
     """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
     with _ending_well(two_controllers):

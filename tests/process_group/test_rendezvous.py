@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,14 +28,26 @@ SECONDS = 2.0  # so long others may take to come
 ALONE = 1.0  # where nobody is to come
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
     """A port where nobody listens; held, so that nobody else gets it, by a socket that lets others bind it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with _held_port() as port:
+        yield port
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(_held_port()) for _ in range(3)]
 
 
 def _init(rank: int, size: int, url: str, seconds: float = SECONDS, backend: str = "monarch") -> None:
@@ -56,7 +69,18 @@ def _fails(
     return str(caught.value)
 
 
-def _unreachable(rank: int, address: str, host: str, port: int, backend: str, why: str, seconds: float) -> None:
+# Nobody is to come, so these wait in vain, at the same time.
+NOBODY = [
+    ("127.0.0.1", "monarch", "connection refused", ALONE),
+    ("127.0.0.1", "cpu:Monarch,cuda:nccl", "connection refused", 1.5),
+    ("localhost", "MONARCH", "connection refused", ALONE),
+    ("::1", "monarch", "", ALONE),  # refused, or no such network
+    ("nowhere.invalid", "monarch", "does not resolve", ALONE),
+]
+
+
+def _unreachable(rank: int, address: str, port: int) -> None:
+    host, backend, why, seconds = NOBODY[rank]
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _fails(
         lambda: _init(1, 2, f"tcp://{shown}", seconds, backend),
@@ -65,21 +89,15 @@ def _unreachable(rank: int, address: str, host: str, port: int, backend: str, wh
     )
 
 
-@pytest.mark.parametrize(
-    ("host", "backend", "why", "seconds"),
-    [
-        ("127.0.0.1", "monarch", "connection refused", ALONE),
-        ("127.0.0.1", "cpu:Monarch,cuda:nccl", "connection refused", 1.5),
-        ("localhost", "MONARCH", "connection refused", ALONE),
-        ("::1", "monarch", "", ALONE),  # refused, or no such network
-        ("nowhere.invalid", "monarch", "does not resolve", ALONE),
-    ],
-)
-def test_nobody_listens(port: int, host: str, backend: str, why: str, seconds: float) -> None:
-    run_ranks(_unreachable, 1, host, port, backend, why, seconds, backend=None)
+def test_nobody_listens(port: int) -> None:
+    run_ranks(_unreachable, len(NOBODY), port, backend=None)
 
 
-def _env(rank: int, address: str, port: int, number: int) -> None:
+def _env(rank: int, address: str, port: int) -> None:
+    """With torchrun's store rank 0 is a client as well."""
+    number = (2, 0)[rank]
+    if rank == 1:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(number), WORLD_SIZE="3")
     who = "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
     timeout, words = datetime.timedelta(seconds=ALONE), (f"127.0.0.1:{port}", f"rank {number} of 3", who)
@@ -87,11 +105,7 @@ def _env(rank: int, address: str, port: int, number: int) -> None:
 
 
 def test_nobody_listens_at_the_environment_s_address(port: int) -> None:
-    run_ranks(_env, 1, port, 2, backend=None)
-
-
-def test_with_an_agent_s_store_rank_0_is_a_client_as_well(port: int) -> None:
-    run_ranks(_env, 1, port, 0, backend=None, env={"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    run_ranks(_env, 2, port, backend=None)
 
 
 def _slow_resolver(rank: int, address: str) -> None:
@@ -199,27 +213,33 @@ def test_a_knock_does_not_upset_torch_s_server(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err == ""
 
 
-def _absent(rank: int, address: str, ranks: list[int], size: int, port: int, words: list[str]) -> str:
-    url, mine = f"tcp://127.0.0.1:{port}" if port else address, ranks[rank]
-    late = 1.0 if port else 1.5  # torch's FileStore counts whole seconds
-    words, seconds = [*words, f"rank {mine} of {size}"], SECONDS if len(ranks) > 1 else ALONE
+Worlds = list[tuple[str, list[int]]]
+
+
+def _absent(rank: int, address: str, worlds: Worlds, size: int, late: float) -> str:
+    """Of several worlds, at the same time: each has a store of its own, and some of its ranks."""
+    url, mine, present = [(url, mine, present) for url, present in worlds for mine in present][rank]
+    absent = [other for other in range(size) if other not in present]
+    words = [f"{', '.join(map(str, absent))} of {size} ha", "not come", f"rank {mine} of {size}"]
+    seconds = SECONDS if len(present) > 1 else ALONE
     return _fails(
         lambda: _init(mine, size, url, seconds), *words, error=dist.DistStoreError, seconds=seconds, late=late
     )
 
 
-@pytest.mark.parametrize("present", [[0], [0, 2], [0, 2, 3]])
-def test_ranks_that_do_not_come_are_named_by_all_others(port: int, present: list[int]) -> None:
-    absent = [rank for rank in range(4) if rank not in present]
-    words = [f"{', '.join(map(str, absent))} of 4 ha", "not come"]
-    run_ranks(_absent, len(present), present, 4, port, words, backend=None)
+def _wait_for_absent(worlds: Worlds, size: int, late: float) -> None:
+    run_ranks(_absent, sum(len(present) for _, present in worlds), worlds, size, late, backend=None)
 
 
-@pytest.mark.parametrize("present", [[1], [0, 2]])
-def test_ranks_that_do_not_come_to_a_file(present: list[int]) -> None:
-    absent = [rank for rank in range(3) if rank not in present]
-    words = [f"{', '.join(map(str, absent))} of 3 ha", "not come"]
-    run_ranks(_absent, len(present), present, 3, 0, words, backend=None)
+def test_ranks_that_do_not_come_are_named_by_all_others(ports: list[int]) -> None:
+    presents = [[0], [0, 2], [0, 2, 3]]
+    worlds = [(f"tcp://127.0.0.1:{port}", present) for port, present in zip(ports, presents, strict=True)]
+    _wait_for_absent(worlds, 4, 1.0)
+
+
+def test_ranks_that_do_not_come_to_a_file(tmp_path: Path) -> None:
+    worlds = [(f"file://{tmp_path}/{len(present)}", present) for present in ([1], [0, 2])]
+    _wait_for_absent(worlds, 3, 1.5)  # torch's FileStore counts whole seconds
 
 
 def _absent_from_new_group(rank: int) -> None:

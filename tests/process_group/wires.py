@@ -11,12 +11,12 @@ import os
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend.process_group import _nics
 from monarch_backend.rdma import _available
 from monarch_backend.rdma.verbs import _device, _engine
 from monarch_backend.rdma.verbs._binding import READ, Path, Work
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from monarch_backend.transport import _large
 from tests.rdma.verbs.fabric import REMOTE_ACCESS, RETRIES, Fabric, FakeNic, FakePair
 
 _NETWORK = bytes(10) + b"\xff\xff" + bytes([10])  # and three bytes of a process id: an IPv4 address
@@ -71,8 +71,8 @@ def install() -> Wires:
     _device._devices.usable = lambda settings, root=None: facts  # type: ignore[assignment]
     _engine.available = _available.available = lambda *_: None  # type: ignore[assignment]
     _engine.load = lambda wanted: wires  # type: ignore[assignment]
-    _nics.DEVICES, _nics.PACKAGES = "/proc/self", ("os",)  # there is something in it
-    _nics.usable.cache_clear()
+    _large.DEVICES, _large.PACKAGES = "/proc/self", ("os",)  # there is something in it
+    _large.usable.cache_clear()
     return wires
 
 

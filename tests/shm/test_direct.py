@@ -109,8 +109,14 @@ COLLECTIVES = (
 READS = ("all_gather", "gather", "scatter", "all_to_all")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+EACH_ONCE = [(2, "float32"), (3, "int64"), (4, "bfloat16")]
+PAIRS = [(size, dtype) for size in (2, 3, 4) for dtype in ("float32", "bfloat16", "int64")]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [pytest.param(*case, marks=() if case in EACH_ONCE else pytest.mark.slow) for case in PAIRS],
+)
 def test_tensors_in_shared_memory(world_size: int, dtype: str, capfd: pytest.CaptureFixture[str]) -> None:
     n = (5 << 20) // getattr(torch, dtype).itemsize // world_size + 3
     run_ranks(_all, world_size, "shared", dtype, n, env=SEE)

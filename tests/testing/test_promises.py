@@ -18,8 +18,8 @@ from monarch_backend.transport._tree import Combiner
 from tests.testing import world
 from tests.testing.seeds import run_in_interpreters
 
-SEEDS = 200
-MANY_SEEDS, BIG_CHUNK = int(os.environ.get("MONARCH_TEST_SEEDS", "1500")), 250  # make test-seeds: 5,000
+SEEDS = 100
+MANY_SEEDS, BIG_CHUNK = int(os.environ.get("MONARCH_TEST_SEEDS", "500")), 250  # make test-seeds: 5,000
 SMALL = ("any", "12", "24", "12", "24", "48")
 """Five of six worlds are small: as many ways through the code, and five times as many seeds an hour."""
 

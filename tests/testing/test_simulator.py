@@ -7,6 +7,7 @@ import importlib
 import os
 import pkgutil
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -37,6 +38,7 @@ from monarch_backend.actor import _context as actor_context
 from monarch_backend.testing import Conditions, Simulation, SimulationError
 from monarch_backend.transport import _router
 from monarch_backend.transport._frames import Kind, Replaced
+from monarch_backend.transport._peer import Room
 from tests.testing import world
 from tests.testing.digests import digest_of
 
@@ -169,7 +171,8 @@ def test_everything_is_put_back() -> None:
     def state() -> list[Any]:
         sizes = [_router.WINDOW, _router.PLACE, _router.MOST_IN_ONE, _router.LARGE]
         constants = [*sizes, _router.FANOUT, _router.DIRECT, _program.secrets]
-        return [*constants, _program._program, public.unhandled_fault_hook, actor_context.cell.get()]
+        seams = [_program._program, public.unhandled_fault_hook, actor_context.cell.get()]
+        return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 
     before = state()
     one = Simulation(9, window=2, fanout=3, direct=4, most_in_one=5, place=6, large=7)
@@ -185,6 +188,7 @@ def _fail_in(simulation: Simulation, state: Callable[[], list[Any]]) -> None:
     with simulation:
         assert state()[:6] == [2, 6, 5, 7, 3, 4]
         assert _program.program() is simulation.controller.program
+        simulation.controller.program.wait(Room(), 0.0)  # Ctrl-C is its own from now on
         raise ZeroDivisionError
 
 

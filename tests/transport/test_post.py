@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import gc
+import itertools
 import os
 import resource
 import signal
@@ -941,6 +942,36 @@ def test_a_signal_ends_a_wait() -> None:
             wait_for_ever()
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert office.post.take()
+
+    _alone(role)
+
+
+def test_a_signal_comes_before_the_sleep() -> None:
+    """While the wait spins, say: what its handler does is done before, and ends the wait as ever."""
+
+    class InterruptedHereError(Exception):
+        pass
+
+    def role(office: Office) -> None:
+        strike, receive = ctypes.PyDLL(None)["raise"], office.post.receive  # a signal without a word to Python
+
+        def strike_and_wait() -> list[Any]:
+            """No step of Python's is between the two, at which handlers would run."""
+            return list(itertools.chain(map(strike, [signal.SIGALRM]), map(receive, [PATIENCE])))
+
+        def interrupt(number: int, frame: object) -> None:
+            raise InterruptedHereError
+
+        start = time.monotonic()
+        signal.signal(signal.SIGALRM, lambda *_: office.post.wake())
+        with office.turn():
+            assert strike_and_wait() == [0, []]
+            signal.signal(signal.SIGALRM, interrupt)
+            with pytest.raises(InterruptedHereError):
+                strike_and_wait()
+            office.post.wake()
+            assert receive(PATIENCE) == []  # and it goes on as before
+        assert time.monotonic() - start < PATIENCE
 
     _alone(role)
 

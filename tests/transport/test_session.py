@@ -16,8 +16,11 @@ from monarch_backend.transport._session import (
     DATA,
     HEAD_BYTES,
     KEEPING,
+    LENT,
     MOST_BODY,
     MOST_PREFIX,
+    MOST_SAID,
+    SAY,
     UNACKNOWLEDGED,
     WORD,
     WORTH_A_WORD,
@@ -221,6 +224,31 @@ def test_a_frame_is_taken_with_its_last_byte() -> None:
     assert other.take(_head(again)) and not other.is_next(head)
 
 
+def test_what_was_lent_is_kept_whole() -> None:
+    """It counts as any frame does, and whoever could not read it gets all of it, by the same connection or the next."""
+    one, other = Session(), Session()
+    [_, rest] = one.lend(b"notes", b"prefix", [b"here", b"there"], [b"here"])
+    assert rest == b"here"
+    assert one.unacknowledged == len(b"prefix") + len(b"herethere") + KEEPING
+    plain = [one.again(1), *one.resume(0)]
+    for parts in plain:
+        head = _head(parts)
+        assert (head.kind, head.number, head.prefix, head.body) == (DATA, 1, 6, 9)
+        assert parts[0][HEAD_BYTES:] == b"prefix" and parts[1:] == [b"here", b"there"]
+    assert [other.take(_head(parts)) for parts in plain] == [True, False]
+    one.hear(read_head(other.word()))
+    assert one.acknowledged == 1 and not one.unacknowledged
+
+
+def test_what_is_said_has_no_number_and_acknowledges() -> None:
+    one, other = Session(), Session()
+    assert other.take(_head(one.send(b"", [])))
+    said = other.say(b"something")
+    assert said[HEAD_BYTES:] == b"something"
+    one.hear(read_head(said[:HEAD_BYTES]))
+    assert one.acknowledged == 1 and other.sent == 0
+
+
 def test_a_missing_frame_is_an_error() -> None:
     one, other = Session(), Session()
     one.send(b"lost", [])
@@ -261,7 +289,14 @@ def _raw(kind: int = DATA, prefix: int = 0, body: int = 0, number: int = 1, magi
         _raw(magic=b"GET "),
         _raw(magic=b"mona"),
         _raw(kind=0),
-        _raw(kind=4),
+        _raw(kind=6),
+        _raw(kind=SAY, number=0),
+        _raw(kind=SAY, number=1, prefix=1),
+        _raw(kind=SAY, number=0, prefix=1, body=1),
+        _raw(kind=SAY, number=0, prefix=MOST_SAID + 1),
+        _raw(kind=LENT, number=0, prefix=1, body=1),
+        _raw(kind=LENT, prefix=1),
+        _raw(kind=LENT, body=1),
         _raw(kind=255),
         _raw(number=0),
         _raw(kind=WORD),

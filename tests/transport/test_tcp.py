@@ -3,57 +3,16 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from monarch_backend.transport._secret import Called, new_secret
-from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
-
-QUICK = Bounds(heartbeat=0.05, silence=1.0, patience=2.0, pause=0.01)
-
-
-class Side:
-    """One of two hosts, and what it has heard."""
-
-    def __init__(self, *secrets: bytes, bounds: Bounds = QUICK, **options: Any) -> None:
-        self.frames: queue.Queue[tuple[bytes, bytes]] = queue.Queue()
-        self.up: queue.Queue[Remote] = queue.Queue()
-        self.lost: queue.Queue[Remote] = queue.Queue()
-        self.tcp = Tcp(
-            os.urandom(16), secrets_by_name(*secrets), self._frame, self.up.put, self.lost.put, bounds=bounds, **options
-        )
-        self.tcp.start()
-
-    def _frame(self, remote: Remote, prefix: bytes, body: memoryview) -> None:
-        self.frames.put((prefix, bytes(body)))
-
-
-@pytest.fixture
-def sides() -> Iterator[Callable[..., Side]]:
-    made: list[Side] = []
-
-    def make(*secrets: bytes, **options: Any) -> Side:
-        made.append(Side(*secrets, **options))
-        return made[-1]
-
-    yield make
-    for side in made:
-        side.tcp.close()
-
-
-def together(sides: Callable[..., Side], **options: Any) -> tuple[Side, Side, Remote, Remote]:
-    secret = new_secret()
-    here, there = sides(secret, **options), sides(secret, **options)
-    remote = here.tcp.call(there.tcp.listen("127.0.0.1"), secret)
-    assert here.up.get(timeout=10) is remote
-    return here, there, remote, there.up.get(timeout=10)
+from monarch_backend.transport._tcp import Bounds
+from tests.transport.sides import QUICK, Side, reset, together
 
 
 def test_both_ways(sides: Callable[..., Side]) -> None:
@@ -74,14 +33,6 @@ def test_more_than_may_be_under_way(sides: Callable[..., Side]) -> None:
     for number in range(20):
         here.tcp.send(out, b"%d" % number, [block])
     assert [int(there.frames.get(timeout=20)[0]) for _ in range(20)] == list(range(20))
-
-
-def reset(side: Side, remote: Remote) -> None:
-    """On the thread: as a network does it, to both."""
-    if remote.connection is not None:
-        connection = remote.connection
-        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        side.tcp._drop(connection)
 
 
 def test_connections_that_break_lose_nothing_and_repeat_nothing(sides: Callable[..., Side]) -> None:

@@ -8,6 +8,8 @@
 #include <optional>
 #include <tuple>
 
+#include <unistd.h>
+
 #include "channel/post.h"
 
 namespace py = pybind11;
@@ -130,6 +132,14 @@ py::tuple frame_of(Event& event) {
                         std::move(prefix), std::move(body), std::move(buffers));
 }
 
+// Python's handlers run on its main thread. Who spins, and yields to others, may do so for milliseconds: a signal that comes
+// then would be noticed after the sleep that follows. False: a handler has raised, and the error is set.
+bool let_handlers_run() {
+  if (gettid() != getpid()) return true;
+  const py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() == 0;
+}
+
 py::list receive(Post& post, std::optional<double> seconds, bool standby) {
   std::vector<Event> events;
   {
@@ -137,8 +147,9 @@ py::list receive(Post& post, std::optional<double> seconds, bool standby) {
     const double longest = 1e8;  // three years: what the clock can surely add
     const double wait = seconds ? std::clamp(*seconds, 0.0, longest) : longest;
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wait));
-    events = post.receive(deadline, standby);
+    events = post.receive(deadline, standby, let_handlers_run);
   }
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();  // and no event was there
   py::list result;
   for (Event& event : events) {
     switch (event.kind) {

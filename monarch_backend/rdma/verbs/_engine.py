@@ -15,10 +15,12 @@ import secrets
 import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal
 
+from monarch_backend import _native
 from monarch_backend.rdma.verbs import _messages as messages
 from monarch_backend.rdma.verbs._binding import (
     LOCAL_WRITE,
@@ -52,15 +54,26 @@ AT_ONCE = 1 << 20
 
 _ALL = (1 << 64) - 1
 
+_FORK_PATIENCE = 0.5
+"""Seconds that a fork waits for engines."""
+
 _forks = 0  # between this process and the first one: getpid() asks the kernel
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _before_fork() -> None:
+    for engine in list(_engines):
+        engine.settle(_FORK_PATIENCE)
+
+
+def _in_forked_child() -> None:
     global _forks
     _forks += 1
+    for engine in list(_engines):
+        engine.disown()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=_before_fork, after_in_child=_in_forked_child)
 
 _of_thread = threading.local()
 
@@ -138,6 +151,7 @@ class Engine:
         self._busy = 0  # threads that use open devices without the lock
         self._idle = threading.Condition(self._lock)
         self._fork = _forks
+        _engines.add(self)
 
     # ---- opening and closing
 
@@ -204,6 +218,33 @@ class Engine:
             if self._wake >= 0:
                 wake, self._wake = self._wake, -1
                 os.close(wake)
+
+    def settle(self, seconds: float) -> None:
+        """Wait, for so long at most, until the engine's thread has done what it was asked for.
+
+        Before a fork: memory that was freed, and that malloc has its notes in again, is not registered any more then.
+        The kernel may treat registered pages in its own way at a fork, and with old ones the child lacks them.
+        """
+        if self._thread is None or self.is_here or self._fork != _forks:
+            return
+        done = threading.Event()
+        self._call_soon(done.set)
+        done.wait(seconds)
+
+    def disown(self) -> None:
+        """In a forked child: nothing that is done with this engine reaches the devices any more.
+
+        The kernel's objects are shared with the parent: whoever ends a registration or a queue pair here, be it by
+        letting go of the object, ends the parent's. So they are kept for ever, where nobody finds them. Whatever lock
+        it was, a thread of the parent's may have held it.
+        """
+        _native.keep_for_ever((self._opened, self._links, self._accepted, self._exposed, self._soon))
+        self._opened, self._links, self._accepted, self._exposed, self._soon = [], {}, {}, {}, deque()
+        self._completions.devices = []
+        self._lock, self._thread = threading.RLock(), None
+        if self._wake >= 0:
+            wake, self._wake = self._wake, -1  # the parent's thread would wake up
+            os.close(wake)
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[list[Device]]:

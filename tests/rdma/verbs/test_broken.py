@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -352,6 +353,36 @@ def _use_in_child(host: Host) -> str:
     text = os.read(reading, 1000).decode()
     os.close(reading)
     return text
+
+
+def test_a_forked_process_ends_nothing_of_its_parent_s(owner: Peer, asking: Peer) -> None:
+    """Its parent's registration is still there, and its parent's queue pairs are."""
+    region = owner(peers.expose, "there", MI, 1)
+    peers.introduce(asking, owner)
+    asking(peers.allocate, "here", MI)
+    asking(peers.move, "owner", "read", region, [(0, 0, MI)], "here")
+    assert asking(_end_all_in_child) == owner(_end_all_in_child) == 0
+    asking(peers.fill, "here", 2)
+    asking(peers.move, "owner", "read", region, [(0, 0, MI)], "here")
+    assert asking(peers.digest, "here") == owner(peers.digest, "there")
+
+
+def _end_all_in_child(host: Host) -> int:
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            for region in host.regions.values():
+                host.engine.release(region)
+            for peer in ("owner", "asking"):
+                host.engine.peer_gone(peer, "it is another's")
+            host.engine.close()
+            host.memory.clear()
+            del host.engine
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_an_owner_that_has_answered_and_died_is_reported_in_the_completion_s_words(owner: Peer, asking: Peer) -> None:

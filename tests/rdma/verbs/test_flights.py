@@ -475,6 +475,10 @@ def test_timers_of_transfers_that_are_done_are_taken_back(far: Make) -> None:
     assert timers.cancelled >= before + 5 or not [each for each in timers._heap if each[2]._call is not None]
 
 
+LONG = 20.0
+"""Seconds that are slept through unless Ctrl-C ends the sleep."""
+
+
 def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, begun = far(), []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is if nobody has waited yet
@@ -488,13 +492,15 @@ def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.M
         monkeypatch.setattr(FakePair, "post", interrupted)
         begun.append(owner.buffer[:8].read_into(bytearray(8)))
         monkeypatch.setattr(FakePair, "post", post)
-        time.sleep(10)
+        time.sleep(LONG)
 
+    began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
             read_and_stay()
     finally:
         signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < LONG, "the sleep went on"
     begun[0].get(10)
     assert not program().interrupts.noted
 
@@ -514,18 +520,20 @@ def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) 
 
     def look_and_stay() -> None:
         assert until(lambda: future.done() or bool(struck), 10)
-        time.sleep(10)
+        time.sleep(LONG)
 
     monkeypatch.setattr(Lane, "retire", interrupted)
     nobody_is_told(owner)
     owner.fabric.run()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
             look_and_stay()
     finally:
         signal.signal(signal.SIGINT, before)
     assert struck
+    assert time.monotonic() - began < LONG, "the sleep went on"
     future.get(10)
 
 

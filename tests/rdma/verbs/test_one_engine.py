@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from monarch_backend.rdma import _one_engine
 from monarch_backend.rdma._verbs import Verbs
 from monarch_backend.rdma.verbs import VerbsError, _device, _engine
 from monarch_backend.rdma.verbs._devices import PortFacts
+from monarch_backend.rdma.verbs._memory import allocation_of
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
-from tests.rdma.verbs.peers import Memory, Outcome, until
+from tests.rdma.verbs.peers import PATIENCE, Memory, Outcome, until
 
 
 class Other(NamedTuple):
@@ -110,12 +114,107 @@ def test_the_program_ends_and_others_stay(fabric: Fabric) -> None:
     assert _one_engine._engine.devices()
 
 
-def test_a_fork_has_none(fabric: Fabric) -> None:
-    _one_engine.borrow(str, print)
+_before_forks: list[Callable[[], None]] = []
+os.register_at_fork(before=lambda: [call() for call in _before_forks])  # the last to be registered is the first called
+
+
+def _in_fork(holds: Callable[[], bool]) -> bool:
+    """In a forked child."""
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if _one_engine._engine is None and not _one_engine._dials else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        code = 2
+        try:
+            code = 0 if holds() else 1
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 1)
+    return code == 0
+
+
+def test_a_fork_has_none(fabric: Fabric) -> None:
+    _one_engine.borrow(str, print)
+    assert _in_fork(lambda: _one_engine._engine is None and not _one_engine._dials)
+
+
+def test_memory_that_is_gone_is_not_registered_when_a_process_forks(fabric: Fabric) -> None:
+    """malloc has its notes there; the engine's thread, which ends the registration, has something else to do."""
+    engine = _one_engine.borrow(str, print)
+    [device] = engine.devices()
+    [nic] = fabric.nics
+    array = np.zeros(1000)
+    device.cache.give(device.cache.take(allocation_of(array), writable=True))
+    assert len(nic.registered) == 1
+    busy, go_on = threading.Event(), threading.Event()
+    engine.soon(lambda: (busy.set(), go_on.wait(PATIENCE)))
+    assert busy.wait(PATIENCE)
+    del array
+    assert len(nic.registered) == 1
+    _before_forks.append(go_on.set)
+    try:
+        assert _in_fork(lambda: not nic.registered)
+    finally:
+        _before_forks.clear()
+
+
+def test_a_fork_waits_for_an_engine_for_a_moment_only(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_engine, "_FORK_PATIENCE", 0.01)
+    engine = _one_engine.borrow(str, print)
+    engine.devices()
+    go_on = threading.Event()
+    engine.soon(lambda: go_on.wait(PATIENCE))
+    began = time.monotonic()
+    assert _in_fork(lambda: True)
+    took = time.monotonic() - began
+    go_on.set()
+    assert took < PATIENCE / 2
+
+
+def test_a_callback_of_the_engine_s_thread_forks(fabric: Fabric) -> None:
+    engine = _one_engine.borrow(str, print)
+    engine.devices()
+    outcomes: list[bool] = []
+    engine.soon(lambda: outcomes.append(_in_fork(lambda: True)))
+    assert until(lambda: outcomes == [True])
+
+
+def test_a_fork_ends_nothing_of_its_parent_s(fabric: Fabric) -> None:
+    """Whatever it calls, and lets go of; a thread of the parent's holds the engine's lock."""
+    engine = _one_engine.borrow(str, print)
+    memory, array = Memory(100), np.zeros(1000)
+    region = engine.expose(memory.address, 100, memory.view)
+    [device] = engine.devices()
+    [nic] = fabric.nics
+    device.cache.give(device.cache.take(allocation_of(array), writable=True))
+    held = {"engine": engine, "array": array}
+    del engine, device, array
+    has, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with held["engine"]._lock:
+            has.set()
+            go_on.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert has.wait(PATIENCE)
+
+    def ends_all() -> bool:
+        engine = held["engine"]
+        for name in ("release", "peer_gone", "give_up", "stop"):
+            getattr(engine, name)(*{"release": (region,), "stop": ("a", None, "over")}.get(name, ("a", "over")))
+        engine.soon(print)
+        engine.close()
+        del engine
+        held.clear()
+        gc.collect()
+        return nic.closed == 0 and len(nic.registered) == 2
+
+    try:
+        assert _in_fork(ends_all)
+    finally:
+        go_on.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("how", ["expose", "transfer"])

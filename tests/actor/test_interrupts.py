@@ -1,0 +1,135 @@
+"""Ctrl-C without processes: whose handler stands where, and that no interrupt is lost or comes twice.
+
+May live here: Interrupts alone, with a program that has only a clock and timers. Ctrl-C in whole programs is tested in
+test_scripts.py, and while one waits for memory in test_pressure.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from monarch_backend.actor._interrupts import Interrupts
+from monarch_backend.actor._program import Program
+
+
+class _Pump:
+    """Timers that run out when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def now(self) -> float:
+        return 0.0
+
+    def later(self, _seconds: float, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+    def wake(self) -> None:
+        pass
+
+    def fire(self) -> None:
+        """What is due by now: on another thread, as if the standby read, while the main thread runs the user's code."""
+        calls, self.calls = self.calls, []
+        for call in calls:
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+
+
+class _Program:
+    disowned = False
+
+    def __init__(self) -> None:
+        self.pump = self.clock = _Pump()
+        self.interrupts = Interrupts(cast(Program, self))
+
+    def note(self) -> None:
+        """Ctrl-C comes where nothing may be left half done."""
+        exec(compile("strike()", Interrupts.guard.__code__.co_filename, "exec"), {"strike": _strike})
+        assert self.interrupts.noted
+
+
+def _strike() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def _own_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _handler() -> Any:
+    return signal.getsignal(signal.SIGINT)
+
+
+def test_another_program_s_handler_is_replaced() -> None:
+    """A simulated one's, say, which would never raise here."""
+    other, mine = _Program(), _Program()
+    other.interrupts.guard()
+    mine.interrupts.guard()
+    mine.note()
+    assert not other.interrupts.noted
+
+
+def test_what_has_come_to_the_other_is_not_lost() -> None:
+    other, mine = _Program(), _Program()
+    other.interrupts.guard()
+    other.note()
+    mine.interrupts.guard()
+    assert mine.interrupts.noted
+    with pytest.raises(KeyboardInterrupt):
+        mine.pump.fire()
+    other.pump.fire()  # and it does not come again
+    assert not other.interrupts.noted
+    assert not mine.interrupts.noted
+
+
+def test_a_handler_of_the_user_s_is_left_alone() -> None:
+    numbers: list[int] = []
+
+    def note(number: int, _frame: Any) -> None:
+        numbers.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    program = _Program()
+    program.interrupts.guard()
+    assert _handler() is note
+    assert not numbers
+
+
+def test_an_interrupt_is_handed_to_who_has_replaced_us() -> None:
+    """A notebook, which puts Python's handler in place: it comes there, once, and the next one is no echo of it."""
+    program = _Program()
+    program.interrupts.guard()
+    program.note()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        program.pump.fire()
+    assert not program.interrupts.noted, "it would come a second time"
+    program.interrupts.guard()
+    program.note()
+    with pytest.raises(KeyboardInterrupt):
+        program.pump.fire()
+
+
+@pytest.mark.parametrize("deaf", [signal.SIG_IGN, signal.SIG_DFL], ids=str)
+def test_nobody_is_there_to_hear_it(deaf: Any) -> None:
+    """Not even the process ends, and the next wait of the main thread raises it."""
+    program = _Program()
+    program.interrupts.guard()
+    program.note()
+    signal.signal(signal.SIGINT, deaf)
+    program.pump.fire()
+    assert program.interrupts.noted
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        program.interrupts.raise_here()
+    program.interrupts.guard()
+    program.note()

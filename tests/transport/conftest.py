@@ -1,0 +1,23 @@
+"""Fixtures for the tests of what is between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.transport.sides import Side
+
+
+@pytest.fixture
+def sides() -> Iterator[Callable[..., Side]]:
+    made: list[Side] = []
+
+    def make(*secrets: bytes, **options: Any) -> Side:
+        made.append(Side(*secrets, **options))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.tcp.close()

@@ -1,0 +1,47 @@
+"""Two hosts as tests of connections between them have them: each a Tcp in this process, and what it has heard."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend.transport._secret import new_secret
+from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
+
+QUICK = Bounds(heartbeat=0.05, silence=1.0, patience=2.0, pause=0.01)
+
+
+class Side:
+    """One of two hosts, and what it has heard."""
+
+    def __init__(self, *secrets: bytes, bounds: Bounds = QUICK, **options: Any) -> None:
+        self.frames: queue.Queue[tuple[bytes, bytes]] = queue.Queue()
+        self.up: queue.Queue[Remote] = queue.Queue()
+        self.lost: queue.Queue[Remote] = queue.Queue()
+        self.tcp = Tcp(
+            os.urandom(16), secrets_by_name(*secrets), self._frame, self.up.put, self.lost.put, bounds=bounds, **options
+        )
+        self.tcp.start()
+
+    def _frame(self, remote: Remote, prefix: bytes, body: memoryview) -> None:
+        self.frames.put((prefix, bytes(body)))
+
+
+def together(sides: Callable[..., Side], **options: Any) -> tuple[Side, Side, Remote, Remote]:
+    secret = new_secret()
+    here, there = sides(secret, **options), sides(secret, **options)
+    remote = here.tcp.call(there.tcp.listen("127.0.0.1"), secret)
+    assert here.up.get(timeout=10) is remote
+    return here, there, remote, there.up.get(timeout=10)
+
+
+def reset(side: Side, remote: Remote) -> None:
+    """On the thread: as a network does it, to both."""
+    if remote.connection is not None:
+        connection = remote.connection
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        side.tcp._drop(connection)

@@ -1,0 +1,107 @@
+"""A router by itself, without links: who waits for room hears of it, at whatever moment that comes.
+
+May live here: the mechanism alone, with hooks that put an event into the moment that matters. What it is for is tested
+with processes in tests/actor/test_pressure.py, and with simulated ones in tests/testing/.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from monarch_backend.transport import _router
+from monarch_backend.transport._frames import Kind
+from monarch_backend.transport._links import Links
+from monarch_backend.transport._peer import Peer, PeerGoneError, Room
+from monarch_backend.transport._router import Router
+
+PATIENCE = 10.0
+"""Seconds after which what was waited for never comes."""
+
+
+class _Timer:
+    def cancel(self) -> None:
+        """There is no time here."""
+
+
+class _NoLinks:
+    token = "0" * 32
+
+
+class _WaitsForEverError(Exception):
+    """Nobody would tell it any more."""
+
+
+def _router_with(wait: Callable[[Room], object]) -> tuple[Router, Peer]:
+    """And another process, to which all places are taken."""
+
+    def waited(room: Room, _seconds: float | None, _whole: bool) -> bool:
+        if not room.ready:
+            wait(room)
+        return room.ready
+
+    router = Router(cast(Links, _NoLinks()), waited)
+    router.later = lambda _seconds, _call: _Timer()  # type: ignore[method-assign]
+    peer = router.peer("1" * 32)
+    peer.credit = 0
+    return router, peer
+
+
+def _forever(_room: Room) -> None:
+    raise _WaitsForEverError
+
+
+def _refill(router: Router, peer: Peer) -> None:
+    router._refill(peer, 1)
+
+
+def test_room_that_comes_while_a_sender_begins_to_wait() -> None:
+    router, peer = _router_with(_forever)
+    router.on_wait = lambda *_: _refill(router, peer)
+    router.wait_for_credit(peer, Kind.CALL, 0)
+    assert peer.credit == 1
+
+
+def test_a_death_while_a_sender_begins_to_wait() -> None:
+    router, peer = _router_with(_forever)
+    router.on_wait = lambda *_: router.never_came(peer, "killed by signal 9")
+    with pytest.raises(PeerGoneError, match="killed by signal 9"):
+        router.wait_for_credit(peer, Kind.CALL, 0)
+
+
+def test_a_death_while_a_sender_waits() -> None:
+    router, peer = _router_with(lambda _: router.never_came(peer, "killed by signal 9"))
+    with pytest.raises(PeerGoneError, match="killed by signal 9"):
+        router.wait_for_credit(peer, Kind.CALL, 0)
+
+
+def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins where the first has made what it waits for, and has not said so yet."""
+    second_waits, ends = threading.Event(), []
+
+    def wait(room: Room) -> None:
+        if threading.current_thread() is second:
+            room.gate = threading.Lock()
+            room.gate.acquire()
+            second_waits.set()
+            ends.append(room.gate.acquire(timeout=PATIENCE))
+        else:
+            _refill(router, peer)
+
+    router, peer = _router_with(wait)
+    second = threading.Thread(target=router.wait_for_credit, args=(peer, Kind.CALL, 0))
+
+    def make() -> Any:
+        made = Room()
+        if not second.ident:
+            second.start()
+            assert second_waits.wait(PATIENCE)
+        return made
+
+    monkeypatch.setattr(_router, "Room", make)
+    router.wait_for_credit(peer, Kind.CALL, 0)
+    second.join()
+    assert ends == [True], "the second one was never told"
