@@ -15,7 +15,7 @@ FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-seeds test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
+.PHONY: help setup demo test test-fast test-slow test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and Thr
 test-seeds: $(STAMP)  ## 5,000 simulated worlds more than the ordinary run has
 	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_promises.py
 
+test-model: $(STAMP)  ## every state of the flag protocol of csrc/shm, also with three ranks: minutes, wants spin
+	$(BIN)/python csrc/shm/model/check.py --slow
+
 test-schedules: $(STAMP)  ## random faults on four hosts at work, 3 s each: make test-schedules COUNT=200
 	$(BIN)/python -m tests.hosts.schedules 0 $(COUNT)
 
@@ -63,7 +66,8 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 	if [ $$rc = 3 ]; then echo; echo "######## SKIPPED: make test-rdma. NOT ONE VERBS TEST HAS RUN; the reason is above ########"; echo; exit 0; fi; \
 	[ $$rc = 0 ] || exit $$rc; \
 	test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs; \
-	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=1500 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_far.py
+	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=2000 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_far.py \
+	    tests/transport/test_two_gateways.py tests/hosts/test_nics.py
 
 test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1
 	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE)
@@ -101,6 +105,7 @@ bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables a
 	$(BIN)/python benchmarks/rdma.py
 	-test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs
 	-PYTHONPATH=$(CURDIR)/.envs/rdma tools/rxe_guest.sh $(CURDIR)/$(BIN)/python benchmarks/rdma.py --only verbs --rounds 3
+	-PYTHONPATH=$(CURDIR)/.envs/rdma tools/rxe_guest.sh $(CURDIR)/$(BIN)/python benchmarks/hosts_nics.py
 	$(BIN)/python benchmarks/scale.py
 
 # DeepSpeed builds only beside the torch that is there; without it, as without any peer, the benchmark goes on.
