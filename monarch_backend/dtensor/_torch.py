@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._local_tensor as local_tensor
 from torch.distributed import checkpoint as dcp
@@ -82,7 +81,8 @@ def install() -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = _item
     handlers[torch.ops.aten.is_nonzero.default] = lambda func, args, kwargs: bool(_item(func, args, kwargs))
     handlers[torch.ops.aten.equal.default] = _equal
-    _divert(api.distribute_tensor, _distribute)
+    for diverted in DIVERTED:
+        _divert(*diverted)
     handlers.update({func: _random_operation(handle) for func, handle in _random.handlers.items()})
     for operator, ours in _convolution.HANDLERS.items():
         handlers[operator] = _of_controllers(ours, handlers[operator])
@@ -93,9 +93,10 @@ def install() -> None:
 
 
 def _divert(function: Any, stand_in: Callable[[Any], Replacement]) -> None:
-    """As a replacement, for who has imported the function by its name already: its code calls the stand-in."""
+    """As a replacement, for who knows the function already, dynamo's tables among them: its code calls the stand-in."""
     own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     own.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(own)
     function.__globals__["_monarch_stand_in"] = stand_in(own)
     function.__code__ = (lambda *args, **kwargs: _monarch_stand_in(*args, **kwargs)).__code__  # type: ignore[name-defined] # noqa: F821
 
@@ -341,8 +342,6 @@ def _local_shape(own: Any) -> Replacement:
     return _compute_local_shape_and_global_offset
 
 
-@_replaces(c10d, "get_rank")
-@_replaces(dist, "get_rank")
 def _rank_in(own: Any) -> Replacement:
     def get_rank(group: Any = None) -> Any:
         # torch asks it when it logs an error, of any group: the controller is in none.
@@ -659,3 +658,7 @@ def _on_the_host(own: Any) -> Replacement:
             return tensor.copy_(api.distribute_tensor(whole, tensor.device_mesh, tensor.placements))
 
     return init
+
+
+DIVERTED = ((api.distribute_tensor, _distribute), (c10d.get_rank, _rank_in))
+"""Functions that stay what they are, for who has them by then; and what makes what their code calls."""

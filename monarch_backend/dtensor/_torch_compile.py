@@ -64,6 +64,8 @@ def install() -> None:
     for replaced in REPLACED:
         _torch.put_in_place(*replaced)
     trace_rules.add("monarch_backend")  # no function of ours has anything to capture
+    # But what stands in for a function of torch that is traced is traced: programs with a mesh of their own need it.
+    trace_rules.get_mod_inlinelist().add(str(_torch.__file__))
     _leave_alone()
     # Let dynamo do with the replacements of _torch.py what it does with torch's own functions.
     rules = trace_rules.get_torch_obj_rule_map()

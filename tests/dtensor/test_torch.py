@@ -83,8 +83,6 @@ FORMS = {
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": (
         "state_dict storage_reader process_group coordinator_rank no_dist planner"
     ),
-    "torch.distributed.distributed_c10d.get_rank": "group",
-    "torch.distributed.get_rank": "group",
     **{f"{FSDP}.{place}": form for place, form in FORMS_OF_FSDP.items()},
     **{f"FSDPParam.{place}": form for place, form in FORMS_OF_FSDP_PARAM.items()},
     "FSDPParamGroup.__init__": (
@@ -127,6 +125,15 @@ def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
     own = replaced.__wrapped__
     assert own.__module__.startswith("torch."), "it is not torch's own that was replaced"
     assert " ".join(inspect.signature(own).parameters) == FORMS[place]
+
+
+def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
+    forms = {function.__name__: " ".join(inspect.signature(function).parameters) for function, _ in _torch.DIVERTED}
+    assert forms == {
+        "distribute_tensor": "tensor device_mesh placements src_data_rank",
+        "get_rank": "group",
+    }
+    assert dist.get_rank is c10d.get_rank
 
 
 def test_torch_runs_functions_for_each_rank_by_the_names_that_are_replaced() -> None:

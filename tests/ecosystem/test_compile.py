@@ -20,10 +20,11 @@ import torch.distributed._functional_collectives as fc
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from monarch_backend.dtensor import _torch_compile
 from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both, train_step
 
 # torch 2.13 renamed its *_tensor collectives to *_single; the old names are the ones that every release has.
@@ -141,6 +142,37 @@ def test_collectives(collectives: dict[str, Collective]) -> None:
     for result in results:
         for name, (compiled, eager, other) in result.items():
             assert compiled == eager != other, name
+
+
+def _as_a_former_controller(rank: int, fn: Callable[[int], Any]) -> Any:
+    _torch_compile.install()
+    return fn(rank)
+
+
+def _all_of_them(rank: int) -> Any:
+    return [*_in_graph(rank, IN_PLACE | FUNCTIONAL).values(), _in_a_pair(rank)]
+
+
+def _in_a_pair(rank: int) -> Any:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+
+    def step(x: Tensor) -> Tensor:
+        return x * (dist.get_rank() + 2) + dist.get_rank(mesh.get_group()) + mesh.get_local_rank()
+
+    def sharded(x: Tensor) -> Tensor:
+        placed = DTensor.from_local(x, mesh, [Shard(0)])
+        return (placed @ placed.T).redistribute(placements=[Replicate()]).to_local().relu()
+
+    x = torch.full((2, 3), rank + 1.0)
+    return [_compiled(step)(x), step(x), _compiled(sharded)(x), sharded(x)]
+
+
+def test_a_process_that_was_a_controller_compiles_its_own_programs_as_before() -> None:
+    """What stands in for torch's functions there must be no place where a graph ends."""
+    for *collectives, (step, eager_step, sharded, eager_sharded) in on_both(_as_a_former_controller, 2, _all_of_them):
+        assert all(compiled == eager != other for compiled, eager, other in collectives)
+        assert step == eager_step
+        assert sharded == eager_sharded
 
 
 def _in_subgroups(rank: int) -> Any:

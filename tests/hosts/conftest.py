@@ -11,6 +11,13 @@ from tests.hosts.support import Daemon, World
 from tests.support.hosts import Hosts, hosts, refusal
 
 
+def _addresses(daemons: list[Daemon]) -> list[str]:
+    """Of daemons that have started all that they start by themselves."""
+    for daemon in daemons:
+        daemon.wait_for_server()
+    return [daemon.address for daemon in daemons]
+
+
 @pytest.fixture(scope="package")
 def namespaces() -> Iterator[Hosts]:
     """Four hosts; skips where there can be none."""
@@ -38,14 +45,14 @@ def two_controllers(world: World) -> list[WarmInterpreter]:
 def daemons(world: World) -> list[Daemon]:
     """On hosts 1 to 3; no test may kill them."""
     made = [world.daemon(index) for index in (1, 2, 3)]
-    assert all(daemon.address for daemon in made)
+    _addresses(made)
     return made
 
 
 @pytest.fixture(scope="package")
 def workers(daemons: list[Daemon]) -> list[str]:
     """Their addresses."""
-    return [daemon.address for daemon in daemons]
+    return _addresses(daemons)
 
 
 @pytest.fixture(scope="package")
@@ -60,7 +67,7 @@ def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def loopback_workers(loopback: World) -> list[str]:
     """Addresses of two daemons there."""
     daemons = [loopback.daemon(index) for index in (1, 2)]
-    return [daemon.address for daemon in daemons]
+    return _addresses(daemons)
 
 
 @pytest.fixture(scope="package")

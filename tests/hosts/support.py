@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.actor.scripts import Run, WarmInterpreter
+from tests.support import leaks
 from tests.support.hosts import Hosts, address6
 
 PATIENCE = 30.0
@@ -149,6 +150,13 @@ class Daemon:
                 assert self.process.poll() is None and time.monotonic() < deadline, f"the daemon is not up: {said}"
                 time.sleep(0.01)
         return self._address
+
+    def wait_for_server(self) -> None:
+        """Until its fork server is a process: the daemon does not wait for it, and one test would find it new."""
+        deadline = time.monotonic() + STARTING
+        while not leaks.children_of(self.pid):
+            assert self.process.poll() is None and time.monotonic() < deadline, f"no fork server: {self.output}"
+            time.sleep(0.01)
 
     @property
     def output(self) -> str:

@@ -43,6 +43,11 @@ def _descendants(roots: set[int], children: dict[int, list[int]]) -> set[int]:
     return found
 
 
+def children_of(pid: int) -> list[int]:
+    """Processes that it has started, and that are there."""
+    return _children().get(pid, [])
+
+
 def _command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80]
