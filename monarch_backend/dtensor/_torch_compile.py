@@ -6,6 +6,7 @@ REPLACED is in place once torch.compile has this backend. What becomes of a trac
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables import TorchInGraphFunctionVariable, builder
+from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -29,6 +30,8 @@ from torch.distributed.tensor import _dispatch as dispatch
 from torch.distributed.tensor import _redistribute as redistribute
 from torch.distributed.tensor import _utils as utils
 
+import monarch_backend
+from monarch_backend import dtensor
 from monarch_backend.dtensor import _rank_ints, _torch
 from monarch_backend.dtensor._errors import RankDependentError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor, on_the_cpu
@@ -63,16 +66,21 @@ def install() -> None:
     _installed = True
     for replaced in REPLACED:
         _torch.put_in_place(*replaced)
-    trace_rules.add("monarch_backend")  # no function of ours has anything to capture
-    # But what stands in for a function of torch that is traced is traced: programs with a mesh of their own need it.
-    trace_rules.get_mod_inlinelist().add(str(_torch.__file__))
     _leave_alone()
-    # Let dynamo do with the replacements of _torch.py what it does with torch's own functions.
-    rules = trace_rules.get_torch_obj_rule_map()
-    for where, name, _ in _torch.REPLACED:
-        replacement = getattr(where, name)
-        if rules.get(getattr(replacement, "__wrapped__", None)) is TorchInGraphFunctionVariable:
-            rules[replacement] = TorchInGraphFunctionVariable
+    _have_nothing_captured()
+    # Dynamo finds functions of torch by their names, once: what has been replaced is to be found as what it is now.
+    trace_rules.clear_lru_cache()
+
+
+def _have_nothing_captured() -> None:
+    """In no function of ours is anything to capture, but in what stands in for one of torch's, which may be traced.
+
+    Also programs with meshes of their own call that, in processes that have controlled others.
+    """
+    for package in (monarch_backend, dtensor):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if module.name not in (dtensor.__name__, _torch.__name__):
+                trace_rules.add(module.name)
 
 
 def _leave_alone() -> None:

@@ -50,6 +50,7 @@ def _compiler_is_imported() -> None:
             "torch._dynamo.backends.debugging",
         ):
             importlib.import_module(module)
+    torch._dynamo.utils.counters.clear()  # of other tests, in the same process
 
 
 def _compiled(fn: Any, backend: str = "aot_eager", **options: Any) -> Any:
