@@ -54,6 +54,11 @@ class Target(NamedTuple):
 
 def make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
     """A new signature, defined on the workers."""
+    with one_at_a_time:
+        return _make(workers, target, args, kwargs)
+
+
+def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
     flat, spec = pytree.tree_flatten((args, kwargs))
     classes = _classes(workers, flat)
     if target.name.startswith(_wire.COLLECTIVES):
@@ -291,7 +296,8 @@ class _Quiet(logging.Filter):
 
 _quiet = _Quiet()
 _fake = FakeTensorMode()
-_one_at_a_time = threading.RLock()  # the mode and the filter keep what they must restore in themselves
+one_at_a_time = threading.RLock()
+"""For whoever handles fake tensors: the device that one says it is on depends on what its mode, shared by all, does."""
 stands_in: dict[Any, Callable[..., Any]] = {}
 """What finds the shapes of operators whose own way to do so asks which rank this is."""
 
@@ -306,7 +312,7 @@ def propagate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return fake_of(meta)
 
     # What a program sets for its own functions, as torch.set_default_device does, is not for these.
-    with _one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
+    with one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
         args, kwargs = pytree.tree_map(fake, (args, kwargs))
         with _quiet, _fake:
             return stands_in.get(call, call)(*args, **kwargs)
