@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _rank_ints, _torch_groups
-from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._errors import MeshClosedError, MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
 
 _names = itertools.count()
+_DEFAULT = "0"
+"""The name of torch's default group, here and on workers."""
 
 
 class ControllerGroup(dist.ProcessGroup):
@@ -127,7 +129,7 @@ class _Universe(ControllerGroup):
     """torch's default group: the ranks of all Workers of this controller, of which there may be more later."""
 
     def __init__(self) -> None:
-        super().__init__("0", [])
+        super().__init__(_DEFAULT, [])
 
     def grow(self, size: int) -> int:
         """Returns the first of so many new ranks."""
@@ -154,7 +156,7 @@ def universe() -> _Universe:
             "call torch.distributed.destroy_process_group() first, or make the mesh in a program of its own"
         )
     _universe = _Universe()
-    _torch_groups.register(_universe, "0", [])
+    _torch_groups.register(_universe, _DEFAULT, [])
     _torch_groups.set_default(_universe)
     return _universe
 
@@ -182,12 +184,51 @@ def remove_owner(workers: Workers) -> None:
 
 
 def owner_of(ranks: Sequence[int]) -> Workers | None:
-    """The Workers that all these global ranks belong to; None if nobody of ours. Raises ValueError if several."""
+    """The Workers that all these global ranks belong to; None in a process that is no controller.
+
+    Raises ValueError if they are several's, or none's at all; MeshClosedError if their processes have ended.
+    """
     found = {workers for workers in _owners for rank in ranks if workers.first <= rank < workers.first + workers.size}
     if len(found) > 1:
-        names = " and ".join(sorted(each.name for each in found))
-        raise ValueError(f"ranks {list(ranks)} belong to {names}: a mesh has processes of one spawn_procs() only")
-    return next(iter(found), None)
+        names = " and ".join(each.name for each in _owners if each in found)
+        raise ValueError(
+            f"ranks {list(ranks)} belong to {names}: a mesh or group has processes of one spawn_procs() only. Where "
+            "there are several, make a mesh by procs.device_mesh(), its groups by mesh.get_group()"
+        )
+    owner = next(iter(found), None)
+    nobodys = [rank for rank in ranks if owner is None or not owner.first <= rank < owner.first + owner.size]
+    if nobodys and is_controller():
+        _refuse_ranks(nobodys)
+    return owner
+
+
+def _refuse_ranks(ranks: Sequence[int]) -> None:
+    size = universe().size()
+    if max(ranks) >= size:
+        raise ValueError(f"there is no rank {max(ranks)}: the meshes of this program have {size} ranks, from 0 on")
+    raise MeshClosedError(
+        f"the processes that were ranks {list(ranks)} have ended, and no others get their numbers: make a mesh of those "
+        "that run by procs.device_mesh()"
+    )
+
+
+def check_group(workers: Workers, group: Any, name: str) -> None:
+    """Raises MeshMismatchError if this is a group of others than these: by its name, or itself."""
+    if name == _DEFAULT:
+        if is_controller() and universe().size() != workers.size:
+            raise MeshMismatchError(
+                f"torch's default group is the {universe().size()} ranks of all meshes of this program, and this "
+                f"tensor is on the {workers.size} of {workers.name} only: give a group of its mesh, mesh.get_group()"
+            )
+        return
+    if workers.has_group(name):
+        return
+    others = next((each.name for each in _owners if each.has_group(name)), None)
+    if others is not None or isinstance(group, ControllerGroup):
+        raise MeshMismatchError(
+            f"a collective of a tensor of {workers.name} got a group of {others or 'processes that have ended'}: give "
+            "a group of the tensor's own mesh, or move the tensor first (monarch_backend.dtensor.move)"
+        )
 
 
 def make(rows: list[list[int]], desc: str, name: str | None = None, *, register: bool = True) -> ControllerGroup:

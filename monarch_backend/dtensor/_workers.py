@@ -114,11 +114,21 @@ class Workers:
         """The group of this name is, on each rank, the row that the rank is in. Global ranks."""
         self._groups[name] = [[rank - self.first for rank in row] for row in rows]
 
+    def has_group(self, name: str) -> bool:
+        """Whether it is one of these workers."""
+        return name in self._groups
+
     def group_name(self, value: Any) -> str | None:
-        """The name, if it is a group or the name of one; the workers know it afterwards."""
+        """The name, if it is a group or the name of one; the workers know it afterwards. Raises MeshMismatchError for
+        one of other workers.
+        """
+        from monarch_backend.dtensor import _group
+
         name = value if isinstance(value, str) else getattr(value, "group_name", None)
         if name is None and isinstance(value, torch.ScriptObject):
             name = torch.distributed.ProcessGroup.unbox(value).group_name
+        if isinstance(name, str):
+            _group.check_group(self, value, name)
         if name not in self._groups:
             return None
         if name not in self._defined_groups:

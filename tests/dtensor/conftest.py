@@ -15,6 +15,12 @@ from monarch_backend.dtensor import _torch
 
 SIZES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"dp": 2, "tp": 2}}
 
+CUBES: dict[str, dict[str, Any]] = {  # of the same four processes
+    "1x2x2": {"dp": ("pp", "dp"), "pp": 1},
+    "2x1x2": {"dp": ("dp", "cp"), "cp": 1},
+    "2x2x1": {"tp": ("tp", "ep"), "ep": 1},
+}
+
 
 @pytest.fixture(scope="package", autouse=True)
 def all_procs() -> Iterator[dict[str, ProcMesh]]:
@@ -50,6 +56,16 @@ def mesh(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
 def line(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
     """A mesh of one dimension."""
     return mesh_of(request.param)
+
+
+@pytest.fixture(params=[*CUBES, pytest.param("2x2x2", marks=pytest.mark.slow)])
+def cube(request: pytest.FixtureRequest, all_procs: dict[str, ProcMesh]) -> Iterator[ProcMesh]:
+    """Processes in three dimensions; in the slow run also eight, with two in each."""
+    if request.param in CUBES:
+        yield all_procs["2x2"].split(**CUBES[request.param])
+        return
+    with this_host().spawn_procs({"dp": 2, "cp": 2, "tp": 2}) as procs:
+        yield procs
 
 
 @pytest.fixture(autouse=True)

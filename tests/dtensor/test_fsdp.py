@@ -173,6 +173,19 @@ def test_with_tensor_parallelism(mesh_of: Any) -> None:
     train(model, mesh["dp"], reference, lambda model: adam(model, foreach=False))
 
 
+def test_replicated_sharded_and_tensor_parallel(cube: Any) -> None:
+    """Two dimensions of three for fully_shard, the third for parallelize_module."""
+    mesh, reference = cube.device_mesh("cpu"), Net(hidden=12)
+    *data, tp = mesh.mesh_dim_names
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        parallelize_module(block, mesh[tp], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    sharded(model, mesh[tuple(data)])
+    assert model.blocks[0].up.weight.device_mesh == mesh
+    assert model.last.weight.placements == (Replicate(), Shard(0))
+    train(model, mesh[tuple(data)], reference, lambda model: adam(model, foreach=False))
+
+
 @pytest.mark.parametrize("reshard", [True, False, None])
 def test_parameters_are_resharded_after_forward_or_not(mesh_of: Any, reshard: bool | None) -> None:
     mesh, reference = mesh_of("2"), Net()
