@@ -13,9 +13,9 @@
 Facade only. The rooms: _remote_tensor, _metadata and _rank_ints (what the controller holds); _dispatch, _signatures
 and _special (what operations do); _strategies and _convolution (shardings that torch has not); _random, _generator and
 _philox (random numbers); _compile, _capture and _by_rank_op (captured steps: torch.compile); _fsdp, _storage and
-_device_handle (what `fully_shard` needs); _run, _parcels, _checkpoint and _move (functions, checkpoints, transfers);
-_stream, _wire and _workers (how workers hear of it); _torch*.py (everything that replaces or needs a private part of
-torch); worker/ (what happens in the processes).
+_device_handle (what `fully_shard` needs); _modules (what of a module is no DTensor); _run, _parcels, _checkpoint and
+_move (functions, checkpoints, transfers); _stream, _wire and _workers (how workers hear of it); _torch*.py (everything
+that replaces or needs a private part of torch); worker/ (what happens in the processes).
 """
 
 from monarch_backend.dtensor._device_mesh import device_mesh, simulated_mesh
@@ -28,6 +28,7 @@ from monarch_backend.dtensor._errors import (
     RemoteTensorError,
 )
 from monarch_backend.dtensor._fsdp import shard_batch
+from monarch_backend.dtensor._modules import put_module
 from monarch_backend.dtensor._move import move
 from monarch_backend.dtensor._random import own_random_numbers
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -44,6 +45,7 @@ __all__ = [
     "device_mesh",
     "move",
     "own_random_numbers",
+    "put_module",
     "run",
     "shard_batch",
     "simulated_mesh",

@@ -1,15 +1,14 @@
-"""What FSDP needs of a controller: shards of a parameter by rank, buffers on the workers, a batch by rank.
+"""What FSDP needs of a controller: shards of a parameter by rank, inputs on the workers, a batch by rank.
 
 torch's `fully_shard` is the user's function, and unchanged; where it calls this is in _torch_fsdp.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
@@ -90,17 +89,6 @@ class Chunks:
             [None if at is None else each.narrow(self._dim, at, size) for each, at, size in parts],
             getattr(self._tensor, "workers", None),
         )
-
-
-def put_buffers(modules: Iterable[nn.Module], workers: Workers) -> None:
-    """The modules' buffers on all workers: an operation there could not change one that is here."""
-    known: dict[torch.Tensor, torch.Tensor] = {}
-    for module in modules:
-        for name, buffer in module.named_buffers(recurse=False):
-            if type(buffer) is torch.Tensor and not buffer.is_meta:
-                if buffer not in known:
-                    known[buffer] = workers.put(buffer)
-                module._buffers[name] = known[buffer]
 
 
 def put_inputs(inputs: Any, workers: Workers) -> Any:

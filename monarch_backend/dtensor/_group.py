@@ -207,8 +207,8 @@ def _refuse_ranks(ranks: Sequence[int]) -> None:
     if max(ranks) >= size:
         raise ValueError(f"there is no rank {max(ranks)}: the meshes of this program have {size} ranks, from 0 on")
     raise MeshClosedError(
-        f"the processes that were ranks {list(ranks)} have ended, and no others get their numbers: make a mesh of those "
-        "that run by procs.device_mesh()"
+        f"the processes that were ranks {list(ranks)} have ended, and no others get their numbers: make a mesh of "
+        "those that run by procs.device_mesh()"
     )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._errors import NotReadableError
 
@@ -78,6 +80,8 @@ class RemoteTensor(torch.Tensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        if len(types) > 1 and DTensor in types:
+            return _beside_dtensors(func, args, kwargs or {})
         return _dispatch(func, args, kwargs)
 
     @property
@@ -111,6 +115,8 @@ class RemoteTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         copied = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
         memo[id(self)] = copied
         return copied  # type: ignore[return-value]
 
@@ -164,6 +170,15 @@ class RemoteTensor(torch.Tensor):
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+
+def _beside_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensor's business, to which this one is replicated; it has no answer where a plain tensor is to change."""
+    written = func._schema.arguments[0].alias_info
+    if written is None or not written.is_write or not isinstance(args[0], RemoteTensor):
+        return NotImplemented
+    args, kwargs = pytree.tree_map_only(DTensor, lambda each: each.full_tensor(), (args, kwargs))
+    return _dispatch(func, args, kwargs)
 
 
 _in_a_trace = False

@@ -29,6 +29,7 @@ from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._ops import _pointwise_ops as pointwise
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
@@ -271,6 +272,7 @@ class _Mode(threading.local):
 
     def __init__(self) -> None:
         self.disabled = False
+        self.parallelizing = False
         self.ranks: frozenset[int] = frozenset()
         self._per_rank_rng_states: dict[int, Any] = {}
 
@@ -429,9 +431,10 @@ def _from_local(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is None or isinstance(local, DTensor) or _torch_traces.is_traced(local):
             return own(local, device_mesh, placements, **options)
-        if not isinstance(local, RemoteTensor):
-            sent = local.sent(workers) if isinstance(local, HostByRank) else workers.put(local)
-            local = sent.requires_grad_(local.requires_grad)
+        if isinstance(local, HostByRank):
+            local = local.sent(workers).requires_grad_(local.requires_grad)
+        elif not isinstance(local, RemoteTensor):
+            local = _modules().sent(local, workers)
         return own(local, mesh, placements, **{**options, "run_check": False})
 
     return from_local
@@ -660,5 +663,68 @@ def _on_the_host(own: Any) -> Replacement:
     return init
 
 
-DIVERTED = ((api.distribute_tensor, _distribute), (c10d.get_rank, _rank_in))
+# Modules --------------------------------------------------------------------------------------------------------
+
+
+def _parallelize(own: Any) -> Replacement:
+    def parallelize_module(module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **options: Any) -> Any:
+        outermost, _mode.parallelizing = not _mode.parallelizing, True  # torch's own calls itself for each style
+        try:
+            done = own(module, device_mesh, parallelize_plan, **options)
+        finally:
+            _mode.parallelizing = not outermost
+        if outermost and parallelize_plan is not None:
+            mesh = device_mesh or api._mesh_resources.get_current_mesh()
+            hooked = any(isinstance(each, _AtFirstCall) for each in done._forward_pre_hooks.values())
+            if not hooked and workers_of(mesh) is not None:
+                done.register_forward_pre_hook(_AtFirstCall(mesh))
+        return done
+
+    return parallelize_module
+
+
+class _AtFirstCall:
+    """A hook of a module that was parallelized: when it is first called, what no style has taken goes to the workers.
+
+    Not before, since a style or `fully_shard` may still be on its way, who send each worker its shard only. It is here
+    because dynamo traces it, and of this package this file only.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def __deepcopy__(self, _memo: Any) -> _AtFirstCall:
+        return self
+
+    def __call__(self, module: Any, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a trace could not do it; an eager call still can
+        for key in [key for key, each in module._forward_pre_hooks.items() if each is self]:  # of a copy, too
+            del module._forward_pre_hooks[key]
+        if workers_of(self.mesh) is not None:  # else it has travelled to a worker, who has everything
+            _modules().put_module(module, self.mesh)
+
+
+def exchange(parameter: Any, remote: Any) -> str:
+    """Let the object ``parameter``, which others know, be ``remote``; returns why it can't be, if it can't."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return "it has hooks of its own"
+    try:
+        torch.utils.swap_tensors(parameter, remote)
+    except RuntimeError as error:  # a graph, or somebody's weak reference, has the tensor that it was
+        return str(error).split("\n")[0]
+    return ""
+
+
+def _modules() -> Any:
+    from monarch_backend.dtensor import _modules as found  # which needs this module
+
+    return found
+
+
+DIVERTED = (
+    (api.distribute_tensor, _distribute),
+    (c10d.get_rank, _rank_in),
+    (parallelize_module, _parallelize),
+)
 """Functions that stay what they are, for who has them by then; and what makes what their code calls."""

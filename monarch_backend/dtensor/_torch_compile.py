@@ -68,6 +68,7 @@ def install() -> None:
         _torch.put_in_place(*replaced)
     _leave_alone()
     _have_nothing_captured()
+    _take_plain_tensors()
     # Dynamo finds functions of torch by their names, once: what has been replaced is to be found as what it is now.
     trace_rules.clear_lru_cache()
 
@@ -81,6 +82,15 @@ def _have_nothing_captured() -> None:
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             if module.name not in (dtensor.__name__, _torch.__name__):
                 trace_rules.add(module.name)
+
+
+def _take_plain_tensors() -> None:
+    """Inputs of a graph are also remote tensors that are no DTensor's: parameters that no plan names, `to_local()`'s.
+
+    Dynamo asks a class with a `__torch_dispatch__` for the tensors inside, of which these have none.
+    """
+    torch._dynamo.config.traceable_tensor_subclasses.add(RemoteTensor)
+    builder.VariableBuilder._type_dispatch()[RemoteTensor] = builder.VariableBuilder.wrap_tensor
 
 
 def _leave_alone() -> None:

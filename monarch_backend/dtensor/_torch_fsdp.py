@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from monarch_backend.dtensor import _fsdp, _group
+from monarch_backend.dtensor import _fsdp, _group, _modules
 from monarch_backend.dtensor._device_handle import DeviceHandle
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._factories import OnWorkers
@@ -64,7 +64,7 @@ def _init_group(own: Any) -> Replacement:
                 )
             state._monarch_workers = workers
             for module in modules:
-                _fsdp.put_buffers(module.modules(), workers)
+                _modules.put_buffers(module.modules(), workers)
         own(state, params, modules, mesh_info, after_forward, *args, **options)
 
     return _init_param_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -155,12 +155,12 @@ def test_meshes_by_ranks_are_of_one_and_of_those_that_run(mesh_of: Callable[[str
 
 
 @pytest.fixture
-def ended() -> Iterator[tuple[Any, Any]]:
+def ended() -> tuple[Any, Any]:
     """The mesh of processes that have ended, and their group."""
     with this_host().spawn_procs({"x": 1}) as procs:
         mesh = procs.device_mesh("cpu")
         group = mesh.get_group()
-    yield mesh, group
+    return mesh, group
 
 
 def test_ranks_that_have_ended_are_nobodys(ended: tuple[Any, Any], mesh_of: Callable[[str], Any]) -> None:

@@ -132,8 +132,35 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
     assert forms == {
         "distribute_tensor": "tensor device_mesh placements src_data_rank",
         "get_rank": "group",
+        "parallelize_module": "module device_mesh parallelize_plan src_data_rank",
     }
     assert dist.get_rank is c10d.get_rank
+
+
+def test_parallelize_module_calls_itself_for_each_style() -> None:
+    """So only the outermost call is the user's."""
+    _, make = _torch.DIVERTED[-1]
+    seen: list[bool] = []
+
+    def own(module: Any, mesh: Any, plan: Any) -> Any:
+        seen.append(_torch._mode.parallelizing)
+        return module if plan is None else make(own)(module, mesh, None)
+
+    assert make(own)("module", None, None) == "module"
+    with pytest.raises(RuntimeError, match="mesh"):
+        make(own)(torch.nn.Linear(1, 1), None, {})
+    assert seen == [True, True, True] and not _torch._mode.parallelizing
+
+
+def test_modules_and_parameters_have_the_tables_of_hooks_that_are_read() -> None:
+    module = torch.nn.Linear(1, 1)
+    handle = module.register_forward_pre_hook(seen := lambda *_: None)
+    assert list(module._forward_pre_hooks.items()) == [(handle.id, seen)]
+    weight = module.weight
+    assert not weight._backward_hooks and not weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    weight.register_hook(lambda _: None)
+    module.bias.register_post_accumulate_grad_hook(lambda _: None)
+    assert weight._backward_hooks and module.bias._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
 def test_torch_runs_functions_for_each_rank_by_the_names_that_are_replaced() -> None:

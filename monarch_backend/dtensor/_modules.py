@@ -1,0 +1,96 @@
+"""Tensors and modules of the controller that are put on the workers whole, as each rank of torchrun's has its own.
+
+Nothing of it is a DTensor: a parameter that no plan names is a plain tensor under torchrun, and is one here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from monarch_backend.dtensor import _torch
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from monarch_backend.dtensor._workers import Workers
+
+log = logging.getLogger("monarch_backend")
+
+
+def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """What of a module is still on the controller is on all workers of the mesh from now on; returns the module.
+
+    Its parameters stay the same objects, so an optimizer that knows them trains them there, without a word to the
+    controller. A module that ``parallelize_module`` was called with does this by itself when it is first called, for
+    the parameters and buffers that no style has taken; one that ``torch.compile`` takes, or that is not inside such a
+    module, wants it. Raises ValueError for a mesh that is no controller's.
+
+    >>> from torch import nn
+    >>> from monarch_backend.actor import this_host
+    >>> from monarch_backend.dtensor import put_module
+    >>> procs = this_host().spawn_procs({"tp": 2})
+    >>> norm = put_module(nn.LayerNorm(3), procs.device_mesh("cpu"))
+    >>> type(norm.weight).__name__, norm.weight.tolist()
+    ('RemoteTensor', [1.0, 1.0, 1.0])
+    >>> procs.stop().get()
+    """
+    workers = _torch.workers_of(mesh)
+    if workers is None:
+        raise ValueError(f"{mesh} is no controller's mesh: a rank of a process group has the module's tensors already")
+    with torch.inference_mode(False), torch.no_grad():  # it is not only for a forward without gradients
+        for name, parameter in module.named_parameters():
+            if type(parameter) is nn.Parameter and not parameter.is_meta:
+                _put_parameter(name, parameter, workers)
+        put_buffers(module.modules(), workers)
+    return module
+
+
+def _put_parameter(name: str, parameter: nn.Parameter, workers: Workers) -> None:
+    remote: Any = nn.Parameter(workers.put(parameter), requires_grad=parameter.requires_grad)
+    remote.__dict__.update(parameter.__dict__)
+    if parameter.grad is not None:
+        remote.grad = parameter.grad if isinstance(parameter.grad, RemoteTensor) else workers.put(parameter.grad)
+    why = _torch.exchange(parameter, remote)
+    if why:
+        log.warning(
+            "%s stays on the controller, and is sent to the workers whenever it is used: %s. Call "
+            "monarch_backend.dtensor.put_module() before that",
+            name,
+            why,
+        )
+
+
+def put_buffers(modules: Iterable[nn.Module], workers: Workers) -> None:
+    """The modules' buffers on all workers: an operation there could not change one that is here."""
+    known: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if type(buffer) is torch.Tensor and not buffer.is_meta:
+                if buffer not in known:
+                    known[buffer] = workers.put(buffer)
+                module._buffers[name] = known[buffer]
+
+
+class _Sent(torch.autograd.Function):
+    """The way of a value to the workers, and of its gradient, which stays there, through what was calculated here."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: torch.Tensor, workers: Workers) -> torch.Tensor:
+        return workers.put(value)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+def sent(value: torch.Tensor, workers: Workers) -> Any:
+    """A tensor of the controller, the same on all workers, with its history."""
+    if value.requires_grad and torch.is_grad_enabled():
+        return _Sent.apply(value, workers)  # type: ignore[no-untyped-call]
+    return workers.put(value)
