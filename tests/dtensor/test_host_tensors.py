@@ -1,14 +1,18 @@
-"""Tensors of the controller that an operation with remote ones changes: it is they that change."""
+"""Tensors of the controller beside remote ones: those that change are they themselves; what is sent, and to whom."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+from monarch_backend.dtensor import shard_batch
+from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
 
 
@@ -73,3 +77,70 @@ def test_running_values_of_a_norm_that_stays_here(mesh_of: Any) -> None:
     torch.testing.assert_close(ours.running_mean, alone.running_mean)
     torch.testing.assert_close(ours.running_var, alone.running_var)
     assert not torch.equal(ours.running_mean, torch.zeros(4))
+
+
+# What is sent ---------------------------------------------------------------------------------------------------
+
+
+class Sent(list[Any]):
+    """Sizes of the controller's tensors that go to the workers: one number to all, a list for each its own."""
+
+    def __init__(self, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        line = workers_of(mesh).line
+        put, put_by_rank = line.put, line.put_by_rank
+
+        def to_all(number: int, tensor: torch.Tensor) -> None:
+            self.append(tensor.numel())
+            put(number, tensor)
+
+        def to_each(number: int, tensors: Any) -> None:
+            self.append([None if each is None else each.numel() for each in tensors])
+            put_by_rank(number, tensors)
+
+        monkeypatch.setattr(line, "put", to_all)
+        monkeypatch.setattr(line, "put_by_rank", to_each)
+
+
+def test_each_worker_is_sent_its_shard_and_no_other(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size, placements, shards in (
+        ("2", 7, [Shard(0)], [12, 9]),
+        ("3", 7, [Shard(0)], [9, 9, 3]),
+        ("2x2", 4, [Shard(0), Shard(1)], [4, 2, 4, 2]),
+        ("2x2", 4, [Replicate(), Shard(0)], [6, 6, 6, 6]),
+    ):
+        whole, mesh = torch.randn(size, 3), mesh_of(name)
+        with monkeypatch.context() as patch:
+            sent = Sent(mesh, patch)
+            x = distribute_tensor(whole, mesh, placements)
+            assert sent == [shards]
+        same(x, whole, 0)
+
+
+def test_a_local_tensor_beside_a_distributed_one_is_sent_once(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, host = mesh_of("2"), torch.arange(6.0)
+    x = distribute_tensor(torch.ones(6), mesh, [Shard(0)])
+    sent = Sent(mesh, monkeypatch)
+    once = distribute_tensor(host, mesh, [Shard(0)])
+    same(x + once * 2 - once, host + 1)
+    assert sent == [[3, 3]]
+    same(x * host, host)
+    assert len(sent) == 2  # one message to all workers, for the operation that it is used in
+
+
+def test_what_a_data_loader_yields_is_sent_by_rows(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, data = mesh_of("2x2"), TensorDataset(torch.randn(8, 3), torch.arange(8))
+    sent = Sent(mesh, monkeypatch)
+    loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    seen = []
+    for x, labels in loader:
+        mine = shard_batch({"x": x, "labels": labels}, mesh["dp"])
+        same(DTensor.from_local(mine["x"], mesh["dp"], [Shard(0)]), x, 0)
+        seen += DTensor.from_local(mine["labels"], mesh["dp"], [Shard(0)]).tolist()
+    assert sorted(seen) == list(range(8)) != seen
+    assert sent == [[6, 6, 6, 6], [2, 2, 2, 2]] * 2

@@ -406,3 +406,22 @@ def test_a_data_loader_on_the_workers(mesh_of: Callable[[str], Any]) -> None:
         assert batch.shape == (4, 2)
         seen += batch.tolist()
     assert sorted(seen) == [[i, i * i] for i in range(16)]
+
+
+def epoch(mesh: Any, data: Any) -> Any:
+    """On each worker: a line of the mesh's second dimension reads the same rows, each line its own."""
+    sampler: Any = DistributedSampler(data, mesh["dp"].size(), mesh.get_local_rank("dp"), shuffle=False)
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    return [DTensor.from_local(batch, mesh, [Shard(0), Replicate()]) for batch in loader]
+
+
+def test_a_sharded_sampler_on_a_mesh_of_two_dimensions(all_procs: Any) -> None:
+    procs = all_procs["2x2"]
+    mesh = procs.device_mesh("cpu")
+    weight = distribute_tensor(torch.eye(2), mesh, [Replicate(), Shard(1)])
+    batches = procs.run(epoch, mesh, Squares()).get()
+    assert len(batches) == 4
+    assert all(batch.placements == (Shard(0), Replicate()) for batch in batches)
+    seen = [row for batch in batches for row in (batch.float() @ weight).tolist()]
+    assert sorted(seen) == [[i, i * i] for i in range(16)]
+    assert [row[0] for row in batches[0].tolist()] == [0, 2, 1, 3]  # by turns, as torch's sampler deals them

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import nbformat
 import pytest
 
-from tests.examples.programs import run
+from tests.examples import notebooks
+from tests.examples.notebooks import text
 
 pytestmark = pytest.mark.slow
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "actors.ipynb"
-EXECUTE = """
-import sys
-
-import nbformat
-from nbclient import NotebookClient
-notebook = nbformat.read(sys.argv[1], 4)
-# Unix sockets, in this folder: no port to collide with, and no notice that TCP is not encrypted.
-client = NotebookClient(notebook, timeout=60, kernel_name="python3")
-client.create_kernel_manager()
-client.km.transport, client.km.ip = "ipc", "kernel"
-client.execute()
-nbformat.write(notebook, "executed.ipynb")
-"""
+NAME = "actors.ipynb"
 
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
-    scratch = tmp_path_factory.mktemp("notebook")
-    run("-", str(NOTEBOOK), scratch, stdin=EXECUTE)
-    return nbformat.read(scratch / "executed.ipynb", 4)
-
-
-def text(notebook: nbformat.NotebookNode, stream: str = "stdout") -> str:
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == stream)
-
-
-def pictures(notebook: nbformat.NotebookNode) -> list[int]:
-    """How many each cell shows."""
-    return [sum("image/png" in output.get("data", {}) for output in cell.get("outputs", [])) for cell in notebook.cells]
+    return notebooks.execute(NAME, tmp_path_factory.mktemp("notebook"))
 
 
 def test_meshes_slices_and_calls(executed: nbformat.NotebookNode) -> None:
@@ -80,9 +55,4 @@ def test_a_restarted_rank_answers_again(executed: nbformat.NotebookNode) -> None
 
 
 def test_what_is_stored_is_what_it_shows(executed: nbformat.NotebookNode) -> None:
-    stored = nbformat.read(NOTEBOOK, 4)
-    assert pictures(stored) == pictures(executed)
-    assert sum(pictures(stored)) == 4
-    code = [cell for cell in stored.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run all cells, then save it"
-    assert NOTEBOOK.stat().st_size < 300_000
+    notebooks.is_stored(NAME, executed, 4)
