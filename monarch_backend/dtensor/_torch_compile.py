@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NoReturn
@@ -90,7 +91,13 @@ def _take_plain_tensors() -> None:
     Dynamo asks a class with a `__torch_dispatch__` for the tensors inside, of which these have none.
     """
     torch._dynamo.config.traceable_tensor_subclasses.add(RemoteTensor)
-    builder.VariableBuilder._type_dispatch()[RemoteTensor] = builder.VariableBuilder.wrap_tensor
+    builder.VariableBuilder._type_dispatch()[RemoteTensor] = _wrap_plain
+
+
+def _wrap_plain(self: Any, value: RemoteTensor) -> Any:
+    with warnings.catch_warnings():  # dynamo looks at `.grad` of what is no leaf, too, and silences it less well
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        return self.wrap_tensor(value)
 
 
 def _leave_alone() -> None:

@@ -272,7 +272,8 @@ def test_dynamo_has_the_table_where_plain_tensors_are_noted() -> None:
     _torch_compile.install()
     kinds = builder.VariableBuilder._type_dispatch()
     assert kinds is builder.VariableBuilder._type_dispatch()
-    assert kinds[RemoteTensor] is kinds[torch.Tensor] is builder.VariableBuilder.wrap_tensor
+    assert kinds[torch.Tensor] is builder.VariableBuilder.wrap_tensor
+    assert kinds[RemoteTensor] is _torch_compile._wrap_plain
 
 
 # By hand --------------------------------------------------------------------------------------------------------
