@@ -503,6 +503,7 @@ def test_what_was_freed_can_not_be_read(mesh_of: Any) -> None:
 def test_the_memory_is_freed_with_the_model(mesh_of: Any) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
+    gc.collect()  # other tests' models
     before = bytes_of(workers)
     model = sharded(Net(hidden=LARGE), mesh)
     loss_of(model, shard_batch(torch.randn(2, WIDTH), mesh)).backward()
