@@ -16,8 +16,8 @@ from monarch_backend.dtensor import _torch
 SIZES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"dp": 2, "tp": 2}}
 
 CUBES: dict[str, dict[str, Any]] = {  # of the same four processes
-    "1x2x2": {"dp": ("pp", "dp"), "pp": 1},
     "2x1x2": {"dp": ("dp", "cp"), "cp": 1},
+    "1x2x2": {"dp": ("pp", "dp"), "pp": 1},
     "2x2x1": {"tp": ("tp", "ep"), "ep": 1},
 }
 
@@ -58,9 +58,9 @@ def line(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
     return mesh_of(request.param)
 
 
-@pytest.fixture(params=[*CUBES, pytest.param("2x2x2", marks=pytest.mark.slow)])
+@pytest.fixture(params=["2x1x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1x2x2", "2x2x1", "2x2x2"))])
 def cube(request: pytest.FixtureRequest, all_procs: dict[str, ProcMesh]) -> Iterator[ProcMesh]:
-    """Processes in three dimensions; in the slow run also eight, with two in each."""
+    """Processes in three dimensions; in the slow run all kinds, and eight with two in each."""
     if request.param in CUBES:
         yield all_procs["2x2"].split(**CUBES[request.param])
         return
