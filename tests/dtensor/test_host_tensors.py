@@ -118,17 +118,26 @@ def test_each_worker_is_sent_its_shard_and_no_other(
         same(x, whole, 0)
 
 
-def test_a_local_tensor_beside_a_distributed_one_is_sent_once(
+def test_a_local_tensor_beside_a_distributed_one_is_sent_once_and_by_shards(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh, host = mesh_of("2"), torch.arange(6.0)
-    x = distribute_tensor(torch.ones(6), mesh, [Shard(0)])
+    mesh, host = mesh_of("2"), torch.arange(24.0).view(6, 4)
+    x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
     sent = Sent(mesh, monkeypatch)
+    for calculate, parts in (
+        (lambda x: x * host, [12, 12]),
+        (lambda x: host - x, [12, 12]),
+        (lambda x: torch.cat([x, host], 1), [12, 12]),
+        (lambda x: host.t() @ x, [12, 12]),
+        (lambda x: torch.nn.functional.mse_loss(x, host), [12, 12]),
+        (lambda x: x + host[0], 4),  # all of them need all of it
+    ):
+        same(calculate(x), calculate(torch.ones(6, 4)))
+        assert sent == [parts]
+        sent.clear()
     once = distribute_tensor(host, mesh, [Shard(0)])
     same(x + once * 2 - once, host + 1)
-    assert sent == [[3, 3]]
-    same(x * host, host)
-    assert len(sent) == 2  # one message to all workers, for the operation that it is used in
+    assert sent == [[12, 12]]
 
 
 def test_what_a_data_loader_yields_is_sent_by_rows(
