@@ -8,7 +8,7 @@ from setuptools import setup
 
 # Shared memory, channels and registered memory stand on what Linux has.
 linux = ["csrc/shm", "csrc/shm/python", "csrc/channel", "csrc/channel/python", "csrc/memory", "csrc/memory/python"]
-folders = ["csrc", *(linux if sys.platform == "linux" else [])]
+folders = ["csrc", "csrc/records", *(linux if sys.platform == "linux" else [])]
 
 native = Pybind11Extension(
     "monarch_backend._native",

@@ -5,6 +5,7 @@
 
 namespace monarch {
 
+void bind_records(pybind11::module_& m);        // csrc/records/
 void bind_shared_memory(pybind11::module_& m);  // csrc/shm/, Linux only: it stands on memfd, futex and pidfd
 void bind_channels(pybind11::module_& m);       // csrc/channel/, Linux only: it stands on csrc/shm
 void bind_memory(pybind11::module_& m);         // csrc/memory/, Linux only: it stands on csrc/shm

@@ -47,6 +47,7 @@ PYBIND11_MODULE(_native, m) {
         "Never free this object, also not while the interpreter ends.");
   m.def("skip_mt19937", &skip_mt19937, pybind11::arg("words"), pybind11::arg("left"), pybind11::arg("count"),
         "Moves a Mersenne Twister's 624 words, changed in place, behind so many draws; returns how many are left then.");
+  monarch::bind_records(m);
 #if defined(__linux__)
   monarch::bind_shared_memory(m);
   monarch::bind_channels(m);

@@ -1,4 +1,5 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 def boot_id() -> str:
@@ -21,6 +22,102 @@ def skip_mt19937(words: bytearray | memoryview, left: int, count: int) -> int:
 
 def keep_for_ever(instance: object, /) -> None:
     """Never free this object, also not while the interpreter ends."""
+
+# csrc/records/: what a record costs, on the controller and on a worker; see monarch_backend/dtensor.
+
+def set_up_places(
+    is_internal: Callable[[CodeType], bool], number_of: Callable[[tuple[tuple[CodeType, int], ...]], int], /
+) -> None:
+    """Who is asked about each code object once, and about each place."""
+
+def place_here() -> int:
+    """The number of the place in the program that runs now: its innermost frames that are not internal."""
+
+class Sink:
+    """Where the words of a set of workers go."""
+
+    limit: int
+    """In words: more are a batch."""
+    records: int
+    """So many have been written."""
+    debug: bool
+    """Each record is a batch."""
+
+    def __init__(
+        self, words: list[Any], unreachable: list[int], ids: Iterator[int], wake: Callable[[], object],
+        full: Callable[[], object], limit: int, /,
+    ) -> None: ...  # fmt: skip
+
+class Ref:
+    """The workers' id of a tensor: in ``workers.unreachable`` when nobody has it any more."""
+
+    workers: Any
+    id: int
+    nbytes: Any
+
+    def __init__(self, workers: Any, number: int, /) -> None: ...
+
+class Entry:
+    """What is known of a signature."""
+
+    workers: Any
+    number: int
+    kind: int
+    outs: tuple[Any, ...]
+    sequence: type
+    returns: Callable[[Any, Any], Any] | None
+    host: Any
+    parts: list[int]
+    at: int
+    @property
+    def used(self) -> int: ...
+
+class Plan:
+    """What is known of an operator. ``scalars``, ``names``: see `_signatures.scalars_of`."""
+
+    entries: dict[Any, Entry]
+    target: Any
+    special: Callable[[Any, Any, Any], Any] | None
+
+    def __init__(self, target: Any, special: Any, scalars: int, names: frozenset[str], /) -> None: ...
+
+def set_up_issue(
+    tensor: type, make: Callable[..., Any], no_pointer: Callable[[Any], object], is_inference: Callable[[], bool],
+    constants: tuple[type, ...], part: Callable[[Any], Any], not_plain: type[Exception],
+    with_host_tensors: Callable[[Plan, Any, Any], Any], missing: Callable[[Plan, Any, Any, Any, Any], Entry],
+    plan_of: Callable[[Any], Plan], yes: object, no: object, /,
+) -> None:  # fmt: skip
+    """What is asked of Python."""
+
+def dispatch(func: Any, args: Any, kwargs: Any, /) -> Any:
+    """An operator's result, as remote tensors."""
+
+def issue(plan: Plan, args: Any, kwargs: Any, workers: Any, /) -> Any:
+    """As dispatch, of the plain operation. ``workers``: of one without tensors among its arguments, else None."""
+
+class Call:
+    """A function and its arguments, which are ("constant", value), ("tensor", at), ("number", at), ("list", [...])."""
+
+    function: Callable[..., Any]
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: list[Any], names: tuple[str, ...], operands: int, results: int,
+        kind: int, /,
+    ) -> None: ...  # fmt: skip
+    def run(self, tensors: Any, words: list[Any], i: int, /) -> None:
+        """Execute the record at ``words[i]``."""
+
+    def given(self, tensors: Any, words: list[Any], i: int, /) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the function is given for it."""
+
+def execute(
+    words: list[Any], i: int, calls: dict[int, Call], tensors: dict[int, Any], pending: dict[int, Any],
+    cursor: list[int], /,
+) -> int:  # fmt: skip
+    """Execute records from ``words[i]`` on; returns where one is that is not among the calls, or has to wait.
+
+    Raises what a call raises; then ``cursor[0]`` says where its record is.
+    """
 
 class Peer:
     """Another process of this host, which may have ended since we met. Linux only, as all below."""

@@ -5,12 +5,13 @@ No ids and no messages here. Shards of unequal sizes are classes of ranks with e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from monarch_backend.dtensor import _rank_ints
+from monarch_backend.dtensor import _rank_ints, _remote_tensor
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
@@ -26,7 +27,9 @@ class Meta:
     ``classes[of_rank[r]]``, or nothing where that is -1.
     """
 
-    __slots__ = ("classes", "device", "dtype", "of_rank", "offset", "shape", "shown", "stride", "workers")
+    __slots__ = (
+        "__weakref__", "classes", "device", "dtype", "form", "of_rank", "offset", "shape", "shown", "stride", "workers",
+    )  # fmt: skip
 
     workers: Workers
     shape: Sizes
@@ -38,6 +41,8 @@ class Meta:
     """Where torch's C++ has it. A controller without a GPU could not run autograd for any but the CPU and meta."""
     classes: tuple[Meta, ...] | None
     of_rank: tuple[int, ...]
+    form: tuple[Any, ...]
+    """What makes a tensor of this metadata."""
 
     def on(self, rank: int) -> Meta | None:
         """What this rank has."""
@@ -55,8 +60,9 @@ class Metas:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._same: dict[Any, Meta] = {}
-        self._by_rank: dict[tuple[Meta | None, ...], Meta] = {}
+        # Whoever has a tensor of it, or a signature with it, keeps it.
+        self._same: weakref.WeakValueDictionary[Any, Meta] = weakref.WeakValueDictionary()
+        self._by_rank: weakref.WeakValueDictionary[tuple[Meta | None, ...], Meta] = weakref.WeakValueDictionary()
 
     def same(self, shape: Sizes, stride: Sizes, offset: Any, dtype: torch.dtype, device: torch.device) -> Meta:
         """The same on all ranks."""
@@ -67,6 +73,7 @@ class Metas:
             found.workers, found.classes, found.of_rank = self._workers, None, ()
             found.shape, found.stride, found.offset, found.dtype, found.device = key
             found.shown = device if device.type == "meta" else _CPU
+            found.form = _remote_tensor.form_of(found)
             self._same[key] = found
         return found
 
@@ -102,6 +109,7 @@ class Metas:
         found.shape = tuple(_int(metas, lambda meta, d=d: meta.shape[d]) for d in range(len(first.shape)))
         found.stride = tuple(_int(metas, lambda meta, d=d: meta.stride[d]) for d in range(len(first.shape)))
         found.offset = _int(metas, lambda meta: meta.offset)
+        found.form = _remote_tensor.form_of(found)
         return found
 
 

@@ -8,9 +8,11 @@ only, the answer is no, as in torch's LocalTensorMode, and all take the long way
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,10 +45,14 @@ def values_of(number: Any) -> Values | None:
     return node.values if isinstance(node, RankInts) else None
 
 
+REMEMBERED = 1024
+"""So many results of calculations with one of these."""
+
+
 class RankInts:
     """What torch calls the node of a SymInt. Interned: the same values are the same object."""
 
-    __slots__ = ("_known", "are_sizes", "values")
+    __slots__ = ("__weakref__", "_known", "are_sizes", "values")
 
     def __init__(self, values: Values, are_sizes: bool) -> None:
         self.values, self.are_sizes = values, are_sizes
@@ -79,7 +85,7 @@ class RankInts:
 
     def wrap_int(self, number: int) -> ConstantIntNode:
         """As torch wants the other side of a calculation."""
-        return ConstantIntNode(number)
+        return _wrapped(number)
 
     # Calculating ------------------------------------------------------------------------------------------------
 
@@ -89,7 +95,14 @@ class RankInts:
         found = self._known.get((name, theirs))
         if found is None:
             are_sizes = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
-            found = self._known[name, theirs] = _node(_zip(self, theirs, of), are_sizes)
+            found = self._remember(name, theirs, _node(_zip(self, theirs, of), are_sizes))
+        return found
+
+    def _remember(self, name: str, theirs: RankInts | int, found: Any) -> Any:
+        """A loop over all ranks, once. A program that counts asks with ever new numbers: not for ever."""
+        if len(self._known) >= REMEMBERED:
+            self._known.clear()
+        self._known[name, theirs] = found
         return found
 
     def add(self, other: Any) -> Any:
@@ -138,6 +151,12 @@ class RankInts:
     def _agreed(self, sign: str, other: Any, of: Callable[[int, int], bool]) -> Any:
         """The answer that all ranks give; where they don't agree, one that raises RankDependentError when used."""
         theirs = other if isinstance(other, RankInts) else _constant(other)
+        found = self._known.get((sign, theirs))
+        if found is None:
+            found = self._remember(sign, theirs, self._answer(sign, theirs, of))
+        return found
+
+    def _answer(self, sign: str, theirs: RankInts | int, of: Callable[[int, int], bool]) -> Any:
         answers = {bool(each) for each in _zip(self, theirs, of) if each is not None}
         if len(answers) > 1:
             both = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
@@ -242,13 +261,13 @@ class RankBool:
 
     def bool_(self) -> bool:
         """Asked by Python. There is no one answer, but for torch."""
-        return self._answer(torchs=_asked_by_torch())
+        return self._decided(torchs=_asked_by_torch())
 
     def guard_bool(self, _file: str, _line: int) -> bool:
         """Asked by torch's C++."""
-        return self._answer(torchs=True)
+        return self._decided(torchs=True)
 
-    def _answer(self, *, torchs: bool) -> bool:
+    def _decided(self, *, torchs: bool) -> bool:
         if torchs and self.long_way is not None:
             return self.long_way
         raise RankDependentError(self.what, "is true on some ranks and false on others")
@@ -287,7 +306,8 @@ def _asked_by_torch() -> bool:
 _LONG_WAYS = {"==": False, "!=": True}
 """What torch itself is answered of sizes that are equal on some ranks only."""
 
-_interned: dict[tuple[Values, bool], RankInts] = {}
+_interned: weakref.WeakValueDictionary[tuple[Values, bool], RankInts] = weakref.WeakValueDictionary()
+_wrapped = functools.lru_cache(1024)(ConstantIntNode)
 
 
 def _node(values: Values, are_sizes: bool) -> Any:

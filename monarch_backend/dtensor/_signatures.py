@@ -1,7 +1,8 @@
 """Signatures: what an operation does to metadata, found out once, and the number under which workers know it.
 
-A signature is an operation with the metadata of its tensors and all its other arguments, except floats: those are sent
-with each record, since a learning rate or a bias correction differs in each step. Found by running it on fake tensors.
+A signature is an operation with the metadata of its tensors and all its other arguments, except numbers that metadata
+does not depend on, floats and torch's "Scalars": those are sent with each record, since a learning rate or the count of
+a step differs in each step. Found by running it on fake tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from monarch_backend import _native
 from monarch_backend.dtensor import _rank_ints, _wire
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
@@ -25,19 +27,12 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
 
 
-class Entry:
-    """What is known of a signature. ``number`` 0: nothing is sent, ``host`` is the result."""
-
-    __slots__ = ("host", "kind", "number", "outs", "returns", "sequence", "workers")
-
-    workers: Workers
-    number: int
-    kind: Kind
-    outs: tuple[Meta | None, ...]
-    sequence: type
-    returns: Callable[[Any, Any], Any] | None
-    """Of an operation that changes an argument: which one it returns."""
-    host: Any
+Entry = _native.Entry
+"""What is known of a signature. ``number`` 0: nothing is sent, ``host`` is the result. ``kind``, ``outs``: of results,
+None in place of what is no tensor. ``sequence``: list or tuple, of many results. Of an operation that changes an
+argument, the one that it returns is number ``at``, or ``returns(args, kwargs)``. ``parts``: all numbers that workers
+know it by. ``used``: when, counted in records.
+"""
 
 
 class Target(NamedTuple):
@@ -50,6 +45,38 @@ class Target(NamedTuple):
     """torch's, of an operator."""
     writes: tuple[int, ...] = ()
     """Of a function without a schema: the positions of the arguments that it changes."""
+
+
+def scalars_of(schema: Any) -> tuple[int, frozenset[str]]:
+    """Which arguments may be ints that say nothing about the result's metadata: bits by position, and names.
+
+    torch's Scalars, and numbers in place of tensors. Not of what makes a tensor of numbers alone, as arange does.
+    """
+    if not any("Tensor" in str(each.type) for each in schema.arguments):
+        return 0, frozenset()
+    found = [(i, each) for i, each in enumerate(schema.arguments) if _takes_a_number(each.type)]
+    positions = sum(1 << i for i, each in found if not each.kwarg_only and i < 64)
+    return positions, frozenset(each.name for _, each in found)
+
+
+def _takes_a_number(kind: Any) -> bool:
+    inner = kind.getElementType() if isinstance(kind, torch.OptionalType) else kind
+    return isinstance(inner, (torch.TensorType, torch.NumberType))
+
+
+def with_numbers(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, with ints that each record has of its own as such."""
+    if schema is None:
+        return args, kwargs
+    positions, names = scalars_of(schema)
+
+    def number(value: Any, is_scalar: object) -> Any:
+        return _wire.Number(value) if is_scalar and type(value) is int and -(2**63) <= value < 2**63 else value
+
+    return (
+        [number(each, positions >> i & 1) for i, each in enumerate(args)],
+        {name: number(each, name in names) for name, each in kwargs.items()},
+    )
 
 
 def make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
@@ -137,12 +164,14 @@ def _without(
 def _combine(workers: Workers, entries: list[Entry], of_rank: list[int]) -> Entry:
     first = entries[0]
     entry = Entry()
-    entry.workers, entry.kind, entry.sequence, entry.returns = workers, first.kind, first.sequence, first.returns
+    entry.workers, entry.kind, entry.sequence = workers, first.kind, first.sequence
+    entry.returns, entry.at = first.returns, first.at
     entry.host = _host(entries, of_rank)
     if first.number:
         entry.number = workers.define_by_rank([each.number for each in entries], of_rank)
+        entry.parts = [entry.number, *(each.number for each in entries)]
     else:
-        entry.number = 0
+        entry.number, entry.parts = 0, []
     entry.outs = tuple(
         None
         if first.outs[i] is None
@@ -173,19 +202,20 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     entry = Entry()
     entry.workers, entry.outs, entry.kind, entry.sequence, entry.host = workers, (), Kind.NONE, tuple, None
     entry.returns, writes = _returned(target.schema)
+    entry.at = writes[0][0] if entry.returns is not None and len(target.schema.returns) == 1 else -1
     writes += [(i, "") for i in target.writes]
     # First what may be refused; only then workers hear of it.
     if entry.returns is None:
         _shape_results(workers, entry, propagate(target.call, args, kwargs))
         if entry.host is not None:
-            entry.number = 0
+            entry.number, entry.parts = 0, []
             return entry
     elif target.schema.returns:
         propagate(target.call, args, kwargs)
     operands: list[Any] = []
 
     def operand(value: Any) -> int | None:
-        if isinstance(value, (RemoteTensor, Operand, float)):
+        if isinstance(value, (RemoteTensor, Operand, float, _wire.Number)):
             operands.append(value)
             return len(operands) - 1
         return None
@@ -196,6 +226,7 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     entry.number = workers.define(
         target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins
     )
+    entry.parts = [entry.number]
     return entry
 
 
@@ -296,6 +327,7 @@ class _Quiet(logging.Filter):
 
 _quiet = _Quiet()
 _fake = FakeTensorMode()
+_fake.cache_enabled = False  # for ever, of everything; who asks here remembers the answer
 one_at_a_time = threading.RLock()
 """For whoever handles fake tensors: the device that one says it is on depends on what its mode, shared by all, does."""
 stands_in: dict[Any, Callable[..., Any]] = {}

@@ -16,12 +16,15 @@ from typing import Any, Protocol
 from monarch_backend.dtensor import _wire
 from monarch_backend.dtensor._errors import MeshClosedError
 
-BATCH = 400
-"""Words after which a batch is sent: about 64 operations."""
-IDLE = 0.0002
+FIRST, MOST = 100, 1600
+"""Words after which a batch is sent. The first ones are small, 16 operations, so that workers begin soon; each is twice
+as large as the one before, since a message costs more than its words. After a read they are small again."""
+IDLE = 0.001
 """Seconds after which a batch is sent that nobody fills."""
-COUNTED = 16
-"""Of so many batches one is answered when it has been done."""
+COUNTED = 6400
+"""After so many words a batch is answered when it has been done."""
+LEAST = 400
+"""So many words a batch counts at least."""
 AHEAD = 8
 """So many answers may be missing: then the controller waits."""
 
@@ -54,9 +57,11 @@ class Stream:
         self._sending = threading.RLock()
         self._handing_over = False  # a batch has been taken and is not sent yet: no other may go before it
         self._missing: deque[Callable[[], object]] = deque()
+        self._unanswered = 0  # words, since the last batch that is answered
         self.batches = 0
         self.nbytes = 0
         self._timed = False
+        self._batches_then = 0  # when the clock was set
         self.closed: Exception | None = None  # why nothing can be sent any more
         _streams.add(self)
 
@@ -81,10 +86,14 @@ class Stream:
         """There are words where none were: they leave soon, whether more come or not."""
         if not self._timed:
             self._timed = True
+            self._batches_then = self.batches
             self._line.later(IDLE, self._late)
 
     def _late(self) -> None:
         self._timed = False
+        if self.words and self.batches != self._batches_then:  # somebody fills them, and these are new
+            self.wake()
+            return
         if self._sending.acquire(blocking=False):  # else somebody sends just now
             try:
                 if self._handing_over:  # this thread: it waits for room, and reads messages and clocks meanwhile
@@ -110,9 +119,10 @@ class Stream:
             self.nbytes += len(batch)
             self._handing_over = True
             try:
-                if self.batches % COUNTED:
+                if self._unanswered < COUNTED:
                     self._line.send(batch)
                 else:
+                    self._unanswered = 0
                     self._missing.append(self._line.send_counted(batch))
             finally:
                 self._handing_over = False
@@ -140,6 +150,7 @@ class Stream:
         del self._definitions[: len(definitions)]
         if dead:
             words += (_wire.DELETE, len(dead), *dead)
+        self._unanswered += max(len(words), LEAST)
         return _wire.encode((definitions, words)) if words or definitions else None
 
 

@@ -12,7 +12,7 @@ import inspect
 import math
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -309,6 +309,8 @@ def _for_each_rank(own: Any) -> Replacement:
     def _for_each_rank_run_func(func: Any, ranks: Any, args: Any, kwargs: Any, *, alias: bool = True) -> Any:
         if ranks is not _mode.ranks:
             return own(func, ranks, args, kwargs, alias=alias)
+        if _are_alike([*args, *kwargs.values()]):
+            return func(*args, **kwargs)
         flat = [_settled(each) for each in pytree.tree_leaves((args, kwargs))]
         if any(map(_torch_traces.is_traced, flat)):
             differs = any(_rank_ints.values_of(each) is not None for each in flat)
@@ -320,6 +322,24 @@ def _for_each_rank(own: Any) -> Replacement:
         return func(*args, **kwargs)
 
     return _for_each_rank_run_func
+
+
+def _are_alike(values: Iterable[Any]) -> bool:
+    """Whether these are remote tensors, and others that are no tensors, and all ranks have the same.
+
+    Then a function that acts for one rank acts for all. That is so each time that even shards are gathered.
+    """
+    for each in values:
+        kind = type(each)
+        if kind is RemoteTensor:
+            if each._meta.classes is not None:
+                return False
+        elif kind is list or kind is tuple:
+            if not _are_alike(each):
+                return False
+        elif kind is torch.SymInt or kind is dict or isinstance(each, torch.Tensor):
+            return False
+    return True
 
 
 def _settled(value: Any) -> Any:
@@ -359,8 +379,10 @@ def _one_collective(own: Any) -> Replacement:
     ) -> Any:
         # Over two dimensions of a mesh, shards of unequal sizes are not those over the flattened one, which torch 2.13
         # takes them for when it gathers.
-        if workers_of(device_mesh) is not None and any(
-            _is_uneven(info, device_mesh, src_placements) for info in transform_infos
+        if (
+            len(transform_infos) > 1
+            and workers_of(device_mesh) is not None
+            and any(_is_uneven(info, device_mesh, src_placements) for info in transform_infos)
         ):
             return list(transform_infos)
         return own(transform_infos, device_mesh, src_placements, dst_placements)

@@ -20,6 +20,8 @@ from monarch_backend.transport._serialize import dumps_in_band, loads
 
 DELETE = 0
 """The signature of the record ``[DELETE, count, *ids]``."""
+FORGET = -1
+"""The signature of the record ``[FORGET, count, *numbers]``: no record comes that has one of these."""
 COLLECTIVES = ("_c10d_functional.", "_dtensor.shard_dim_alltoall")
 """How the names of operators begin in which ranks wait for each other."""
 FIRST = 1
@@ -33,12 +35,11 @@ class Define(enum.IntEnum):
     BY_RANK = 1
     GROUP = 2
     SITE = 3
-    FORGET = 4
     GRAPH = 5
 
 
 class Tag(enum.IntEnum):
-    """The first word of a constant, or of a place: ``[OPERAND, i]`` is a tensor, ``[OPERAND, i, 1]`` a float."""
+    """The first word of a constant, or of a place: ``[OPERAND, i]`` is a tensor, ``[OPERAND, i, 1]`` a number."""
 
     OPERAND = 0
     LIST = 1
@@ -113,6 +114,10 @@ class Graph(NamedTuple):
     inductor: bool
 
 
+class Number(int):
+    """An int that each record has of its own, as all floats are."""
+
+
 class Held:
     """In the arguments of a message to workers: the tensor that they have under this id."""
 
@@ -133,7 +138,7 @@ def place(value: Any, operand: Callable[[Any], int | None], group: Callable[[Any
         return [Tag.BY_RANK, list(values)]
     at = operand(value)
     if at is not None:
-        return [Tag.OPERAND, at, 1] if isinstance(value, float) else [Tag.OPERAND, at]
+        return [Tag.OPERAND, at, 1] if isinstance(value, (float, Number)) else [Tag.OPERAND, at]
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return [Tag.LIST, [place(each, operand, group) for each in value]]
     name = group(value)

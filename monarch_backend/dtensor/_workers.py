@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from monarch_backend import _native
 from monarch_backend.actor import SupervisionError
-from monarch_backend.dtensor import _sites
+from monarch_backend.dtensor import _sites, _wire
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
 from monarch_backend.dtensor._metadata import Metas
 from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor
-from monarch_backend.dtensor._stream import BATCH, Stream
+from monarch_backend.dtensor._stream import FIRST, MOST, Stream
 from monarch_backend.dtensor._wire import Define, Graph, Signature, Step
 from monarch_backend.mesh._extent import Extent, Shape
 
@@ -47,7 +48,10 @@ class Workers:
         self._words = self.stream.words
         self.unreachable = self.stream.unreachable
         self._by_rank: dict[Any, int] = {}
-        self.debug = os.environ.get("MONARCH_DEBUG", "") not in ("", "0")  # an operation that fails raises at itself
+        self.sink = _native.Sink(
+            self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
+        )  # for csrc/records/issue.cpp
+        self.debug = os.environ.get("MONARCH_DEBUG", "") not in ("", "0")
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
         self._defining = threading.Lock()
@@ -56,6 +60,15 @@ class Workers:
     def is_simulated(self) -> bool:
         """There are no processes."""
         return not hasattr(self.line, "procs")
+
+    @property
+    def debug(self) -> bool:
+        """An operation that fails raises at itself."""
+        return self.sink.debug
+
+    @debug.setter
+    def debug(self, wanted: bool) -> None:
+        self.sink.debug = wanted
 
     def __deepcopy__(self, _memo: Any) -> Workers:
         return self  # a copy of a DTensor, or of its mesh, is on the same processes
@@ -74,8 +87,14 @@ class Workers:
         if not words:
             self.stream.wake()
         words += record
-        if len(words) > BATCH:
-            self.stream.flush()
+        self.sink.records += 1
+        if len(words) > self.sink.limit or self.debug:
+            self._full()
+
+    def _full(self) -> None:
+        """There are enough words for a batch, or each record is a batch."""
+        self.stream.flush()
+        self.sink.limit = min(2 * self.sink.limit, MOST)
         if self.debug:
             self.synchronize()
 
@@ -107,6 +126,14 @@ class Workers:
             number = self._by_rank[key] = next(self.stream.numbers)
             self.stream.define(Define.BY_RANK, number, list(numbers), list(of_rank))
         return number
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """No record of these signatures comes after what is written now."""
+        if numbers:
+            self._words.extend((_wire.FORGET, len(numbers), *numbers))
+            members = tuple(numbers[1:])
+            for key in [key for key, number in self._by_rank.items() if number == numbers[0] and key[0] == members]:
+                del self._by_rank[key]
 
     # Groups -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +225,7 @@ class Workers:
         """
         meta = tensor._meta
         rank = 0 if meta.classes is None else next(i for i, each in enumerate(meta.of_rank) if each >= 0)
-        self.stream.flush(wait=False)
+        self._flush_for_a_read()
         replies = self.line.ask("read", tensor._ref.id, rank, how)
 
         def wait(_keep: Any = tensor) -> Any:
@@ -211,8 +238,12 @@ class Workers:
 
     def ask(self, what: str, *args: Any) -> list[Any]:
         """All ranks' replies; waits."""
-        self.stream.flush(wait=False)
+        self._flush_for_a_read()
         return self._first_or_failure(self.line.ask(what, *args)())
+
+    def _flush_for_a_read(self) -> None:
+        self.sink.limit = FIRST
+        self.stream.flush(wait=False)
 
     def synchronize(self) -> None:
         """Wait until the workers have done everything so far. Raises RemoteOpError for what failed since the last time,

@@ -516,20 +516,13 @@ def test_the_memory_is_freed_with_the_model(mesh_of: Any) -> None:
 class Records:
     """Counts what is written to the workers of a mesh."""
 
-    def __init__(self, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, workers = 0, workers_of(mesh)
-        own = workers.write
-
-        def write(record: Any) -> None:
-            self.count += 1
-            own(record)
-
-        monkeypatch.setattr(workers, "write", write)
+    def __init__(self, mesh: Any) -> None:
+        self._sink, self._before = workers_of(mesh).sink, 0
 
     def __call__(self) -> int:
         """Since the last call."""
-        found, self.count = self.count, 0
-        return found
+        before, self._before = self._before, self._sink.records
+        return self._before - before
 
 
 def steps(mesh: Any, records: Records, **options: Any) -> list[tuple[int, int]]:
@@ -548,19 +541,17 @@ def steps(mesh: Any, records: Records, **options: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", ["2", "2x2"])
-def test_a_step_has_the_same_records_each_time_and_no_new_signature(
-    mesh_of: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_has_the_same_records_each_time_and_no_new_signature(mesh_of: Any, name: str) -> None:
     mesh = mesh_of(name)
-    found = steps(mesh, Records(mesh, monkeypatch))
+    found = steps(mesh, Records(mesh))
     # In the second step parameters are gathered again that had never been freed in the first.
     assert [misses for _, misses in found[2:]] == [0, 0, 0]
     assert found[2][0] == found[3][0] == found[4][0] > 0
 
 
-def test_records_do_not_depend_on_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_do_not_depend_on_how_many_ranks_there_are() -> None:
     few, many = simulated_mesh((2,), ("dp",)), simulated_mesh((4,), ("dp",))
-    assert steps(few, Records(few, monkeypatch))[-1] == steps(many, Records(many, monkeypatch))[-1]
+    assert steps(few, Records(few))[-1] == steps(many, Records(many))[-1]
 
 
 def test_a_fused_optimizer_sends_no_message_for_a_parameter(mesh_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,10 +563,10 @@ def test_a_fused_optimizer_sends_no_message_for_a_parameter(mesh_of: Any, monkey
     optimizer.step()
 
 
-def test_a_mesh_of_gpus_needs_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_of_gpus_needs_none_here() -> None:
     mesh = simulated_mesh((2,), ("dp",), "cuda")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = steps(mesh, Records(mesh, monkeypatch), mp_policy=policy)
+    found = steps(mesh, Records(mesh), mp_policy=policy)
     assert found[-1][0] > 0
     assert found[-1][1] == 0
     model = sharded(Net(), mesh)

@@ -79,3 +79,56 @@ def test_messages_of_a_step_are_bytes_not_pickles(mesh_of: Callable[[str], Any])
     stream.flush()
     operations = 10 * 60
     assert stream.nbytes - before < operations * 40, "a record has some small integers"
+
+
+def test_an_int_that_counts_is_part_of_the_record(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2")
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    local = x.to_local()
+    total = (local * 0 + 0).add_(0)
+    misses, known = _dispatch.statistics["misses"], known_to(mesh)
+    for i in range(10_000):
+        total = (local * i + i).add_(i)
+    assert _dispatch.statistics["misses"] == misses
+    assert known_to(mesh) == known
+    assert total.tolist() == [2 * 9999.0, 3 * 9999.0]
+
+
+def known_to(mesh: Any) -> list[int]:
+    """Signatures on each worker, after everything that was sent."""
+    workers = workers_of(mesh)
+    workers.synchronize()
+    return workers.ask("known")  # type: ignore[no-any-return]
+
+
+def test_an_index_that_counts_is_forgotten_here_and_there(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
+    mesh = mesh_of("2")
+    workers = workers_of(mesh)
+    x = distribute_tensor(torch.arange(1000.0), mesh, [Replicate()]).to_local()
+    _dispatch._forget_half(workers)  # what other tests have taught
+    kept = _dispatch._known[workers] + 100
+    monkeypatch.setattr(_dispatch, "KEPT", kept)
+    before, metas = known_to(mesh), len(workers.metas._same)
+    total = x[0] * 2
+    for i in range(1, 1000):
+        total = total + x[i] * 2
+    assert _dispatch._known[workers] <= kept
+    assert all(now <= then + 200 for now, then in zip(known_to(mesh), before, strict=True))
+    assert len(workers.metas._same) <= metas + 200
+    assert total.item() == 2 * sum(range(1000))
+    assert [x[i].item() for i in (0, 1, 999)] == [0.0, 1.0, 999.0], "what was forgotten is found out again"
+
+
+def test_rows_of_uneven_shards_are_forgotten_too(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
+    mesh = mesh_of("2")
+    workers = workers_of(mesh)
+    x = distribute_tensor(torch.arange(3 * 200.0).view(3, 200), mesh, [Shard(0)])
+    _dispatch._forget_half(workers)
+    kept = _dispatch._known[workers] + 60
+    monkeypatch.setattr(_dispatch, "KEPT", kept)
+    before, by_rank = known_to(mesh), len(workers._by_rank)
+    for i in range(200):
+        row = x.to_local().select(1, i) + 1
+    assert all(now <= then + 360 for now, then in zip(known_to(mesh), before, strict=True))
+    assert len(workers._by_rank) <= by_rank + 120
+    assert row.tolist() == [200.0, 400.0]

@@ -58,9 +58,22 @@ def test_what_nobody_follows_up_is_sent_by_the_clock(played: Played) -> None:
     assert [words for _, words in played.batches] == [[7, 0, 1]]
 
 
+def test_the_clock_leaves_what_is_being_filled(played: Played) -> None:
+    stream = Stream(played)
+    stream.wake()
+    stream.words += (7, 0, 1)
+    stream.flush()
+    stream.wake()
+    stream.words += (8, 0, 1)
+    played.timers.pop()[1]()
+    assert len(played.batches) == 1, "these words are newer than the clock"
+    played.timers.pop()[1]()
+    assert [words for _, words in played.batches] == [[7, 0, 1], [8, 0, 1]]
+
+
 def test_who_is_far_ahead_waits_for_the_workers(played: Played) -> None:
     stream = Stream(played)
-    most = _stream.COUNTED * (_stream.AHEAD + 1) - 1
+    most = _stream.COUNTED // _stream.LEAST * (_stream.AHEAD + 1) - 1
     for _ in range(most):
         stream.words.append(7)
         stream.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch.distributed as dist
 import torch.distributed._local_tensor as local_tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from monarch_backend.dtensor import _convolution, _torch, _torch_groups
+from monarch_backend.dtensor import _convolution, _remote_tensor, _signatures, _torch, _torch_groups
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 ASYNC_SAVE = (
     "state_dict checkpoint_id storage_writer planner process_group async_checkpointer_type async_stager no_dist "
@@ -232,3 +235,36 @@ def test_operators_on_lists_are_registered_as_torch_registers_its_own() -> None:
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
     assert torch.ops.aten._fused_adam_.default in known
     assert torch.ops.aten._foreach_copy_.default in known
+
+
+def test_tensors_are_made_by_arguments_in_this_order(mesh: Any) -> None:
+    wanted = {
+        "shape": (4, 6), "stride": (6, 1), "offset": 2, "dtype": torch.float64, "shown": torch.device("cpu"),
+    }  # fmt: skip
+    made = _remote_tensor.make(*_remote_tensor.form_of(types.SimpleNamespace(**wanted, classes=None)))  # type: ignore[arg-type]
+    assert type(made) is RemoteTensor
+    assert (tuple(made.shape), made.stride(), made.storage_offset(), made.dtype) == ((4, 6), (6, 1), 2, torch.float64)
+    assert torch.Tensor.device.__get__(made) == torch.device("cpu")  # type: ignore[attr-defined]
+    assert not made.requires_grad
+    _remote_tensor.no_pointer(made)
+    with pytest.raises(RuntimeError):
+        torch.Tensor.data_ptr(made)
+    uneven = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)] * mesh.ndim).to_local()
+    assert type(uneven.shape[0]) is torch.SymInt, "sizes are asked of us"
+
+
+def test_fake_tensors_have_a_cache_that_can_be_left_out() -> None:
+    assert FakeTensorMode().cache_enabled in (True, False)
+    assert _signatures._fake.cache_enabled is False
+    before = len(FakeTensorMode.cache)
+    with _signatures._fake:
+        torch.ones(3, 211) + 1
+    assert len(FakeTensorMode.cache) == before
+
+
+def test_schemas_say_which_arguments_are_numbers() -> None:
+    aten = torch.ops.aten
+    assert _signatures.scalars_of(aten.add.Tensor._schema) == (0b11, {"self", "other", "alpha"})
+    assert _signatures.scalars_of(aten.clamp.default._schema) == (0b111, {"self", "min", "max"})
+    assert _signatures.scalars_of(aten.select.int._schema) == (0b1, {"self"})
+    assert _signatures.scalars_of(aten.arange.start._schema) == (0, frozenset())

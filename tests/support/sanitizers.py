@@ -162,7 +162,16 @@ def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int =
 @functools.cache
 def extension(kind: str) -> Path:
     """monarch_backend._native."""
-    folders = ["shm/python", "channel/python", "memory/python", "", "shm", "memory", "channel"]  # the slowest first
+    folders = [
+        "shm/python",
+        "channel/python",
+        "memory/python",
+        "",
+        "records",
+        "shm",
+        "memory",
+        "channel",
+    ]  # the slowest first
     sources = _sources(*folders)
     target = BUILD / kind / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     checked([COMPILER, *KINDS[kind], "-shared", *_compile(kind, sources), "-pthread", "-o", target], 120)

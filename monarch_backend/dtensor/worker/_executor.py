@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
+from monarch_backend import _native
 from monarch_backend.actor import Actor, current_rank, endpoint
 from monarch_backend.dtensor import _torch_groups, _wire
 from monarch_backend.dtensor._wire import Define, Graph, Held, Signature
@@ -51,6 +52,7 @@ class Executor(Actor):
         self._device = _own_device(device_type)
         self._tensors: dict[int, Any] = {}
         self._functions: dict[int, Function | None] = {}
+        self._calls: dict[int, Any] = {}  # of those functions that the compiled core can execute by itself
         self._groups: dict[str, str] = {}
         self._joined: dict[
             tuple[int, ...], str
@@ -144,6 +146,11 @@ class Executor(Actor):
         return len(self._tensors)
 
     @endpoint
+    def known(self) -> int:
+        """How many signatures are known here."""
+        return len(self._functions)
+
+    @endpoint
     def live_bytes(self) -> int:
         """How many bytes their storages have, each storage once."""
         return _storage.live_bytes(self._tensors.values())
@@ -192,23 +199,39 @@ class Executor(Actor):
         definitions, words = _wire.decode(batch)
         for definition in definitions:
             self._define(*definition)
-        tensors, functions, pending = self._tensors, self._functions, self._pending
-        i, end = 0, len(words)
-        while i < end:
-            number = words[i]
-            if number == _wire.DELETE:
-                i = self._delete(words, i)
-                continue
-            function = functions[number]
-            if pending:
-                self._wait_for_operands(function, words, i)
+        i, end, cursor = 0, len(words), [0]
+        while True:
             try:
-                function.run(tensors, words, i)  # type: ignore[union-attr]
+                i = _native.execute(words, i, self._calls, self._tensors, self._pending, cursor)
             except Exception as error:
-                self._failed(function, words, i, error)  # type: ignore[arg-type]
-            if function.is_collective:  # type: ignore[union-attr]
-                pending.update(dict.fromkeys(function.results(words, i), (function.signature, words[i + 1])))  # type: ignore[union-attr]
-            i += function.length  # type: ignore[union-attr]
+                i = cursor[0]
+                i += self._failed(self._functions[words[i]], words, i, error)  # type: ignore[arg-type]
+                continue
+            if i == end:
+                return
+            i = self._run_one(words, i)
+
+    def _run_one(self, words: list[Any], i: int) -> int:
+        """The record there; returns where the next one is."""
+        number = words[i]
+        if number == _wire.DELETE:
+            return self._delete(words, i)
+        if number == _wire.FORGET:
+            return self._forget(words, i)
+        function: Function = self._functions[number]  # type: ignore[assignment]
+        if self._pending:
+            self._wait_for_operands(function, words, i)
+        try:
+            function.run(self._tensors, words, i)
+            call = function.quick(self._tensors, words, i) if number not in self._calls else None
+        except Exception as error:
+            call = None
+            self._failed(function, words, i, error)
+        if call is not None:
+            self._calls[number] = call
+        if function.is_collective:
+            self._pending.update(dict.fromkeys(function.results(words, i), (function.signature, words[i + 1])))
+        return i + function.length
 
     def _delete(self, words: list[Any], i: int) -> int:
         end: int = i + 2 + words[i + 1]
@@ -216,6 +239,13 @@ class Executor(Actor):
             if number in self._pending:
                 self._settled(number)
             self._tensors.pop(number, None)
+        return end
+
+    def _forget(self, words: list[Any], i: int) -> int:
+        end: int = i + 2 + words[i + 1]
+        for number in words[i + 2 : end]:
+            self._functions.pop(number, None)
+            self._calls.pop(number, None)
         return end
 
     def _define(self, what: int, *definition: Any) -> None:
@@ -270,11 +300,13 @@ class Executor(Actor):
         dist.init_process_group("monarch", store=store, rank=rank, world_size=size, timeout=self._timeout)
         self.meshes.clear()
         self._joined.clear()
+        self._calls.clear()
         for name, rows in self._rows.items():
             self._join(name, rows)
         for number, function in self._functions.items():
             if function is not None and function.signature.number == number:  # they name groups
-                function.run = self._made(function.signature).run
+                made = self._made(function.signature)
+                function.run, function.call = made.run, made.call
 
     # Collectives that are under way -----------------------------------------------------------------------------
 
@@ -296,14 +328,14 @@ class Executor(Actor):
 
     # Failures ---------------------------------------------------------------------------------------------------
 
-    def _failed(self, function: Function, words: list[Any], i: int, error: Exception) -> None:
-        """What depends on it gets the first cause."""
+    def _failed(self, function: Function, words: list[Any], i: int, error: Exception) -> int:
+        """What depends on it gets the first cause. Returns the record's length."""
         signature = function.signature
         operands = function.operands(words, i)
-        ids = [each for each in operands if type(each) is int]  # the others are numbers themselves
+        ids = [each for each in operands if each]  # the others are numbers themselves
         causes = [found for each in ids if isinstance(found := self._tensors.get(each), Failure)]
         if not causes and isinstance(error, KeyError) and any(each not in self._tensors for each in ids):
-            return  # this rank takes no part in the operand, and so not in the result
+            return function.length  # this rank takes no part in the operand, and so not in the result
         if causes:
             failure = min(causes, key=lambda each: each.order)
             if function.meets_others:
@@ -313,6 +345,7 @@ class Executor(Actor):
         for number in [*function.results(words, i), *(operands[at] for at in signature.writes)]:
             if number:
                 self._tensors[number] = failure
+        return function.length
 
     def _failure(self, signature: Signature, site: int, error: Exception) -> Failure:
         failure = self.new_failure(signature.target, site, error)

@@ -1,7 +1,7 @@
-"""From a signature's definition to a function that executes its records.
+"""From a signature's definition to what executes its records.
 
-The function is generated: a record is executed some hundred thousand times in a second, and whatever is looked up or
-asked for each time is time of all.
+That is a `Call` of the compiled core (csrc/records/execute.cpp): a record is executed some hundred thousand times in a
+second, and whatever is looked up or asked for each time is time of all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as funcol
 
-from monarch_backend.dtensor._wire import COLLECTIVES, Kind, Signature, Tag, constant
+from monarch_backend._native import Call
+from monarch_backend.dtensor import _torch_bindings
+from monarch_backend.dtensor._wire import COLLECTIVES, Signature, Tag, constant
 
 Run = Callable[[dict[int, Any], list[Any], int], None]
 
@@ -22,10 +24,10 @@ Run = Callable[[dict[int, Any], list[Any], int], None]
 class Function:
     """``run(tensors, words, i)`` executes the record at ``words[i]``, which has ``length`` words."""
 
-    __slots__ = ("_floats", "is_collective", "length", "meets_others", "run", "signature")
+    __slots__ = ("_floats", "call", "is_collective", "length", "meets_others", "run", "signature")
 
-    def __init__(self, signature: Signature, run: Run) -> None:
-        self.signature, self.run = signature, run
+    def __init__(self, signature: Signature, run: Run, call: Call | None = None) -> None:
+        self.signature, self.run, self.call = signature, run, call
         self._floats = _floats(signature)
         self.length = 2 + signature.operands + signature.results
         self.is_collective = self.meets_others = signature.target.startswith(COLLECTIVES)
@@ -38,6 +40,16 @@ class Function:
     def results(self, words: list[Any], i: int) -> list[int]:
         """The ids of the record's results."""
         return words[i + 2 + self.signature.operands : i + self.length]
+
+    def quick(self, tensors: dict[int, Any], words: list[Any], i: int) -> Call | None:
+        """What executes its records from now on, where nothing but its operands must be waited for or looked after.
+
+        To be asked when it has executed this one.
+        """
+        if self.call is None or self.is_collective:
+            return None
+        self.call.function = _torch_bindings.quickest(self.call.function, *self.call.given(tensors, words, i))
+        return self.call
 
     def stand_in(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
         """Take part in its collective. ``tensors``: those of its operands."""
@@ -65,20 +77,18 @@ def refuse(signature: Signature, error: Exception) -> Function:
 
 def make(signature: Signature, rank: int, device: torch.device, group: Callable[[str], Any]) -> Function:
     """``group``: from the controller's name of a group to this worker's; None where it is not in it."""
-    floats = _floats(signature)
     source = Source(rank, device, group)
-
-    def operand(at: int) -> str:
-        return f"w[i + {at + 2}]" if at in floats else f"t[w[i + {at + 2}]]"
-
-    call = source.call(signature.target, signature.args, signature.kwargs, operand)
-    exec(_source(signature, call), source.constants)
-    made = Function(signature, source.constants["run"])
+    arguments = [source.argument(each) for each in [*signature.args, *signature.kwargs.values()]]
+    names = tuple(signature.kwargs)
+    call = Call(
+        find(signature.target), arguments, names, signature.operands, signature.results, int(signature.kind)
+    )  # fmt: skip
+    made = Function(signature, call.run, call)
     return skip(made) if source.is_absent else made
 
 
 class Source:
-    """Python for calls, and the constants in it."""
+    """Calls, as Python or as `Call` has them, and the constants in them."""
 
     def __init__(self, rank: int, device: torch.device, group: Callable[[str], Any]) -> None:
         self.constants: dict[str, Any] = {}
@@ -92,20 +102,30 @@ class Source:
         return f"{self._constant(find(target))}({given})"
 
     def _expression(self, place: Any, operand: Callable[[int], str]) -> str:
-        if not isinstance(place, list):
-            return self._constant(place)
-        tag = place[0]
-        if tag == Tag.OPERAND:
+        if isinstance(place, list) and place[0] == Tag.OPERAND:
             return operand(place[1])
-        if tag == Tag.LIST:
+        if isinstance(place, list) and place[0] == Tag.LIST:
             return "[" + ", ".join(self._expression(each, operand) for each in place[1]) + "]"
-        if tag == Tag.BY_RANK:
-            return self._constant(place[1][self._rank])
-        if tag == Tag.GROUP:
+        return self._constant(self._value(place))
+
+    def argument(self, place: Any) -> tuple[str, Any]:
+        """As `Call` wants it."""
+        if isinstance(place, list) and place[0] == Tag.OPERAND:
+            return ("tensor" if len(place) == 2 else "number"), place[1]
+        if isinstance(place, list) and place[0] == Tag.LIST:
+            return "list", [self.argument(each) for each in place[1]]
+        return "constant", self._value(place)
+
+    def _value(self, place: Any) -> Any:
+        if not isinstance(place, list):
+            return place
+        if place[0] == Tag.BY_RANK:
+            return place[1][self._rank]
+        if place[0] == Tag.GROUP:
             name = self.group(place[1])
             self.is_absent = self.is_absent or name is None
-            return self._constant(name)
-        return self._constant(constant(place, self.device))
+            return name
+        return constant(place, self.device)
 
     def _constant(self, value: Any) -> str:
         name = f"c{len(self.constants)}"
@@ -128,19 +148,6 @@ def _floats(signature: Signature) -> set[int]:
     for each in [*signature.args, *signature.kwargs.values()]:
         look(each)
     return found
-
-
-def _source(signature: Signature, call: str) -> str:
-    first = 2 + signature.operands
-    if signature.kind == Kind.NONE:
-        body = f"    {call}"
-    elif signature.kind == Kind.ONE:
-        body = f"    t[w[i + {first}]] = {call}"
-    else:
-        lines = [f"    r = {call}"]
-        lines += [f"    if w[i + {first + k}]: t[w[i + {first + k}]] = r[{k}]" for k in range(signature.results)]
-        body = "\n".join(lines)
-    return f"def run(t, w, i):\n{body}\n"
 
 
 def find(target: str) -> Any:

@@ -1,0 +1,13 @@
+#include "../bind.h"
+
+#include "object.h"
+
+namespace monarch {
+
+void bind_records(pybind11::module_& m) {
+  if (!records::add_places(m.ptr()) || !records::add_issue(m.ptr()) || !records::add_execute(m.ptr())) {
+    throw pybind11::error_already_set();
+  }
+}
+
+}  // namespace monarch
