@@ -170,6 +170,11 @@ def _plain(args: Any, kwargs: Any) -> Callable[[Any], Any]:
 
 def _missing(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: Workers | None) -> Entry:
     """The entry for a signature that is not known yet."""
+    with _signatures.one_at_a_time:
+        return plan.entries.get(key) or _make(plan, key, args, kwargs, workers)
+
+
+def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: Workers | None) -> Entry:
     statistics["misses"] += 1
     kwargs = kwargs or {}
     if workers is None:

@@ -6,6 +6,7 @@ compiled core finds out (csrc/records/place.cpp); what is asked once for each is
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 from types import CodeType
@@ -23,7 +24,8 @@ _INTERNAL = tuple(
 )
 
 _kept: list[CodeType] = []
-_places: list[tuple[tuple[CodeType, int], ...]] = [()]
+_places: dict[int, tuple[tuple[CodeType, int], ...]] = {0: ()}
+_numbers = itertools.count(1)
 
 
 def here(_workers: Workers) -> int:
@@ -37,8 +39,9 @@ def _look(code: CodeType) -> bool:
 
 
 def _number(place: tuple[tuple[CodeType, int], ...]) -> int:
-    _places.append(place)
-    return len(_places) - 1
+    number = next(_numbers)  # each thread its own
+    _places[number] = place
+    return number
 
 
 _native.set_up_places(_look, _number)
