@@ -13,7 +13,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,19 +22,30 @@ import torch
 Case = Callable[[int], Any]
 
 
-def loop(operation: Callable[[], object], end: Callable[[], object]) -> Case:
-    """(until all is issued, until all is done), for each operation."""
+def loop(operation: Callable[[], object], end: Callable[[], object], others: Sequence[int] = ()) -> Case:
+    """For each operation: until all is issued, until all is done; processor time here, and in each of these processes.
 
-    def run(count: int) -> tuple[float, float]:
+    Time on the processor depends less on who else is on the machine.
+    """
+
+    def run(count: int) -> tuple[float, ...]:
         end()
+        here, there = on_processor(os.getpid()), sum(map(on_processor, others))
         start = time.perf_counter()
         for _ in range(count):
             operation()
         issued = time.perf_counter() - start
         end()
-        return issued / count, (time.perf_counter() - start) / count
+        done = time.perf_counter() - start
+        here, there = on_processor(os.getpid()) - here, sum(map(on_processor, others)) - there
+        return issued / count, done / count, here / count, there / count / max(1, len(others))
 
     return run
+
+
+def on_processor(pid: int) -> float:
+    """Seconds, of all its threads that there are."""
+    return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def nothing() -> None:
@@ -70,11 +82,12 @@ def ours() -> dict[str, Case]:
     assert workers is not None
     a, b = workers.put(torch.randn(8, 16)), workers.put(torch.randn(8, 16))
     x, y = (DTensor.from_local(each, mesh, [Shard(0)]) for each in (a, b))
+    pids = workers.ask("pid")
     return {
-        "add": loop(lambda: a + b, workers.synchronize),
-        "dtensor": loop(lambda: x + y, workers.synchronize),
-        "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), workers.synchronize),
-        "item": loop(lambda: a.sum().item(), workers.synchronize),
+        "add": loop(lambda: a + b, workers.synchronize, pids),
+        "dtensor": loop(lambda: x + y, workers.synchronize, pids),
+        "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), workers.synchronize, pids),
+        "item": loop(lambda: a.sum().item(), workers.synchronize, pids),
     }
 
 

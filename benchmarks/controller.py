@@ -4,7 +4,9 @@
     python benchmarks/controller.py [--rounds N] [--only operations workers model] [--sizes 2 4] [--out DIR]
 
 operations   8 x 16 float32, from one thread: issued, and until two workers have done them all. Beside: the same on a
-             plain tensor, and a tensor subclass in Python that does nothing, which is the floor of any such design
+             plain tensor, and a tensor subclass in Python that does nothing, which is the floor of any such design.
+             CPU: time on the processor, of the controller's threads and of a worker's; others on the machine disturb
+             it less
 redistribute Shard(0) to Replicate; "ours" is what is left when torch's own part is taken off, that is the same on a
              DTensor of torch's meta tensors and its fake group
 workers      what the controller pays for an operation with 2, 8, 32 and 1,024 workers, which are not there
@@ -113,11 +115,12 @@ def operations(count: int) -> list[str]:
         (alone, "redistribute", REDISTRIBUTIONS), (ours, "redistribute", REDISTRIBUTIONS), (monarch, "add", 100),
     ]  # fmt: skip
     found = rounds([plain, alone, ours, monarch], cases, count)
-    lines = ["| operation | issued, us | done, us | a second | |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| operation | issued, us | done, us | a second | CPU here, us | CPU of a worker, us | |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
 
     def row(name: str, key: str, note: str = "") -> None:
-        issued, done = middle(found[key], 0), middle(found[key], 1)
-        lines.append(f"| {name} | {issued:.2f} | {done:.2f} | {1e6 / done:,.0f} | {note} |")
+        issued, done, here, there = (middle(found[key], at) for at in range(4))
+        lines.append(f"| {name} | {issued:.2f} | {done:.2f} | {1e6 / done:,.0f} | {here:.2f} | {there:.2f} | {note} |")
 
     row("plain tensor", "plain add", "limit: the kernel and torch's dispatcher")
     row("a subclass that does nothing", "plain subclass", "floor of any tensor subclass in Python")
@@ -127,14 +130,16 @@ def operations(count: int) -> list[str]:
     row("**DTensor, 2 workers**", "ours dtensor", "")
     row("**sum and read it**", "ours item", "the only thing that waits")
     if monarch.why:
-        lines.append(f"| torchmonarch's engine, 2 workers | - | - | - | {monarch.why} |")
+        lines.append(f"| torchmonarch's engine, 2 workers | - | - | - | - | - | {monarch.why} |")
     else:
         times = ratio(found["monarch add"], ours_add, 1)
         row("torchmonarch's engine, 2 workers", "monarch add", f"{times:,.0f} times ours")
-    total, own = middle(found["ours redistribute"], 0), middle(found["dtensor redistribute"], 0)
+    ours_all, own_all = found["ours redistribute"], found["dtensor redistribute"]
+    total, own = middle(ours_all, 0), middle(own_all, 0)
     lines.append(
         f"\nredistribute: issued in {total:.0f} us, of which {own:.0f} are torch's own and {total - own:.0f} ours; "
-        f"done by two workers in {middle(found['ours redistribute'], 1):.0f} us"
+        f"done by two workers in {middle(ours_all, 1):.0f} us. CPU: {middle(ours_all, 2):.0f} us here, of which "
+        f"{middle(own_all, 2):.0f} are torch's own, {middle(ours_all, 3):.0f} in a worker"
     )
     return ["## Operations", "", *lines, ""]
 

@@ -101,11 +101,17 @@ def known_to(mesh: Any) -> list[int]:
     return workers.ask("known")  # type: ignore[no-any-return]
 
 
+def forget_almost_all(workers: Any) -> None:
+    """What other tests have taught."""
+    while _dispatch._known[workers] > 8:
+        _dispatch._forget_half(workers)
+
+
 def test_an_index_that_counts_is_forgotten_here_and_there(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     x = distribute_tensor(torch.arange(1000.0), mesh, [Replicate()]).to_local()
-    _dispatch._forget_half(workers)  # what other tests have taught
+    forget_almost_all(workers)
     kept = _dispatch._known[workers] + 100
     monkeypatch.setattr(_dispatch, "KEPT", kept)
     before, metas = known_to(mesh), len(workers.metas._same)
@@ -123,12 +129,12 @@ def test_rows_of_uneven_shards_are_forgotten_too(mesh_of: Callable[[str], Any], 
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     x = distribute_tensor(torch.arange(3 * 200.0).view(3, 200), mesh, [Shard(0)])
-    _dispatch._forget_half(workers)
+    forget_almost_all(workers)
     kept = _dispatch._known[workers] + 60
     monkeypatch.setattr(_dispatch, "KEPT", kept)
     before, by_rank = known_to(mesh), len(workers._by_rank)
     for i in range(200):
         row = x.to_local().select(1, i) + 1
-    assert all(now <= then + 360 for now, then in zip(known_to(mesh), before, strict=True))
+    assert all(now <= then + 3 * 70 for now, then in zip(known_to(mesh), before, strict=True))
     assert len(workers._by_rank) <= by_rank + 120
     assert row.tolist() == [200.0, 400.0]
