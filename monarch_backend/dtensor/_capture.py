@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _by_rank_op, _signatures, _torch_traces, _wire
+from monarch_backend.dtensor import _by_rank_op, _random, _signatures, _torch_traces, _wire
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -346,7 +346,7 @@ def _check(node: fx.Node) -> None:
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         raise RemoteTensorError(f"{target} in a captured step can't be sent to workers: leave it to eager code")
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+    if isinstance(target, torch._ops.OpOverload) and _random.may_draw(target, node.args, node.kwargs):
         raise RemoteTensorError(
             f"{target} in a captured step, at\n{_line_of(node)}\nIts random numbers would not be those of eager code: "
             "put what draws them (dropout) into a function with torch.compiler.disable"

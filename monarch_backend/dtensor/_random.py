@@ -375,10 +375,18 @@ def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _will_draw(func: Any, args: Any, kwargs: Any) -> bool:
-    """Not without values, and not if nothing is to be dropped: an attention without dropout is no random operation."""
-    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
-    first = next(each for each in given.values() if isinstance(each, RemoteTensor))
-    return first._meta.device.type != "meta" and given.get("dropout_p") != 0.0 and given.get("train") is not False
+    """Not without values, and not if nothing is to be dropped."""
+    first = next(each for each in [*args, *kwargs.values()] if isinstance(each, RemoteTensor))
+    return first._meta.device.type != "meta" and may_draw(func, args, kwargs)
+
+
+def may_draw(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is a random operation: an attention without dropout is none, whatever torch has marked it as."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = {each.name: each.default_value for each in func._schema.arguments}
+    given = names | dict(zip(names, args, strict=False)) | kwargs
+    return given.get("dropout_p") != 0.0 and given.get("train") is not False
 
 
 _SEEDS = 1 << 53  # a float has them all: ints would be part of the signature

@@ -157,6 +157,20 @@ def _wrap_value(own: Any) -> Any:
     return wrap
 
 
+def _wrap_remote(own: Any) -> Any:
+    """A tensor of the workers by itself is a tensor to dynamo, not an object that it does not know."""
+
+    def _wrap(self: Any, value: Any) -> Any:
+        return self.wrap_tensor(value) if type(value) is RemoteTensor else own(self, value)
+
+    return _wrap
+
+
+def _no_subclass(own: Any) -> Any:
+    """Nor has it functions of its own for dynamo to trace: in a graph it is as any tensor."""
+    return lambda value: None if type(value) is RemoteTensor else own(value)
+
+
 def _same_strides(own: Any) -> Any:
     """A gradient with other strides than in the trace: torch makes it anew with a factory, which knows no workers."""
 
@@ -188,6 +202,8 @@ def _view_of(own: Any) -> Any:
 
 REPLACED += [
     (builder.VariableBuilder, "__call__", _wrap_value),
+    (builder.VariableBuilder, "_wrap", _wrap_remote),
+    (builder, "infer_subclass_type", _no_subclass),
     (builder.SourcelessBuilder, "create", _wrap_value),
     (runtime_wrappers, "gen_alias_from_base", _view_of),
     (builder, "wrap_to_fake_tensor_and_record", _wrap_input),
