@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 BATCH, CONTEXT, DIM, LAYERS, HEADS = 16, 128, 128, 4, 4
 
 
-def build(how: str, size: int) -> tuple[Callable[[], Any], Callable[[Any], float]]:
-    """``(step, value)``: ``value(step())`` is the loss. ``how``: "torchrun", "one" or "compiled"."""
-    return _under_torchrun() if how == "torchrun" else _one_controller(size, captured=how == "compiled")
+@dataclass(frozen=True)
+class Built:
+    """``step().item()`` is the loss. ``records``: how many the controller has written so far; None: there is none."""
+
+    step: Callable[[], Any]
+    records: Callable[[], int] | None = None
+
+
+def build(how: str, size: int) -> Built:
+    """``how``: "torchrun", "torchrun-compiled", "one" or "compiled"; the last two by one controller."""
+    if how.startswith("torchrun"):
+        return _under_torchrun(compiled=how == "torchrun-compiled")
+    return _one_controller(size, captured=how == "compiled")
 
 
 def _model(mesh: Any) -> Any:
@@ -30,13 +41,20 @@ def _model(mesh: Any) -> Any:
     return model
 
 
-def _step(model: Any, tokens: Any, targets: Any) -> Callable[[], Any]:
+def _step(model: Any, tokens: Any, targets: Any, compiled: Callable[[Any], Any] = lambda part: part) -> Any:
+    """``compiled``: what becomes of its parts, without backward, which autograd calls."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
+    @compiled
+    def loss_of() -> Any:
+        return F.nll_loss(model(tokens).flatten(0, 1), targets.flatten())
+
+    update = compiled(optimizer.step)
+
     def step() -> Any:
-        loss = F.nll_loss(model(tokens).flatten(0, 1), targets.flatten())
+        loss = loss_of()
         loss.backward()
-        optimizer.step()
+        update()
         optimizer.zero_grad()
         return loss
 
@@ -47,18 +65,21 @@ def _batch() -> Any:
     return torch.randint(256, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
 
 
-def _under_torchrun() -> tuple[Callable[[], Any], Callable[[Any], float]]:
+def _under_torchrun(*, compiled: bool) -> Built:
     torch.set_num_threads(1)
     dist.init_process_group("monarch")
     model = _model(dist.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("tp",)))
     batch = _batch()
-    return _step(model, batch[:, :-1], batch[:, 1:]), lambda loss: loss.item()
+    # By parts: in a step that is compiled as one, torch's dynamo (2.13) fails at what backward does with DTensors.
+    parts = {"compiled": torch.compile} if compiled else {}
+    return Built(_step(model, batch[:, :-1], batch[:, 1:], **parts))
 
 
-def _one_controller(size: int, *, captured: bool) -> tuple[Callable[[], Any], Callable[[Any], float]]:
+def _one_controller(size: int, *, captured: bool) -> Built:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from monarch_backend.actor import this_host
+    from monarch_backend.dtensor import _torch
 
     mesh = this_host().spawn_procs({"tp": size}).device_mesh("cpu")
     model = _model(mesh)
@@ -71,4 +92,16 @@ def _one_controller(size: int, *, captured: bool) -> tuple[Callable[[], Any], Ca
             module._buffers[name] = there(buffer)
     batch = there(_batch())
     step = _step(model, batch[:, :-1], batch[:, 1:])
-    return torch.compile(step, backend="monarch") if captured else step, lambda loss: loss.item()
+    return Built(torch.compile(step, backend="monarch") if captured else step, _counted(_torch.workers_of(mesh)))
+
+
+def _counted(workers: Any) -> Callable[[], int]:
+    own, count = workers.write, 0
+
+    def write(record: Any) -> None:
+        nonlocal count
+        count += 1
+        own(record)
+
+    workers.write = write
+    return lambda: count

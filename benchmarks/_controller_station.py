@@ -1,6 +1,6 @@
 """One contender of controller.py in a process of its own: it does a case when it is told, and sleeps otherwise.
 
-    python benchmarks/_controller_station.py ours|plain|monarch|simulated:N|lm:one:N|lm:torchrun|lm:compiled:N
+    python benchmarks/_controller_station.py ours|plain|monarch|simulated:N|lm:HOW:N (see _controller_model.py)
 
 Reads a line of JSON ``{"case": ..., "count": n}`` from standard input, answers one: seconds for each operation or step.
 """
@@ -8,6 +8,7 @@ Reads a line of JSON ``{"case": ..., "count": n}`` from standard input, answers 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -137,20 +138,29 @@ def monarch() -> dict[str, Case]:
 
 
 def language_model(how: str, size: int) -> dict[str, Case]:
-    """Steps of examples/train_lm.py with tensor parallelism: as one controller, captured, or under torchrun."""
+    """Steps of examples/train_lm.py with tensor parallelism: under torchrun or as one controller, captured or not."""
     import _controller_model
 
-    step, value = _controller_model.build(how, size)
+    built = _controller_model.build(how, size)
 
     def run(count: int) -> float:
         times = []
         for _ in range(count):
             start = time.perf_counter()
-            value(step())
+            built.step().item()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
-    return {"step": run}
+    def records(count: int) -> list[int]:
+        """Of each step."""
+        assert built.records is not None
+        marks = [built.records()]
+        for _ in range(count):
+            built.step()
+            marks.append(built.records())
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+    return {"step": run, "records": records}
 
 
 def cases_of(name: str) -> dict[str, Case]:

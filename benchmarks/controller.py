@@ -10,8 +10,9 @@ operations   8 x 16 float32, from one thread: issued, and until two workers have
 redistribute Shard(0) to Replicate; "ours" is what is left when torch's own part is taken off, that is the same on a
              DTensor of torch's meta tensors and its fake group
 workers      what the controller pays for an operation with 2, 8, 32 and 1,024 workers, which are not there
-model        a step of examples/train_lm.py with tensor parallelism: under torchrun, by one controller operation by
-             operation, and captured by torch.compile(backend="monarch")
+model        a step of examples/train_lm.py with tensor parallelism: under torchrun as it is and with torch.compile, by
+             one controller operation by operation, and captured by torch.compile(backend="monarch"); and how many
+             records a captured step is
 
 Every contender has a process of its own that sleeps until it is its turn; a round goes once through all of them.
 Figures are medians over the rounds, ratios the medians of the rounds' ratios.
@@ -80,7 +81,12 @@ class Station:
 Found = defaultdict[str, list[Any]]
 
 
-def rounds(stations: Sequence[Station], cases: Sequence[tuple[Station, str, int]], count: int) -> Found:
+Case = tuple[Station, str, int]
+
+
+def rounds(
+    stations: Sequence[Station], cases: Sequence[Case], count: int, before_the_end: Sequence[Case] = ()
+) -> Found:
     """The answers by "station case", a list of rounds."""
     found: Found = defaultdict(list)
     for station, case, few in cases:
@@ -88,6 +94,8 @@ def rounds(stations: Sequence[Station], cases: Sequence[tuple[Station, str, int]
     for turn in range(count):
         for station, case, number in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
             found[f"{station.name} {case}"].append(station.ask(case, number))
+    for station, case, number in before_the_end:
+        found[f"{station.name} {case}"].append(station.ask(case, number))
     for station in stations:
         station.end()
     return found
@@ -159,21 +167,36 @@ def workers(count: int) -> list[str]:
 
 def model(count: int, sizes: Sequence[int]) -> list[str]:
     """The table of steps."""
-    lines = ["| workers | torchrun, ms | one controller, ms | ratio | captured, ms | ratio |"]
+    lines = ["| workers | | ms | of torchrun's step | of torchrun's compiled step | records a step |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for size in sizes:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        theirs = Station("lm:torchrun", launcher=launcher)
-        one, captured = Station(f"lm:one:{size}"), Station(f"lm:compiled:{size}")
-        stations = [theirs, one, captured]
-        found = rounds(stations, [(each, "step", STEPS) for each in stations if not each.why], count)
-        base = found["lm:torchrun step"]
-        cells = [f"{middle(base) / 1e3:.1f}"]
-        for each in (one, captured):
-            steps = [one for one in found.get(f"{each.name} step", []) if one is not None]
-            cells += [each.why, "-"] if each.why else [f"{middle(steps) / 1e3:.1f}", f"{ratio(steps, base):.2f}"]
-        lines.append(f"| {size} | {' | '.join(cells)} |")
+        lines += _steps(count, size)
     return ["## A step of the language model", "", *lines, ""]
+
+
+def _steps(count: int, size: int) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    theirs, compiled = (Station(f"lm:{how}", launcher=launcher) for how in ("torchrun", "torchrun-compiled"))
+    one, captured = Station(f"lm:one:{size}"), Station(f"lm:compiled:{size}")
+    names = {theirs: "torchrun", compiled: "torchrun, torch.compile", one: "one controller", captured: "captured"}
+    able = [each for each in names if not each.why]
+    cases = [(each, "step", STEPS) for each in able]
+    counted = [(each, "records", 3) for each in (one, captured) if not each.why]
+    found = rounds(able, cases, count, before_the_end=counted)
+    lines = []
+    for each, name in names.items():
+        steps = found[f"{each.name} step"]
+        if each.why or None in steps:
+            lines.append(f"| {size} | {name} | {each.why} | | | |")
+            continue
+        ratios = [
+            "" if base.why or base is each else f"{ratio(steps, found[f'{base.name} step']):.2f}"
+            for base in (theirs, compiled)
+        ]
+        written = sorted({number for answer in found[f"{each.name} records"] for number in answer})
+        cells = [name, f"{middle(steps) / 1e3:.1f}", *ratios, ", ".join(map(str, written))]
+        lines.append(f"| {size} | {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
