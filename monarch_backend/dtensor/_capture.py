@@ -15,10 +15,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _by_rank_op, _random, _signatures, _torch_traces, _wire
+from monarch_backend.dtensor import _by_rank_op, _draw_op, _random, _signatures, _torch_traces, _wire
+from monarch_backend.dtensor._draw_op import Draw
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor.worker._random import dropped
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
@@ -55,11 +57,12 @@ class Capture(NamedTuple):
     created: int
     writes: list[int]
     """Positions among the record's tensors of what is changed."""
+    draws: _random.Draws | None
 
 
 @dataclass(frozen=True, eq=False)
 class _There:
-    """A value of the workers' graph: ``index`` is ("operand" | "sent" | "number" | "step", the how manieth of them)."""
+    """A value of the workers' graph. ``index``: ("operand" | "sent" | "number" | "drawn" | "step", the how manieth)."""
 
     index: tuple[str, int]
     fake: Any
@@ -94,6 +97,7 @@ class Capturer:
         self.numbers: list[tuple[fx.Node, str]] = []
         self.steps: list[tuple[Any, Any, Any, fx.Node]] = []
         self.writes: list[int] = []
+        self.draws: list[Draw] = []
         self.here = fx.Graph()
         self.here_nodes: dict[fx.Node, fx.Node] = {}
         self.arguments: dict[fx.Node, int] = {}
@@ -155,8 +159,10 @@ class Capturer:
     # Operations -------------------------------------------------------------------------------------------------
 
     def _call(self, node: fx.Node) -> None:
-        _check(node)
         inputs = [self.values[each] for each in node.all_input_nodes]
+        if self._random(node):
+            return
+        _check(node)
         if any(isinstance(each, _There) for each in inputs):
             self._step(node)
         elif any(isinstance(each, _Here) for each in inputs):
@@ -167,6 +173,27 @@ class Capturer:
             given = fx.map_arg((node.args, node.kwargs), lambda each: self.values[each])
             args, kwargs = pytree.tree_map(_torch_traces.real, given)
             self.values[node] = _operator(node)(*args, **kwargs)
+
+    def _random(self, node: fx.Node) -> bool:
+        """Whether it has been one of the operations whose numbers are drawn before all else."""
+        if node.target is torch.ops.monarch_backend.draw.default:
+            like, number = node.args
+            self.values[node] = self._draw(_draw_op.drawn(number), self._as_there(like).fake)  # type: ignore[arg-type]
+        elif node.target is torch.ops.aten.native_dropout.default and _random.may_draw(node.target, node.args, {}):
+            x: Any = self._as_there(node.args[0])  # type: ignore[arg-type]
+            p: Any = node.args[1]
+            fake = _signatures.propagate(torch.empty_like, (x.fake,), {"dtype": torch.bool})
+            mask = self._draw(_random.draw_of_dropout(fake.shape, fake.stride(), p), fake)
+            given = (x, mask, p)
+            result = _signatures.propagate(dropped, tuple(map(_fake, given)), {})
+            self.values[node] = self._add(node, given, {}, result, dropped)
+        else:
+            return False
+        return True
+
+    def _draw(self, draw: Draw, like: Any) -> _There:
+        self.draws.append(draw)
+        return _There(("drawn", len(self.draws) - 1), _signatures.propagate(torch.empty_like, (like,), {}))
 
     def _step(self, node: fx.Node) -> None:
         """On the workers, from now on in each call; what comes of it that is no tensor, now."""
@@ -180,8 +207,8 @@ class Capturer:
         self.values[node] = self._add(node, args, kwargs, result)
         self.writes += [i for kind, i in (each.index for each in _written(node, args, kwargs)) if kind == "operand"]
 
-    def _add(self, node: fx.Node, args: Any, kwargs: Any, fake: Any) -> _There:
-        self.steps.append((node.target, args, kwargs, node))
+    def _add(self, node: fx.Node, args: Any, kwargs: Any, fake: Any, target: Any = None) -> _There:
+        self.steps.append((target or node.target, args, kwargs, node))
         return _There(("step", len(self.steps) - 1), fake)
 
     def _own(self, node: fx.Node) -> None:
@@ -266,6 +293,7 @@ class Capturer:
         return Capture(
             number, self.tensors, self.kept, self.own, self._function_here(wanted), len(self.sent), len(self.numbers),
             outs, len(created), sorted(set(self.writes)),
+            _random.Draws(self.workers, self.draws) if self.draws else None,
         )  # fmt: skip
 
     def _function_here(self, wanted: list[fx.Node]) -> Callable[..., Any] | None:
@@ -280,7 +308,8 @@ class Capturer:
         kind, i = value.index
         before = {"operand": 0, "sent": len(self.operand_metas)}
         before["number"] = before["sent"] + len(self.sent)
-        before["step"] = before["number"] + len(self.numbers)
+        before["drawn"] = before["number"] + len(self.numbers)
+        before["step"] = before["drawn"] + len(self.draws)
         return before[kind] + i
 
     def _define(self, results: list[int]) -> int:
@@ -289,6 +318,7 @@ class Capturer:
             len(self.operand_metas) + len(self.sent), [dtype for _, dtype in self.numbers],
             [self._wire_step(*each) for each in self.steps], results, sorted(set(self.writes)),
             [[list(meta.shape), _name(meta.dtype)] for meta in self.operand_metas] + sent, self.inductor,
+            [_random.places(self.workers, each) for each in self.draws],
         )  # fmt: skip
 
     def _wire_step(self, target: Any, args: Any, kwargs: Any, node: fx.Node) -> _wire.Step:

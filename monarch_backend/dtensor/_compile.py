@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from monarch_backend.dtensor import _sites, _torch_compile
+from monarch_backend.dtensor import _signatures, _sites, _torch_compile
 from monarch_backend.dtensor._capture import Capture, Capturer
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor, on_the_cpu
@@ -62,7 +62,9 @@ class _Graph:
         capture = captures.get(key)
         if capture is None:
             statistics["graphs"] += 1
-            capture = captures[key] = Capturer(workers, self._graph, list(args), inductor=self._inductor).make()
+            with _signatures.one_at_a_time:
+                capture = Capturer(workers, self._graph, list(args), inductor=self._inductor).make()
+            captures[key] = capture
         return _run(workers, capture, args)
 
 
@@ -107,9 +109,12 @@ def _run(workers: Workers, capture: Capture, args: Any) -> list[Any]:
         sent = [workers.put(each) for each in here[: capture.sent]]
         numbers = [float(each) for each in here[capture.sent : capture.sent + capture.numbers]]
         statistics["calls"] += 1
-        workers.write(
-            (capture.number, _sites.here(workers), *operands, *[each._ref.id for each in sent], *numbers, *created)
-        )
+        ids = [each._ref.id for each in sent]
+        record = (capture.number, _sites.here(workers), *operands, *ids, *numbers, *created)
+        if capture.draws is None:
+            workers.write(record)
+        else:
+            capture.draws.around(lambda: workers.write(record))
     elif capture.created:
         raise RemoteTensorError("a captured step without operations has results of the workers")
     numbered = iter(created)

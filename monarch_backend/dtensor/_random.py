@@ -23,9 +23,20 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _dispatch, _generator, _philox, _rank_ints, _sites, _wire
+from monarch_backend.dtensor import (
+    _dispatch,
+    _draw_op,
+    _generator,
+    _philox,
+    _rank_ints,
+    _sites,
+    _torch_traces,
+    _wire,
+)
+from monarch_backend.dtensor._draw_op import Draw
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor.worker import _random as _worker
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,7 +117,12 @@ def _local(tensor: Any) -> RemoteTensor:
 
 
 def _workers(tensor: Any) -> Workers:
-    return _local(tensor)._meta.workers
+    local = _local(tensor)
+    if type(local) is RemoteTensor:
+        return local._meta.workers
+    from monarch_backend.dtensor._torch import workers_of  # which needs this module
+
+    return workers_of(tensor.device_mesh)  # type: ignore[return-value]
 
 
 def _members(local: RemoteTensor) -> Members:
@@ -171,15 +187,22 @@ class _Fill:
                 return [_wire.Tag.OPERAND, len(floats) - 1, 1]
             return _wire.place(value, lambda _: None, lambda _: None)
 
-        places = [
-            [_wire.Tag.OPERAND, 0], str(func), *map(place, (tuple(whole.shape), tuple(whole.stride), whole.dtype)),
-            [_wire.Tag.DEVICE, workers.device.type], place(shards.cuts), place(shards.keeps),
-            *map(place, args),
-        ]  # fmt: skip
+        draw = Draw(
+            func, tuple(whole.shape), tuple(whole.stride), whole.dtype, shards.cuts, shards.keeps, args, tensor is local
+        )
+        places = [[_wire.Tag.OPERAND, 0], *_places(workers, draw, place)]
         number = workers.define(_WORKER + "fill", places, {}, len(floats), _wire.Kind.NONE, 0, [0], [])
         if self.members is not None:
             number = workers.define_by_rank([number], [0 if each else -1 for each in self.members])
         self.number = number
+
+
+def _places(workers: Workers, draw: Draw, place: Callable[[Any], Any]) -> list[Any]:
+    """The arguments of `worker/_random.py`'s functions that draw."""
+    return [
+        str(draw.func), *map(place, (draw.shape, draw.stride, draw.dtype)),
+        [_wire.Tag.DEVICE, workers.device.type], place(draw.cuts), place(draw.keeps), *map(place, draw.args),
+    ]  # fmt: skip
 
 
 _SAME_EVERYWHERE = ("avg", "max", "min")
@@ -220,6 +243,8 @@ def _fixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -> Any:
     """``func(tensor, *args)``, which changes the tensor."""
     local = _local(tensor)
+    if _torch_traces.is_traced(local):
+        return _fill_in_a_trace(func, tensor, args, generator)
     if local._meta.device.type == "meta":
         return tensor  # has no values, and draws none
     step = _step_of(local)
@@ -244,6 +269,65 @@ def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -
             _generator.set_state(generator, _philox.after(before, known.numbers))
         step.left(_generator.state_of(generator), known.members)
     return tensor
+
+
+def _fill_in_a_trace(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -> Any:
+    if generator is not _philox.default_generator(_workers(tensor).device.type):
+        raise RemoteTensorError(
+            f"{func} with a generator of its own in a captured step: put it into a function with torch.compiler.disable"
+        )
+    whole = tensor._spec.tensor_meta
+    with _torch_traces.outside():
+        shards = _shards(tensor._spec)
+    if shards is None:
+        return tensor.copy_(_fill_in_a_trace(func, _replicated(torch.empty_like(tensor)), args, generator))
+    draw = Draw(func, tuple(whole.shape), tuple(whole.stride), whole.dtype, shards.cuts, shards.keeps, args, False)
+    tensor._local_tensor.copy_(_draw_op.draw(tensor._local_tensor, draw))
+    return tensor
+
+
+class Draws:
+    """What a captured step draws at each call."""
+
+    def __init__(self, workers: Workers, draws: list[Draw]) -> None:
+        self._step, self._draws = _step_of_workers(workers), draws
+        self._on_cpu = workers.device.type == "cpu"
+        self._moves = [_generator.Move((d.func, *d.args), d.shape, d.stride, d.dtype) for d in draws if self._on_cpu]
+        self._numbers: int | None = None  # as `_Fill.numbers`
+
+    def around(self, write: Callable[[], None]) -> None:
+        """``write`` the record, as `_fill` does. Raises RemoteTensorError where ranks are to have other numbers."""
+        if self._step.streams is not None and any(each.is_plain for each in self._draws):
+            raise RemoteTensorError(
+                "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be "
+                "after own_random_numbers(): put what draws them (dropout) into a function with torch.compiler.disable"
+            )
+        generator = _philox.default_generator(self._step.workers.device.type)
+        with _in_step:
+            before = _generator.state_of(generator)
+            for move, draw in zip(self._moves, self._draws, strict=False):
+                move.make(generator, _filling(draw, generator))
+            self._step.bring(before, None)
+            write()
+            if not self._on_cpu:
+                if self._numbers is None:
+                    self._numbers = _philox.moved(before, self._step.agreed("a captured step", None))
+                _generator.set_state(generator, _philox.after(before, self._numbers))
+            self._step.left(_generator.state_of(generator), None)
+
+
+def _filling(draw: Draw, generator: Generator) -> Callable[[torch.Tensor], object]:
+    return lambda part: draw.func(part, *draw.args, generator=generator)
+
+
+def places(workers: Workers, draw: Draw) -> list[Any]:
+    """Of `worker/_random.py`'s ``drawn``, in the definition of a graph."""
+    return _places(workers, draw, lambda value: _wire.place(value, lambda _: None, lambda _: None))
+
+
+def draw_of_dropout(shape: Any, stride: Any, p: float) -> Draw:
+    """Which elements a dropout keeps of a plain tensor."""
+    return Draw(_aten.bernoulli_.float, tuple(shape), tuple(stride), torch.bool, [], 1, (1.0 - p,), True)
 
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
@@ -272,7 +356,7 @@ def _dropout(tensor: Any, p: float, train: bool | None) -> Any:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
     mask = (torch.zeros_like if _is_partial(tensor) else torch.empty_like)(tensor, dtype=torch.bool)
     _fill(_aten.bernoulli_.float, mask, (1.0 - p,), _generator_of(_workers(tensor), {}))
-    return (tensor * mask) * (0.0 if p == 1 else 1 / (1.0 - p)), mask
+    return _worker.dropped(tensor, mask, p)
 
 
 def _is_partial(tensor: Any) -> bool:
@@ -351,7 +435,7 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
 
 def _plain(func: Any) -> Handler:
     """A random operation on plain tensors."""
-    handle = None if func in _BY_VALUES else handlers.get(func)  # ranks may have other values, and nobody waits
+    handle = None if func in BY_VALUES else handlers.get(func)  # ranks may have other values, and nobody waits
 
     def operation(_func: Any, args: Any, kwargs: Any) -> Any:
         if handle is not None:
@@ -413,7 +497,7 @@ _IN_PLACE = (
     _aten.exponential_.default, _aten.geometric_.default, _aten.cauchy_.default, _aten.random_.default,
     _aten.random_.to, getattr(_aten.random_, "from"),
 )  # fmt: skip
-_BY_VALUES = (
+BY_VALUES = (
     _aten.bernoulli.default, _aten.bernoulli_.Tensor, _aten.multinomial.default, _aten.poisson.default,
     _aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor, _aten.binomial.default,
     _aten._standard_gamma.default, _aten._sample_dirichlet.default, _aten.rrelu_with_noise.default,
@@ -435,7 +519,7 @@ def _from_to(args: Any) -> tuple[Any, ...]:
 _random_from = getattr(_aten.random_, "from")
 handlers: dict[Any, Handler] = {
     **dict.fromkeys(_IN_PLACE, _in_place),
-    **dict.fromkeys(_BY_VALUES, _by_values),
+    **dict.fromkeys(BY_VALUES, _by_values),
     _aten.native_dropout.default: _native_dropout,
     _aten.bernoulli.p: _like(_aten.bernoulli_.float, lambda args: (args[1],)),
     **{

@@ -644,7 +644,8 @@ def _reading(own: Any) -> Replacement:
 
 def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     def operation(func: Any, args: Any, kwargs: Any) -> Any:
-        if all(_is_remote(each) for each in args if isinstance(each, DTensor)):
+        tensors = [each for each in args if isinstance(each, DTensor)]
+        if all(map(_is_remote, tensors)) or (func not in _random.BY_VALUES and all(map(_is_traced, tensors))):
             return handle(func, args, dict(kwargs))
         handlers = api.DTensor._op_dispatcher._custom_op_handlers
         mine = handlers.pop(func)  # of meshes that are no controller's: torch's own way
@@ -654,6 +655,10 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
             handlers[func] = mine
 
     return operation
+
+
+def _is_traced(tensor: Any) -> bool:
+    return _torch_traces.is_traced(tensor._local_tensor) and workers_of(tensor.device_mesh) is not None
 
 
 @_replaces(torch.cuda, "manual_seed", "manual_seed_all")

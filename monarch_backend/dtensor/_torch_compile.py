@@ -24,17 +24,19 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed import device_mesh
-from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor import DTensor, Partial, placement_types
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor import _dispatch as dispatch
 from torch.distributed.tensor import _redistribute as redistribute
 from torch.distributed.tensor import _utils as utils
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _MaskPartial
 
 import monarch_backend
 from monarch_backend import dtensor
-from monarch_backend.dtensor import _rank_ints, _torch
-from monarch_backend.dtensor._errors import RankDependentError
+from monarch_backend.dtensor import _rank_ints, _torch, _torch_traces
+from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor, on_the_cpu
 
 Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -70,6 +72,8 @@ def install() -> None:
     _leave_alone()
     _have_nothing_captured()
     _take_plain_tensors()
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(dict.fromkeys(MASKED, _masked_at_once))
     # Dynamo finds functions of torch by their names, once: what has been replaced is to be found as what it is now.
     trace_rules.clear_lru_cache()
 
@@ -133,10 +137,13 @@ def break_graph(what: str, error: Exception) -> NoReturn:
 
 
 def _wrap_input(own: Any) -> Any:
-    """A graph has sizes that are the same for all ranks."""
+    """A graph has sizes that are the same for all ranks, and no mask that is kept beside a tensor."""
 
     def wrap_to_fake_tensor_and_record(value: Any, tx: Any, **options: Any) -> Any:
         local = value._local_tensor if isinstance(value, DTensor) else value
+        if isinstance(local, RemoteTensor) and local is not value and _is_masked(value):
+            rows = "rows that an embedding has found on each rank, not yet reduced"
+            break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
         if isinstance(local, RemoteTensor) and local._meta.classes is not None:
             size = f"shards of sizes {', '.join(map(str, local._meta.shape))}"
             break_graph(size, RankDependentError(size, "differ by rank"))
@@ -144,6 +151,10 @@ def _wrap_input(own: Any) -> Any:
             return own(value, tx, **options)
 
     return wrap_to_fake_tensor_and_record
+
+
+def _is_masked(tensor: Any) -> bool:
+    return any(isinstance(each, _MaskPartial) for each in tensor._spec.placements)
 
 
 def _wrap_value(own: Any) -> Any:
@@ -157,18 +168,34 @@ def _wrap_value(own: Any) -> Any:
     return wrap
 
 
-def _wrap_remote(own: Any) -> Any:
-    """A tensor of the workers by itself is a tensor to dynamo, not an object that it does not know."""
+def _masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
+    """In a trace, rows that a rank has not are 0 from the beginning.
 
-    def _wrap(self: Any, value: Any) -> Any:
-        return self.wrap_tensor(value) if type(value) is RemoteTensor else own(self, value)
+    torch writes these zeros when the ranks' rows are added up, by a mask that it keeps in the placement until then. All
+    tensors of such a sharding have the same placement, so where a trace ends in between, its mask, without values, is
+    found by the next trace, and by real tensors.
+    """
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(func, args, kwargs)
+    dispatcher.sharding_propagator.propagate(info)
+    spec: Any = info.output_sharding.output_spec  # type: ignore[union-attr]
+    local: Any = dispatcher._dispatch_get_local_results_slow_path(func, args, info)
+    if _torch_traces.is_traced(local) and _torch.workers_of(spec.mesh):
+        placements = tuple(_without_mask(each, local) for each in spec.placements)
+        spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+    return dispatcher.wrap(local, spec)
 
-    return _wrap
+
+def _without_mask(placement: Any, local: Any) -> Any:
+    if not isinstance(placement, _MaskPartial):
+        return placement
+    placement.mask_buffer.apply_mask(local)
+    placement.mask_buffer.release_mask()
+    return Partial(placement.reduce_op)
 
 
-def _no_subclass(own: Any) -> Any:
-    """Nor has it functions of its own for dynamo to trace: in a graph it is as any tensor."""
-    return lambda value: None if type(value) is RemoteTensor else own(value)
+MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
+"""Operators of which a rank has some of the rows."""
 
 
 def _same_strides(own: Any) -> Any:
@@ -202,8 +229,6 @@ def _view_of(own: Any) -> Any:
 
 REPLACED += [
     (builder.VariableBuilder, "__call__", _wrap_value),
-    (builder.VariableBuilder, "_wrap", _wrap_remote),
-    (builder, "infer_subclass_type", _no_subclass),
     (builder.SourcelessBuilder, "create", _wrap_value),
     (runtime_wrappers, "gen_alias_from_base", _view_of),
     (builder, "wrap_to_fake_tensor_and_record", _wrap_input),

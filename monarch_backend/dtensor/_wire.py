@@ -99,9 +99,9 @@ class Step(NamedTuple):
 class Graph(NamedTuple):
     """How a record of this number is to be read: many operations at once, by value.
 
-    Its values are the tensors of the record, then its numbers, then the result of each step. ``numbers``: for each the
-    dtype that it has as a tensor, "" if it is none. ``results``: which values come back. ``writes``, ``ins``: as a
-    signature's.
+    Its values are the tensors of the record, then its numbers, then what it draws, then the result of each step.
+    ``numbers``: for each the dtype that it has as a tensor, "" if it is none. ``results``: which values come back.
+    ``writes``, ``ins``: as a signature's. ``draws``: for each the arguments of `worker/_random.py`'s ``drawn``.
     """
 
     number: int
@@ -112,6 +112,7 @@ class Graph(NamedTuple):
     writes: list[int]
     ins: list[Any]
     inductor: bool
+    draws: list[Any]
 
 
 class Number(int):

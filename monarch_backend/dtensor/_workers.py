@@ -110,11 +110,11 @@ class Workers:
 
     def define_graph(
         self, operands: int, numbers: list[str], steps: list[Step], results: list[int], writes: list[int],
-        ins: list[Any], inductor: bool,
+        ins: list[Any], inductor: bool, draws: list[Any],
     ) -> int:  # fmt: skip
         """The number of a new graph."""
         number = next(self.stream.numbers)
-        graph = Graph(number, operands, numbers, [list(each) for each in steps], results, writes, ins, inductor)
+        graph = Graph(number, operands, numbers, [list(each) for each in steps], results, writes, ins, inductor, draws)
         self.stream.define(Define.GRAPH, *graph)
         return number
 

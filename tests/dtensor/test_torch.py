@@ -13,7 +13,8 @@ import torch.distributed._local_tensor as local_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _MaskPartial
 
 from monarch_backend.dtensor import _convolution, _remote_tensor, _signatures, _torch, _torch_groups
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -220,6 +221,17 @@ def test_the_controller_is_no_rank(mesh: Any) -> None:
 def test_torch_names_a_new_group_by_the_function_that_workers_replace() -> None:
     source = inspect.getsource(inspect.unwrap(c10d._new_group_with_tag))
     assert "group_name = _process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source
+
+
+def test_masks_of_sharded_rows_are_kept_in_their_placement() -> None:
+    """Captured steps use them at once, see `_torch_compile._masked_at_once`."""
+    placement, rows = _MaskPartial(offset_shape=torch.Size([4])), torch.ones(2, 3)
+    placement.mask_buffer.materialize_mask(torch.tensor([True, False]))
+    placement.mask_buffer.apply_mask(rows)
+    assert rows.tolist() == [[0, 0, 0], [1, 1, 1]]
+    placement.mask_buffer.release_mask()
+    assert placement.mask_buffer.data is None
+    assert Partial(placement.reduce_op) == Partial("sum")
 
 
 def test_convolutions_have_a_handler_that_those_of_others_still_get() -> None:

@@ -30,6 +30,7 @@ class GraphFunction(Function):
         "_all",
         "_compiled",
         "_count",
+        "_draws",
         "_graph",
         "_groups",
         "_meetings",
@@ -49,6 +50,7 @@ class GraphFunction(Function):
         self._steps = [Step(*each) for each in graph.steps]
         self._source = Source(rank, device, group)
         self._all: Any = None
+        self._draws = [_draw(each, self._source) for each in graph.draws]
         self._meetings = _meetings(self._steps, self._source)
         self._groups = {meeting.group for meeting in self._meetings}
         self.meets_others = bool(self._meetings)
@@ -66,17 +68,19 @@ class GraphFunction(Function):
 
     def _run(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
         first = i + 2 + self.signature.operands
+        before = {group: _past(group) for group in self._groups}
+        drawn = self._drawn(before)
         given = [tensors[each] for each in words[i + 2 : first]]
         failed = next((each for each in given if not isinstance(each, torch.Tensor)), None)
         if failed is not None:
             raise TypeError(f"an operand of {NAME} is no tensor: {failed!r}")
         for number, dtype in zip(words[first : first + self._count], self._graph.numbers, strict=True):
             given.append(torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else number)
+        given += drawn
         if self._all is None:  # now, since what can't be done is then this record's failure
             self._all = _function(self._graph, self._steps, self._source)
         if self._wants_inductor:
             self._compile(given)
-        before = {group: _past(group) for group in self._groups}
         try:
             found = self._all(*given) if self._compiled is None else self._compiled(*given)
         except Exception as error:
@@ -84,6 +88,14 @@ class GraphFunction(Function):
             self._tell_where(error)
             raise
         tensors.update(zip(self.results(words, i), found, strict=True))
+
+    def _drawn(self, before: dict[str, int]) -> list[torch.Tensor]:
+        """First, as `_random.fill`: whatever is wrong with its operands costs this worker no number."""
+        try:
+            return [draw() for draw in self._draws]
+        except Exception:
+            self._attend_the_rest(before)
+            raise
 
     # Compiling --------------------------------------------------------------------------------------------------
 
@@ -152,7 +164,7 @@ def by_rank(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
 
 def _function(graph: Graph, steps: list[Step], source: Source) -> Callable[..., list[Any]]:
     """All steps, a line for each, that forgets what is not needed any more."""
-    first = graph.operands + len(graph.numbers)
+    first = graph.operands + len(graph.numbers) + len(graph.draws)
     last: dict[int, int] = {}
     for k, step in enumerate(steps):
         for at in (first + k, *_operands_of([*step.args, *step.kwargs.values()])):
@@ -166,6 +178,12 @@ def _function(graph: Graph, steps: list[Step], source: Source) -> Callable[..., 
     lines.append(f"    return [{', '.join(f'v{at}' for at in graph.results)}]")
     exec("\n".join(lines), source.constants)
     return source.constants["run"]  # type: ignore[no-any-return]
+
+
+def _draw(places: list[Any], source: Source) -> Callable[[], torch.Tensor]:
+    call = source.call("monarch_backend.dtensor.worker._random:drawn", places, {}, str)
+    exec(f"def draw():\n    return {call}", source.constants)
+    return source.constants["draw"]  # type: ignore[no-any-return]
 
 
 def _operands_of(places: Any) -> list[int]:

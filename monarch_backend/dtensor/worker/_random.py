@@ -53,6 +53,22 @@ def fill(
     tensor.copy_(whole if keeps else torch.zeros((), dtype=dtype, device=device))
 
 
+def drawn(
+    name: str, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device,
+    cuts: Sequence[Sequence[int]], keeps: int, *args: Any,
+) -> torch.Tensor:  # fmt: skip
+    """As fill, a tensor of its own."""
+    whole = _drawn(name, shape, stride, dtype, device, args)
+    for dim, start, length in cuts:
+        whole = whole.narrow(dim, start, length)
+    return whole.contiguous() if keeps else torch.zeros(whole.shape, dtype=dtype, device=device)
+
+
+def dropped(tensor: Any, mask: Any, p: float) -> tuple[Any, Any]:
+    """What ``native_dropout`` returns, where it has drawn this mask."""
+    return (tensor * mask) * (0.0 if p == 1 else 1 / (1.0 - p)), mask
+
+
 def _drawn(name: str, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, args: Any) -> torch.Tensor:
     if _lost:
         raise RuntimeError(
