@@ -6,6 +6,7 @@ REPLACED is in place once torch.compile has this backend. What becomes of a trac
 from __future__ import annotations
 
 import inspect
+import operator
 import pkgutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,10 +33,11 @@ from torch.distributed.tensor import _redistribute as redistribute
 from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _MaskPartial
+from torch.utils.checkpoint import CheckpointPolicy
 
 import monarch_backend
 from monarch_backend import dtensor
-from monarch_backend.dtensor import _rank_ints, _torch, _torch_traces
+from monarch_backend.dtensor import _random, _rank_ints, _torch, _torch_traces
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor, on_the_cpu
 
@@ -53,8 +55,20 @@ def two_graphs(forward: Compiler, backward: Compiler) -> Callable[..., Any]:
 
     return aot_autograd(
         fw_compiler=boxed(forward), bw_compiler=boxed(backward), inference_compiler=boxed(forward),
-        partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
+        partition_fn=_parted, keep_inference_input_mutations=True,
     )  # fmt: skip
+
+
+def _parted(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+    """In two, and what has been drawn is kept for backward, also in a checkpoint, which would draw it again."""
+    for node in joint.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and _random.may_draw(node.target, node.args, node.kwargs):
+            results = [each for each in node.users if each.target is operator.getitem]
+            for each in results or [node]:
+                each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if results:
+                node.meta.pop("recompute", None)  # torch has it so that a tuple is not kept itself
+    return min_cut_rematerialization_partition(joint, *args, **options)
 
 
 _installed = False

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from monarch_backend.dtensor import RemoteOpError, RemoteTensor, _compile, _torch_compile, simulated_mesh
 from tests.dtensor.conftest import workers_of
@@ -366,6 +367,21 @@ def test_random_numbers_are_those_of_a_single_process(two: Any, inductor: bool) 
             results.append([*made, *gradients, torch.rand(3)])
         for mine, theirs in zip(*results, strict=True):
             same(mine, theirs)
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["dtensor", "plain"])
+def test_what_a_checkpoint_has_drawn_is_not_drawn_again(two: Any, is_plain: bool) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(lambda x: F.dropout(x * 3, 0.5).sin() * x, x, use_reentrant=False)
+        return y.pow(2).sum()
+
+    x = torch.randn(8, 16)
+    ours: Any = distribute_tensor(x, two, [Replicate() if is_plain else Shard(0)])
+    ours = (ours.to_local() if is_plain else ours).requires_grad_()
+    for run, tensor in ((whole(step), ours), (step, x.requires_grad_())):
+        torch.manual_seed(1)
+        run(tensor).backward()
+    same(ours.grad, x.grad)  # type: ignore[arg-type]
 
 
 def test_a_step_with_dropout_is_one_record(two: Any) -> None:
