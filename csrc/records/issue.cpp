@@ -35,8 +35,7 @@ struct Ref {
 struct Entry {
   PyObject_HEAD
   PyObject *workers, *outs, *number, *sequence, *returns, *host, *parts;
-  Sink* sink;
-  PyObject* forms;  // of each result, what makes the tensor
+  PyObject *sink, *forms;  // once there was a record: the Sink, and of each result what makes the tensor
   int kind;
   Py_ssize_t at;  // of what it changes and returns, the position among the arguments; -1: `returns` says
   std::int64_t used;
@@ -74,7 +73,7 @@ template <>
 struct Members<Entry> {
   static auto of(Entry* e) {
     return std::array{&e->workers, &e->outs, &e->number, &e->sequence, &e->returns,
-                      &e->host, &e->parts, reinterpret_cast<PyObject**>(&e->sink), &e->forms};
+                      &e->host, &e->parts, &e->sink, &e->forms};
   }
 };
 template <>
@@ -347,11 +346,16 @@ Owned tensor_of(PyObject* form, PyObject* meta, const Owned& ref) {
   return made;
 }
 
+Sink* sink_of(Entry* entry) { return reinterpret_cast<Sink*>(entry->sink); }
+
 // Once for each entry.
 bool prepare(Entry* entry) {
+  if (entry->workers == nullptr) return PyErr_SetString(PyExc_TypeError, "an entry without workers"), false;
   Owned sink = own(PyObject_GetAttr(entry->workers, name_sink));
   if (!sink) return false;
-  if (Py_TYPE(sink.get()) != sink_type) return PyErr_SetString(PyExc_TypeError, "sink is no Sink"), false;
+  const bool is_right = Py_TYPE(sink.get()) == sink_type && entry->outs != nullptr && PyTuple_Check(entry->outs) &&
+                        (entry->kind != kOne || PyTuple_GET_SIZE(entry->outs) == 1);
+  if (!is_right) return PyErr_SetString(PyExc_TypeError, "an entry has a Sink, and a tuple of results"), false;
   const Py_ssize_t count = PyTuple_GET_SIZE(entry->outs);
   Owned forms = own(PyTuple_New(count));
   for (Py_ssize_t i = 0; forms && i < count; ++i) {
@@ -362,13 +366,13 @@ bool prepare(Entry* entry) {
   }
   if (!forms) return false;
   Py_XSETREF(entry->forms, forms.release());
-  entry->sink = reinterpret_cast<Sink*>(sink.release());
+  Py_XSETREF(entry->sink, sink.release());
   return true;
 }
 
 // The ids of the results are Refs from here on: whatever happens, the workers drop what nobody has.
 bool append_record(Entry* entry, PyObject* place, Operands& operands, Operands& refs) {
-  Sink* sink = entry->sink;
+  Sink* sink = sink_of(entry);
   PyObject* words = sink->words;
   bool done = PyList_Append(words, entry->number) == 0 && PyList_Append(words, place) == 0;
   for (PyObject* each : operands) done = done && PyList_Append(words, each) == 0;
@@ -385,8 +389,8 @@ bool make_refs(Entry* entry, Operands& refs) {
       refs.add(PyLong_FromLong(0));
       continue;
     }
-    const Owned id = own(PyIter_Next(entry->sink->ids));
-    PyObject* ref = id ? make_ref(entry->workers, entry->sink->unreachable, id.get()) : nullptr;
+    const Owned id = own(PyIter_Next(sink_of(entry)->ids));
+    PyObject* ref = id ? make_ref(entry->workers, sink_of(entry)->unreachable, id.get()) : nullptr;
     if (ref == nullptr) return false;
     refs.add(ref);
   }
@@ -425,10 +429,10 @@ PyObject* results_of(Entry* entry, Operands& refs, PyObject* args, PyObject* kwa
 PyObject* emit(const Owned& held, const Owned& place, Operands& operands, PyObject* args, PyObject* kwargs) {
   auto* entry = reinterpret_cast<Entry*>(held.get());
   entry->used = ++now;
-  if (!PyLong_Check(entry->number)) return PyErr_SetString(PyExc_TypeError, "an entry without a number"), nullptr;
-  if (PyLong_AsLong(entry->number) == 0) return Py_NewRef(entry->host);
+  if (entry->number == nullptr || !PyLong_Check(entry->number)) return PyErr_SetString(PyExc_TypeError, "an entry without a number"), nullptr;
+  if (PyLong_AsLong(entry->number) == 0) return Py_NewRef(entry->host == nullptr ? Py_None : entry->host);
   if (entry->sink == nullptr && !prepare(entry)) return nullptr;
-  Sink* sink = entry->sink;
+  Sink* sink = sink_of(entry);
   Operands refs;
   if (!make_refs(entry, refs)) return nullptr;
   const bool is_first = PyList_GET_SIZE(sink->words) == 0;
@@ -464,6 +468,7 @@ PyObject* run(Plan* plan, PyObject* args, PyObject* kwargs, PyObject* workers) {
 }
 
 bool are_arguments(PyObject* args, PyObject* kwargs) {
+  if (told.tensor == nullptr) return PyErr_SetString(PyExc_RuntimeError, "set_up_issue() comes first"), false;
   if ((PyTuple_Check(args) || PyList_Check(args)) && (kwargs == Py_None || PyDict_Check(kwargs))) return true;
   PyErr_SetString(PyExc_TypeError, "arguments are a sequence and a dict, or None");
   return false;

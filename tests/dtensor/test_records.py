@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from monarch_backend import _native
 from monarch_backend._native import Call, execute
-from monarch_backend.dtensor import _torch_bindings
+from monarch_backend.dtensor import _sites, _torch_bindings
 
 NONE, ONE, MANY = 0, 1, 2
 _aten = torch.ops.aten
@@ -117,6 +119,56 @@ def test_no_record_holds_what_it_has_used() -> None:
     assert Value.alive == 2
     tensors.clear()
     assert Value.alive == 0
+
+
+class Workers:
+    """Whose words stay here."""
+
+    def __init__(self, limit: int = 100) -> None:
+        self.words: list[Any] = []
+        self.unreachable: list[int] = []
+        self.called: list[str] = []
+        wake, full = (lambda: self.called.append("wake")), (lambda: self.called.append("full"))
+        self.sink = _native.Sink(self.words, self.unreachable, itertools.count(1), wake, full, limit)
+
+
+def entry_of(workers: Any, number: int = 7) -> Any:
+    made = _native.Entry()
+    made.workers, made.number, made.outs, made.kind = workers, number, (), NONE
+    return made
+
+
+def test_a_record_is_the_number_the_place_and_what_it_has_of_its_own() -> None:
+    workers = Workers(limit=4)
+    plan = _native.Plan("add", None, 0b10, frozenset({"alpha"}))
+    plan.entries[3, int, "alpha", int, "beta", float] = entry_of(workers)
+    assert _native.issue(plan, (3, 4), {"alpha": -5, "beta": 0.5}, None) is None
+    assert workers.words[:1] + workers.words[2:] == [7, 4, -5, 0.5]
+    assert _sites.text_of(workers.words[1]).count("test_records.py") >= 1
+    assert workers.called == ["wake", "full"]
+    assert workers.sink.records == 1
+
+
+def test_an_entry_that_changes_an_argument_returns_it() -> None:
+    plan = _native.Plan("add_", None, 0, frozenset())
+    first, second = entry_of(Workers()), entry_of(Workers())
+    first.at, second.returns = 0, lambda args, kwargs: (args, kwargs)
+    plan.entries["x",], plan.entries["y",] = first, second
+    assert _native.issue(plan, ("x",), None, None) == "x"
+    assert _native.issue(plan, ("y",), None, None) == (("y",), {})
+
+
+@pytest.mark.parametrize("wrong", ["workers", "number", "outs", "kind", "no entry"])
+def test_what_is_no_entry_is_an_error(wrong: str) -> None:
+    plan = _native.Plan("add", None, 0, frozenset())
+    made = entry_of(Workers())
+    if wrong == "kind":
+        made.kind = ONE
+    elif wrong != "no entry":
+        delattr(made, wrong) if wrong != "workers" else setattr(made, wrong, None)
+    plan.entries["x",] = made if wrong != "no entry" else object()  # type: ignore[assignment]
+    with pytest.raises((TypeError, AttributeError)):
+        _native.issue(plan, ("x",), None, None)
 
 
 A, B = torch.ones(2, 3), torch.ones(2, 3)
