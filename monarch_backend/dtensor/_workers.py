@@ -48,6 +48,7 @@ class Workers:
         self._words = self.stream.words
         self.unreachable = self.stream.unreachable
         self._by_rank: dict[Any, int] = {}
+        self._keys: dict[int, Any] = {}  # of these
         self.sink = _native.Sink(
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
         )  # for csrc/records/issue.cpp
@@ -124,15 +125,18 @@ class Workers:
         number = self._by_rank.get(key)
         if number is None:
             number = self._by_rank[key] = next(self.stream.numbers)
+            self._keys[number] = key
             self.stream.define(Define.BY_RANK, number, list(numbers), list(of_rank))
         return number
 
     def forget(self, numbers: Sequence[int]) -> None:
         """No record of these signatures comes after what is written now."""
         if numbers:
+            if not self._words:
+                self.stream.wake()
             self._words.extend((_wire.FORGET, len(numbers), *numbers))
-            members = tuple(numbers[1:])
-            for key in [key for key, number in self._by_rank.items() if number == numbers[0] and key[0] == members]:
+            key = self._keys.pop(numbers[0], None)
+            if key is not None:
                 del self._by_rank[key]
 
     # Groups -----------------------------------------------------------------------------------------------------
