@@ -81,3 +81,8 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 def done() -> Any:
     """What a collective returns of which nothing is left to wait for."""
     return FakeWork()
+
+
+def says_gone(error: BaseException) -> bool:
+    """Whether a collective has not found its group any more: torch has no type for that."""
+    return isinstance(error, RuntimeError) and "Could not resolve the process group" in str(error)

@@ -157,3 +157,26 @@ def test_a_value_whose_mesh_is_gone() -> None:
     assert isinstance(x.to_local(), RemoteTensor)
     with pytest.raises(MeshClosedError, match="have ended"):
         print(x)
+
+
+def test_what_nobody_has_read_is_told_at_the_end_if_it_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    procs = this_host().spawn_procs({"x": 2})
+    mesh = procs.device_mesh("cpu")
+    failed = out_of_range(mesh, [0, 5])
+    workers_of(mesh).line.ask("pid")()  # they have come here
+    procs.stop().get(30)
+    said = capfd.readouterr().err
+    assert "aten.embedding.default raised on rank 1 " in said
+    assert "nobody has read what depends on it: IndexError" in said
+    del failed
+
+
+def test_an_end_in_the_middle_of_things_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    """Some workers have come further than others by then, and wait for them."""
+    for _ in range(3):
+        procs = this_host().spawn_procs({"x": 2})
+        x = distribute_tensor(torch.ones(8, 4), procs.device_mesh("cpu"), [Shard(0)])
+        sums = [(x * i).sum().redistribute(placements=[Replicate()]) for i in range(100)]
+        procs.stop().get(30)
+        del sums
+    assert "nobody has read" not in capfd.readouterr().err

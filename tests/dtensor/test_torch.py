@@ -193,6 +193,13 @@ def test_torchs_tables_of_groups_are_those_that_are_written() -> None:
     assert "default_pg.new_group(" in inspect.getsource(c10d._new_group_with_tag)
 
 
+def test_a_collective_without_a_group_is_told_from_others_that_fail() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "gone")
+    assert _torch_groups.says_gone(caught.value)
+    assert not _torch_groups.says_gone(RuntimeError("it does not fit"))
+
+
 def test_meshes_of_processes_that_have_ended_are_not_those_of_new_ones(mesh: Any) -> None:
     assert "self._thread_id" in inspect.getsource(DeviceMesh._hash_key)
     assert "_thread_id" in inspect.getsource(DeviceMesh.__eq__)

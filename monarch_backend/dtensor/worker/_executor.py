@@ -27,15 +27,18 @@ from monarch_backend.dtensor._wire import Define, Graph, Held, Signature
 from monarch_backend.dtensor.worker import _functions, _graphs, _random, _run, _storage
 from monarch_backend.dtensor.worker._functions import Function
 from monarch_backend.dtensor.worker._side import boards
+from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
 
 
 class Failure:
     """In the place of a tensor: why it is not there."""
 
-    __slots__ = ("order", "report")
+    __slots__ = ("is_end", "order", "report")
 
-    def __init__(self, report: dict[str, Any], order: int) -> None:
+    def __init__(self, report: dict[str, Any], order: int, *, is_end: bool) -> None:
         self.report, self.order = report, order
+        self.is_end = is_end
+        """Nothing is wrong here: the group was closed, or another rank has gone, of which others tell."""
 
 
 class Executor(Actor):
@@ -191,7 +194,8 @@ class Executor(Actor):
     def new_failure(self, operation: str, site: int, error: BaseException) -> Failure:
         """For what could not be done just now; who calls this tells of it."""
         self._failures += 1
-        return Failure(self._report(operation, site, error), self._failures)
+        is_end = isinstance(error, (GroupClosedError, RankFailedError)) or _torch_groups.says_gone(error)
+        return Failure(self._report(operation, site, error), self._failures, is_end=is_end)
 
     # Batches ----------------------------------------------------------------------------------------------------
 
@@ -360,7 +364,7 @@ class Executor(Actor):
 
     def __cleanup__(self, exc: BaseException | None) -> None:
         """What nobody has read may have failed, and nobody would know."""
-        if self._untold is not None and exc is None:
+        if self._untold is not None and not self._untold.is_end and exc is None:
             report = self._untold.report
             print(
                 f"monarch_backend: {report['failed']} raised on rank {report['rank']} (host {report['host']}, pid "
