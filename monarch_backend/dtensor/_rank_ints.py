@@ -161,7 +161,7 @@ class RankInts:
         if len(answers) > 1:
             both = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
             return RankBool(f"{self} {sign} {theirs}", _LONG_WAYS.get(sign) if both else None)
-        return torch._C._get_constant_bool_symnode(True in answers)
+        return AgreedBool(True in answers)
 
     def eq(self, other: Any) -> Any:
         """And so on: what all ranks say."""
@@ -207,6 +207,70 @@ class RankInts:
         return self.int_()
 
 
+class AgreedBool:
+    """As RankBool, where all ranks say the same: torch's own constants go with no answer on which they don't."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: bool) -> None:
+        self.value = value
+
+    def is_bool(self) -> bool:
+        """As all of these: asked by torch."""
+        return True
+
+    is_constant = is_bool
+
+    def is_int(self) -> bool:
+        """No."""
+        return False
+
+    is_float = is_nested_int = is_symbolic = is_int
+
+    def maybe_as_bool(self) -> bool:
+        """As all of these: the answer."""
+        return self.value
+
+    bool_ = constant_bool = maybe_as_bool
+
+    def guard_bool(self, _file: str, _line: int) -> bool:
+        """As maybe_as_bool."""
+        return self.value
+
+    expect_true = guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = guard_bool
+
+    def clone(self) -> AgreedBool:
+        """Nobody changes it."""
+        return self
+
+    def _str(self) -> str:
+        return str(self.value)
+
+    __str__ = __repr__ = _graph_repr = _str
+
+    def wrap_bool(self, value: bool) -> AgreedBool:
+        """As torch wants the other side of a combination."""
+        return AgreedBool(value)
+
+    def sym_not(self) -> AgreedBool:
+        """The other answer."""
+        return AgreedBool(not self.value)
+
+    not_ = sym_not
+
+    def sym_and(self, other: Any) -> Any:
+        """As Python's `and`."""
+        return other if self.value else self
+
+    and_ = sym_and
+
+    def sym_or(self, other: Any) -> Any:
+        """As Python's `or`."""
+        return self if self.value else other
+
+    or_ = sym_or
+
+
 class RankBool:
     """What torch calls the node of a SymBool: true on some ranks and false on others, so nobody may branch on it.
 
@@ -240,6 +304,10 @@ class RankBool:
         return self.what
 
     __str__ = __repr__ = _graph_repr = _str
+
+    def wrap_bool(self, value: bool) -> AgreedBool:
+        """As torch wants the other side of a combination."""
+        return AgreedBool(value)
 
     def sym_not(self) -> RankBool:
         """As undecided as it is."""
@@ -289,6 +357,10 @@ class RankBool:
     def statically_known_true(self, _file: str, _line: int) -> bool:
         """A hint."""
         return False
+
+
+for _kind in (RankInts, AgreedBool, RankBool):  # torch's C++ asks for it; inside a class it would hide Python's own
+    setattr(_kind, "str", _kind._str)  # noqa: B010  (mypy knows of no such attribute)
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

@@ -66,3 +66,27 @@ def test_shards_of_uneven_sizes_on_all_ranks_and_none(mesh_of: Any) -> None:
     same(x.softmax(1).redistribute(mesh, [Shard(1)]), whole.softmax(1))
     same(x[1:3], whole[1:3])
     same(x.flatten().redistribute(mesh, [Replicate()]) if x.size(0) % 3 == 0 else x + 1, whole + 1)
+
+
+def test_plain_tensors_of_uneven_sizes_have_columns_and_no_row_that_some_ranks_lack(mesh_of: Any) -> None:
+    whole = torch.arange(15.0).view(5, 3)
+    local = distribute_tensor(whole, mesh_of("2"), [Shard(0)]).to_local()
+    mine = whole[:3]  # of the first rank, whose values are read
+    same(local[:, 1], mine[:, 1])
+    same(local.select(1, -1), mine.select(1, -1))
+    same(local.unbind(1)[2] + local.sum(1), mine.unbind(1)[2] + mine.sum(1))
+    same(local[1, :], mine[1, :])
+    with pytest.raises(RankDependentError, match=r"\{3 2\} > 2"):
+        local[2]
+    with pytest.raises(IndexError, match=r"out of bounds for dimension 0 with size \{3 2\}"):
+        local[3]
+
+
+def test_answers_on_which_all_ranks_agree_go_with_others() -> None:
+    true, some = of(2, 3) > 1, of(2, 3) > 2
+    for answer in (true & some, some & true, (of(2, 3) < 1) | some):
+        with pytest.raises(RankDependentError, match="2 3"):
+            bool(answer)
+    assert not ((of(2, 3) < 1) & some)
+    assert true | some
+    assert some | true

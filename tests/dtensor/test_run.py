@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -253,6 +254,20 @@ def test_one_that_fails_again_and_again(mesh_of: Callable[[str], Any]) -> None:
         after = run(mesh_of("2"), on_workers.sum_of_ranks)
         assert isinstance(failing.exception(60), RemoteOpError)
         assert values(after.get(60)) == [1, 1]
+
+
+def test_captured_steps_go_on_with_the_groups_after_one_that_failed(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2")
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+
+    @functools.partial(torch.compile, backend="monarch", options={"inductor": False})
+    def total(x: Any) -> Any:
+        return (x * 2).sum().full_tensor()
+
+    assert total(x).item() == 12
+    assert isinstance(run(mesh, on_workers.fails_on, 1, None).exception(60), RemoteOpError)
+    assert total(x).item() == 12
+    assert (x * 3).sum().full_tensor().item() == 18
 
 
 def test_what_an_argument_depends_on_is_what_failed(mesh_of: Callable[[str], Any]) -> None:

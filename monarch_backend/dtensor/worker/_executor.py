@@ -307,8 +307,10 @@ class Executor(Actor):
         self._calls.clear()
         for name, rows in self._rows.items():
             self._join(name, rows)
-        for number, function in self._functions.items():
-            if function is not None and function.signature.number == number:  # they name groups
+        for number, function in list(self._functions.items()):  # which name groups
+            if isinstance(function, _graphs.GraphFunction):
+                self._functions[number] = _graphs.make(function.graph, self._rank, self._device, self.group)
+            elif function is not None and function.signature.number == number:
                 made = self._made(function.signature)
                 function.run, function.call = made.run, made.call
 

@@ -31,12 +31,12 @@ class GraphFunction(Function):
         "_compiled",
         "_count",
         "_draws",
-        "_graph",
         "_groups",
         "_meetings",
         "_source",
         "_steps",
         "_wants_inductor",
+        "graph",
     )
 
     def __init__(self, graph: Graph, rank: int, device: torch.device, group: Callable[[str], Any]) -> None:
@@ -44,7 +44,7 @@ class GraphFunction(Function):
             graph.number, NAME, [], {}, graph.operands, Kind.MANY, len(graph.results), graph.writes, graph.ins
         )
         super().__init__(signature, self._run)
-        self._graph = graph
+        self.graph = graph
         self._count = len(graph.numbers)
         self.length += self._count
         self._steps = [Step(*each) for each in graph.steps]
@@ -74,11 +74,11 @@ class GraphFunction(Function):
         failed = next((each for each in given if not isinstance(each, torch.Tensor)), None)
         if failed is not None:
             raise TypeError(f"an operand of {NAME} is no tensor: {failed!r}")
-        for number, dtype in zip(words[first : first + self._count], self._graph.numbers, strict=True):
+        for number, dtype in zip(words[first : first + self._count], self.graph.numbers, strict=True):
             given.append(torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else number)
         given += drawn
         if self._all is None:  # now, since what can't be done is then this record's failure
-            self._all = _function(self._graph, self._steps, self._source)
+            self._all = _function(self.graph, self._steps, self._source)
         if self._wants_inductor:
             self._compile(given)
         try:
