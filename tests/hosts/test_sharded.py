@@ -1,0 +1,18 @@
+"""DTensors whose shards are on several hosts, with namespaces for machines."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hosts.support import World
+
+
+def test_training_over_two_hosts(anywhere: tuple[World, list[str]]) -> None:
+    world, workers = anywhere
+    world.run("trains", workers, module="sharded")
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost(world: World, workers: list[str]) -> None:
+    with world.daemon(3) as victim:
+        world.run("loses_a_host", [workers[0], victim.address], victim.pid, module="sharded")
