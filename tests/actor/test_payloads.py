@@ -293,6 +293,7 @@ def test_through_ports_streams_and_constructors(procs: ProcMesh, carriers: Actor
     built.stop().get(PATIENCE)
 
 
+@pytest.mark.slow
 def test_more_than_what_goes_in_one_piece(fresh: ActorMesh) -> None:
     n = _links.MOST_IN_ONE + 1000 * KIB + 7
     assert n > 256 * MIB

@@ -93,7 +93,7 @@ def _load(rank: int, root: str, kind: str, saved_by: str = "") -> Any:
     return {"loaded": freeze(loaded), "losses": _steps(model, optimizer, state["step"], 2)}
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_save_on_two_ranks_load_on_any(kind: str, tmp_path: Path) -> None:
     saved = on_both(_save, 2, str(tmp_path), kind)[0]
     loads = [(1, kind), (2, kind), (4, kind), (2, "ddp" if kind == "fsdp" else "fsdp")]

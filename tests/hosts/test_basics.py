@@ -62,6 +62,7 @@ def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpr
         world.start("values", *workers, number=1)
 
 
+@pytest.mark.slow
 def test_controllers_of_two_secrets(
     world: World, two_controllers: list[WarmInterpreter], workers: list[str], tmp_path: Path
 ) -> None:
