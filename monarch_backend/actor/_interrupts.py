@@ -24,7 +24,7 @@ MOST = 5.0
 """Seconds after which it comes all the same: whatever happens in there does not end by itself."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_OURS = tuple(_PACKAGE + folder + os.sep for folder in ("actor", "mesh", "rdma", "transport"))
+_OURS = tuple(_PACKAGE + folder + os.sep for folder in ("actor", "dtensor", "mesh", "rdma", "transport"))
 
 
 class Interrupts:

@@ -15,6 +15,7 @@ import pytest
 
 from monarch_backend.actor._interrupts import Interrupts
 from monarch_backend.actor._program import Program
+from monarch_backend.dtensor import _stream
 
 
 class _Pump:
@@ -48,9 +49,9 @@ class _Program:
         self.pump = self.clock = _Pump()
         self.interrupts = Interrupts(cast(Program, self))
 
-    def note(self) -> None:
+    def note(self, file: str = Interrupts.guard.__code__.co_filename) -> None:
         """Ctrl-C comes where nothing may be left half done."""
-        exec(compile("strike()", Interrupts.guard.__code__.co_filename, "exec"), {"strike": _strike})
+        exec(compile("strike()", file, "exec"), {"strike": _strike})
         assert self.interrupts.noted
 
 
@@ -89,6 +90,14 @@ def test_what_has_come_to_the_other_is_not_lost() -> None:
     other.pump.fire()  # and it does not come again
     assert not other.interrupts.noted
     assert not mine.interrupts.noted
+
+
+def test_words_of_a_controller_are_not_left_half_sent() -> None:
+    program = _Program()
+    program.interrupts.guard()
+    program.note(_stream.__file__)
+    with pytest.raises(KeyboardInterrupt):
+        program.pump.fire()
 
 
 def test_a_handler_of_the_user_s_is_left_alone() -> None:
