@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from monarch_backend.dtensor import _dispatch, _group, _torch
 from monarch_backend.dtensor import _special as _special
-from monarch_backend.dtensor import _torch_fsdp as _torch_fsdp  # these two register what they know
+from monarch_backend.dtensor import _torch_autocast as _torch_autocast
+from monarch_backend.dtensor import _torch_devices as _torch_devices
+from monarch_backend.dtensor import _torch_fsdp as _torch_fsdp  # these four register what they know
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._workers import ActorLine, Workers
 from monarch_backend.mesh._procs import ProcMesh
@@ -72,8 +74,12 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
 def new_workers(name: str, size: int, device_type: str, line: Any) -> Workers:
     """Workers at the other end of this line."""
     first = _group.universe().grow(size)
-    workers = Workers(name, size, first, torch.device(device_type), line)
+    # Each has a GPU of its own, which is its first for whoever asks, as with one GPU visible in each process.
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+    workers = Workers(name, size, first, device, line)
     _group.add_owner(workers)
+    if device_type == "cuda":
+        _torch_devices.register_factories()
     return workers
 
 

@@ -179,12 +179,20 @@ def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: Workers
     kwargs = kwargs or {}
     if workers is None:
         workers = _workers_of(plan, args, kwargs)
+    if plan.target.schema is not None:
+        args, kwargs = _devices().at_home(args, kwargs)
     args, kwargs = _signatures.with_numbers(plan.target.schema, args, kwargs)
     entry = plan.entries[key] = _signatures.make(workers, plan.target, args, kwargs)
     _known[workers] = _known.get(workers, 0) + 1
     if _known[workers] > KEPT:
         _forget_half(workers)
     return entry
+
+
+def _devices() -> Any:
+    from monarch_backend.dtensor import _devices as found  # which needs this module
+
+    return found
 
 
 def _workers_of(plan: _native.Plan, args: Any, kwargs: Any) -> Workers:

@@ -183,6 +183,12 @@ def remove_owner(workers: Workers) -> None:
         _universe = None
 
 
+def owners() -> list[Workers]:
+    """All, of real processes if there are any."""
+    real = [each for each in _owners if not each.is_simulated]
+    return real or list(_owners)
+
+
 def owner_of(ranks: Sequence[int]) -> Workers | None:
     """The Workers that all these global ranks belong to; None in a process that is no controller.
 

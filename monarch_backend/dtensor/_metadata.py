@@ -66,6 +66,8 @@ class Metas:
 
     def same(self, shape: Sizes, stride: Sizes, offset: Any, dtype: torch.dtype, device: torch.device) -> Meta:
         """The same on all ranks."""
+        if device.type == self._workers.device.type:
+            device = self._workers.device  # a worker has one
         key = (shape, stride, offset, dtype, device)
         found = self._same.get(key)
         if found is None:

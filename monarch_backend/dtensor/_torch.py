@@ -579,7 +579,7 @@ def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
 def _register_lists() -> None:
     """Operators on lists of tensors, which are calculated one value at a time, and that torch has left out."""
     known = api.DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
-    for operator in (_aten._fused_adagrad_.default, _aten._foreach_copy_.default):
+    for operator in (_aten._fused_sgd_.default, _aten._fused_adagrad_.default, _aten._foreach_copy_.default):
         if operator not in known:
             pointwise._register_single_dim_pointwise(operator)
 
@@ -758,9 +758,9 @@ def _modules() -> Any:
     return found
 
 
-DIVERTED = (
+DIVERTED = [
     (api.distribute_tensor, _distribute),
     (c10d.get_rank, _rank_in),
     (parallelize_module, _parallelize),
-)
+]
 """Functions that stay what they are, for who has them by then; and what makes what their code calls."""

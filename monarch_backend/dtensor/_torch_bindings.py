@@ -67,3 +67,12 @@ def _are_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_are_same(each, other[name]) for name, each in one.items())
     return one is other or bool(one == other)
+
+
+def above_autograd() -> contextlib.AbstractContextManager[None]:
+    """Inside, operations have histories also where an operator's own implementation, which is below that, calls them."""
+    keys = [_C.DispatchKey.AutogradFunctionality, _C.DispatchKey.ADInplaceOrView]
+    excluded = _C._dispatch_tls_local_exclude_set()
+    for each in keys:
+        excluded = excluded.remove(each)
+    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import _mesh_resources
 
 DEVICES = "cpu:monarch,cuda:monarch"
 
@@ -76,6 +77,12 @@ def default_store() -> Any:
 def settled(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a collective that may be under way; any other tensor itself."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def mesh_of_context() -> Any:
+    """The mesh of the innermost ``with mesh:``; None outside of any."""
+    stack = _mesh_resources.mesh_stack
+    return stack[-1] if stack else None
 
 
 def done() -> Any:

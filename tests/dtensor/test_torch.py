@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from monarch_backend.dtensor import _convolution, _remote_tensor, _signatures, _torch, _torch_groups
@@ -94,6 +95,19 @@ FORMS = {
     ),
     "FSDPState._root_pre_forward": "self module args kwargs",
     "torch.cuda._lazy_init": "",
+    "torch.cuda.current_stream": "device",
+    "torch.cuda.default_stream": "device",
+    "torch.cuda.stream": "stream",
+    "Stream.__new__": "cls device priority kwargs",
+    "Event.__new__": "cls enable_timing blocking interprocess external",
+    "torch.cuda.synchronize": "device",
+    "torch.cuda.current_device": "",
+    "torch.cuda.set_device": "device",
+    "torch.cuda.is_bf16_supported": "including_emulation",
+    "torch.cuda.amp.common.amp_definitely_not_available": "",
+    "torch.utils.checkpoint._get_device_module": "device",
+    "autocast.__enter__": "self",
+    "autocast.__exit__": "self exc_type exc_val exc_tb",
     "DTensor.__repr__": "self",
     "DTensor.__iter__": "self",
     "torch.cuda.manual_seed": "seed",
@@ -107,6 +121,8 @@ FORMS = {
 OF_C = {
     "DTensor.tolist", "DTensor.numpy", "DTensor.__array__",
     "DTensor.device", "DTensor.is_cpu", "DTensor.is_cuda", "DTensor.is_meta",
+    "DTensor.to", "DTensor.cpu", "DTensor.cuda", "DTensor.type_as", "DTensor.pin_memory", "DTensor.record_stream",
+    "DTensor.get_device",
 }  # fmt: skip
 
 
@@ -137,13 +153,14 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
         "distribute_tensor": "tensor device_mesh placements src_data_rank",
         "get_rank": "group",
         "parallelize_module": "module device_mesh parallelize_plan src_data_rank",
+        "_group_tensors_by_device_and_dtype": "tensorlistlist with_indices",
     }
     assert dist.get_rank is c10d.get_rank
 
 
 def test_parallelize_module_calls_itself_for_each_style() -> None:
     """So only the outermost call is the user's."""
-    _, make = _torch.DIVERTED[-1]
+    make = dict(_torch.DIVERTED)[parallelize_module]
     seen: list[bool] = []
 
     def own(module: Any, mesh: Any, plan: Any) -> Any:

@@ -24,7 +24,7 @@ from monarch_backend import _native
 from monarch_backend.actor import Actor, current_rank, endpoint
 from monarch_backend.dtensor import _torch_groups, _wire
 from monarch_backend.dtensor._wire import Define, Graph, Held, Signature
-from monarch_backend.dtensor.worker import _functions, _graphs, _random, _run, _storage
+from monarch_backend.dtensor.worker import _attention, _functions, _graphs, _random, _run, _storage
 from monarch_backend.dtensor.worker._functions import Function
 from monarch_backend.dtensor.worker._side import boards
 from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
@@ -397,5 +397,6 @@ def _own_device(device_type: str) -> torch.device:
     if device_type == "cuda":
         index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
         torch.cuda.set_device(index)
+        _attention.install()
         return torch.device("cuda", index)
     return torch.device(device_type)

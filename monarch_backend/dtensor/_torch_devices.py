@@ -1,0 +1,237 @@
+"""Functions of torch that ask this process for a GPU, and what stands in for them where only the workers have any.
+
+As _torch.py has it for the rest of torch. Each leaves torch's own alone where this process has a GPU itself, or is no
+controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _foreach_utils
+from torch.utils import checkpoint as torch_checkpoint
+
+from monarch_backend.dtensor import _devices, _dispatch, _group, _remote_tensor
+from monarch_backend.dtensor._device_handle import Event, Stream
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._torch import DIVERTED, Replacement, _is_remote, _replaces
+
+
+def stands_for_gpus() -> bool:
+    """Whether "cuda" means the workers' here: this is their controller, and has no GPU itself."""
+    return _group.is_controller() and not torch.cuda.is_available()
+
+
+# Ways between devices -------------------------------------------------------------------------------------------
+
+
+@_replaces(DTensor, "to")
+def _to(own: Any) -> Replacement:
+    def to(self: Any, *args: Any, **options: Any) -> Any:
+        if not _is_remote(self) or _remote_tensor.in_a_trace():
+            return own(self, *args, **options)
+        return _devices.to(own, self, args, options)
+
+    return to
+
+
+@_replaces(DTensor, "cpu", "cuda")
+def _to_kind(own: Any) -> Replacement:
+    kind = own.__name__
+
+    def to_kind(self: Any, *args: Any, **options: Any) -> Any:
+        if not _is_remote(self) or _remote_tensor.in_a_trace():
+            return own(self, *args, **options)
+        if kind == "cuda":  # the number of a GPU means nothing
+            args, options = args[1:], {name: each for name, each in options.items() if name != "device"}
+        elif args:
+            args, options = (), {**options, "memory_format": args[0]}
+        return self.to(kind, *((None, *args) if args else ()), **options)
+
+    return to_kind
+
+
+@_replaces(DTensor, "type_as")
+def _type_as(own: Any) -> Replacement:
+    return lambda self, other: self.to(other.device, other.dtype) if _is_remote(self) else own(self, other)
+
+
+@_replaces(DTensor, "pin_memory")
+def _pin(own: Any) -> Replacement:
+    return lambda self, *args, **options: _devices.pinned(self) if _is_remote(self) else own(self, *args, **options)
+
+
+@_replaces(DTensor, "record_stream")
+def _record_stream(own: Any) -> Replacement:
+    return lambda self, stream: None if _is_remote(self) else own(self, stream)
+
+
+@_replaces(DTensor, "get_device")
+def _get_device(own: Any) -> Replacement:
+    return lambda self: self._local_tensor.get_device() if _is_remote(self) else own(self)
+
+
+# Tensors that a program makes on "cuda" -------------------------------------------------------------------------
+
+_FACTORIES = (
+    "empty.memory_format", "empty_strided", "zeros", "ones", "full", "arange", "arange.start", "arange.start_step",
+    "linspace", "eye", "eye.m", "scalar_tensor", "tril_indices", "triu_indices",
+)  # fmt: skip
+_library: list[torch.library.Library] = []
+
+
+def register_factories() -> None:
+    """Let the operators that make tensors, where the device is a GPU, make them on the workers; again: nothing.
+
+    A build of torch for CPUs has nothing there. In one for GPUs, without a GPU, what is there could only fail.
+    """
+    if _library or torch.cuda.is_available():
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for name in _FACTORIES:
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        library.impl(operator, _factory(operator), "CUDA")
+    for name in ("_fused_sgd_", "_fused_adagrad_"):
+        # Their shapes are found by running them on a device that is not here; all that they do is to change values.
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, lambda *_, **__: None, "Meta")
+            library.impl(name + ".tensor_lr", lambda *_, **__: None, "Meta")
+    _library.append(library)
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1.0, device=...): made here, then sent as any other
+    torch._C._ensureCUDADeviceGuardSet()  # there is nothing to switch to: a program may say "cuda" all the same
+
+
+def _factory(operator: Any) -> Any:
+    kept = ("dtype", "device", "memory_format")
+
+    def make(*args: Any, **options: Any) -> Any:
+        device = options.get("device") or torch.device("cuda")
+        workers = _devices.workers_of_factory(device)
+        given = {name: each for name, each in options.items() if name in kept and each is not None}
+        if "dtype" not in given and not operator._schema.name.startswith(("aten::arange", "aten::full", "aten::tri")):
+            given["dtype"] = torch.get_default_dtype()
+        return _dispatch.create(workers, operator, args, {**given, "device": workers.device})
+
+    return make
+
+
+# Lists of tensors by device -------------------------------------------------------------------------------------
+
+
+def _grouped(own: Any) -> Replacement:
+    def _group_tensors_by_device_and_dtype(tensorlistlist: Any, with_indices: bool = False) -> Any:
+        found = own(tensorlistlist, with_indices)
+        first = next((each for each in tensorlistlist[0] if each is not None), None)
+        if not isinstance(first, RemoteTensor) and not (isinstance(first, DTensor) and _is_remote(first)):
+            return found
+        # C++ has found them all on the CPU. Who moves a number to that device would move it away from the gradients.
+        return {(lists[0][0].device, dtype): (lists, at) for (_, dtype), (lists, at) in found.items()}
+
+    return _group_tensors_by_device_and_dtype
+
+
+# Who calls it has it from here: torch's own is behind a decorator, whose function all others share.
+DIVERTED.append((inspect.unwrap(_foreach_utils._group_tensors_by_device_and_dtype), _grouped))
+
+
+# Streams, events, the device ------------------------------------------------------------------------------------
+
+
+def _if_here(own: Any, other: Any) -> Replacement:
+    return lambda *args, **options: (other if stands_for_gpus() else own)(*args, **options)
+
+
+_stream = Stream()
+
+
+@_replaces(torch.cuda, "current_stream", "default_stream")
+def _the_stream(own: Any) -> Replacement:
+    return _if_here(own, lambda *_, **__: _stream)
+
+
+@_replaces(torch.cuda, "stream")
+def _in_stream(own: Any) -> Replacement:
+    return _if_here(own, lambda *_, **__: contextlib.nullcontext())
+
+
+@_replaces(torch.cuda.Stream, "__new__")
+@_replaces(torch.cuda.Event, "__new__")
+def _new(own: Any) -> Replacement:
+    def __new__(cls: Any, *args: Any, **options: Any) -> Any:
+        if stands_for_gpus():
+            return (Event if issubclass(cls, torch.cuda.Event) else Stream)()
+        return own(cls, *args, **options)
+
+    return __new__
+
+
+@_replaces(torch.cuda, "synchronize")
+def _synchronize(own: Any) -> Replacement:
+    def synchronize(device: Any = None) -> Any:
+        if not stands_for_gpus():
+            return own(device)
+        for workers in _group.owners():
+            if workers.device.type == "cuda":
+                workers.synchronize()
+        return None
+
+    return synchronize
+
+
+@_replaces(torch.cuda, "current_device")
+def _current_device(own: Any) -> Replacement:
+    return _if_here(own, lambda: 0)
+
+
+@_replaces(torch_checkpoint, "_get_device_module")
+def _device_module(own: Any) -> Replacement:
+    # It saves the numbers that the workers' GPUs draw, of which torch.cuda would say that there are none.
+    return lambda device="cuda": _checkpointed if device == "cuda" and stands_for_gpus() else own(device)
+
+
+class _Checkpointed:
+    """As the module torch.cuda, for an activation checkpoint."""
+
+    _initialized = True
+
+    def device(self, _device: Any) -> contextlib.AbstractContextManager[None]:
+        """There is nothing to switch."""
+        return contextlib.nullcontext()
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Of the workers' GPUs."""
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """As get_rng_state had it."""
+        torch.cuda.set_rng_state(state)
+
+
+_checkpointed = _Checkpointed()
+
+
+@_replaces(torch.cuda, "set_device")
+def _set_device(own: Any) -> Replacement:
+    return _if_here(own, lambda device: None)  # noqa: ARG005 -- each worker has set its own
+
+
+# Mixed precision ------------------------------------------------------------------------------------------------
+
+
+@_replaces(torch.cuda.amp.common, "amp_definitely_not_available")
+def _no_amp(own: Any) -> Replacement:
+    return lambda: own() and not _has_gpu_workers()
+
+
+@_replaces(torch.cuda, "is_bf16_supported")
+def _bf16(own: Any) -> Replacement:
+    return lambda *args, **options: _has_gpu_workers() and stands_for_gpus() or own(*args, **options)
+
+
+def _has_gpu_workers() -> bool:
+    return _group.is_controller() and any(each.device.type == "cuda" for each in _group.owners())
