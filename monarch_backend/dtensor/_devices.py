@@ -6,7 +6,6 @@ programs get here, is in _torch_devices.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,19 +48,21 @@ def workers_of_factory(device: torch.device) -> Workers:
 
 def of(tensor: Any) -> torch.device:
     """The workers', of a remote tensor or a DTensor of one."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local._meta.device  # type: ignore[no-any-return]
+    return _local(tensor)._meta.device
+
+
+def _local(tensor: Any) -> RemoteTensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[return-value]
 
 
 def moved(tensor: Any, device: Any) -> Any:
     """Its values on another device of the workers'; itself if it is there. Raises RemoteTensorError for one that they
     have not.
     """
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     mine, wanted = of(tensor), torch.device(device)
     if wanted.type == mine.type:
         return tensor
-    workers = local._meta.workers
+    workers = _local(tensor)._meta.workers
     if wanted.type not in ("cpu", "meta", workers.device.type):
         raise RemoteTensorError(
             f"{wanted} for a tensor of {workers.name}, whose processes compute on {workers.device.type}: make the mesh "
@@ -87,25 +88,25 @@ class _Moved(torch.autograd.Function):
 
 def _move(tensor: Any, device: torch.device) -> Any:
     if isinstance(tensor, DTensor):
-        return DTensor(_move(tensor._local_tensor, device), tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(_move(tensor._local_tensor, device), tensor._spec, requires_grad=False)
     if of(tensor).type == device.type:
         return tensor.detach()
     return _dispatch.call(there.moved, _THERE + "moved", (tensor, device), {})
 
 
-def to(own: Any, tensor: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+def to(own: Any, tensor: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """``tensor.to(...)``. ``own``: torch's, which knows what all but the device means."""
-    other = options.get("other", args[0] if args else None)
-    if isinstance(other, torch.Tensor):
-        options = {name: each for name, each in options.items() if name != "other"}
-        rest = args if "other" in options else args[1:]
-        return to(own, tensor, (other.device, other.dtype, *rest), options)
+    if "other" in options:
+        args, options = (options["other"], *args), {name: each for name, each in options.items() if name != "other"}
+    if args and isinstance(args[0], torch.Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
     copy = options.get("copy", False)
     plain = {name: each for name, each in options.items() if name != "copy"}
     flags = [each for each in args if isinstance(each, bool)]  # non_blocking, copy
     if len(flags) > 1:
-        copy, args = flags[1], list(args[: list(args).index(flags[0]) + 1])
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **plain)  # type: ignore[attr-defined]
+        copy, args = flags[1], args[:-1]
+    parsed: Any = torch._C._nn._parse_to(*args, **plain)
+    device, dtype, non_blocking, memory_format = parsed
     if device is None or device.type == "meta":
         return own(tensor, *args, **options)
     there = moved(tensor, device)
@@ -121,7 +122,7 @@ def pinned(tensor: Any) -> Any:
     if of(tensor).type != "cpu":
         raise RuntimeError(f"a tensor on {of(tensor)} can't be pinned: only one on the CPU, x.cpu().pin_memory()")
     if isinstance(tensor, DTensor):
-        return DTensor(pinned(tensor._local_tensor), tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(pinned(tensor._local_tensor), tensor._spec, requires_grad=False)
     return _dispatch.call(there.pinned, _THERE + "pinned", (tensor,), {})
 
 
@@ -136,7 +137,8 @@ def at_home(args: Any, kwargs: Any) -> tuple[Any, Any]:
     if first is None or first._meta.device == first._meta.shown:
         return args, kwargs
     shown, home = first._meta.shown, first._meta.device
-    return pytree.tree_map(lambda v: home if isinstance(v, torch.device) and v == shown else v, (args, kwargs))
+    args, kwargs = pytree.tree_map(lambda v: home if isinstance(v, torch.device) and v == shown else v, (args, kwargs))
+    return args, kwargs
 
 
 def _index(tensor: RemoteTensor) -> int:

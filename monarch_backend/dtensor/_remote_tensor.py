@@ -122,7 +122,7 @@ class RemoteTensor(torch.Tensor):
 
     def get_device(self) -> int:
         """The number of the workers' GPU, each's own: 0; on a CPU -1."""
-        return _index(self)
+        return _index(self)  # type: ignore[no-any-return]
 
     def untyped_storage(self) -> Any:
         """On the workers."""

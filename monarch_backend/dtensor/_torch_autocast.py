@@ -7,7 +7,6 @@ workers' device. Which operators there are, torch says; what each wants is as to
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -17,15 +16,15 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor import _devices
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _is_remote, _replaces
-from monarch_backend.dtensor._torch_devices import stands_for_gpus
+from monarch_backend.dtensor._torch_devices import overriding, stands_for_gpus
 
 LOWER = frozenset(
     {
         "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
-        "conv_transpose3d", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
-        "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
-        "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
-        "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+        "conv_transpose3d", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "prelu", "addmm",
+        "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
+        "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell",
+        "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
     }
 )  # fmt: skip
 """Operators that are done in the lower precision."""
@@ -55,8 +54,7 @@ def _operator(name: str) -> Any:
 
 def _register() -> None:
     library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="[^$]*Overriding a previously registered kernel")
+    with overriding():
         for operator in operators():
             library.impl(operator, _kernel(operator), "AutocastCUDA")
     _library.append(library)

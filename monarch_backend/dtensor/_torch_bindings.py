@@ -70,7 +70,7 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def above_autograd() -> contextlib.AbstractContextManager[None]:
-    """Inside, operations have histories also where an operator's own implementation, which is below that, calls them."""
+    """Inside, operations have histories, also in an operator's own implementation, which is below that."""
     keys = [_C.DispatchKey.AutogradFunctionality, _C.DispatchKey.ADInplaceOrView]
     excluded = _C._dispatch_tls_local_exclude_set()
     for each in keys:

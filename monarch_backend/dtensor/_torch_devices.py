@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend
 from torch.utils import _foreach_utils
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -46,11 +49,9 @@ def _to_kind(own: Any) -> Replacement:
     def to_kind(self: Any, *args: Any, **options: Any) -> Any:
         if not _is_remote(self) or _remote_tensor.in_a_trace():
             return own(self, *args, **options)
-        if kind == "cuda":  # the number of a GPU means nothing
-            args, options = args[1:], {name: each for name, each in options.items() if name != "device"}
-        elif args:
-            args, options = (), {**options, "memory_format": args[0]}
-        return self.to(kind, *((None, *args) if args else ()), **options)
+        given = inspect.signature(getattr(RemoteTensor, kind)).bind(self, *args, **options).arguments
+        given = {name: each for name, each in given.items() if name not in ("self", "device")}
+        return self.to(kind, **given)  # the number of a GPU means nothing
 
     return to_kind
 
@@ -77,6 +78,15 @@ def _get_device(own: Any) -> Replacement:
 
 # Tensors that a program makes on "cuda" -------------------------------------------------------------------------
 
+
+@contextlib.contextmanager
+def overriding() -> Iterator[None]:
+    """Inside, kernels may be put in the place of torch's: where there is no GPU, nobody could call those."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="[^$]*Overriding a previously registered kernel")
+        yield
+
+
 _FACTORIES = (
     "empty.memory_format", "empty_strided", "zeros", "ones", "full", "arange", "arange.start", "arange.start_step",
     "linspace", "eye", "eye.m", "scalar_tensor", "tril_indices", "triu_indices",
@@ -92,10 +102,11 @@ def register_factories() -> None:
     if _library or torch.cuda.is_available():
         return
     library = torch.library.Library("aten", "IMPL")
-    for name in _FACTORIES:
-        packet, _, overload = name.partition(".")
-        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        library.impl(operator, _factory(operator), "CUDA")
+    with overriding():
+        for name in _FACTORIES:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(operator, _factory(operator), "CUDA")
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         # Their shapes are found by running them on a device that is not here; all that they do is to change values.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
@@ -220,6 +231,66 @@ def _set_device(own: Any) -> Replacement:
     return _if_here(own, lambda device: None)  # noqa: ARG005 -- each worker has set its own
 
 
+@_replaces(torch.cuda, "_exchange_device", "_maybe_exchange_device")
+def _exchange(own: Any) -> Replacement:
+    return _if_here(own, lambda device: 0)  # noqa: ARG005 -- ``with torch.cuda.device(...)``
+
+
+# Attention ------------------------------------------------------------------------------------------------------
+
+
+@_replaces(torch.nn.attention, "_sdpa_kernel")
+def _kernels(own: Any) -> Replacement:
+    def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
+        backends = list(backends)
+        # On the CPU, where C++ takes remote tensors to be, one is fused; on GPUs it stands for whichever they have.
+        if _has_gpu_workers() and _FUSED.intersection(backends) and SDPBackend.FLASH_ATTENTION not in backends:
+            backends.append(SDPBackend.FLASH_ATTENTION)
+        own(backends, set_priority)
+
+    return _sdpa_kernel
+
+
+_FUSED = {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION}
+
+
+# Modules --------------------------------------------------------------------------------------------------------
+
+
+@_replaces(torch.nn.Module, "to")
+def _module_to(own: Any) -> Replacement:
+    def to(self: Any, *args: Any, **options: Any) -> Any:
+        if not stands_for_gpus():
+            return own(self, *args, **options)
+        # Torch without GPUs knows no device without a number; with one, it asks for a tensor there.
+        args = tuple(_with_number(each) for each in args)
+        options = {name: _with_number(each) for name, each in options.items()}
+        with _swapping():  # a parameter of this process would take the memory of a remote tensor, which has none
+            return own(self, *args, **options)
+
+    return to
+
+
+@_replaces(torch.nn.Module, "cuda")
+def _module_cuda(own: Any) -> Replacement:
+    return lambda self, device=None: self.to("cuda") if stands_for_gpus() else own(self, device)
+
+
+@contextlib.contextmanager
+def _swapping() -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _with_number(value: Any) -> Any:
+    is_cuda = isinstance(value, (str, torch.device)) and torch.device(value).type == "cuda"
+    return torch.device("cuda", 0) if is_cuda else value
+
+
 # Mixed precision ------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +301,7 @@ def _no_amp(own: Any) -> Replacement:
 
 @_replaces(torch.cuda, "is_bf16_supported")
 def _bf16(own: Any) -> Replacement:
-    return lambda *args, **options: _has_gpu_workers() and stands_for_gpus() or own(*args, **options)
+    return lambda *args, **options: (_has_gpu_workers() and stands_for_gpus()) or own(*args, **options)
 
 
 def _has_gpu_workers() -> bool:

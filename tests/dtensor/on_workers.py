@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monarch_backend.dtensor import _wire
-from monarch_backend.dtensor.worker import Executor, _functions
+from monarch_backend.dtensor import _philox, _wire
+from monarch_backend.dtensor.worker import Executor, _functions, _random
 from monarch_backend.dtensor.worker._side import boards
 
 
@@ -38,12 +38,44 @@ def sum_of_ranks() -> int:
     return int(total)
 
 
+class _Numbers:
+    """Of a GPU's generator, as far as anybody outside sees: a seed and how many were drawn decide what comes next."""
+
+    def __init__(self) -> None:
+        self._at, self._known = (0, 0), torch.get_rng_state()
+
+    def set_state(self, state: bytes, _device: torch.device) -> None:
+        seed, drawn = self._at = _philox._STATE.unpack(state)
+        torch.manual_seed(seed * 1_000_003 + drawn)
+        self._known = torch.get_rng_state()
+
+    def state_of(self, device: torch.device) -> bytes:
+        seed, drawn = self._at
+        if not torch.equal(self._known, torch.get_rng_state()):
+            self.set_state(_philox._STATE.pack(seed, drawn + 4), device)
+        return _philox._STATE.pack(*self._at)
+
+    def after(self, draw: Any) -> Any:
+        """The function, behind which nothing but that decides."""
+
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return draw(*args, **kwargs)
+            finally:
+                self.state_of(torch.device("cpu"))
+
+        return drawn
+
+
 class ExecutorWithoutGpu(Executor):
     """Executes what is meant for a GPU, on the CPU: "cuda" is the CPU, and attention is done as a GPU's worker does."""
 
     def __init__(self, _device_type: str, timeout: float) -> None:
         super().__init__("cpu", timeout)
         _functions.constant = _with_gpus_on_the_cpu
+        numbers = _Numbers()
+        _random.state_of, _random.set_state = numbers.state_of, numbers.set_state
+        _random._drawn, _random.whole = numbers.after(_random._drawn), numbers.after(_random.whole)
         for name, ours in (("", "forward"), ("_backward", "backward")):
             operator = f"aten._scaled_dot_product_flash_attention_for_cpu{name}.default"
             _functions._REPLACED[operator] = f"monarch_backend.dtensor.worker._attention:{ours}"

@@ -1,7 +1,7 @@
 """Meshes of "cuda" from a controller without a GPU.
 
 What such a mesh records is executed on the CPU by workers who take "cuda" for it, and compared with a single process;
-the same tests run on GPUs where there are any (`make test-gpu`). What the records name is looked at on a simulated mesh.
+the same tests run on GPUs where there are any (`make test-gpu`). What has no values is looked at on a simulated mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from monarch_backend.dtensor import (
     RemoteTensor,
     RemoteTensorError,
     _group,
-    _torch_devices,
     put_module,
     simulated_mesh,
 )
@@ -96,18 +95,43 @@ def test_attention(mesh: Any, is_causal: bool, dim: int | None) -> None:
         same(ours, reference, 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["mask", "scale", "transposed", "math"])
+@pytest.mark.parametrize("kind", ["mask", "scale", "transposed", "chunks", "math", "efficient", "grouped"])
 def test_attention_of_local_tensors(mesh: Any, kind: str) -> None:
-    values = [torch.randn(2, 6, 4, 8).transpose(1, 2) if kind == "transposed" else torch.randn(2, 4, 6, 8)] * 4
-    there = [distribute_tensor(each, mesh, [Replicate()]).to_local().detach() for each in values]
-    mask = torch.rand(6, 6) > 0.3
-    options = {"mask": [{"attn_mask": mask}] * 2, "scale": [{"scale": 0.3}] * 2}.get(kind, [{}, {}])
-    with sdpa_kernel(SDPBackend.MATH if kind == "math" else [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
-        found = attention(*(each.clone().requires_grad_() for each in there[:3]), there[3], **options[0])
-    expected = attention(*(each.clone().requires_grad_() for each in values[:3]), values[3], **options[1])
+    sizes = {"transposed": (2, 6, 4, 8), "chunks": (2, 4, 6, 32)}
+    values = [torch.randn(sizes.get(kind, (2, 4, 6, 8))) for _ in range(4)]
+    there = [distribute_tensor(each, mesh, [Replicate()]).to_local() for each in values]
+
+    def given(tensors: list[Any]) -> list[Any]:
+        if kind == "transposed":
+            return [each.transpose(1, 2) for each in tensors]
+        if kind == "chunks":  # with gaps between the rows
+            return list(tensors[0].chunk(4, -1))
+        return [tensors[0], *(each[:, :2] for each in tensors[1:3]), tensors[3]] if kind == "grouped" else tensors
+
+    values, there = given(values), given(there)
+    options: dict[str, Any] = {
+        "mask": {"attn_mask": torch.rand(6, 6) > 0.3}, "scale": {"scale": 0.3}, "grouped": {"enable_gqa": True},
+    }.get(kind, {})  # fmt: skip
+    kernel = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION}.get(kind)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION] if kernel is None else kernel):
+        found = attention(*(each.detach().requires_grad_() for each in there[:3]), there[3], **options)
+    expected = attention(*(each.detach().requires_grad_() for each in values[:3]), values[3], **options)
     assert is_on_gpu(*found)
     for ours, reference in zip(found, expected, strict=True):
         same(ours, reference, 1e-4)
+        same(ours.transpose(1, 2).flatten(2), reference.transpose(1, 2).flatten(2), 1e-4)
+
+
+@without_gpu
+def test_a_gpus_worker_knows_the_operators() -> None:
+    names = [f"aten::_scaled_dot_product_flash_attention_for_cpu{name}" for name in ("", "_backward")]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert not any(has(name, "CUDA") for name in names), "torch has them itself: worker/_attention.py is not wanted"
+    _attention.install()
+    try:
+        assert all(has(name, "CUDA") for name in names)
+    finally:
+        _attention._libraries.pop()._destroy()
 
 
 def test_a_worker_does_attention_again_where_the_graph_was_lost() -> None:
@@ -229,6 +253,20 @@ def test_a_program_makes_tensors_by_their_device(mesh: Any) -> None:
         assert isinstance(tensor, RemoteTensor) and is_on_gpu(tensor), name
         assert tensor.dtype == expected[name].dtype, name
         same(tensor, expected[name])
+
+
+@without_gpu
+def test_a_module_goes_there_by_the_name_of_the_device(mesh: Any) -> None:
+    alone, x = nn.Linear(3, 2), torch.randn(4, 3)
+    expected = alone(x)
+    with mesh:
+        for there in (nn.Linear(3, 2).cuda(), nn.Linear(3, 2).to("cuda"), nn.Linear(3, 2, device="cuda")):
+            assert is_on_gpu(there.weight, there.bias) and there.weight.requires_grad
+        there = alone.to(torch.device("cuda"), torch.float64)
+        assert there.weight.dtype == torch.float64
+        same(there(x.to(there.weight.device, torch.float64)).float(), expected)
+        with torch.cuda.device(0):
+            assert there.cpu().weight.device.type == "cpu"
 
 
 @without_gpu
@@ -365,9 +403,8 @@ def test_training(mesh: Any, way: Callable[[nn.Module, Any], nn.Module]) -> None
         same(ours, reference, 1e-3)
 
 
+@without_gpu
 def test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator(nowhere: Any) -> None:
-    if not _torch_devices.stands_for_gpus():
-        pytest.skip("this process has a GPU, whose generator it is")
     x = distribute_tensor(torch.ones(4), nowhere, [Replicate()]).to_local().requires_grad_()
     states: list[list[int]] = []
 
@@ -382,3 +419,21 @@ def test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator(nowhe
     loss.backward()
     assert states[0] == states[1] != after
     assert torch.cuda.get_rng_state().tolist() == after
+
+
+def test_random_numbers(mesh: Any) -> None:
+    x = distribute_tensor(torch.ones(2, 4, 6, 8), mesh, [Replicate()])
+    x = x.to_local().requires_grad_()
+
+    def drawn() -> list[Any]:
+        torch.manual_seed(3)
+        out = F.scaled_dot_product_attention(x, x, F.dropout(x, 0.5), dropout_p=0.5)
+        kept = checkpoint(lambda out: F.dropout(out, 0.3) * 1.0, out, use_reentrant=False)
+        return [out, kept, *torch.autograd.grad(kept.sum(), x)]
+
+    first, again = drawn(), drawn()
+    for one, other in zip(first, again, strict=True):
+        same(one - other, torch.zeros(one.shape), 0)
+    assert len(first[0].unique()) > 2
+    torch.cuda.manual_seed(4)
+    assert not torch.equal(F.dropout(x, 0.5), F.dropout(x, 0.5))

@@ -1,6 +1,6 @@
 """Attention on a worker's GPU, by the kernel that torch chooses there.
 
-A controller's C++ takes remote tensors for a CPU's, and records the CPU's operators, `install` makes a GPU do those.
+A controller's C++ takes remote tensors for a CPU's, and records the CPU's operators; `install` makes a GPU do those.
 The choice is the worker's because it depends on its GPU: flash, cuDNN, memory-efficient, or plain products.
 """
 
@@ -33,9 +33,11 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The result, and in place of the sums of each row something of their size that has the graph for `backward`."""
     out, leaves = _attended(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    sums = query.new_zeros((1, 1, 1), dtype=torch.float32).expand(query.shape[:3])
+    batch, heads, rows, _ = query.shape
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    sums = query.new_zeros((batch, rows, heads), dtype=dtype).transpose(1, 2)
     sums._graph = out, leaves  # type: ignore[attr-defined]
-    return _laid_out(out.detach(), query.stride()), sums
+    return _laid_out(out.detach(), torch.empty_like(query, device="meta").stride()), sums
 
 
 def backward(
@@ -57,7 +59,8 @@ def _attended(
     with torch.enable_grad(), _torch_bindings.above_autograd():
         leaves = [each.detach().requires_grad_() for each in (query, key, value)]
         grouped = query.size(1) != key.size(1)
-        out = F.scaled_dot_product_attention(*leaves, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+        q, k, v = leaves
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
     return out, leaves
 
 
