@@ -34,6 +34,7 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
             f"torch.compile(backend='monarch') with mode={mode!r}, options={given}: the options are "
             f"{', '.join(OPTIONS)}, and there are no modes"
         )
+    _refuse_autocast(graph)
     inductor = bool(given.get("inductor", True))
 
     def compiler(traced: fx.GraphModule, _inputs: Any) -> Any:
@@ -41,6 +42,16 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
 
     with on_the_cpu():
         return _torch_compile.two_graphs(compiler, compiler)(graph, inputs)
+
+
+def _refuse_autocast(graph: fx.GraphModule) -> None:
+    """A trace has its tensors on the CPU, where this one would do nothing without a word."""
+    inside = _torch_compile.autocasts(graph)
+    if "cuda" in inside or torch.is_autocast_enabled("cuda"):
+        raise RemoteTensorError(
+            "torch.autocast('cuda') in a captured step: give it what has the lower precision already (model.to(dtype), "
+            "the MixedPrecisionPolicy of fully_shard), or leave the step to eager code"
+        )
 
 
 class _Graph:

@@ -1,8 +1,8 @@
-"""``torch.autocast("cuda")`` of remote tensors, where this process has no GPU.
+"""``torch.autocast("cuda")`` of remote tensors.
 
 torch decides by where C++ has a tensor, which for a remote one is the CPU, and the CPU's lists of operators are others.
-So here are kernels of ours in the place of the GPU's, which nobody else can reach without a GPU: those look at the
-workers' device. Which operators there are, torch says; what each wants is as torch's documentation lists it.
+So from the first such block of a controller of GPUs on, kernels of ours are in the place of torch's, which look at the
+workers' device, too. Which operators there are, torch says; what each wants is as torch's documentation lists it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor import _devices
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _is_remote, _replaces
-from monarch_backend.dtensor._torch_devices import overriding, stands_for_gpus
+from monarch_backend.dtensor._torch_devices import controls_gpus, overriding
 
 LOWER = frozenset(
     {
@@ -92,7 +92,7 @@ def _wanted(name: str, dtypes: list[torch.dtype]) -> torch.dtype:
 
 def _is_on_gpu(tensor: Any) -> bool:
     remote = isinstance(tensor, RemoteTensor) or (isinstance(tensor, DTensor) and _is_remote(tensor))
-    return remote and _devices.of(tensor).type == "cuda"
+    return _devices.of(tensor).type == "cuda" if remote else tensor.is_cuda
 
 
 def _as(tensor: Any, dtype: torch.dtype) -> Any:
@@ -110,7 +110,7 @@ def _as(tensor: Any, dtype: torch.dtype) -> Any:
 def _enter(own: Any) -> Replacement:
     def __enter__(self: Any) -> Any:
         found = own(self)
-        if self.device == "cuda" and self._enabled and stands_for_gpus():
+        if self.device == "cuda" and self._enabled and controls_gpus():
             if not _library:
                 _register()
             self._monarch_guard = torch._C._IncludeDispatchKeyGuard(_KEY)

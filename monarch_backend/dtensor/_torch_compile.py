@@ -24,6 +24,7 @@ from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.amp.autocast_mode import _enter_autocast
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor, Partial, placement_types
 from torch.distributed.tensor import _api as api
@@ -248,3 +249,8 @@ REPLACED += [
     (builder, "wrap_to_fake_tensor_and_record", _wrap_input),
     (runtime_wrappers, "coerce_to_expected_memory_format", _same_strides),
 ]
+
+
+def autocasts(graph: torch.fx.GraphModule) -> set[str]:
+    """The kinds of devices for which the graph of a function enters an autocast."""
+    return {str(node.args[0]) for node in graph.graph.nodes if node.target is _enter_autocast}

@@ -29,6 +29,11 @@ def stands_for_gpus() -> bool:
     return _group.is_controller() and not torch.cuda.is_available()
 
 
+def controls_gpus() -> bool:
+    """Whether there are workers with GPUs."""
+    return _group.is_controller() and any(each.device.type == "cuda" for each in _group.owners())
+
+
 # Ways between devices -------------------------------------------------------------------------------------------
 
 
@@ -184,12 +189,10 @@ def _new(own: Any) -> Replacement:
 @_replaces(torch.cuda, "synchronize")
 def _synchronize(own: Any) -> Replacement:
     def synchronize(device: Any = None) -> Any:
-        if not stands_for_gpus():
-            return own(device)
-        for workers in _group.owners():
+        for workers in _group.owners() if _group.is_controller() else ():
             if workers.device.type == "cuda":
                 workers.synchronize()
-        return None
+        return None if stands_for_gpus() else own(device)
 
     return synchronize
 
@@ -244,7 +247,7 @@ def _kernels(own: Any) -> Replacement:
     def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
         backends = list(backends)
         # On the CPU, where C++ takes remote tensors to be, one is fused; on GPUs it stands for whichever they have.
-        if _has_gpu_workers() and _FUSED.intersection(backends) and SDPBackend.FLASH_ATTENTION not in backends:
+        if controls_gpus() and _FUSED.intersection(backends) and SDPBackend.FLASH_ATTENTION not in backends:
             backends.append(SDPBackend.FLASH_ATTENTION)
         own(backends, set_priority)
 
@@ -296,13 +299,9 @@ def _with_number(value: Any) -> Any:
 
 @_replaces(torch.cuda.amp.common, "amp_definitely_not_available")
 def _no_amp(own: Any) -> Replacement:
-    return lambda: own() and not _has_gpu_workers()
+    return lambda: own() and not controls_gpus()
 
 
 @_replaces(torch.cuda, "is_bf16_supported")
 def _bf16(own: Any) -> Replacement:
-    return lambda *args, **options: (_has_gpu_workers() and stands_for_gpus()) or own(*args, **options)
-
-
-def _has_gpu_workers() -> bool:
-    return _group.is_controller() and any(each.device.type == "cuda" for each in _group.owners())
+    return lambda *args, **options: (controls_gpus() and stands_for_gpus()) or own(*args, **options)

@@ -363,8 +363,10 @@ def _those(actors: Any, ranks: Sequence[int]) -> Any:
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    """As it arrives: tensors travel without gaps, and what has none keeps its strides."""
+    """As it arrives: tensors travel without gaps, over the CPU, and what has no gaps keeps its strides."""
     tensor = value.detach()
+    if tensor.is_cuda:
+        tensor = tensor.cpu()
     gaps = not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) != 0
     return tensor.contiguous() if gaps else tensor
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,6 +25,7 @@ from monarch_backend.dtensor import (
     RemoteTensor,
     RemoteTensorError,
     _group,
+    _torch_autocast,
     put_module,
     simulated_mesh,
 )
@@ -326,6 +327,37 @@ def test_autocast(mesh: Any, dtype: torch.dtype) -> None:
     same(product.float(), F.linear(x, weight, bias), 0.03)
 
 
+def test_autocast_in_a_captured_step_is_refused(nowhere: Any) -> None:
+    x = distribute_tensor(torch.ones(4, 4), nowhere, [Replicate()]).to_local()
+
+    def inside(x: Any) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return x @ x
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="leave the step to eager code"):
+        torch.compile(inside, backend="monarch")(x)
+    with (
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="leave the step to eager code"),
+        torch.autocast("cuda", torch.bfloat16),
+    ):
+        torch.compile(lambda x: x @ x, backend="monarch")(x)
+
+
+def test_autocast_knows_what_each_operator_wants(nowhere: Any) -> None:
+    names = {each._schema.name.removeprefix("aten::") for each in _torch_autocast.operators()}
+    assert names >= _torch_autocast.LOWER | _torch_autocast.WIDEST
+    others = names - _torch_autocast.LOWER - _torch_autocast.WIDEST - {"binary_cross_entropy"}
+    assert others >= {"softmax", "log_softmax", "layer_norm", "exp", "pow", "sum", "prod", "cumsum", "nll_loss", "norm"}
+    there = [distribute_tensor(torch.rand(2, 2), nowhere, [Replicate()]).to_local().detach() for _ in range(2)]
+    with torch.autocast("cuda", torch.float16):
+        lower = there[0] @ there[1]
+        assert torch.atan2(lower, lower).dtype == torch.float16
+        assert torch.atan2(lower, there[0]).dtype == torch.float32
+        assert (there[0].double() @ there[1].double()).dtype == torch.float64
+        with pytest.raises(RuntimeError, match="unsafe in autocast"):
+            F.binary_cross_entropy(there[0], there[1])
+
+
 def test_the_loss_is_scaled_and_what_overflows_is_not_done(mesh: Any) -> None:
     value = torch.randn(4, 3)
     ours, alone = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])), nn.Parameter(value.clone())
@@ -421,17 +453,53 @@ def test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator(nowhe
     assert torch.cuda.get_rng_state().tolist() == after
 
 
+def test_parameters_that_wait_in_the_workers_memory(mesh: Any) -> None:
+    models, batch = [nn.Linear(4, 3), nn.Linear(4, 3)], torch.randn(5, 4)
+    models[1].load_state_dict(models[0].state_dict())
+    models[0] = fully_shard(models[0], mesh=mesh, offload_policy=CPUOffloadPolicy())
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, reference in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert ours.device.type == "cpu"
+        same(ours, reference)
+
+
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=gpu)])
+def test_attention_in_a_captured_step(mesh: Any, inductor: bool) -> None:
+    values = [torch.randn(2, 4, 6, 8) for _ in range(4)]
+    there = [distribute_tensor(each, mesh, [Shard(1)]) for each in values]
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+
+    captured = torch.compile(step, backend="monarch", options={"inductor": inductor})
+    results = []
+    for function, (q, k, v, gradient) in ((captured, there), (step, values)):
+        leaves = [each.requires_grad_() for each in (q, k, v)]
+        out = function(*leaves)
+        out.backward(gradient)
+        results.append([out, *(each.grad for each in leaves)])
+    assert is_on_gpu(*results[0])
+    for ours, reference in zip(*results, strict=True):
+        same(ours, reference, 1e-4)
+
+
 def test_random_numbers(mesh: Any) -> None:
     x = distribute_tensor(torch.ones(2, 4, 6, 8), mesh, [Replicate()])
     x = x.to_local().requires_grad_()
 
-    def drawn() -> list[Any]:
+    def drawn(call: Any) -> list[Any]:
         torch.manual_seed(3)
         out = F.scaled_dot_product_attention(x, x, F.dropout(x, 0.5), dropout_p=0.5)
-        kept = checkpoint(lambda out: F.dropout(out, 0.3) * 1.0, out, use_reentrant=False)
+        kept = call(lambda out: F.dropout(out, 0.3).sin(), out)
         return [out, kept, *torch.autograd.grad(kept.sum(), x)]
 
-    first, again = drawn(), drawn()
+    first = drawn(lambda function, *args: function(*args))
+    again = drawn(lambda *args: checkpoint(*args, use_reentrant=False))
     for one, other in zip(first, again, strict=True):
         same(one - other, torch.zeros(one.shape), 0)
     assert len(first[0].unique()) > 2
