@@ -55,6 +55,11 @@ def _local(tensor: Any) -> RemoteTensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[return-value]
 
 
+def is_remote(tensor: Any) -> bool:
+    """Whether its values are on workers of this controller."""
+    return isinstance(_local(tensor), RemoteTensor)
+
+
 def moved(tensor: Any, device: Any) -> Any:
     """Its values on another device of the workers'; itself if it is there. Raises RemoteTensorError for one that they
     have not.
@@ -96,6 +101,8 @@ def _move(tensor: Any, device: torch.device) -> Any:
 
 def to(own: Any, tensor: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """``tensor.to(...)``. ``own``: torch's, which knows what all but the device means."""
+    if not is_remote(tensor):
+        return own(tensor, *args, **options)
     if "other" in options:
         args, options = (options["other"], *args), {name: each for name, each in options.items() if name != "other"}
     if args and isinstance(args[0], torch.Tensor):
@@ -146,4 +153,4 @@ def _index(tensor: RemoteTensor) -> int:
     return -1 if device.index is None else device.index
 
 
-_remote_tensor.set_devices(moved, to, pinned, _index)
+_remote_tensor.set_devices(pinned, _index)

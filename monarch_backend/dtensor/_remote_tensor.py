@@ -97,22 +97,6 @@ class RemoteTensor(torch.Tensor):
         """Of the workers' device."""
         return self._meta.device.type == "cpu"
 
-    def to(self, *args: Any, **options: Any) -> Any:
-        """Another dtype, or another device of the workers': their CPU, their GPU. Nothing waits."""
-        return super().to(*args, **options) if _in_a_trace else _to(torch.Tensor.to, self, args, options)
-
-    def cpu(self, memory_format: Any = torch.preserve_format) -> Any:
-        """In the workers' memory, if they compute on GPUs; it stays there. Nothing waits."""
-        return self.to("cpu", memory_format=memory_format)
-
-    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format) -> Any:
-        """On the workers' GPUs. Raises RemoteTensorError if they have none."""
-        return self.to("cuda", non_blocking=non_blocking, memory_format=memory_format)
-
-    def type_as(self, other: torch.Tensor) -> Any:
-        """The dtype and the device of the other."""
-        return self.to(other.device, other.dtype)
-
     def pin_memory(self, device: Any = None) -> Any:
         """In pinned memory of workers that have GPUs."""
         return _pinned(self)
@@ -215,26 +199,19 @@ def on_the_cpu() -> Iterator[None]:
         _in_a_trace = before
 
 
-def in_a_trace() -> bool:
-    """Whether that is so now."""
-    return _in_a_trace
-
-
 _dispatch: Any = None
 """What __torch_dispatch__ does: _dispatch.py puts it here, which needs this module."""
 
 
-_moved: Any = None
-_to: Any = None
 _pinned: Any = None
 _index: Any = None
 """What _devices.py does, which needs this module, too."""
 
 
-def set_devices(moved: Any, to: Any, pinned: Any, index: Any) -> None:
+def set_devices(pinned: Any, index: Any) -> None:
     """Called once, by _devices.py."""
-    global _moved, _to, _pinned, _index
-    _moved, _to, _pinned, _index = moved, to, pinned, index
+    global _pinned, _index
+    _pinned, _index = pinned, index
 
 
 def set_dispatch(function: Any) -> None:

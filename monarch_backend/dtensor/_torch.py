@@ -553,6 +553,60 @@ def _device_of(own: Any) -> Any:
     return property(lambda self: getattr(self._local_tensor, name) if _is_remote(self) else own.__get__(self))
 
 
+@_replaces(RemoteTensor, "to")
+@_replaces(DTensor, "to")
+def _to(own: Any) -> Replacement:
+    # These are in this file because dynamo traces them, and then has the tensors where C++ has them.
+    def to(self: Any, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() or (len(args) == 1 and not options and type(args[0]) is torch.dtype):
+            return own(self, *args, **options)
+        return _devices().to(own, self, args, options)
+
+    return to
+
+
+@_replaces(RemoteTensor, "cpu")
+@_replaces(DTensor, "cpu")
+def _cpu(own: Any) -> Replacement:
+    def cpu(self: Any, memory_format: Any = torch.preserve_format) -> Any:
+        if torch.compiler.is_compiling():
+            return own(self, memory_format=memory_format)
+        return self.to("cpu", memory_format=memory_format)
+
+    return cpu
+
+
+@_replaces(RemoteTensor, "cuda")
+@_replaces(DTensor, "cuda")
+def _cuda(own: Any) -> Replacement:
+    # The number of a GPU means nothing.
+    def cuda(
+        self: Any, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return own(self, device, non_blocking, memory_format=memory_format)
+        return self.to("cuda", non_blocking=non_blocking, memory_format=memory_format)
+
+    return cuda
+
+
+@_replaces(RemoteTensor, "type_as")
+@_replaces(DTensor, "type_as")
+def _type_as(own: Any) -> Replacement:
+    def type_as(self: Any, other: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(self, other)
+        return self.to(other.device, other.dtype)
+
+    return type_as
+
+
+def _devices() -> Any:
+    from monarch_backend.dtensor import _devices as found  # which needs this module
+
+    return found
+
+
 @_replaces(torch.cuda, "_lazy_init")
 def _device_for_whom(own: Any) -> Replacement:
     def _lazy_init() -> None:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils import _foreach_utils
 from torch.utils import checkpoint as torch_checkpoint
 
-from monarch_backend.dtensor import _devices, _dispatch, _group, _remote_tensor
+from monarch_backend.dtensor import _devices, _dispatch, _group
 from monarch_backend.dtensor._device_handle import Event, Stream
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import DIVERTED, Replacement, _is_remote, _replaces
@@ -35,35 +35,6 @@ def controls_gpus() -> bool:
 
 
 # Ways between devices -------------------------------------------------------------------------------------------
-
-
-@_replaces(DTensor, "to")
-def _to(own: Any) -> Replacement:
-    def to(self: Any, *args: Any, **options: Any) -> Any:
-        if not _is_remote(self) or _remote_tensor.in_a_trace():
-            return own(self, *args, **options)
-        return _devices.to(own, self, args, options)
-
-    return to
-
-
-@_replaces(DTensor, "cpu", "cuda")
-def _to_kind(own: Any) -> Replacement:
-    kind = own.__name__
-
-    def to_kind(self: Any, *args: Any, **options: Any) -> Any:
-        if not _is_remote(self) or _remote_tensor.in_a_trace():
-            return own(self, *args, **options)
-        given = inspect.signature(getattr(RemoteTensor, kind)).bind(self, *args, **options).arguments
-        given = {name: each for name, each in given.items() if name not in ("self", "device")}
-        return self.to(kind, **given)  # the number of a GPU means nothing
-
-    return to_kind
-
-
-@_replaces(DTensor, "type_as")
-def _type_as(own: Any) -> Replacement:
-    return lambda self, other: self.to(other.device, other.dtype) if _is_remote(self) else own(self, other)
 
 
 @_replaces(DTensor, "pin_memory")

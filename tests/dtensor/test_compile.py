@@ -532,6 +532,14 @@ def test_remote_tensors_by_themselves(two: Any) -> None:
     assert records(two, lambda: step(there)) == 1
 
 
+def test_other_dtypes_and_devices_are_captured(two: Any) -> None:
+    x = torch.randn(4, 4)
+    there = distribute_tensor(x, two, [Replicate()])
+    step = whole(lambda x: x.to(torch.float64).cpu().type_as(x) + x.to(dtype=torch.float64).to(x))
+    for each in (there, there.to_local()):
+        same(step(each), x * 2)
+
+
 def test_gradients_of_remote_tensors_by_themselves(two: Any) -> None:
     x = torch.randn(4, 4).requires_grad_()
     there = distribute_tensor(x.detach(), two, [Replicate()]).to_local().requires_grad_()

@@ -127,7 +127,7 @@ OF_C = {
     "DTensor.tolist", "DTensor.numpy", "DTensor.__array__",
     "DTensor.device", "DTensor.is_cpu", "DTensor.is_cuda", "DTensor.is_meta",
     "DTensor.to", "DTensor.cpu", "DTensor.cuda", "DTensor.type_as", "DTensor.pin_memory", "DTensor.record_stream",
-    "DTensor.get_device",
+    "DTensor.get_device", "RemoteTensor.to", "RemoteTensor.cpu", "RemoteTensor.cuda", "RemoteTensor.type_as",
 }  # fmt: skip
 
 
