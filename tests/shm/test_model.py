@@ -29,7 +29,9 @@ needs_spin = pytest.mark.skipif(bool(check.missing()), reason=f"not on this mach
 # Some seconds without -m slow: one of each sort.
 SAMPLE = {"mixed, a death, time-outs", "mutant: one slot", "mutant: no fence in ring()"}
 # Minutes, for what smaller cases with as many ranks and as many mishaps nearly show: `make test-model` has all.
-LONG = {"3 ranks, large", "3 ranks, slots, a death, a time-out"}
+LONG = {
+    "3 ranks, large", "3 ranks, slots, a death, a time-out", "3 ranks, direct, a death", "3 ranks, mixed, a death",
+}  # fmt: skip
 
 
 @needs_spin
