@@ -42,7 +42,7 @@ test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-ra
 	$(BIN)/python -m pytest -m "slow and not gpu and not xla and not verbs" --durations=25
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
-	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py
+	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/test_sanitizers.py
 
 test-seeds: $(STAMP)  ## 5,000 simulated worlds more than the ordinary run has
 	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_promises.py
