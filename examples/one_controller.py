@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -108,6 +107,26 @@ def train(training: Training, args: argparse.Namespace, losses: dict[int, float]
             print(f"step {training.step}: loss {losses[training.step]:.4f}")
 
 
+def learn(args: argparse.Namespace, text: Tensor, losses: dict[int, float], folder: Path) -> None:
+    """With as many sets of processes as it takes."""
+    training = Training(args, text)
+    training.save(folder)
+    start = time.perf_counter()
+    while True:
+        try:
+            train(training, args, losses, folder)
+            break
+        except (SupervisionError, MeshClosedError, RemoteOpError) as error:
+            print(f"step {training.step}: {str(error).splitlines()[0]}")
+            training.procs.stop("one of them has died").get()
+            training = Training(args, text)
+            training.load(folder)
+            print(f"step {training.step}: new processes go on from the checkpoint")
+    seconds = time.perf_counter() - start
+    print(f"{args.steps} steps in {seconds:.1f} s, last loss {losses[args.steps]:.4f}")
+    training.procs.stop().get()
+
+
 def main(argv: list[str] | None = None) -> dict[int, float]:
     """Returns the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -127,24 +146,8 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
     actor.unhandled_fault_hook = lambda _: None  # who reads a value hears of it, and we handle it there
     text, _ = load_corpus()
     losses: dict[int, float] = {}
-    folder = Path(tempfile.mkdtemp(prefix="one_controller-"))
-    training = Training(args, text)
-    training.save(folder)
-    start = time.perf_counter()
-    while True:
-        try:
-            train(training, args, losses, folder)
-            break
-        except (SupervisionError, MeshClosedError, RemoteOpError) as error:
-            print(f"step {training.step}: {str(error).splitlines()[0]}")
-            training.procs.stop("one of them has died").get()
-            training = Training(args, text)
-            training.load(folder)
-            print(f"step {training.step}: new processes go on from the checkpoint")
-    seconds = time.perf_counter() - start
-    print(f"{args.steps} steps in {seconds:.1f} s, last loss {losses[args.steps]:.4f}")
-    training.procs.stop().get()
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="one_controller-") as folder:
+        learn(args, text, losses, Path(folder))
     return losses
 
 

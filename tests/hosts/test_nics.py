@@ -7,22 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from monarch_backend.rdma.verbs import available
-from monarch_backend.rdma.verbs._devices import survey
 from tests.hosts.support import World
-from tests.rdma.verbs.peers import until
+from tests.rdma.verbs.peers import two_devices, until
 
 pytestmark = pytest.mark.verbs
 
 
 @pytest.fixture
 def devices() -> list[str]:
-    if reason := available():
-        pytest.skip(reason)
-    found = sorted({port.device for port in survey() if port.active})
-    if len(found) < 2:
-        pytest.skip("two verbs devices are needed; make test-rdma has them")
-    return found
+    return two_devices()
 
 
 @pytest.fixture

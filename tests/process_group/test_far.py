@@ -41,12 +41,11 @@ from monarch_backend.process_group import _letters, _nics
 from monarch_backend.process_group._group import MonarchProcessGroup
 from monarch_backend.process_group._letters import Announcement, LetterError, Word
 from monarch_backend.rdma import _one_engine
-from monarch_backend.rdma.verbs import _engine, available
-from monarch_backend.rdma.verbs._devices import survey
+from monarch_backend.rdma.verbs import _engine
 from monarch_backend.transport import _large
 from tests.process_group import reference, wires
 from tests.process_group.test_groups import set_timeout
-from tests.rdma.verbs.peers import until
+from tests.rdma.verbs.peers import two_devices, until
 from tests.support.ranks import init, run_ranks
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -61,13 +60,7 @@ Run = Callable[..., list[Any]]
 @pytest.fixture(params=["pretended", pytest.param("verbs", marks=pytest.mark.verbs)])
 def run(request: pytest.FixtureRequest) -> Run:
     """``run(fn, hosts, *args)``: fresh ranks with a group, ``hosts[rank]`` the host of each; results by rank."""
-    devices: list[str] = []
-    if request.param == "verbs":
-        if reason := available():
-            pytest.skip(reason)
-        devices = sorted({port.device for port in survey() if port.active})
-        if len(devices) < 2:
-            pytest.skip("two verbs devices are needed; make test-rdma has them")
+    devices = two_devices() if request.param == "verbs" else []
 
     def start(
         fn: Callable[..., Any],

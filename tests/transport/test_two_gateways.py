@@ -17,14 +17,12 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import available
-from monarch_backend.rdma.verbs._devices import survey
 from monarch_backend.transport import _nics, _tcp
 from monarch_backend.transport._certificates import Tls
 from monarch_backend.transport._tcp import Bounds, Remote
 from tests.process_group import wires
 from tests.process_group.test_far import CABLE
-from tests.rdma.verbs.peers import until
+from tests.rdma.verbs.peers import two_devices, until
 from tests.support.ranks import run_ranks
 from tests.transport.sides import Side, reset
 
@@ -75,13 +73,7 @@ def numbers(nbytes: int, seed: int) -> bytes:
 @pytest.fixture(params=["pretended", pytest.param("verbs", marks=pytest.mark.verbs)])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     """``run(fn, *args)``: two fresh processes that have met; results by rank."""
-    devices: list[str] = []
-    if request.param == "verbs":
-        if reason := available():
-            pytest.skip(reason)
-        devices = sorted({port.device for port in survey() if port.active})
-        if len(devices) < 2:
-            pytest.skip("two verbs devices are needed; make test-rdma has them")
+    devices = two_devices() if request.param == "verbs" else []
 
     def start(fn: Callable[..., Any], *args: Any) -> list[Any]:
         return run_ranks(_rank, 2, fn, args, devices, str(tmp_path / "port"), backend=None)

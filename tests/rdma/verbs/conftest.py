@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import available
-from monarch_backend.rdma.verbs._devices import survey
-from tests.rdma.verbs.peers import Peer
+from tests.rdma.verbs.peers import Peer, two_devices
 
 Start = Callable[..., Peer]
 
@@ -21,16 +19,13 @@ def binding(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    if reason := available():
-        pytest.skip(reason)
-    if len({port.device for port in survey() if port.active}) < 2:
-        pytest.skip("two verbs devices are needed; make test-rdma has them")
+    two_devices()
     return name
 
 
 @pytest.fixture
 def devices() -> list[str]:
-    return sorted({port.device for port in survey() if port.active})
+    return two_devices()
 
 
 @pytest.fixture

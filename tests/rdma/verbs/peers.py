@@ -21,13 +21,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from monarch_backend.rdma.verbs import Engine, Region, Settings
+import pytest
+
+from monarch_backend.rdma.verbs import Engine, Region, Settings, available
+from monarch_backend.rdma.verbs._devices import survey
 from monarch_backend.rdma.verbs._engine import Segment
 
 PATIENCE = 60.0
 """Seconds for anything; the guest has one processor."""
 
 _forks = multiprocessing.get_context("fork")
+
+
+def two_devices() -> list[str]:
+    """The names of verbs devices that can be used; skips where there are not two."""
+    if reason := available():
+        pytest.skip(reason)
+    found = sorted({port.device for port in survey() if port.active})
+    if len(found) < 2:
+        pytest.skip("two verbs devices are needed; make test-rdma has them")
+    return found
 
 
 class Memory:
