@@ -111,8 +111,9 @@ def _run(workers: Workers, capture: Capture, args: Any) -> list[Any]:
         created = [next(workers.ids) for _ in range(capture.created)]
         operands = [args[at]._ref.id for at in capture.tensors]
         operands += [each._ref.id for each in capture.kept]
+        is_given_twice = len(set(operands)) < len(operands)
         for at in capture.writes:
-            if operands.count(operands[at]) > 1:
+            if is_given_twice and operands.count(operands[at]) > 1:
                 raise RemoteTensorError(
                     f"a captured step changes argument {at}, and has the same tensor as another argument: torch "
                     "could not see that they are one. Give it once, or leave this step to eager code"
@@ -121,7 +122,7 @@ def _run(workers: Workers, capture: Capture, args: Any) -> list[Any]:
         numbers = [float(each) for each in here[capture.sent : capture.sent + capture.numbers]]
         statistics["calls"] += 1
         ids = [each._ref.id for each in sent]
-        record = (capture.number, _sites.here(workers), *operands, *ids, *numbers, *created)
+        record = (capture.number, _sites.here(), *operands, *ids, *numbers, *created)
         if capture.draws is None:
             workers.write(record)
         else:

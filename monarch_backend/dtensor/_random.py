@@ -68,7 +68,7 @@ class _Step:
     def bring(self, state: bytes, members: Members) -> None:
         """These workers' generators are in this state, for the next record."""
         if self._state != state or self._members not in (None, members):
-            self.workers.write((self._number, _sites.here(self.workers), state))
+            self.workers.write((self._number, _sites.here(), state))
 
     def left(self, state: bytes, members: Members) -> None:
         """In this one the last record has left them, and no others."""
@@ -80,7 +80,7 @@ class _Step:
             self.streams = tuple(streams)
             place = [_wire.Tag.BY_RANK, streams]
             number = self.workers.define(_WORKER + "set_stream", [place], {}, 0, _wire.Kind.NONE, 0, [], [])
-            self.workers.write((number, _sites.here(self.workers)))
+            self.workers.write((number, _sites.here()))
 
     def agreed(self, func: Any, members: Members) -> bytes:
         """How the workers say that this operation has left them. Waits."""
@@ -262,7 +262,7 @@ def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -
             known.move.make(generator, lambda part: func(part, *args, generator=generator))
         step.bring(before, known.members)
         floats = [each for each in args if type(each) is float]
-        step.workers.write((known.number, _sites.here(step.workers), local._ref.id, *floats))
+        step.workers.write((known.number, _sites.here(), local._ref.id, *floats))
         if known.move is None:
             if known.numbers is None:
                 known.numbers = _philox.moved(before, step.agreed(func, known.members))

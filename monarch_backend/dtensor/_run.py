@@ -87,7 +87,7 @@ def _start(workers: Workers, mesh: DeviceMesh, function: Callable[..., Any], arg
     packer = Packer(workers, mesh)
     body, buffers, meshes = packer.pack((function, args, kwargs))
     ranks = (_torch.rows_of(mesh).flatten() - workers.first).tolist()
-    site = _sites.here(workers)
+    site = _sites.here()
     workers.stream.flush()
     call = workers.line.execute(ranks, number, held.id, site, meshes, body, buffers)
     done = Run(call._wait, call.cancel)

@@ -10,14 +10,10 @@ import itertools
 import linecache
 import os
 from types import CodeType
-from typing import TYPE_CHECKING
 
 import torch
 
 from monarch_backend import _native
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._workers import Workers
 
 _INTERNAL = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
@@ -28,9 +24,8 @@ _places: dict[int, tuple[tuple[CodeType, int], ...]] = {0: ()}
 _numbers = itertools.count(1)
 
 
-def here(_workers: Workers) -> int:
-    """The number of the place that runs now."""
-    return _native.place_here()
+here = _native.place_here
+"""The number of the place that runs now."""
 
 
 def _look(code: CodeType) -> bool:

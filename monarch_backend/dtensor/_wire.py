@@ -34,8 +34,7 @@ class Define(enum.IntEnum):
     SIGNATURE = 0
     BY_RANK = 1
     GROUP = 2
-    SITE = 3
-    GRAPH = 5
+    GRAPH = 3
 
 
 class Tag(enum.IntEnum):

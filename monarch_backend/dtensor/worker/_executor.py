@@ -65,7 +65,6 @@ class Executor(Actor):
         ] = {}  # collectives' results that nobody has waited for, and whose
         self._failures = 0
         self._untold: Failure | None = None
-        self._sites: dict[int, str] = {}
         torch.set_grad_enabled(False)
 
     # What comes from the controller -----------------------------------------------------------------------------
