@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def test_with_address_sanitizer() -> None:
     prefix, extension = sanitizers.prefix("address"), sanitizers.extension("address")
-    command = [sys.executable, "-m", "tests.shm.test_sanitizers", extension, "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "tests.shm.test_sanitizers", extension, *sanitizers.PYTEST]
     command += [f"tests/dtensor/test_{name}.py" for name in ("records", "rank_ints", "errors", "memory")]
     command += ["-k", "not thousand", "-m", "not slow"]
     # Python keeps what it has till its end: leaks are not to be told from that.

@@ -52,7 +52,7 @@ def test_python_with_address_sanitizer() -> None:
     chosen = (
         "mixed or disagree or a_late_rank or name_the_dead or forked_children or (matrix and 2 and (reduce or to_all))"
     )
-    command = [sys.executable, "-m", __name__, extension, "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", __name__, extension, *sanitizers.PYTEST]
     command += ["tests/process_group/test_shm.py", "-k", chosen]
     # Python keeps what it has till its end: leaks are the driver's to find.
     env = {"LD_PRELOAD": sanitizers.preload("address"), "ASAN_OPTIONS": "detect_leaks=0"}

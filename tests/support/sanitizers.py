@@ -38,6 +38,10 @@ NEVER_SEEN = 4  # a driver's status when all was right, and something has not co
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
 
+# pytest with an extension for AddressSanitizer. Its watchdog is a thread that starts with each test: GCC 12's allocator
+# does not look after its locks at a fork, and a rank that is forked while that thread allocates hangs for ever.
+PYTEST = ["pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
+
 # They let ranks that are threads share one mapping of an arena: csrc/stress/ranks.h.
 WRAPS = {"shm": "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv", "channel": "-Wl,--wrap=mmap,--wrap=munmap"}
 
