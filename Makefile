@@ -33,7 +33,7 @@ demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
 	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_lm.py --parallel ddp --out build/demo
 
 test: $(STAMP) lint  ## lint, types and the ordinary tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not xla and not verbs" --durations=25
+	$(BIN)/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=25
 
 test-fast: $(STAMP)  ## the process group's own tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not xla and not verbs" tests/process_group tests/cli tests/test_*.py
