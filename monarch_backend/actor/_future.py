@@ -241,6 +241,26 @@ def no_wait(_what: Any, _seconds: float | None) -> bool:
     return True
 
 
+class DoneFuture(Future[None]):
+    """`Future.of(None)` for whom that takes too long: all that is to be known of it is known of the class."""
+
+    __slots__ = ()
+
+    ready = True
+    gate = _value = _error = _raw = _cancel = _callbacks = _lock = None
+    _wait = staticmethod(no_wait)
+
+    def __init__(self) -> None:
+        """Nothing is its own."""
+
+    def get(self, timeout: float | None = None) -> None:
+        """None."""
+
+    def add_done_callback(self, call: Callable[[Future[None]], None]) -> None:
+        """As Future's."""
+        Future.of(None).add_done_callback(lambda _: call(self))
+
+
 def gather(futures: Iterable[Future[T]]) -> list[T]:
     """The values of all, in their order. Raises the first error of them, in their order."""
     return [future.get() for future in futures]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from monarch_backend.actor import Future
+from monarch_backend.actor._future import DoneFuture
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, unmoved, writable
 from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
@@ -26,16 +27,16 @@ class _Ready(NamedTuple):
     """What a submit found out, for the next one."""
 
     mover: Engine
-    steps: list[_Step]
-    memories: list[LocalMemory]
+    number: int  # of steps
+    locals: list[tuple[Any, LocalMemory]]  # of each: what is there, and where it was
     copies: Any
 
     def run(self, mover: Engine, steps: list[_Step]) -> bool:
         """It is the same again, and is done; False: it is for `RDMAAction.submit`, which says why."""
-        if self.mover is not mover or len(self.steps) != len(steps):
+        if self.mover is not mover or self.number != len(steps):
             return False
-        for step, memory in zip(self.steps, self.memories, strict=True):
-            if not unmoved(step.local, memory):
+        for local, memory in self.locals:
+            if not unmoved(local, memory):
                 return False
         return bool(self.copies.run())
 
@@ -94,7 +95,7 @@ class RDMAAction:
         """
         mover, ready = engine(), self._ready
         if ready is not None and (timeout is None or timeout > 0) and ready.run(mover, self._steps):
-            return Future.of(None)
+            return DoneFuture()
         steps = list(self._steps)  # another thread may add some
         if not steps:
             raise ValueError("there is nothing to submit: add transfers first")
@@ -103,7 +104,13 @@ class RDMAAction:
         parts = [step.make(memory) for step, memory in zip(steps, memories, strict=True)]
         future = mover.start(parts, memories, timeout)
         copies = mover.copies(parts, memories)
-        self._ready = None if copies is None else _Ready(mover, steps, memories, copies)
+        self._ready = (
+            None
+            if copies is None
+            else _Ready(
+                mover, len(steps), [(step.local, memory) for step, memory in zip(steps, memories, strict=True)], copies
+            )
+        )
         return future
 
     def _add(self, step: _Step) -> RDMAAction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from monarch_backend.actor import Future
+from monarch_backend.actor._future import DoneFuture
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory, frozen, memory_of, writable
@@ -157,7 +158,7 @@ class RDMABuffer:
     def _move(self, write: bool, memory: LocalMemory, nbytes: int, timeout: float | None) -> Future[None]:
         handle, mover = self._handle, engine()
         if (timeout is None or timeout > 0) and mover.at_once(handle, write, memory, nbytes):
-            return Future.of(None)
+            return DoneFuture()
         part = Part(handle, write, ((handle.offset, memory.address, nbytes),))
         return mover.start((part,), (memory,), timeout)
 
