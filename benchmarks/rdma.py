@@ -263,7 +263,19 @@ def verbs(count: int) -> Route:
         else:
             made += [_perftest(name, ports) for name in (*floors.values(), "ib_read_lat")]
         rounds(route, made, VERBS_SIZES, count)
+    route.notes += _latency(route)
     return route
+
+
+def _latency(route: Route) -> list[str]:
+    """Of 8 bytes, without what Python takes: within 3 us of perftest's."""
+    row, own = route.rows[VERBS_SIZES[0]], route.own.get("read, 1 in flight")
+    if own is None or "ib_read_lat" not in row or "read, 1 in flight" not in row:
+        return []
+    each = zip(row["read, 1 in flight"].rounds, own.rounds, row["ib_read_lat"].rounds, strict=False)
+    over = statistics.median(mine[0] - python[0] - floor[0] for mine, python, floor in each)
+    verdict = f"{'yes' if over <= 3 else 'NO'} ({over:+.1f} us)"
+    return [f"a read of 8 B without Python's part <= 3 us more than ib_read_lat: {verdict}"]
 
 
 def _many(station: Station, kind: str, depth: int) -> Contender:

@@ -132,4 +132,5 @@ def _bare_verbs(buffer: RDMABuffer, into: torch.Tensor) -> Call:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     ours = Ours(sys.argv[1], int(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None)
-    serve(ours.about(), Calls(ours.into, ours.ready).times)
+    about = ours.about()  # connected, from now on
+    serve(about, Calls(ours.into, ours.ready, one_by_one=about != "verbs").times)

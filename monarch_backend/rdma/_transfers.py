@@ -332,9 +332,12 @@ class _Transfer:
     def _look(self, spins: float, waits: float) -> list[Flight]:
         """Those that are still under way after that: seconds for all of them together, see Flight.help."""
         self._engine.guard()
-        began, flights = time.perf_counter(), self._under_way()
-        for flight in flights:
-            gone = time.perf_counter() - began
+        flights = self._under_way()
+        began = (
+            time.perf_counter() if len(flights) > 1 else 0.0
+        )  # which takes as long as a small transfer, in some guests
+        for number, flight in enumerate(flights):
+            gone = time.perf_counter() - began if number else 0.0
             flight.help(max(0.0, min(spins, waits) - gone), max(0.0, waits - gone))
             if self.future.ready:
                 return []
