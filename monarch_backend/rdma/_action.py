@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from monarch_backend.actor import Future
 from monarch_backend.actor._future import DoneFuture
 from monarch_backend.rdma._buffer import RDMABuffer
-from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, unmoved, writable
+from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, watch, writable
 from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
 from monarch_backend.rdma._transfers import Change, Engine, Part, engine
 
@@ -23,22 +23,22 @@ class _Step(NamedTuple):
     make: Callable[[LocalMemory], Part | Change]
 
 
-class _Ready(NamedTuple):
+class _Ready:
     """What a submit found out, for the next one."""
 
-    mover: Engine
-    number: int  # of steps
-    locals: list[tuple[Any, LocalMemory]]  # of each: what is there, and where it was
-    copies: Any
+    __slots__ = ("_copy", "_count", "_mover", "_watches")
+
+    def __init__(self, mover: Engine, watches: list[Callable[[], bool]], copies: Any) -> None:
+        self._mover, self._watches, self._count, self._copy = mover, watches, len(watches), copies.run
 
     def run(self, mover: Engine, steps: list[_Step]) -> bool:
         """It is the same again, and is done; False: it is for `RDMAAction.submit`, which says why."""
-        if self.mover is not mover or self.number != len(steps):
+        if self._mover is not mover or self._count != len(steps):
             return False
-        for local, memory in self.locals:
-            if not unmoved(local, memory):
+        for is_as_it_was in self._watches:
+            if not is_as_it_was():
                 return False
-        return bool(self.copies.run())
+        return self._copy()  # type: ignore[no-any-return]
 
 
 class RDMAAction:
@@ -103,14 +103,7 @@ class RDMAAction:
         _refuse_overlaps(steps, memories)
         parts = [step.make(memory) for step, memory in zip(steps, memories, strict=True)]
         future = mover.start(parts, memories, timeout)
-        copies = mover.copies(parts, memories)
-        self._ready = (
-            None
-            if copies is None
-            else _Ready(
-                mover, len(steps), [(step.local, memory) for step, memory in zip(steps, memories, strict=True)], copies
-            )
-        )
+        self._ready = _ready(mover, steps, parts, memories)
         return future
 
     def _add(self, step: _Step) -> RDMAAction:
@@ -123,6 +116,13 @@ class RDMAAction:
         change = src._atomic(access, offset, operand, expected)
         make = lambda memory: change._replace(take=lambda found: _put(memory, found))  # noqa: E731
         return self._add(_Step(src, dst, lambda: _eight_bytes(dst), True, make))
+
+
+def _ready(mover: Engine, steps: list[_Step], parts: list[Part | Change], memories: list[LocalMemory]) -> _Ready | None:
+    watches = [watch(step.local, memory) for step, memory in zip(steps, memories, strict=True)]
+    copies = mover.copies(parts, memories)
+    known = [each for each in watches if each is not None]
+    return _Ready(mover, known, copies) if copies is not None and len(known) == len(steps) else None
 
 
 def _eight_bytes(dst: Any) -> LocalMemory:

@@ -6,6 +6,7 @@ refused here, at the caller. Nothing is registered or moved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,14 +57,17 @@ def frozen(memory: LocalMemory) -> LocalMemory:
     return memory._replace(hold=held)
 
 
-def unmoved(value: Any, memory: LocalMemory) -> bool:
-    """A tensor is the memory that it was, and all of it. False also where only `memory_of` could tell."""
-    return (
-        isinstance(memory.keep, torch.UntypedStorage)
-        and value.data_ptr() == memory.address
-        and value.nbytes == memory.nbytes
-        and value.is_contiguous()
-        and memory.keep.nbytes() - (memory.address - memory.keep.data_ptr()) >= memory.nbytes
+def watch(value: Any, memory: LocalMemory) -> Callable[[], bool] | None:
+    """Says whether a tensor is the memory that it was, and all of it. None where only `memory_of` could tell.
+
+    It is called before each copy of some microseconds, so all that can be looked up is looked up here.
+    """
+    keep, address, nbytes = memory.keep, memory.address, memory.nbytes
+    if not isinstance(keep, torch.UntypedStorage):
+        return None
+    data_ptr, is_contiguous, start, size = value.data_ptr, value.is_contiguous, keep.data_ptr, keep.nbytes
+    return lambda: (
+        data_ptr() == address and value.nbytes == nbytes and is_contiguous() and size() - (address - start()) >= nbytes
     )
 
 
