@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _collective_utils as collective_utils
+from torch.distributed.tensor import _dispatch as op_dispatch
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor import _utils as utils
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _pointwise_ops as pointwise
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -169,6 +171,9 @@ def remote_of(tensor: DTensor) -> RemoteTensor | None:
 @_replaces(DeviceMesh, "get_coordinate")
 def _get_coordinate(own: Any) -> Replacement:
     def get_coordinate(self: Any) -> Any:
+        known = self.__dict__.get("_monarch_coordinate")
+        if known is not None and not _mode.disabled:  # each operation on a DTensor asks
+            return known
         workers = None if _mode.disabled else workers_of(self)
         return own(self) if workers is None else coordinate(self, workers)
 
@@ -544,6 +549,28 @@ def _checkpoint() -> Any:
     from monarch_backend.dtensor import _checkpoint as found  # which needs this module
 
     return found
+
+
+@_replaces(DTensor, "__init__")
+def _made(own: Any) -> Replacement:
+    # torch's own does nothing outside of a trace, by way of six functions, for each result of each operation.
+    def __init__(self: Any, local_tensor: Any = None, *args: Any, **options: Any) -> None:
+        if type(local_tensor) is not RemoteTensor:
+            own(self, local_tensor, *args, **options)
+
+    return __init__
+
+
+@_replaces(op_dispatch.OpDispatcher, "wrap")
+def _wrap_result(own: Any) -> Replacement:
+    new = DTensor.__new__
+
+    def wrap(res: Any, spec: Any) -> Any:
+        if type(res) is RemoteTensor and type(spec) is DTensorSpec:
+            return new(DTensor, res, spec, requires_grad=res.requires_grad)  # __init__ would do nothing
+        return own(res, spec)
+
+    return wrap
 
 
 @_replaces(DTensor, "device", "is_cpu", "is_cuda", "is_meta")

@@ -113,6 +113,8 @@ FORMS = {
     "torch.utils.checkpoint._get_device_module": "device",
     "autocast.__enter__": "self",
     "autocast.__exit__": "self exc_type exc_val exc_tb",
+    "DTensor.__init__": "args kwargs",
+    "OpDispatcher.wrap": "res spec",
     "DTensor.__repr__": "self",
     "DTensor.__iter__": "self",
     "torch.cuda.manual_seed": "seed",
