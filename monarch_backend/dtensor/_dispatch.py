@@ -7,6 +7,7 @@ signature, in _signatures.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,18 @@ def call(
     if plan is None:
         target = Target(name, function, schema, writes)
         plan = _plans[id(function)] = _native.Plan(target, None, 0, frozenset())
-    return _native.issue(plan, args, kwargs, None)
+    result = _native.issue(plan, args, kwargs, None)
+    if heard.note is not None:
+        heard.note(function, name, args, kwargs, schema or writes, result)
+    return result
+
+
+class _Heard(threading.local):
+    note: Callable[..., None] | None = None
+
+
+heard = _Heard()
+"""``note``: who is told, in this thread, of each `call` and of what came of it."""
 
 
 def create(workers: Workers, func: Any, args: Any, kwargs: Any) -> Any:

@@ -75,6 +75,12 @@ FORMS = {
     "torch.distributed.tensor._redistribute._optimize_transform_infos": (
         "transform_infos device_mesh src_placements dst_placements"
     ),
+    **{
+        f"torch.distributed.tensor.{where}.redistribute_local_tensor": (
+            "local_tensor current_spec target_spec async_op use_graph_based_transform is_explicit"
+        )
+        for where in ("_redistribute", "_api", "_dispatch")
+    },
     "Shard._shard_tensor": "self tensor mesh mesh_dim src_data_rank",
     "_StridedShard._shard_tensor": "self tensor mesh mesh_dim src_data_rank",
     "Replicate._make_replicate_tensor": "cls tensor mesh mesh_dim src_data_rank",

@@ -1,0 +1,191 @@
+"""A redistribution is what it was the last time: torch finds out once which operations it is, here they are repeated.
+
+torch plans one, and asks the mesh, groups and placements, in some 60 us of Python; the result depends on nothing but
+the metadata of the shards, the two placements and the mesh. What comes of it are operations on remote tensors, mostly
+one or two. Others, whose placements have a state of their own (an embedding's mask), are torch's each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _dispatch as op_dispatch
+from torch.distributed.tensor import _redistribute as redistribution
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from monarch_backend.dtensor import _dispatch
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._torch import Replacement, _replaces
+
+KEPT = 1024
+"""So many of one set of workers are known; when there are more, all are found out again."""
+TRIES = 3
+"""So often it is tried to record one. The first time an operation's metadata may have to be found out, too."""
+_STATELESS = (Shard, Replicate, Partial)
+_number_of_modes = torch._C._len_torch_dispatch_stack
+
+
+class Value:
+    """In the arguments of a step: the tensor that is redistributed (0), or the n-th that a step has made."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+class Step(NamedTuple):
+    """``call(args, kwargs)``, with tensors in the place of Values."""
+
+    call: Callable[[Any, Any], Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Recorded(NamedTuple):
+    """``mesh``: the one that it was recorded with; one that is equal has groups of its own."""
+
+    mesh: Any
+    steps: list[Step]
+    result: int
+
+    def repeat(self, tensor: RemoteTensor) -> Any:
+        """The result, of another tensor of the same metadata."""
+        values: list[Any] = [tensor]
+        for call, args, kwargs in self.steps:
+            named = {name: _filled(each, values) for name, each in kwargs.items()} if kwargs else kwargs
+            values += _tensors_of(call([_filled(each, values) for each in args], named))
+        return values[self.result]
+
+
+def _filled(place: Any, values: list[Any]) -> Any:
+    if type(place) is Value:
+        return values[place.at]
+    if type(place) is list or type(place) is tuple:
+        return type(place)([_filled(each, values) for each in place])
+    return place
+
+
+def _by_torch(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _tensors_of(result: Any) -> Sequence[Any]:
+    if isinstance(result, torch.Tensor):
+        return (result,)
+    return [each for each in result if isinstance(each, torch.Tensor)] if isinstance(result, (list, tuple)) else ()
+
+
+class Recorder(TorchDispatchMode):
+    """Inside, notes what is done on remote tensors in this thread. ``is_plain``: it can be repeated."""
+
+    def __init__(self, tensor: RemoteTensor) -> None:
+        super().__init__()
+        self._values: list[Any] = [tensor]  # which keeps them: none gets the place of another in memory
+        self._steps: list[Step] = []
+        self._views: dict[int, tuple[int, Any]] = {}  # by place: the step and the operator that has made it
+        self.is_plain = True
+
+    def __enter__(self) -> Any:
+        _dispatch.heard.note = self._note_call
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _dispatch.heard.note = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            self.is_plain = False
+        first = len(self._values)
+        self._note(functools.partial(_dispatch.dispatch, func), args, kwargs or {}, result)
+        if any(each.alias_info is not None for each in func._schema.returns):
+            self._views.update(dict.fromkeys(range(first, len(self._values)), (len(self._steps) - 1, func)))
+        return result
+
+    def _note_call(self, function: Any, name: str, args: Any, kwargs: Any, writes: Any, result: Any) -> None:
+        if writes:
+            self.is_plain = False
+        self._note(functools.partial(_dispatch.call, function, name), args, kwargs, result)
+
+    def _note(self, call: Callable[[Any, Any], Any], args: Any, kwargs: Any, result: Any) -> None:
+        places = {id(each): at for at, each in enumerate(self._values)}
+
+        def noted(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            self.is_plain = self.is_plain and id(value) in places  # else it comes from elsewhere
+            return Value(places.get(id(value), -1))
+
+        args, kwargs = pytree.tree_map(noted, (tuple(args), dict(kwargs)))
+        self._steps.append(Step(call, args, kwargs))
+        made = _tensors_of(result)
+        self.is_plain = self.is_plain and all(
+            type(each) is RemoteTensor for each in made
+        )  # metadata is found out, else
+        self._values += made
+
+    def recorded(self, mesh: Any, result: Any) -> Recorded | None:
+        """None: it can't be repeated."""
+        places = [at for at, each in enumerate(self._values) if each is result]
+        if not self.is_plain or not places:
+            return None
+        steps = list(self._steps)
+        if places[-1] in self._views:  # who saves it for a backward looks at the version of what it is a view of
+            at, func = self._views[places[-1]]
+            steps[at] = steps[at]._replace(call=functools.partial(_by_torch, func))
+        return Recorded(mesh, steps, places[-1])
+
+
+@_replaces(redistribution, "redistribute_local_tensor")
+@_replaces(api, "redistribute_local_tensor")
+@_replaces(op_dispatch, "redistribute_local_tensor")
+def _redistribute(own: Any) -> Replacement:
+    def redistribute_local_tensor(
+        local_tensor: Any, current_spec: Any, target_spec: Any, *, async_op: bool = False,
+        use_graph_based_transform: bool | None = None, is_explicit: bool = False,
+    ) -> Any:  # fmt: skip
+        def by_torch() -> Any:
+            return own(
+                local_tensor, current_spec, target_spec, async_op=async_op,
+                use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
+            )  # fmt: skip
+
+        # A mode is there to see what torch does; a history is made by torch's operators only.
+        if (
+            type(local_tensor) is not RemoteTensor
+            or async_op
+            or _number_of_modes()
+            or (local_tensor.requires_grad and torch.is_grad_enabled())
+        ):
+            return by_torch()
+        settings = (
+            use_graph_based_transform,
+            redistribution._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION,
+            redistribution._FORCE_MIN_COST_REDISTRIBUTION_PLAN,
+        )
+        known = local_tensor._meta.workers.kept.setdefault("redistributions", {})
+        key = (local_tensor._meta, current_spec, target_spec, settings)
+        found = known.get(key, 0)
+        if type(found) is Recorded and found.mesh is current_spec.mesh:
+            return found.repeat(local_tensor)
+        tried = found if type(found) is int else 0
+        if tried == TRIES:
+            return by_torch()
+        if len(known) >= KEPT:
+            known.clear()
+        with Recorder(local_tensor) as recorder:
+            result = by_torch()
+        stateless = all(type(each) in _STATELESS for each in (*current_spec.placements, *target_spec.placements))
+        recorded = recorder.recorded(current_spec.mesh, result) if stateless else None
+        known[key] = recorded or (tried + 1 if stateless else TRIES)
+        return result
+
+    return redistribute_local_tensor

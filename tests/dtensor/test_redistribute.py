@@ -1,0 +1,124 @@
+"""A redistribution that was recorded is the one that torch does, and what can't be recorded is torch's each time."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import _redistribute as redistribution
+from torch.distributed.tensor.debug import CommDebugMode
+
+from monarch_backend.dtensor import _torch_redistribute, simulated_mesh
+from monarch_backend.dtensor._torch_redistribute import TRIES, Recorded
+from tests.dtensor.conftest import workers_of
+from tests.dtensor.values import same
+
+ONE = [Shard(0), Shard(1), Replicate()]
+EVEN, UNEVEN = (12, 6), (10, 7)
+
+
+def known(mesh: Any) -> dict[Any, Any]:
+    """The redistributions of its workers: recorded ones, and how often others were tried."""
+    return workers_of(mesh).kept.setdefault("redistributions", {})  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of steps of those that were repeated."""
+    seen: list[int] = []
+    own = Recorded.repeat
+
+    def repeat(self: Recorded, tensor: Any) -> Any:
+        seen.append(len(self.steps))
+        return own(self, tensor)
+
+    monkeypatch.setattr(Recorded, "repeat", repeat)
+    return seen
+
+
+@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", ["3", "2x2"])
+def test_repeated_it_gives_what_torch_gives(mesh_of: Any, name: str, size: Any, repeated: list[int]) -> None:
+    mesh = mesh_of(name)
+    known(mesh).clear()
+    for before, after in itertools.product(itertools.product(ONE, repeat=mesh.ndim), repeat=2):
+        if before == after:
+            continue
+        for _ in range(TRIES):
+            distribute_tensor(torch.randn(size), mesh, before).redistribute(mesh, after)
+        times = len(repeated)
+        whole = torch.randn(size)
+        found = distribute_tensor(whole, mesh, before).redistribute(mesh, after)
+        assert len(repeated) == times + 1
+        assert found.placements == after
+        same(found, whole, 0)
+
+
+def test_partial_values(line: Any, repeated: list[int]) -> None:
+    known(line).clear()
+    for after, _ in itertools.product([Shard(0), Replicate()], range(TRIES + 1)):
+        mine = torch.randn(UNEVEN)
+        partial = DTensor.from_local(workers_of(line).put(mine), line, [Partial()])
+        same(partial.redistribute(line, [after]), mine * line.size())
+    assert repeated
+
+
+def test_one_operation_for_even_shards_that_are_gathered(repeated: list[int]) -> None:
+    mesh = simulated_mesh((4,), ("x",))
+    x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
+    for _ in range(TRIES):
+        x.redistribute(mesh, [Replicate()])
+    assert repeated[-1] == 1
+    before = workers_of(mesh).sink.records
+    x.redistribute(mesh, [Replicate()])
+    assert workers_of(mesh).sink.records == before + 1
+
+
+def test_a_placement_with_a_state_is_torchs_each_time(line: Any, repeated: list[int]) -> None:
+    words = torch.randn(7, 2)
+    ours = distribute_tensor(words, line, [Shard(0)])
+    for at in range(TRIES + 2):
+        ids = torch.tensor([at, 6 - at, 3])
+        rows = F.embedding(distribute_tensor(ids, line, [Replicate()]), ours)
+        repeated.clear()
+        same(rows.redistribute(line, [Replicate()]), F.embedding(ids, words))
+        assert not repeated
+
+
+def test_modes_see_every_one_and_histories_are_torchs() -> None:
+    mesh = simulated_mesh((2,), ("x",))
+    x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
+    target = x.redistribute(mesh, [Replicate()])._spec
+    for _ in range(TRIES + 1):
+        x.redistribute(mesh, [Replicate()])
+        with CommDebugMode() as mode:
+            x.redistribute(mesh, [Replicate()])
+        assert mode.get_total_counts() == 1
+        local = x.to_local().detach().requires_grad_()
+        assert redistribution.redistribute_local_tensor(local, x._spec, target).requires_grad
+        assert x.detach().requires_grad_().redistribute(mesh, [Replicate()]).grad_fn is not None
+
+
+def test_an_equal_mesh_has_groups_of_its_own() -> None:
+    mesh = simulated_mesh((2,), ("x",))
+    other = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("x",))
+    assert other == mesh and other.get_group().group_name != mesh.get_group().group_name
+    for each in (mesh, other, mesh):
+        x = distribute_tensor(torch.ones(8, 2), each, [Shard(0)])
+        for _ in range(TRIES):
+            x.redistribute(each, [Replicate()])
+        (recorded,) = known(each).values()
+        assert recorded.mesh is each and each.get_group().group_name in recorded.steps[0].args
+
+
+def test_only_so_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_redistribute, "KEPT", 2)
+    mesh = simulated_mesh((2,), ("x",))
+    for rows in (2, 4, 6, 8, 10):
+        distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        assert 1 <= len(known(mesh)) <= 2
