@@ -7,8 +7,8 @@ operations   8 x 16 float32, from one thread: issued, and until two workers have
              plain tensor, and a tensor subclass in Python that does nothing, which is the floor of any such design.
              CPU: time on the processor, of the controller's threads and of a worker's; others on the machine disturb
              it less
-redistribute Shard(0) to Replicate; "ours" is what is left when torch's own part is taken off, that is the same on a
-             DTensor of torch's meta tensors and its fake group
+redistribute Shard(0) to Replicate, one behind the other, none is waited for; beside: torch's own DTensor of meta
+             tensors on its fake group. torch's Python up to the plan is in both, what comes after it is ours
 workers      what the controller pays for an operation with 2, 8, 32 and 1,024 workers, which are not there
 model        a step of examples/train_lm.py with tensor parallelism: under torchrun as it is and with torch.compile, by
              one controller operation by operation, and captured by torch.compile(backend="monarch"); and how many
@@ -143,11 +143,11 @@ def operations(count: int) -> list[str]:
         times = ratio(found["monarch add"], ours_add, 1)
         row("torchmonarch's engine, 2 workers", "monarch add", f"{times:,.0f} times ours")
     ours_all, own_all = found["ours redistribute"], found["dtensor redistribute"]
-    total, own = middle(ours_all, 0), middle(own_all, 0)
+    issued, done, here, there = (middle(ours_all, at) for at in range(4))
     lines.append(
-        f"\nredistribute: issued in {total:.0f} us, of which {own:.0f} are torch's own and {total - own:.0f} ours; "
-        f"done by two workers in {middle(ours_all, 1):.0f} us. CPU: {middle(ours_all, 2):.0f} us here, of which "
-        f"{middle(own_all, 2):.0f} are torch's own, {middle(ours_all, 3):.0f} in a worker"
+        f"\nredistribute: issued in {issued:.0f} us, done by two workers in {done:.0f}; CPU: {here:.0f} us here, "
+        f"{there:.0f} in a worker. torch's own DTensor of meta tensors on its fake group: issued in "
+        f"{middle(own_all, 0):.0f} us, {middle(own_all, 2):.0f} of CPU"
     )
     return ["## Operations", "", *lines, ""]
 

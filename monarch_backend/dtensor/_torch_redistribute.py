@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
     """Inside, notes what is done on remote tensors in this thread. ``is_plain``: it can be repeated."""
 
     def __init__(self, tensor: RemoteTensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._values: list[Any] = [tensor]  # which keeps them: none gets the place of another in memory
         self._steps: list[Step] = []
         self._views: dict[int, tuple[int, Any]] = {}  # by place: the step and the operator that has made it
@@ -94,11 +94,11 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         _dispatch.heard.note = self._note_call
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         _dispatch.heard.note = None
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
