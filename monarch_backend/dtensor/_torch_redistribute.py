@@ -166,15 +166,19 @@ def _redistribute(own: Any) -> Replacement:
             or (local_tensor.requires_grad and torch.is_grad_enabled())
         ):
             return by_torch()
+        mesh = current_spec.mesh
         settings = (
             use_graph_based_transform,
             redistribution._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION,
             redistribution._FORCE_MIN_COST_REDISTRIBUTION_PLAN,
+            len(mesh._get_root_mesh()._flatten_mapping)
+            if mesh.ndim > 1
+            else 0,  # which makes one collective of several
         )
         known = local_tensor._meta.workers.kept.setdefault("redistributions", {})
         key = (local_tensor._meta, current_spec, target_spec, settings)
         found = known.get(key, 0)
-        if type(found) is Recorded and found.mesh is current_spec.mesh:
+        if type(found) is Recorded and found.mesh is mesh:
             return found.repeat(local_tensor)
         tried = found if type(found) is int else 0
         if tried == TRIES:
@@ -184,7 +188,7 @@ def _redistribute(own: Any) -> Replacement:
         with Recorder(local_tensor) as recorder:
             result = by_torch()
         stateless = all(type(each) in _STATELESS for each in (*current_spec.placements, *target_spec.placements))
-        recorded = recorder.recorded(current_spec.mesh, result) if stateless else None
+        recorded = recorder.recorded(mesh, result) if stateless else None
         known[key] = recorded or (tried + 1 if stateless else TRIES)
         return result
 

@@ -122,3 +122,18 @@ def test_only_so_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (2, 4, 6, 8, 10):
         distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
         assert 1 <= len(known(mesh)) <= 2
+
+
+def test_a_mesh_that_is_flattened_later_gathers_at_once() -> None:
+    mesh = simulated_mesh((2, 2), ("a", "b"))
+    x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0), Shard(0)])
+
+    def records() -> int:
+        before = workers_of(mesh).sink.records
+        for _ in range(TRIES + 1):
+            x.redistribute(mesh, [Replicate(), Replicate()])
+        return int(workers_of(mesh).sink.records - before)
+
+    before = records()
+    mesh["a", "b"]._flatten("all")
+    assert 0 < records() < before

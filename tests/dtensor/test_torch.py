@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from typing import Any
 
@@ -10,14 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._local_tensor as local_tensor
+from torch._export import wrappers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _redistribute as redistribution
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _MaskPartial
 
-from monarch_backend.dtensor import _convolution, _remote_tensor, _signatures, _torch, _torch_groups
+from monarch_backend.dtensor import _convolution, _remote_tensor, _signatures, _torch, _torch_groups, simulated_mesh
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 ASYNC_SAVE = (
@@ -169,6 +174,35 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
         "_group_tensors_by_device_and_dtype": "tensorlistlist with_indices",
     }
     assert dist.get_rank is c10d.get_rank
+
+
+def test_a_dtensor_is_made_by_new_alone() -> None:
+    """`__init__`, which ours leaves out, only has something to do where torch exports."""
+    x = distribute_tensor(torch.ones(4, 2), simulated_mesh((2,), ("x",)), [Shard(0)])
+    made = DTensor.__new__(DTensor, x._local_tensor, x._spec, requires_grad=True)
+    assert made._spec is x._spec and made._local_tensor is x._local_tensor and made.requires_grad
+    assert made.shape == x.shape and made.stride() == x.stride() and made.dtype == x.dtype
+    source = inspect.getsource(api)
+    body = source[source.index("    def __init__(self, *args, **kwargs):") :].split('"""')[2]
+    assert body.strip().startswith("super().__init__()\n\n")
+    assert "if not torch.compiler.is_exporting():\n            return" in inspect.getsource(
+        wrappers.mark_subclass_constructor_exportable_experimental
+    )
+
+
+def test_modes_are_counted_and_redistributions_have_the_settings_that_are_read() -> None:
+    count = torch._C._len_torch_dispatch_stack
+    assert count() == 0
+    with FakeTensorMode():
+        assert count() == 1
+        with CommDebugMode():
+            assert count() == 2
+    with redistribution.disable_redistribute_transform_optimization():
+        assert redistribution._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION is True
+    with redistribution.use_min_cost_redistribution_plan():
+        assert redistribution._FORCE_MIN_COST_REDISTRIBUTION_PLAN is True
+    settings = {name for name in vars(redistribution) if re.fullmatch("_[A-Z_]+", name)}
+    assert settings == {"_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN"}
 
 
 def test_parallelize_module_calls_itself_for_each_style() -> None:
