@@ -41,18 +41,17 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", ["3", "2x2"])
+@pytest.mark.parametrize(("name", "size"), [("3", UNEVEN), ("2x2", EVEN)], ids=["uneven", "even"])
 def test_repeated_it_gives_what_torch_gives(mesh_of: Any, name: str, size: Any, repeated: list[int]) -> None:
     mesh = mesh_of(name)
     known(mesh).clear()
     for before, after in itertools.product(itertools.product(ONE, repeat=mesh.ndim), repeat=2):
         if before == after:
             continue
+        first = distribute_tensor(torch.randn(size), mesh, before)
         for _ in range(TRIES):
-            distribute_tensor(torch.randn(size), mesh, before).redistribute(mesh, after)
-        times = len(repeated)
-        whole = torch.randn(size)
+            first.redistribute(mesh, after)
+        times, whole = len(repeated), torch.randn(size)
         found = distribute_tensor(whole, mesh, before).redistribute(mesh, after)
         assert len(repeated) == times + 1
         assert found.placements == after
