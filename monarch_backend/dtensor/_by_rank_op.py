@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _rank_ints, _torch_traces
+from monarch_backend.dtensor import _rank_classes, _rank_ints, _torch_traces
 from monarch_backend.dtensor._errors import RankDependentError
 
 
@@ -49,6 +49,8 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         results = iter(torch.ops.monarch_backend.by_rank(tensors, number))
     except RankDependentError as error:
+        if _rank_classes.stands_for_some():
+            raise  # the ranks are traced again, in classes
         from monarch_backend.dtensor import _torch_compile  # with dynamo, which is there now
 
         _torch_compile.break_graph(_calls[number].name, error)
@@ -92,19 +94,26 @@ def _without_values(tensors: list[torch.Tensor], number: int) -> list[torch.Tens
         given = [next(inner) if each is _TENSOR else each for each in given]
         args, kwargs = pytree.tree_unflatten(given, made.spec)
         known[mine] = made.function(*args, **kwargs)
-    flats = [pytree.tree_flatten(each) for each in known.values()]
-    leaves, form = flats[0]
-    for others, _ in flats[1:]:
+    flats = {mine: pytree.tree_flatten(each) for mine, each in known.items()}
+    leaves, form = next(iter(flats.values()))
+    for others, _ in flats.values():
         for one, other in zip(leaves, others, strict=True):
             alike = one.shape == other.shape if isinstance(one, torch.Tensor) else one == other
             if not alike:
+                _part(columns, flats)
                 raise RankDependentError(
                     f"{made.name} in torch.compile",
-                    f"has another result on each rank ({_text(one)} and {_text(other)}), which one graph can't have; "
-                    "shards in compiled functions must be of equal sizes",
+                    f"has another result on each rank ({_text(one)} and {_text(other)}), which one graph can't have",
                 )
     _forms[number] = form, [_TENSOR if isinstance(each, torch.Tensor) else each for each in leaves]
     return tensors_of(leaves, tensors)
+
+
+def _part(columns: Any, flats: Any) -> None:
+    """Ranks are of one class where the result has the same sizes, and the same values beside tensors."""
+    of_rank = zip(*[each for each in columns if each is not None], strict=True)
+    shown = {mine: tuple(map(_text, leaves)) for mine, (leaves, _) in flats.items()}
+    _rank_classes.part([shown.get(mine) for mine in of_rank])
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,7 @@ Operations without any tensor are done now. The rest is the workers' graph. No w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,8 @@ from monarch_backend.dtensor.worker._random import dropped
 if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
 
-_MEETS = ("wait_tensor", "_wrap_tensor_autograd")  # functional collectives in which nobody meets anybody
+MEETS = ("wait_tensor", "_wrap_tensor_autograd")
+"""Functional collectives in which nobody meets anybody."""
 
 
 class Result(NamedTuple):
@@ -84,9 +85,18 @@ class _Factory:
 
 
 class Capturer:
-    """Makes one `Capture`, of a graph for arguments like these."""
+    """Makes one `Capture`, of a graph for arguments like these, as this rank has them.
 
-    def __init__(self, workers: Workers, graph: fx.GraphModule, args: list[Any], *, inductor: bool) -> None:
+    ``returned``: positions of results that are arguments and are given back as such; None: of all that are arguments.
+    ``constants``: tensors of this graph and of others for other ranks: the record has them all.
+    """
+
+    def __init__(
+        self, workers: Workers, graph: fx.GraphModule, args: list[Any], *, inductor: bool, rank: int = 0,
+        returned: Sequence[int] | None = None, constants: Sequence[tuple[torch.Tensor, RemoteTensor]] = (),
+    ) -> None:  # fmt: skip
+        self.rank, self.returned, self.shared = rank, returned, constants
+        self.constants: list[tuple[torch.Tensor, _There]] = []
         self.workers, self.graph, self.args, self.inductor = workers, graph, args, inductor
         self.values: dict[fx.Node, Any] = {}
         self.tensors: list[int] = []
@@ -105,12 +115,15 @@ class Capturer:
 
     def make(self) -> Capture:
         """Also defines the graph on the workers. Raises RemoteTensorError for what can't be captured."""
-        placeholders = iter(range(len(self.args)))
         results: list[Any] = []
+        inputs = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+        for at, node in enumerate(inputs):
+            self._argument(node, at)
+        self.constants = [(here, self._kept(there)) for here, there in self.shared]
         for node in self.graph.graph.nodes:
             if node.op == "placeholder":
-                self._argument(node, next(placeholders))
-            elif node.op == "get_attr":
+                continue
+            if node.op == "get_attr":
                 self._attribute(node)
             elif node.op == "call_function":
                 self._call(node)
@@ -127,7 +140,7 @@ class Capturer:
         self.arguments[node] = at
         if isinstance(value, RemoteTensor):
             self.tensors.append(at)
-            self.values[node] = self._operand(value._meta)
+            self.values[node] = self._operand(self._meta_of(value))
         elif isinstance(value, (torch.Tensor, float)):
             self.own.append(at)
             self.here_nodes[node] = self.here.placeholder(f"a{at}")
@@ -136,18 +149,26 @@ class Capturer:
         else:
             self.values[node] = value
 
+    def _meta_of(self, tensor: RemoteTensor) -> Meta:
+        meta = tensor._meta.on(self.rank)
+        if meta is None:
+            raise RemoteTensorError(f"a captured step got a tensor of which rank {self.rank} has nothing")
+        return meta
+
     def _operand(self, meta: Meta) -> _There:
         self.operand_metas.append(meta)
         return _There(("operand", len(self.operand_metas) - 1), _signatures.fake_of(meta))
 
+    def _kept(self, value: RemoteTensor) -> _There:
+        self.kept.append(value)
+        return self._operand(self._meta_of(value))
+
     def _attribute(self, node: fx.Node) -> None:
-        value: Any = self.graph
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
+        value = attribute(self.graph, node)
         if isinstance(value, torch.Tensor):
-            value = value if isinstance(value, RemoteTensor) else self.workers.put(value)
-            self.kept.append(value)
-            self.values[node] = self._operand(value._meta)
+            known = [operand for here, operand in self.constants if is_same(here, value)]
+            there = value if isinstance(value, RemoteTensor) else None
+            self.values[node] = known[0] if known else self._kept(there or self.workers.put(value))
         elif isinstance(value, torch.nn.Module):
             raise RemoteTensorError(
                 f"{node.target} in a captured step: control flow and other operators with functions in them can't be "
@@ -279,7 +300,7 @@ class Capturer:
             value = self.values[each] if isinstance(each, fx.Node) else each
             value = self._as_there(each) if isinstance(value, _Factory) else value
             at = self.arguments.get(each, -1) if isinstance(each, fx.Node) else -1
-            if at >= 0:
+            if at >= 0 and (self.returned is None or len(outs) in self.returned or isinstance(value, _Here)):
                 outs.append(Result(None, at, -1, None))
             elif isinstance(value, _There):
                 created.append(self._number_of(value))
@@ -329,7 +350,7 @@ class Capturer:
             made, args, kwargs = _by_rank_op.arguments(args[1], args[0])
             name, args = "monarch_backend.dtensor.worker._graphs:by_rank", [made.name, *args]
         ins = None
-        if name.startswith(_wire.COLLECTIVES) and not any(each in name for each in _MEETS):
+        if name.startswith(_wire.COLLECTIVES) and not any(each in name for each in MEETS):
             tensors = [each.fake for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _There)]
             ins = [[list(each.shape), _name(each.dtype)] for each in tensors]
 
@@ -339,6 +360,21 @@ class Capturer:
         places = [_wire.place(each, operand, self.workers.group_name) for each in args]
         named = {key: _wire.place(each, operand, self.workers.group_name) for key, each in kwargs.items()}
         return _wire.Step(name, places, named, _line_of(node), ins)
+
+
+def attribute(graph: fx.GraphModule, node: fx.Node) -> Any:
+    """What a graph has under the name that this node gets."""
+    value: Any = graph
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether it is the same constant."""
+    if one is other:
+        return True
+    return not isinstance(one, RemoteTensor) and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _fake(value: Any) -> Any:
@@ -369,6 +405,14 @@ def _fake_here(node: fx.Node, fakes: dict[fx.Node, Any]) -> Any:
 
 def _makes_tensor(node: fx.Node) -> bool:
     return any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(node.meta.get("val")))
+
+
+def check(graph: fx.GraphModule) -> None:
+    """Raises RemoteTensorError where a capture would."""
+    for node in graph.graph.nodes:
+        is_dropout = node.target is torch.ops.aten.native_dropout.default
+        if node.op == "call_function" and not is_dropout and node.target is not torch.ops.monarch_backend.draw.default:
+            _check(node)
 
 
 def _check(node: fx.Node) -> None:

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from monarch_backend.dtensor import _signatures, _sites, _torch_compile
+from torch.distributed.tensor import DTensor
+
+from monarch_backend.dtensor import _capture, _class_graphs, _rank_classes, _signatures, _sites, _torch_compile
 from monarch_backend.dtensor._capture import Capture, Capturer
-from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
+from monarch_backend.dtensor._metadata import Meta
+from monarch_backend.dtensor._rank_classes import Classes
 from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor, on_the_cpu
 from monarch_backend.dtensor._workers import Workers
 
@@ -34,14 +38,71 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
             f"torch.compile(backend='monarch') with mode={mode!r}, options={given}: the options are "
             f"{', '.join(OPTIONS)}, and there are no modes"
         )
-    _refuse_autocast(graph)
     inductor = bool(given.get("inductor", True))
+    try:
+        _refuse_autocast(graph)
+        with on_the_cpu():
+            return _traced(graph, inputs, inductor)
+    except (RankDependentError, RemoteTensorError) as error:
+        raise _torch_compile.LeftToEagerError(str(error)) from error  # type: ignore[arg-type]
 
+
+def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
+    """One graph for all ranks, or one for each class of them: how many there are is found out by tracing."""
+    found = {id(meta.workers): meta for meta in map(_meta_of, inputs) if meta is not None}
+    if len(found) != 1:
+        return _one_graph(graph, inputs, inductor)
+    workers = next(iter(found.values())).workers
+    classes = _rank_classes.of(workers, [meta for meta in map(_meta_of, inputs) if meta is not None])
+    while len(classes.members) <= _rank_classes.MOST:
+        with _rank_classes.standing_for(workers, classes.members[0]) as trace:
+            try:
+                if classes.is_one:
+                    return _one_graph(graph, inputs, inductor)
+                return _graph_for_each(classes, graph, inputs, inductor)
+            except Exception as error:
+                keys = trace.parted
+                if keys is None and isinstance(error, RankDependentError) and len(classes.members) < workers.size:
+                    keys = range(workers.size)  # nobody knows which of them differ
+                if keys is None:
+                    raise
+                classes = classes.parted(keys)
+    raise RankDependentError(f"{len(classes.members)} different graphs", f"are too many, more than {_rank_classes.MOST}")
+
+
+def _meta_of(value: Any) -> Meta | None:
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    return local._meta if type(local) is RemoteTensor else None
+
+
+def _one_graph(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
     def compiler(traced: fx.GraphModule, _inputs: Any) -> Any:
-        return _Graph(traced, inductor=inductor)
+        _capture.check(traced)
+        return _Graph([traced], None, inductor=inductor)
 
-    with on_the_cpu():
-        return _torch_compile.two_graphs(compiler, compiler)(graph, inputs)
+    return _torch_compile.two_graphs(compiler, compiler)(graph, inputs)
+
+
+def _graph_for_each(classes: Classes, graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
+    made: list[list[_Graph]] = [[] for _ in classes.members]
+
+    def compiler(number: int) -> Any:
+        def take(traced: fx.GraphModule, _inputs: Any) -> Any:
+            _capture.check(traced)
+            made[number].append(_Graph([traced], classes, inductor=inductor))
+            return made[number][-1]
+
+        return take
+
+    def standing_for(number: int) -> Any:
+        return _rank_classes.standing_for(classes.workers, classes.members[number])
+
+    compiled = _torch_compile.in_classes([compiler(number) for number in range(len(made))], standing_for)(graph, inputs)
+    for ways in zip(*made, strict=True):
+        graphs = [graph for each in ways for graph in each.graphs]
+        _class_graphs.check(graphs)
+        ways[0].graphs = graphs
+    return compiled
 
 
 def _refuse_autocast(graph: fx.GraphModule) -> None:
@@ -55,17 +116,20 @@ def _refuse_autocast(graph: fx.GraphModule) -> None:
 
 
 class _Graph:
-    """One graph of torch's, called with whatever tensors come: captured anew for others of their kind."""
+    """One graph of torch's, called with whatever tensors come: captured anew for others of their kind.
 
-    def __init__(self, graph: fx.GraphModule, *, inductor: bool) -> None:
-        self._graph, self._inductor = graph, inductor
+    ``graphs``: one for each of the ``classes`` of ranks; None: all are alike.
+    """
+
+    def __init__(self, graphs: list[fx.GraphModule], classes: Classes | None, *, inductor: bool) -> None:
+        self.graphs, self._classes, self._inductor = graphs, classes, inductor
         self._captures: weakref.WeakKeyDictionary[Workers, dict[Any, Capture]] = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: Any) -> list[Any]:
         workers = _workers_of(args)
         if workers is None:
             with torch.no_grad():
-                return list(self._graph(*args))  # only tensors of this process
+                return list(self.graphs[0](*args))  # only tensors of this process
         captures = self._captures.get(workers)
         if captures is None:
             captures = self._captures[workers] = {}
@@ -74,9 +138,25 @@ class _Graph:
         if capture is None:
             statistics["graphs"] += 1
             with _signatures.one_at_a_time:
-                capture = Capturer(workers, self._graph, list(args), inductor=self._inductor).make()
+                capture = self._capture(workers, list(args))
             captures[key] = capture
         return _run(workers, capture, args)
+
+    def _capture(self, workers: Workers, args: list[Any]) -> Capture:
+        """For these arguments; ranks of one class are of several where they have other metadata of one of them."""
+        classes = _rank_classes.of(workers, [each._meta for each in args if type(each) is RemoteTensor])
+        if self._classes is not None:
+            classes = self._classes.parted(classes.of_rank)
+        elif classes.is_one:
+            return Capturer(workers, self.graphs[0], args, inductor=self._inductor).make()
+        returned = _class_graphs.made_of_arguments(self.graphs)
+        constants = _class_graphs.constants(workers, self.graphs)
+        captures = []
+        for rank, *_ in classes.members:
+            graph = self.graphs[0 if self._classes is None else self._classes.of_rank[rank]]
+            options = {"inductor": self._inductor, "rank": rank, "returned": returned, "constants": constants}
+            captures.append(Capturer(workers, graph, args, **options).make())
+        return _class_graphs.combine(workers, captures, classes.of_rank)
 
 
 def _workers_of(args: Any) -> Workers | None:

@@ -286,6 +286,20 @@ def _fill_in_a_trace(func: Any, tensor: Any, args: tuple[Any, ...], generator: G
     return tensor
 
 
+def bernoulli_in_a_trace(p: Any) -> Any:
+    """``torch.bernoulli(p)``, as a CPU does it: a number between 0 and 1 for each element, of the dtype of ``p``."""
+    drawn = torch.empty_like(p)
+    _fill_in_a_trace(_aten.uniform_.default, drawn, (0.0, 1.0), _philox.default_generator(_workers(p).device.type))
+    return (drawn < p).to(p.dtype)
+
+
+def is_bernoulli_on_a_cpu(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether `bernoulli_in_a_trace` has the numbers that this operation has."""
+    p = args[0]
+    known = func is _aten.bernoulli.default and kwargs.get("generator") is None and _workers(p).device.type == "cpu"
+    return known and p.dtype in (torch.float32, torch.float64) and not _is_partial(p)
+
+
 class Draws:
     """What a captured step draws at each call."""
 

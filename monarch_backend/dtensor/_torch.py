@@ -43,11 +43,13 @@ from monarch_backend.dtensor import (
     _host_by_rank,
     _philox,
     _random,
+    _rank_classes,
     _rank_ints,
     _strategies,
     _torch_traces,
     _values,
 )
+from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._workers import Workers
@@ -138,7 +140,14 @@ def slices_of(mesh: Any) -> int:
 
 
 def coordinate(mesh: Any, workers: Workers) -> list[Any]:
-    """By mesh dimension the coordinate of each rank; in a mesh that was sliced, in that rank's own slice."""
+    """By mesh dimension the coordinate of each rank; in a mesh that was sliced, in that rank's own slice.
+
+    In a trace, of the ranks that it stands for.
+    """
+    return [_rank_classes.seen(each, workers) for each in _coordinates(mesh, workers)]
+
+
+def _coordinates(mesh: Any, workers: Workers) -> list[Any]:
     found = mesh.__dict__.get("_monarch_coordinate")
     if found is None:
         places: list[list[int | None]] = [[None] * workers.size for _ in range(mesh.ndim)]
@@ -728,6 +737,12 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
         tensors = [each for each in args if isinstance(each, DTensor)]
         if all(map(_is_remote, tensors)) or (func not in _random.BY_VALUES and all(map(_is_traced, tensors))):
             return handle(func, args, dict(kwargs))
+        if any(map(_is_traced, tensors)):
+            if _random.is_bernoulli_on_a_cpu(func, args, kwargs):
+                return _random.bernoulli_in_a_trace(args[0])
+            from monarch_backend.dtensor import _torch_compile  # with dynamo, which is there now
+
+            _torch_compile.break_graph(str(func), RemoteTensorError(f"{func} draws as many numbers as its values say"))
         handlers = api.DTensor._op_dispatcher._custom_op_handlers
         mine = handlers.pop(func)  # of meshes that are no controller's: torch's own way
         try:

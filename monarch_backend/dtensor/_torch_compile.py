@@ -5,6 +5,7 @@ REPLACED is in place once torch.compile has this backend. What becomes of a trac
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 import pkgutil
@@ -21,9 +22,14 @@ from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._functorch import config as functorch
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor, Partial, placement_types
@@ -33,12 +39,15 @@ from torch.distributed.tensor import _dispatch as dispatch
 from torch.distributed.tensor import _redistribute as redistribute
 from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 import monarch_backend
 from monarch_backend import dtensor
-from monarch_backend.dtensor import _random, _rank_ints, _torch, _torch_traces
+from monarch_backend.dtensor import _random, _rank_classes, _rank_ints, _torch, _torch_traces
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor, on_the_cpu
 
@@ -60,8 +69,65 @@ def two_graphs(forward: Compiler, backward: Compiler) -> Callable[..., Any]:
     )  # fmt: skip
 
 
+def in_classes(compilers: Sequence[Compiler], standing_for: Callable[[int], Any]) -> Callable[..., Any]:
+    """As two_graphs, traced once for each class of ranks; called is what the first trace makes.
+
+    Raises RemoteTensorError where the traces differ in more than sizes. What is kept for backward does not depend on
+    sizes: all keep the same.
+    """
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        _specialize(graph)
+        known = []
+        for number, compiler in enumerate(compilers):
+            context = TracingContext.try_get() if number == 0 else None
+            context = context or TracingContext(FakeTensorMode())
+            boxed = lambda *given, compiler=compiler: make_boxed_func(compiler(*given))  # noqa: E731
+            traced = aot_autograd(
+                fw_compiler=boxed, bw_compiler=boxed, inference_compiler=boxed, partition_fn=_parted_alike,
+                keep_inference_input_mutations=True,
+            )  # fmt: skip
+            with standing_for(number), tracing(context), functorch.patch(force_non_lazy_backward_lowering=True):
+                made = traced(graph, inputs)
+            known.append((made, _effects(context.fw_metadata)))
+        if any(effects != known[0][1] for _, effects in known):
+            raise RemoteTensorError("what is changed, or a view of what, is not the same on all ranks")
+        return known[0][0]  # type: ignore[no-any-return]
+
+    return backend
+
+
+def _specialize(graph: torch.fx.GraphModule) -> None:
+    """Each number and size that could be another in the next call: it is what it is, and the next is a graph anew."""
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value") if node.op == "placeholder" else None
+        tensors = [value, *getattr(value, "__dict__", {}).values()] if isinstance(value, torch.Tensor) else []
+        for each in [value, *(size for tensor in tensors if isinstance(tensor, torch.Tensor) for size in tensor.shape)]:
+            if isinstance(each, torch.SymInt):
+                int(each)
+
+
+def _effects(metadata: Any) -> Any:
+    """What calls of a trace's result do with their arguments."""
+    return (
+        [(each.mutates_data, each.mutates_metadata, each.requires_grad) for each in metadata.input_info],
+        [(each.output_type, each.base_idx, each.requires_grad) for each in metadata.output_info],
+    )
+
+
 def _parted(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
     """In two, and what has been drawn is kept for backward, also in a checkpoint, which would draw it again."""
+    _keep_drawn(joint)
+    return min_cut_rematerialization_partition(joint, *args, **options)
+
+
+def _parted_alike(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+    """As _parted, by the operations alone."""
+    _keep_drawn(joint)
+    return default_partition(joint, *args, **options)
+
+
+def _keep_drawn(joint: torch.fx.GraphModule) -> None:
     for node in joint.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and _random.may_draw(node.target, node.args, node.kwargs):
             results = [each for each in node.users if each.target is operator.getitem]
@@ -69,7 +135,6 @@ def _parted(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
                 each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             if results:
                 node.meta.pop("recompute", None)  # torch has it so that a tuple is not kept itself
-    return min_cut_rematerialization_partition(joint, *args, **options)
 
 
 _installed = False
@@ -151,6 +216,13 @@ def break_graph(what: str, error: Exception) -> NoReturn:
     )  # fmt: skip
 
 
+class LeftToEagerError(UnsupportedOperatorException):
+    """Raised by a backend: what was to be compiled runs eagerly, which dynamo reports as a graph break."""
+
+    def __str__(self) -> str:
+        return str(self.func)
+
+
 def _wrap_input(own: Any) -> Any:
     """A graph has sizes that are the same for all ranks, and no mask that is kept beside a tensor."""
 
@@ -159,11 +231,15 @@ def _wrap_input(own: Any) -> Any:
         if isinstance(local, RemoteTensor) and local is not value and _is_masked(value):
             rows = "rows that an embedding has found on each rank, not yet reduced"
             break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
-        if isinstance(local, RemoteTensor) and local._meta.classes is not None:
+        if _is_uneven(value) and getattr(options["source"], "member", "") != "_local_tensor":
             size = f"shards of sizes {', '.join(map(str, local._meta.shape))}"
             break_graph(size, RankDependentError(size, "differ by rank"))
         with on_the_cpu():
-            return own(value, tx, **options)
+            found = own(value, tx, **options)
+        if _is_uneven(value):  # guarded by the DTensor's
+            known = tx.output.input_source_to_sizes_strides[options["source"]]
+            known.update(size=value.size(), stride=value.stride())
+        return found
 
     return wrap_to_fake_tensor_and_record
 
@@ -219,8 +295,11 @@ def _same_strides(own: Any) -> Any:
     def coerce_to_expected_memory_format(value: Any, expected: Any) -> Any:
         if not isinstance(value, RemoteTensor) or expected.memory_format is not None:
             return own(value, expected)
-        if value.shape == expected.size and value.stride() == expected.stride:
+        meta = _rank_classes.meta_seen(value._meta)  # of the ranks that the trace of what is called stood for
+        if meta.shape == tuple(expected.size) and meta.stride == tuple(expected.stride):
             return value
+        if meta is not value._meta:
+            return value.contiguous()  # each rank's graph is made for what comes
         return value.new_empty_strided(expected.size, expected.stride).copy_(value)
 
     return coerce_to_expected_memory_format
@@ -242,7 +321,102 @@ def _view_of(own: Any) -> Any:
     return gen_alias_from_base
 
 
+def _is_uneven(tensor: Any) -> bool:
+    return type(tensor) is RemoteTensor and tensor._meta.classes is not None
+
+
+def _seen(tensor: Any) -> RemoteTensor:
+    """A shard whose size differs by rank, in a trace: what the ranks have of it that this one stands for."""
+    shown = RemoteTensor(_rank_classes.meta_seen(tensor._meta), tensor._ref)
+    return shown.requires_grad_(tensor.requires_grad)
+
+
+def _describe(own: Any) -> Any:
+    def describe_tensor(self: Any, tensor: Any, **options: Any) -> Any:
+        if not _is_uneven(tensor):
+            return own(self, tensor, **options)
+        described = own(self, _seen(tensor), **options)
+        return dataclasses.replace(described, id=self.get_tensor_id(tensor), is_leaf=tensor.is_leaf)
+
+    return describe_tensor
+
+
+def _local_of_uneven(own: Any) -> Any:
+    """A program sees the sizes of a plain tensor, and a trace has them for some ranks only."""
+
+    def to_local(self: Any, **options: Any) -> Any:
+        if _torch_traces.is_dynamos() and not _rank_classes.stands_for_some() and _differs(self._spec):
+            _refuse_sizes(self._spec)
+        return own(self, **options)
+
+    return to_local
+
+
+def _attribute(own: Any) -> Any:
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        value = self.proxy.node.meta.get("example_value") if name == "_local_tensor" else None
+        if isinstance(value, DTensor) and _differs(value._spec):
+            _refuse_sizes(value._spec)
+        return own(self, tx, name)
+
+    return var_getattr
+
+
+def _differs(spec: DTensorSpec) -> bool:
+    """Whether shards have sizes that differ by rank."""
+    parts = dict.fromkeys(range(spec.ndim), 1)
+    for dim, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            parts[placement.dim % spec.ndim] *= spec.mesh.size(dim)  # type: ignore[attr-defined]
+    return _torch.workers_of(spec.mesh) is not None and any(spec.shape[dim] % parts[dim] for dim in parts)
+
+
+def _refuse_sizes(spec: DTensorSpec) -> NoReturn:
+    what = f"the local part of a DTensor of shape {list(spec.shape)}, {spec.placements} on {spec.mesh.shape}"
+    break_graph(what, RankDependentError(what, "has sizes that differ by rank"))
+
+
+def _for_all_ranks(own: Any) -> Any:
+    """torch remembers it, also for eager code, and for the other classes of ranks."""
+
+    def propagate_op_sharding_non_cached(self: Any, op_schema: Any) -> Any:
+        with _rank_classes.unseen():
+            return own(self, op_schema)
+
+    return propagate_op_sharding_non_cached
+
+
+def _seen_arguments(own: Any) -> Any:
+    """Of what is remembered, the sizes of the ranks that a trace stands for."""
+
+    def redistribute_local_args(op_info: Any, *rest: Any) -> None:
+        own(op_info, *rest)
+        workers = _torch.workers_of(op_info.compute_mesh)
+        if workers is not None and any(map(_torch_traces.is_traced, op_info.local_args)):
+            seen = lambda each: _rank_classes.seen(each, workers)  # noqa: E731
+            op_info.local_args = pytree.tree_map_only(torch.SymInt, seen, op_info.local_args)
+
+    return redistribute_local_args
+
+
+def _static(own: Any) -> Any:
+    """Sizes that differ by rank are no symbols, and the next ones are traced anew."""
+
+    def _automatic_dynamic(tensor: Any, tx: Any, source: Any, static_shapes: bool, *rest: Any, **options: Any) -> Any:
+        is_uneven = _is_uneven(getattr(tensor, "_local_tensor", tensor))
+        shown = _seen(tensor) if _is_uneven(tensor) else tensor
+        return own(shown, tx, source, static_shapes or is_uneven, *rest, **options)
+
+    return _automatic_dynamic
+
+
 REPLACED += [
+    (builder, "_automatic_dynamic", _static),
+    (ShardingPropagator, "propagate_op_sharding_non_cached", _for_all_ranks),
+    (OpDispatcher, "redistribute_local_args", _seen_arguments),
+    (DTensor, "to_local", _local_of_uneven),
+    (TensorVariable, "var_getattr", _attribute),
+    (MetaTensorDescriber, "describe_tensor", _describe),
     (builder.VariableBuilder, "__call__", _wrap_value),
     (builder.SourcelessBuilder, "create", _wrap_value),
     (runtime_wrappers, "gen_alias_from_base", _view_of),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -15,6 +16,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 def is_traced(value: Any) -> bool:
     """Whether it is a tensor of a trace, without values."""
     return isinstance(value, (FakeTensor, FunctionalTensor))
+
+
+def is_dynamos() -> bool:
+    """Whether what runs now is an operation that torch.compile traces."""
+    return (
+        torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        and TracingContext.try_get() is not None
+    )
 
 
 def share_memory(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
