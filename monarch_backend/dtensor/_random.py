@@ -297,7 +297,7 @@ def is_bernoulli_on_a_cpu(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether `bernoulli_in_a_trace` has the numbers that this operation has."""
     p = args[0]
     known = func is _aten.bernoulli.default and kwargs.get("generator") is None and _workers(p).device.type == "cpu"
-    return known and p.dtype in (torch.float32, torch.float64) and not _is_partial(p)
+    return known and p.dtype in (torch.float32, torch.float64) and p.is_contiguous() and not _is_partial(p)
 
 
 class Draws:

@@ -23,6 +23,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -47,7 +48,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import monarch_backend
 from monarch_backend import dtensor
-from monarch_backend.dtensor import _random, _rank_classes, _rank_ints, _torch, _torch_traces
+from monarch_backend.dtensor import _random, _rank_classes, _rank_ints, _torch, _torch_devices, _torch_traces
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor, on_the_cpu
 
@@ -77,7 +78,7 @@ def in_classes(compilers: Sequence[Compiler], standing_for: Callable[[int], Any]
     """
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        _specialize(graph)
+        _specialize()
         known = []
         for number, compiler in enumerate(compilers):
             context = TracingContext.try_get() if number == 0 else None
@@ -97,14 +98,15 @@ def in_classes(compilers: Sequence[Compiler], standing_for: Callable[[int], Any]
     return backend
 
 
-def _specialize(graph: torch.fx.GraphModule) -> None:
+def _specialize() -> None:
     """Each number and size that could be another in the next call: it is what it is, and the next is a graph anew."""
-    for node in graph.graph.nodes:
-        value = node.meta.get("example_value") if node.op == "placeholder" else None
-        tensors = [value, *getattr(value, "__dict__", {}).values()] if isinstance(value, torch.Tensor) else []
-        for each in [value, *(size for tensor in tensors if isinstance(tensor, torch.Tensor) for size in tensor.shape)]:
-            if isinstance(each, torch.SymInt):
-                int(each)
+    context = TracingContext.try_get()
+    shape_env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    for tracked in (shape_env.tracked_fakes or ()) if shape_env is not None else ():
+        fake = tracked.fake
+        for number in (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else (fake,):
+            if isinstance(number, torch.SymInt):
+                int(number)
 
 
 def _effects(metadata: Any) -> Any:
@@ -399,6 +401,38 @@ def _seen_arguments(own: Any) -> Any:
     return redistribute_local_args
 
 
+def _between_devices(own: Any) -> Any:
+    """A trace has the tensors of GPUs where C++ has them, on the CPU, so in it no tensor goes from one to the other."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("cpu", "cuda") or (name == "to" and _names_a_device([*args, *kwargs.values()])):
+            if _torch_devices.controls_gpus():
+                break_graph(f".{name}()", RemoteTensorError(f".{name}() moves a tensor of workers that have GPUs"))
+        return own(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _names_a_device(values: Sequence[Any]) -> bool:
+    """As a program says it, and not as a tensor of the trace does, whose device is torch.device("cpu")."""
+    constants = [each.as_python_constant() for each in values if each.is_python_constant()]
+    return any(isinstance(each, str) or (isinstance(each, torch.device) and each.type == "cuda") for each in constants)
+
+
+def _made_there(own: Any) -> Any:
+    """What a trace makes on a GPU that is not here, it makes where it has the tensors of GPUs."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and device.is_python_constant() and device.as_python_constant() is not None:
+            is_there = torch.device(device.as_python_constant()).type == "cuda" and not torch.cuda.is_available()
+            if is_there and _torch_devices.controls_gpus():
+                kwargs = {**kwargs, "device": builder.SourcelessBuilder.create(tx, torch.device("cpu"))}
+        return own(self, tx, args, kwargs)
+
+    return call_function
+
+
 def _static(own: Any) -> Any:
     """Sizes that differ by rank are no symbols, and the next ones are traced anew."""
 
@@ -416,6 +450,8 @@ REPLACED += [
     (OpDispatcher, "redistribute_local_args", _seen_arguments),
     (DTensor, "to_local", _local_of_uneven),
     (TensorVariable, "var_getattr", _attribute),
+    (TensorVariable, "call_method", _between_devices),
+    (TorchInGraphFunctionVariable, "call_function", _made_there),
     (MetaTensorDescriber, "describe_tensor", _describe),
     (builder.VariableBuilder, "__call__", _wrap_value),
     (builder.SourcelessBuilder, "create", _wrap_value),
