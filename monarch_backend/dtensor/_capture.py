@@ -407,11 +407,13 @@ def _makes_tensor(node: fx.Node) -> bool:
     return any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(node.meta.get("val")))
 
 
-def check(graph: fx.GraphModule) -> None:
-    """Raises RemoteTensorError where a capture would."""
+def check(graph: fx.GraphModule, workers: Workers | None) -> None:
+    """Raises RemoteTensorError where a capture would, or a call of it."""
     for node in graph.graph.nodes:
-        is_dropout = node.target is torch.ops.aten.native_dropout.default
-        if node.op == "call_function" and not is_dropout and node.target is not torch.ops.monarch_backend.draw.default:
+        if node.target is torch.ops.aten.native_dropout.default:
+            if workers is not None and _random.may_draw(node.target, node.args, {}):
+                _random.check_streams(workers)
+        elif node.op == "call_function" and node.target is not torch.ops.monarch_backend.draw.default:
             _check(node)
 
 

@@ -51,14 +51,14 @@ def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
     """One graph for all ranks, or one for each class of them: how many there are is found out by tracing."""
     found = {id(meta.workers): meta for meta in map(_meta_of, inputs) if meta is not None}
     if len(found) != 1:
-        return _one_graph(graph, inputs, inductor)
+        return _one_graph(None, graph, inputs, inductor)
     workers = next(iter(found.values())).workers
     classes = _rank_classes.of(workers, [meta for meta in map(_meta_of, inputs) if meta is not None])
     while len(classes.members) <= _rank_classes.MOST:
         with _rank_classes.standing_for(workers, classes.members[0]) as trace:
             try:
                 if classes.is_one:
-                    return _one_graph(graph, inputs, inductor)
+                    return _one_graph(workers, graph, inputs, inductor)
                 return _graph_for_each(classes, graph, inputs, inductor)
             except Exception as error:
                 keys = trace.parted
@@ -67,7 +67,9 @@ def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
                 if keys is None:
                     raise
                 classes = classes.parted(keys)
-    raise RankDependentError(f"{len(classes.members)} different graphs", f"are too many, more than {_rank_classes.MOST}")
+    raise RankDependentError(
+        f"{len(classes.members)} different graphs", f"are too many, more than {_rank_classes.MOST}"
+    )
 
 
 def _meta_of(value: Any) -> Meta | None:
@@ -75,9 +77,9 @@ def _meta_of(value: Any) -> Meta | None:
     return local._meta if type(local) is RemoteTensor else None
 
 
-def _one_graph(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
+def _one_graph(workers: Workers | None, graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
     def compiler(traced: fx.GraphModule, _inputs: Any) -> Any:
-        _capture.check(traced)
+        _capture.check(traced, workers)
         return _Graph([traced], None, inductor=inductor)
 
     return _torch_compile.two_graphs(compiler, compiler)(graph, inputs)
@@ -88,7 +90,7 @@ def _graph_for_each(classes: Classes, graph: fx.GraphModule, inputs: Any, induct
 
     def compiler(number: int) -> Any:
         def take(traced: fx.GraphModule, _inputs: Any) -> Any:
-            _capture.check(traced)
+            _capture.check(traced, classes.workers)
             made[number].append(_Graph([traced], classes, inductor=inductor))
             return made[number][-1]
 

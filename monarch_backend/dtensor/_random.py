@@ -311,11 +311,8 @@ class Draws:
 
     def around(self, write: Callable[[], None]) -> None:
         """``write`` the record, as `_fill` does. Raises RemoteTensorError where ranks are to have other numbers."""
-        if self._step.streams is not None and any(each.is_plain for each in self._draws):
-            raise RemoteTensorError(
-                "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be "
-                "after own_random_numbers(): put what draws them (dropout) into a function with torch.compiler.disable"
-            )
+        if any(each.is_plain for each in self._draws):
+            check_streams(self._step.workers)
         generator = _philox.default_generator(self._step.workers.device.type)
         with _in_step:
             before = _generator.state_of(generator)
@@ -328,6 +325,15 @@ class Draws:
                     self._numbers = _philox.moved(before, self._step.agreed("a captured step", None))
                 _generator.set_state(generator, _philox.after(before, self._numbers))
             self._step.left(_generator.state_of(generator), None)
+
+
+def check_streams(workers: Workers) -> None:
+    """Raises RemoteTensorError where a captured step can't draw numbers of plain tensors."""
+    if _step_of_workers(workers).streams is not None:
+        raise RemoteTensorError(
+            "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be after "
+            "own_random_numbers(): put what draws them (dropout) into a function with torch.compiler.disable"
+        )
 
 
 def _filling(draw: Draw, generator: Generator) -> Callable[[torch.Tensor], object]:

@@ -425,6 +425,12 @@ def _is_uneven(info: Any, mesh: Any, placements: Any) -> bool:
 # Collectives ----------------------------------------------------------------------------------------------------
 
 
+@_replaces(collective_utils, "get_group_rank")
+def _rank_of_a_trace(own: Any) -> Replacement:
+    # Asked for the size of what a rank gets of a tensor that is sharded anew, which is the same for all.
+    return lambda group, rank: 0 if isinstance(group, _group.ControllerGroup) else own(group, rank)
+
+
 @_replaces(funcol, "_maybe_wrap_tensor")
 def _wrap(own: Any) -> Replacement:
     # Workers wait for a collective when its result is used: nothing need be wrapped to wait here.

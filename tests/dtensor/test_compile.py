@@ -18,9 +18,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from monarch_backend.dtensor import RemoteOpError, RemoteTensor, _compile, _torch_compile, simulated_mesh
+from monarch_backend.actor import this_host
+from monarch_backend.dtensor import (
+    RemoteOpError,
+    RemoteTensor,
+    RemoteTensorError,
+    _class_graphs,
+    _compile,
+    _rank_classes,
+    _torch_compile,
+    own_random_numbers,
+    simulated_mesh,
+)
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -329,18 +341,134 @@ def test_graph_breaks_are_reported_and_work(two: Any, reported: Callable[[], str
         whole(step)(there)
 
 
-def test_shards_of_unequal_sizes_run_eagerly_or_say_why_not(two: Any) -> None:
+class Words(nn.Module):
+    """A vocabulary and hidden units that no mesh of these tests divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(13, 10), nn.Linear(10, 7), nn.Linear(7, 13)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(F.dropout(self.words(ids), 0.25))))
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate(), use_local_output=False),
+            "up": ColwiseParallel(use_local_output=False),
+            "down": RowwiseParallel(use_local_output=False),
+        }
+
+
+@pytest.mark.parametrize(("name", "inductor"), [pytest.param("2", True, marks=pytest.mark.slow), ("3", False)])
+def test_a_training_step_with_shards_of_unequal_sizes(mesh_of: Callable[[str], Any], name: str, inductor: bool) -> None:
+    """Forward, backward and optimizer are a record each, whatever the sizes, and the numbers a single process's."""
+    mesh, reference = mesh_of(name), Words()
+    ours = parallelize_module(copy.deepcopy(reference), mesh, reference.plan())
+    mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (ours, reference))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    compiled = captured(step, inductor=inductor)
+    counts = []
+    for turn in range(4):
+        ids, losses = torch.randint(0, 13, (5, 3)), []
+        there = distribute_tensor(ids, mesh, [Replicate()])
+        torch.manual_seed(turn)
+        counts.append(records(mesh, lambda: losses.append(compiled(ours, mine, there))))  # noqa: B023
+        torch.manual_seed(turn)
+        same(losses[0], step(reference, theirs, ids))
+    assert counts[2:] == [5, 5]  # the first make the state; and what the reference drew is told the workers
+    for one, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        same(one, other)
+
+
+def moved(x: torch.Tensor) -> Any:
+    whole_of = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    other = (x.sin() * 2).redistribute(placements=[Shard(1)] + [Replicate()] * (x.device_mesh.ndim - 1))
+    return whole_of * 3, other + 1, torch.rand_like(x), x.sum(0)
+
+
+@pytest.mark.parametrize(("name", "dims"), [("2", [0]), ("3", [0]), ("2x2", [0, 1]), ("2x2", [0, 0])])
+def test_shards_of_unequal_sizes(mesh_of: Callable[[str], Any], name: str, dims: list[int]) -> None:
+    """Moved, viewed, drawn and added up; by a graph for each class of ranks and one record for all."""
+    mesh, x = mesh_of(name), torch.randn(4 if name == "3" else 5, 7)  # of 4 rows the third rank has none
+    there = distribute_tensor(x, mesh, [Shard(dim) for dim in dims])
+    step = whole(moved)
+    for turn in range(2):
+        torch.manual_seed(turn)
+        found = step(there)
+        torch.manual_seed(turn)
+        expected = (x * 3, x.sin() * 2 + 1, torch.rand_like(x), x.sum(0))
+        for mine, theirs in zip(found, expected, strict=True):
+            same(mine, theirs)
+    assert [records(mesh, lambda: step(there)) for _ in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+def test_gradients_with_other_strides_of_shards_of_unequal_sizes(two: Any, inductor: bool) -> None:
+    x, gradient = torch.randn(5, 7).requires_grad_(), torch.randn(7, 5)
+    there = distribute_tensor(x.detach(), two, [Shard(0)]).requires_grad_()
+    step = whole(lambda x: x.sin().t() * 2, inductor=inductor)
+    (expected,) = torch.autograd.grad(x.sin().t() * 2, x, gradient)
+    for given in (
+        distribute_tensor(gradient, two, [Shard(1)]),
+        distribute_tensor(gradient.t().contiguous(), two, [Shard(0)]).t(),
+    ):
+        same(torch.autograd.grad(step(there), there, given)[0], expected)
+
+
+def test_sizes_that_turn_out_unequal_inside(two: Any) -> None:
+    """Of what comes in equal, and each number of rows is a graph of its own."""
+    step = whole(lambda x: (x * 2).redistribute(placements=[Shard(0)]) * x.shape[0], dynamic=True)
+    for rows in (5, 7, 6, 5):
+        x = torch.randn(rows, 3)
+        same(step(distribute_tensor(x, two, [Replicate()])), x * 2 * rows)
+
+
+def test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code(two: Any, reported: Callable[[], str]) -> None:
     x = torch.randn(7, 16)
     there = distribute_tensor(x, two, [Shard(0)])
-    same(captured(lambda x: (x * 2).sum(0))(there), (x * 2).sum(0))
+    step = lambda x: DTensor.from_local((x * 2).to_local() + 1, two, [Shard(0)], shape=x.shape, stride=x.stride())  # noqa: E731
+    same(captured(step)(there), x * 2 + 1)
+    assert "sizes that differ by rank" in reported()
+    for program in (lambda x: x.to_local() * 2, lambda x: x._local_tensor * 2):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="differ by rank"):
+            whole(program)(there)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="differ by rank"):
-        whole(lambda x: x * 2)(there)
-    even = distribute_tensor(x, two, [Replicate()])
-    split = lambda x: (x * 2).redistribute(placements=[Shard(0)]) + 1  # noqa: E731
-    same(captured(split)(even), x * 2 + 1)
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="another result on each rank"):
-        whole(split)(even)
+        whole(lambda x: x * 2)(there.to_local())
+
+
+def test_too_many_classes_of_ranks_are_left_to_eager_code(
+    two: Any, reported: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_rank_classes, "MOST", 1)
+    x = torch.randn(7, 16)
+    same(captured(lambda x: x * 2)(distribute_tensor(x, two, [Shard(0)])), x * 2)
+    assert "too many" in reported()
+
+
+def test_graphs_that_do_not_fit_together() -> None:
+    """Ranks would wait for each other in other collectives, or have other results."""
+
+    def traced(function: Callable[..., Any]) -> Any:
+        return make_fx(function, tracing_mode="fake")(torch.ones(4, 2))
+
+    one = lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", "0")  # noqa: E731
+    for what, other in (
+        ("collectives", lambda x: torch.ops._c10d_functional.all_reduce(x, "max", "0")),
+        ("collectives", lambda x: x * 2),
+        ("results", lambda x: one(x).sum()),
+        ("results", lambda x: (one(x), x)),
+    ):
+        with pytest.raises(RemoteTensorError, match=f"other {what}"):
+            _class_graphs.check([traced(one), traced(other)])
+    _class_graphs.check([traced(one), traced(lambda x: one(x * 2))])
 
 
 @pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
@@ -391,10 +519,48 @@ def test_a_step_with_dropout_is_one_record(two: Any) -> None:
     assert [records(two, lambda: step(there)) for _ in range(3)] == [1, 1, 1]
 
 
-def test_random_numbers_that_depend_on_values_raise(two: Any) -> None:
-    there = distribute_tensor(torch.ones(8, 16), two, [Shard(0)])
-    with pytest.raises(Exception, match=r"bernoulli.* in a captured step[\s\S]*torch.compiler.disable"):
-        whole(lambda x: torch.bernoulli(x))(there)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bernoulli_of_a_tensor_is_that_of_a_single_process(two: Any, dtype: torch.dtype) -> None:
+    x = torch.rand(7, 5, dtype=dtype)
+    there = distribute_tensor(x, two, [Shard(0)])
+    step = whole(lambda x: torch.bernoulli(x) * 2)
+    for turn in range(2):
+        results = []
+        for run, tensor in ((step, there), (lambda x: torch.bernoulli(x) * 2, x)):
+            torch.manual_seed(turn)
+            results.append([run(tensor), torch.rand(3)])
+        for mine, theirs in zip(*results, strict=True):
+            same(mine, theirs, 0)
+
+
+def test_random_numbers_that_depend_on_values_are_left_to_eager_code(two: Any, reported: Callable[[], str]) -> None:
+    weights, x = torch.rand(4, 6), torch.rand(6, 4).t()
+    there = distribute_tensor(weights, two, [Shard(0)])
+    for what, program, tensor, given in (
+        ("multinomial", lambda x: torch.multinomial(x * 2, 2) + 1, weights, there),
+        ("bernoulli", lambda x: torch.bernoulli(x) + 1, x, distribute_tensor(x, two, [Shard(0)])),  # in another order
+        ("bernoulli", lambda x: torch.bernoulli(x) + 1, weights, there.full_tensor()),  # of no DTensor
+    ):
+        results = []
+        for run, argument in ((captured(program), given), (program, given), (program, tensor)):
+            torch.manual_seed(1)
+            results.append(run(argument))
+        assert what in reported()
+        same(results[0], value(results[1]), 0)
+        if isinstance(given, DTensor):
+            same(results[0], results[2], 0)
+
+
+def test_plain_tensors_with_their_own_random_numbers_are_left_to_eager_code(
+    mesh_of: Callable[[str], Any], reported: Callable[[], str]
+) -> None:
+    with this_host().spawn_procs({"x": 2}) as procs:  # whose numbers differ from then on
+        mesh = procs.device_mesh("cpu")
+        own_random_numbers(mesh)
+        x = distribute_tensor(torch.ones(40), mesh, [Replicate()]).to_local()
+        parts = DTensor.from_local(captured(lambda x: F.dropout(x, 0.5))(x), mesh, [Shard(0)]).tolist()
+    assert parts[:40] != parts[40:]
+    assert "own_random_numbers" in reported()
 
 
 def lookup(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -470,6 +636,32 @@ def test_options_that_there_are_not(two: Any) -> None:
     there = distribute_tensor(torch.ones(8, 16), two, [Shard(0)])
     with pytest.raises(Exception, match="the options are inductor"):
         torch.compile(lambda x: x + 1, backend=_compile.monarch, options={"fast": True})(there)
+
+
+def test_a_step_that_prints_in_the_middle(two: Any, capfd: Any) -> None:
+    """Two graphs, with the program between them, forward and backward."""
+    ours, reference = two_layers(two)
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        print(f"loss {loss.item():.3f}")
+        loss = loss * 2
+        loss.backward()
+        return loss
+
+    torch._logging.set_logs(graph_breaks=True)
+    x, compiled = torch.randn(8, 16), captured(step)
+    there = distribute_tensor(x, two, [Replicate()])
+    for _ in range(2):
+        ours.zero_grad()
+        reference.zero_grad()
+        same(compiled(ours, there), step(reference, x))
+        for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+            same(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    torch._logging.set_logs()
+    said, log = capfd.readouterr()
+    assert len(set(said.splitlines())) == 1 and said.count("loss") == 4  # ours says what the reference does
+    assert "Graph break" in log
 
 
 def test_a_tensor_of_this_process_is_not_changed_by_the_workers(two: Any) -> None:

@@ -327,20 +327,56 @@ def test_autocast(mesh: Any, dtype: torch.dtype) -> None:
     same(product.float(), F.linear(x, weight, bias), 0.03)
 
 
-def test_autocast_in_a_captured_step_is_refused(nowhere: Any) -> None:
-    x = distribute_tensor(torch.ones(4, 4), nowhere, [Replicate()]).to_local()
+@without_gpu
+def test_what_a_captured_step_leaves_to_eager_code(mesh: Any) -> None:
+    """Ways between devices, autocast and attention with dropout: values, devices and dtypes are eager code's."""
+    x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
 
-    def inside(x: Any) -> Any:
+    def in_half(x: Any) -> Any:
         with torch.autocast("cuda", torch.bfloat16):
-            return x @ x
+            return (x @ x.t()).sin()
 
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="leave the step to eager code"):
-        torch.compile(inside, backend="monarch")(x)
-    with (
-        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="leave the step to eager code"),
-        torch.autocast("cuda", torch.bfloat16),
+    def dropped(x: Any) -> Any:
+        q = x.view(1, 2, 2, 8)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+    for program in (
+        lambda x: (x * 2).cpu(),
+        lambda x: (x * 2).to("cpu", torch.float64),
+        lambda x: (x * 2).cpu().cuda(),
+        lambda x: (x * 2).to("cuda"),
+        in_half,
+        dropped,
     ):
-        torch.compile(lambda x: x @ x, backend="monarch")(x)
+        for there in (x.redistribute(placements=[Replicate()]), x.redistribute(placements=[Replicate()]).to_local()):
+            torch._dynamo.reset()
+            results = []
+            for run in (torch.compile(program, backend="monarch", options={"inductor": False}), program):
+                torch.manual_seed(0)
+                results.append(run(there))
+            assert results[0].device == results[1].device and results[0].dtype == results[1].dtype
+            same(results[0] - results[1], torch.zeros(results[0].shape), 0)
+
+
+@without_gpu
+def test_autocast_of_a_captured_step_as_a_whole(nowhere: Any) -> None:
+    x = distribute_tensor(torch.ones(4, 4), nowhere, [Replicate()]).to_local()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.compile(lambda x: x @ x, backend="monarch")(x).dtype == torch.bfloat16
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="leave the step to eager code"):
+            torch.compile(lambda x: x @ x, backend="monarch", fullgraph=True)(x)
+
+
+@without_gpu
+def test_what_a_captured_step_makes_is_made_on_the_workers_gpu(mesh: Any) -> None:
+    x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
+    step = torch.compile(
+        lambda x: x + torch.arange(8, device="cuda") + torch.ones(8).to(x.device),
+        backend="monarch", fullgraph=True, options={"inductor": False},
+    )  # fmt: skip
+    found = step(x)
+    assert is_on_gpu(found)
+    same(found, x.full_tensor() + torch.arange(8) + 1)
 
 
 def test_autocast_knows_what_each_operator_wants(nowhere: Any) -> None:
