@@ -1,6 +1,6 @@
-"""Graphs of one step for classes of ranks whose shards have other sizes: whether they fit together, and as one record.
+"""Graphs of one step for classes of ranks with other sizes: whether they fit together, and as one record.
 
-The ranks of all classes meet in the same collectives, and one record has the operands and results of each of the graphs.
+The ranks of all classes meet in the same collectives, and one record has operands and results of each of the graphs.
 """
 
 from __future__ import annotations

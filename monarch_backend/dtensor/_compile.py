@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor import _capture, _class_graphs, _rank_classes, _signatures, _sites, _torch_compile
@@ -156,8 +155,10 @@ class _Graph:
         captures = []
         for rank, *_ in classes.members:
             graph = self.graphs[0 if self._classes is None else self._classes.of_rank[rank]]
-            options = {"inductor": self._inductor, "rank": rank, "returned": returned, "constants": constants}
-            captures.append(Capturer(workers, graph, args, **options).make())
+            capturer = Capturer(
+                workers, graph, args, inductor=self._inductor, rank=rank, returned=returned, constants=constants
+            )
+            captures.append(capturer.make())
         return _class_graphs.combine(workers, captures, classes.of_rank)
 
 

@@ -331,8 +331,8 @@ def check_streams(workers: Workers) -> None:
     """Raises RemoteTensorError where a captured step can't draw numbers of plain tensors."""
     if _step_of_workers(workers).streams is not None:
         raise RemoteTensorError(
-            "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be after "
-            "own_random_numbers(): put what draws them (dropout) into a function with torch.compiler.disable"
+            "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be "
+            "after own_random_numbers(): put what draws them (dropout) into a function with torch.compiler.disable"
         )
 
 

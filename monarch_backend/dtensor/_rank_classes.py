@@ -1,4 +1,4 @@
-"""Which ranks a trace stands for. Where shards are of unequal sizes, a captured step has a graph for each class of ranks.
+"""Which ranks a trace stands for. With shards of unequal sizes a captured step has a graph for each class of ranks.
 
 A trace has sizes that are plain ints, so it can stand only for ranks that have the same. `standing_for` says for which;
 what differs by rank is then looked at through `seen`, which leaves the other ranks out, and is an int where those that

@@ -39,8 +39,8 @@ from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor import _dispatch as dispatch
 from torch.distributed.tensor import _redistribute as redistribute
 from torch.distributed.tensor import _utils as utils
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.utils import _pytree as pytree
@@ -93,7 +93,7 @@ def in_classes(compilers: Sequence[Compiler], standing_for: Callable[[int], Any]
             known.append((made, _effects(context.fw_metadata)))
         if any(effects != known[0][1] for _, effects in known):
             raise RemoteTensorError("what is changed, or a view of what, is not the same on all ranks")
-        return known[0][0]  # type: ignore[no-any-return]
+        return known[0][0]
 
     return backend
 
@@ -234,7 +234,7 @@ def _wrap_input(own: Any) -> Any:
             rows = "rows that an embedding has found on each rank, not yet reduced"
             break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
         if _is_uneven(value) and getattr(options["source"], "member", "") != "_local_tensor":
-            size = f"shards of sizes {', '.join(map(str, local._meta.shape))}"
+            size = f"shards of sizes {', '.join(map(str, value.shape))}"
             break_graph(size, RankDependentError(size, "differ by rank"))
         with on_the_cpu():
             found = own(value, tx, **options)
@@ -330,7 +330,8 @@ def _is_uneven(tensor: Any) -> bool:
 def _seen(tensor: Any) -> RemoteTensor:
     """A shard whose size differs by rank, in a trace: what the ranks have of it that this one stands for."""
     shown = RemoteTensor(_rank_classes.meta_seen(tensor._meta), tensor._ref)
-    return shown.requires_grad_(tensor.requires_grad)
+    shown.requires_grad_(tensor.requires_grad)
+    return shown
 
 
 def _describe(own: Any) -> Any:
@@ -405,9 +406,9 @@ def _between_devices(own: Any) -> Any:
     """A trace has the tensors of GPUs where C++ has them, on the CPU, so in it no tensor goes from one to the other."""
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name in ("cpu", "cuda") or (name == "to" and _names_a_device([*args, *kwargs.values()])):
-            if _torch_devices.controls_gpus():
-                break_graph(f".{name}()", RemoteTensorError(f".{name}() moves a tensor of workers that have GPUs"))
+        moves = name in ("cpu", "cuda") or (name == "to" and _names_a_device([*args, *kwargs.values()]))
+        if moves and _torch_devices.controls_gpus():
+            break_graph(f".{name}()", RemoteTensorError(f".{name}() moves a tensor of workers that have GPUs"))
         return own(self, tx, name, args, kwargs)
 
     return call_method

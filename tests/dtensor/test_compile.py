@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from monarch_backend.actor import this_host
@@ -457,7 +458,7 @@ def test_graphs_that_do_not_fit_together() -> None:
     """Ranks would wait for each other in other collectives, or have other results."""
 
     def traced(function: Callable[..., Any]) -> Any:
-        return make_fx(function, tracing_mode="fake")(torch.ones(4, 2))
+        return make_fx(lambda x: pytree.tree_leaves(function(x)), tracing_mode="fake")(torch.ones(4, 2))
 
     one = lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", "0")  # noqa: E731
     for what, other in (

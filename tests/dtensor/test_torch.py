@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import types
@@ -11,8 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._local_tensor as local_tensor
+from torch._dynamo.guards import GuardBuilder
 from torch._export import wrappers
+from torch._functorch import config as functorch
+from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.meta_utils import MetaTensorDesc
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -21,8 +27,17 @@ from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _MaskPartial
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from monarch_backend.dtensor import _convolution, _remote_tensor, _signatures, _torch, _torch_groups, simulated_mesh
+from monarch_backend.dtensor import (
+    _convolution,
+    _remote_tensor,
+    _signatures,
+    _torch,
+    _torch_compile,
+    _torch_groups,
+    simulated_mesh,
+)
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 ASYNC_SAVE = (
@@ -72,6 +87,7 @@ FORMS = {
     "torch.distributed._local_tensor.enabled_local_tensor_mode": "",
     "torch.distributed._local_tensor.local_tensor_mode": "",
     "torch.distributed.tensor._collective_utils.local_tensor_mode": "",
+    "torch.distributed.tensor._collective_utils.get_group_rank": "group global_rank",
     "torch.distributed._local_tensor._for_each_rank_run_func": "func ranks args kwargs alias",
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": (
         "global_shape mesh_shape my_coordinate placements skip_offset"
@@ -303,6 +319,38 @@ def test_masks_of_sharded_rows_are_kept_in_their_placement() -> None:
     placement.mask_buffer.release_mask()
     assert placement.mask_buffer.data is None
     assert Partial(placement.reduce_op) == Partial("sum")
+
+
+FORMS_OF_COMPILE = {
+    "_automatic_dynamic": "e tx source static_shapes outer_only tensor_spec",
+    "describe_tensor": "self t recurse trace",
+    "propagate_op_sharding_non_cached": "self op_schema",
+    "redistribute_local_args": "op_info suggested_input_schema use_val_from_redistribute_schema",
+    "to_local": "self grad_placements",
+    "var_getattr": "self tx name",
+    "call_method": "self tx name args kwargs",
+    "call_function": "self tx args kwargs",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
+def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(name: str) -> None:
+    (where,) = [where for where, each, _ in _torch_compile.REPLACED if each == name]
+    assert " ".join(inspect.signature(inspect.unwrap(getattr(where, name))).parameters) == FORMS_OF_COMPILE[name]
+
+
+def test_torch_traces_in_a_context_of_its_own_and_says_what_a_trace_changes() -> None:
+    """And what `_torch_compile.in_classes` reads of it. Sizes and strides are what a guard of a tensor is made of."""
+    assert hasattr(ShapeEnv(), "tracked_fakes")
+    assert functorch.force_non_lazy_backward_lowering is False
+    fields = {each.name for each in dataclasses.fields(ViewAndMutationMeta)}
+    assert fields >= {"input_info", "output_info"}
+    assert {each.name for each in dataclasses.fields(MetaTensorDesc)} >= {"id", "is_leaf"}
+    with tracing(TracingContext(FakeTensorMode())):
+        context = TracingContext.try_get()
+        assert context is not None and context.fw_metadata is None
+    source = inspect.getsource(GuardBuilder.TENSOR_MATCH)
+    assert "input_source_to_sizes_strides" in source and "convert_to_concrete_values" in source
 
 
 def test_convolutions_have_a_handler_that_those_of_others_still_get() -> None:
