@@ -61,6 +61,8 @@ def combine(workers: Workers, captures: Sequence[Capture], of_rank: Sequence[int
     for each in captures[1:]:
         if _form(each) != _form(first):
             raise RemoteTensorError("ranks whose shards have other sizes have other operands in a captured step")
+    if first.draws is not None and -1 in of_rank:
+        first.draws.members = tuple(number >= 0 for number in of_rank)
     numbers = [each.number for each in captures]
     return first._replace(
         number=workers.define_by_rank(numbers, of_rank) if first.number else 0,

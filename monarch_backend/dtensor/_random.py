@@ -301,9 +301,10 @@ def is_bernoulli_on_a_cpu(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class Draws:
-    """What a captured step draws at each call."""
+    """What a captured step draws at each call. ``members``: as `_Fill`'s, the ranks that do."""
 
-    def __init__(self, workers: Workers, draws: list[Draw]) -> None:
+    def __init__(self, workers: Workers, draws: list[Draw], members: Members = None) -> None:
+        self.members = members
         self._step, self._draws = _step_of_workers(workers), draws
         self._on_cpu = workers.device.type == "cpu"
         self._moves = [_generator.Move((d.func, *d.args), d.shape, d.stride, d.dtype) for d in draws if self._on_cpu]
@@ -318,13 +319,13 @@ class Draws:
             before = _generator.state_of(generator)
             for move, draw in zip(self._moves, self._draws, strict=False):
                 move.make(generator, _filling(draw, generator))
-            self._step.bring(before, None)
+            self._step.bring(before, self.members)
             write()
             if not self._on_cpu:
                 if self._numbers is None:
-                    self._numbers = _philox.moved(before, self._step.agreed("a captured step", None))
+                    self._numbers = _philox.moved(before, self._step.agreed("a captured step", self.members))
                 _generator.set_state(generator, _philox.after(before, self._numbers))
-            self._step.left(_generator.state_of(generator), None)
+            self._step.left(_generator.state_of(generator), self.members)
 
 
 def check_streams(workers: Workers) -> None:

@@ -94,6 +94,11 @@ def stands_for_some() -> bool:
     return _trace.workers is not None
 
 
+def is_tracing() -> bool:
+    """Whether `seen` may have something to leave out: asked each time that a DTensor is placed anew."""
+    return _trace.workers is not None or _torch_traces.is_dynamos()
+
+
 def seen(number: Any, workers: Workers) -> Any:
     """An int that may differ by rank, as the trace that is under way has it."""
     values = _rank_ints.values_of(number)

@@ -144,7 +144,8 @@ def coordinate(mesh: Any, workers: Workers) -> list[Any]:
 
     In a trace, of the ranks that it stands for.
     """
-    return [_rank_classes.seen(each, workers) for each in _coordinates(mesh, workers)]
+    found = _coordinates(mesh, workers)
+    return [_rank_classes.seen(each, workers) for each in found] if _rank_classes.is_tracing() else found
 
 
 def _coordinates(mesh: Any, workers: Workers) -> list[Any]:

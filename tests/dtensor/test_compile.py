@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -421,6 +422,28 @@ def test_gradients_with_other_strides_of_shards_of_unequal_sizes(two: Any, induc
         distribute_tensor(gradient.t().contiguous(), two, [Shard(0)]).t(),
     ):
         same(torch.autograd.grad(step(there), there, given)[0], expected)
+
+
+def test_a_step_of_some_of_the_ranks(mesh_of: Callable[[str], Any]) -> None:
+    """The others have nothing, and what comes afterwards finds them where they were left."""
+    mesh, first = mesh_of("3"), workers_of(mesh_of("3")).first
+    few, x, after = DeviceMesh("cpu", [first, first + 1]), torch.ones(5, 6), torch.ones(7, 3)
+    step = whole(lambda x: F.dropout(x, 0.5).redistribute(placements=[Replicate()]) * 2)
+    torch.manual_seed(1)
+    found = step(distribute_tensor(x, few, [Shard(0)])), F.dropout(distribute_tensor(after, mesh, [Shard(0)]), 0.5)
+    torch.manual_seed(1)
+    for mine, theirs in zip(found, (F.dropout(x, 0.5) * 2, F.dropout(after, 0.5)), strict=True):
+        same(mine, theirs, 0)
+
+
+def test_a_rank_of_another_class_that_fails(two: Any) -> None:
+    table = distribute_tensor(torch.randn(5, 4), two, [Replicate()])
+    good, bad = (distribute_tensor(torch.tensor(ids), two, [Shard(0)]) for ids in ([1, 2, 3], [1, 2, 7]))
+    step = whole(lookup)
+    same(step(table, good), lookup(table, good).full_tensor())
+    with pytest.raises(RemoteOpError, match="rank 1"):
+        value(step(table, bad))  # before a collective in which rank 0 is
+    same(step(table, good), lookup(table, good).full_tensor())
 
 
 def test_sizes_that_turn_out_unequal_inside(two: Any) -> None:
