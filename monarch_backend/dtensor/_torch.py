@@ -182,7 +182,7 @@ def remote_of(tensor: DTensor) -> RemoteTensor | None:
 def _get_coordinate(own: Any) -> Replacement:
     def get_coordinate(self: Any) -> Any:
         known = self.__dict__.get("_monarch_coordinate")
-        if known is not None and not _mode.disabled:  # each operation on a DTensor asks
+        if known is not None and not _mode.disabled and not _rank_classes.is_tracing():  # each operation on one asks
             return known
         workers = None if _mode.disabled else workers_of(self)
         return own(self) if workers is None else coordinate(self, workers)

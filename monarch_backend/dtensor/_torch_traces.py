@@ -18,12 +18,12 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, (FakeTensor, FunctionalTensor))
 
 
+_mode_of, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+
+
 def is_dynamos() -> bool:
     """Whether what runs now is an operation that torch.compile traces."""
-    return (
-        torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        and TracingContext.try_get() is not None
-    )
+    return _mode_of(_FAKE) is not None and TracingContext.try_get() is not None
 
 
 def share_memory(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
