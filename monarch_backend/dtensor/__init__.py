@@ -10,7 +10,8 @@
 30.0
 >>> procs.stop().get()
 
-Facade only. The rooms: _remote_tensor, _metadata and _rank_ints (what the controller holds); _dispatch, _signatures and
+Facade only, and what a controller needs is imported when somebody asks for it: a worker may have an older torch (a
+TPU's), in which that would fail. The rooms: _remote_tensor, _metadata and _rank_ints (what the controller holds); _dispatch, _signatures and
 _special (what operations do); _strategies and _convolution (shardings that torch has not); _random, _generator and
 _philox (random numbers); _compile, _capture, _rank_classes, _class_graphs, _by_rank_op and _draw_op (captured steps:
 torch.compile); _fsdp, _storage and _device_handle (what `fully_shard` needs); _devices (GPUs of the workers); _modules
@@ -19,7 +20,12 @@ _wire and _workers (how workers hear of it); _torch*.py (everything that replace
 _torch_redistribute: what a redistribution is, found out once); worker/ (what happens in the processes).
 """
 
-from monarch_backend.dtensor._device_mesh import device_mesh, simulated_mesh
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend import _versions
 from monarch_backend.dtensor._errors import (
     MeshClosedError,
     MeshMismatchError,
@@ -28,12 +34,15 @@ from monarch_backend.dtensor._errors import (
     RemoteOpError,
     RemoteTensorError,
 )
-from monarch_backend.dtensor._fsdp import shard_batch
-from monarch_backend.dtensor._modules import put_module
-from monarch_backend.dtensor._move import move
-from monarch_backend.dtensor._random import own_random_numbers
-from monarch_backend.dtensor._remote_tensor import RemoteTensor
-from monarch_backend.dtensor._run import run
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._device_mesh import device_mesh, simulated_mesh
+    from monarch_backend.dtensor._fsdp import shard_batch
+    from monarch_backend.dtensor._modules import put_module
+    from monarch_backend.dtensor._move import move
+    from monarch_backend.dtensor._random import own_random_numbers
+    from monarch_backend.dtensor._remote_tensor import RemoteTensor
+    from monarch_backend.dtensor._run import run
 
 __all__ = [
     "MeshClosedError",
@@ -51,3 +60,26 @@ __all__ = [
     "shard_batch",
     "simulated_mesh",
 ]
+
+_OLDEST = (2, 13)
+"""The first torch whose private parts a controller finds."""
+_ROOMS = {
+    "RemoteTensor": "_remote_tensor", "device_mesh": "_device_mesh", "move": "_move", "own_random_numbers": "_random",
+    "put_module": "_modules", "run": "_run", "shard_batch": "_fsdp", "simulated_mesh": "_device_mesh",
+}  # fmt: skip
+"""What a controller needs, and where it is."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _versions.torch_version() < _OLDEST:
+        raise ImportError(
+            f"{__name__}.{name} is for a controller of device meshes, which needs torch {_OLDEST[0]}.{_OLDEST[1]} or "
+            f"newer; with torch {_versions.torch.__version__} this process can be a worker of one. Import it inside the "
+            "functions that the controller calls"
+        )
+    # All of them: which room is imported first makes no difference then.
+    importlib.import_module(f"{__name__}._device_mesh")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return found

@@ -31,9 +31,10 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
     """A torch DeviceMesh of these processes, of the mesh's own shape and dimension names.
 
     DTensors on it live in the processes; see `monarch_backend.dtensor`. ``device_type``: what the processes compute on,
-    "cpu" or "cuda" (NVIDIA and AMD); this program needs no such device itself. ``timeout``, in seconds, is that of
-    their collectives. Raises ValueError for another device, and RemoteTensorError in a process that is a rank of a
-    torch.distributed group.
+    "cpu", "cuda" (NVIDIA and AMD) or "xla" (what torch_xla has there, TPUs mostly); this program needs no such device
+    itself. ``timeout``, in seconds, is that of their collectives. Raises ValueError for another device, and
+    RemoteTensorError in a process that is a rank of a torch.distributed group, and for "xla" where one of the processes
+    has no such device.
     """
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
@@ -58,6 +59,8 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
         whole = ProcMesh(core)
         whole.process_group("monarch", timeout).get()
         executors = whole.spawn("dtensor", Executor, device_type, timeout)
+        if device_type == "xla":
+            _begin(core.name, executors)
         workers = new_workers(core.name, len(whole), device_type, ActorLine(whole, executors, program(), device_type))
         made[device_type] = workers
 
@@ -72,11 +75,25 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
     return made[device_type]
 
 
+def _begin(name: str, executors: Any) -> None:
+    """Raises RemoteTensorError, for each process without such a device."""
+    missing = {rank: why for rank, why in enumerate(executors.missing.call().get().values()) if why}
+    if missing:
+        executors.stop().get()
+        each = "; ".join(f"rank {rank}: {why}" for rank, why in missing.items())
+        raise RemoteTensorError(
+            f"a mesh of XLA devices of {name}: {len(missing)} of {len(executors)} processes have none. {each}. Start "
+            "these processes with a Python that has torch_xla and its torch: on a host, this one or another, whose "
+            "`monarch-backend up` is of that Python, and attach it with any_torch=True"
+        )
+    executors.start.call().get()
+
+
 def new_workers(name: str, size: int, device_type: str, line: Any) -> Workers:
     """Workers at the other end of this line."""
     first = _group.universe().grow(size)
     # Each has a GPU of its own, which is its first for whoever asks, as with one GPU visible in each process.
-    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
     workers = Workers(name, size, first, device, line)
     _group.add_owner(workers)
     if device_type == "cuda":

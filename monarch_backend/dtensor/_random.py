@@ -125,6 +125,11 @@ def _workers(tensor: Any) -> Workers:
     return workers_of(tensor.device_mesh)  # type: ignore[return-value]
 
 
+def _on_cpu(workers: Workers) -> bool:
+    """Whether the workers' CPUs draw: XLA's own numbers would be others, and nobody knows how far its generator is."""
+    return workers.device.type != "cuda"
+
+
 def _members(local: RemoteTensor) -> Members:
     of_rank = local._meta.of_rank
     return tuple(each >= 0 for each in of_rank) if -1 in of_rank else None
@@ -133,17 +138,13 @@ def _members(local: RemoteTensor) -> Members:
 def _generator_of(workers: Workers, kwargs: dict[str, Any]) -> Generator:
     """Takes the argument out. Raises RemoteTensorError for the generator of another device than the numbers'."""
     found = kwargs.pop("generator", None)
-    if workers.device.type not in ("cpu", "cuda"):
-        raise RemoteTensorError(
-            f"random numbers on {workers.device}: nobody here knows its generators. Draw them on the controller and "
-            "distribute_tensor() them"
-        )
     if found is None:
         return _philox.default_generator(workers.device.type)
-    if found.device.type != workers.device.type:
+    drawn_on = "cpu" if _on_cpu(workers) else workers.device.type
+    if found.device.type != drawn_on:
         raise RemoteTensorError(
             f"a generator of {found.device} for a tensor of {workers.name}, whose device is {workers.device}: torch "
-            f"takes one of the same device only, torch.Generator({workers.device.type!r})"
+            f"takes one of the same device only, torch.Generator({drawn_on!r})"
         )
     return found  # type: ignore[no-any-return]
 
@@ -177,7 +178,7 @@ class _Fill:
         workers = local._meta.workers
         self.members = _members(local)
         self.numbers, self.move = None, None
-        if workers.device.type == "cpu":
+        if _on_cpu(workers):
             self.move = _generator.Move((func, *_fixed(args)), whole.shape, whole.stride, whole.dtype)
         floats = [1]  # how many operands there are: the tensor, then floats
 
@@ -306,7 +307,7 @@ class Draws:
     def __init__(self, workers: Workers, draws: list[Draw], members: Members = None) -> None:
         self.members = members
         self._step, self._draws = _step_of_workers(workers), draws
-        self._on_cpu = workers.device.type == "cpu"
+        self._on_cpu = _on_cpu(workers)
         self._moves = [_generator.Move((d.func, *d.args), d.shape, d.stride, d.dtype) for d in draws if self._on_cpu]
         self._numbers: int | None = None  # as `_Fill.numbers`
 

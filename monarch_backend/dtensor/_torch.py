@@ -18,6 +18,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._local_tensor as local_tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed import device_mesh as device_meshes
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -101,8 +102,10 @@ def _divert(function: Any, stand_in: Callable[[Any], Replacement]) -> None:
     own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     own.__kwdefaults__ = function.__kwdefaults__
     function.__signature__ = inspect.signature(own)
-    function.__globals__["_monarch_stand_in"] = stand_in(own)
-    function.__code__ = (lambda *args, **kwargs: _monarch_stand_in(*args, **kwargs)).__code__  # type: ignore[name-defined] # noqa: F821
+    name = f"_monarch_{function.__name__}"  # a module may have several
+    function.__globals__[name] = stand_in(own)
+    calls = (lambda *args, **kwargs: _monarch_stand_in(*args, **kwargs)).__code__  # type: ignore[name-defined] # noqa: F821
+    function.__code__ = calls.replace(co_names=(name,))
 
 
 def put_in_place(where: Any, name: str, make: Callable[[Any], Replacement]) -> None:
@@ -453,14 +456,56 @@ def _shard_tensor(own: Any) -> Replacement:
     return _shard_tensor
 
 
+def without_spmd(function: Any) -> Any:
+    """A function of torch's that takes any mesh of XLA devices for one of torch_xla's SPMD mode, without this case."""
+    consts = tuple("a device that nobody has" if each == "xla" else each for each in function.__code__.co_consts)
+    made = types.FunctionType(
+        function.__code__.replace(co_consts=consts), function.__globals__, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+@_replaces(DeviceMesh, "__init__")
+def _mesh_init(own: Any) -> Replacement:
+    ours = without_spmd(own)
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        (ours if _group.is_controller() else own)(self, *args, **options)
+
+    return __init__
+
+
+@_replaces(device_meshes, "_get_device_handle")
+def _handle(own: Any) -> Replacement:
+    # torch asks it how many devices a host has, to guess what collectives cost; for a mesh of XLA devices there is none.
+    def _get_device_handle(device_type: str = "cuda") -> Any:
+        return torch.cpu if device_type == "xla" and _group.is_controller() else own(device_type)
+
+    return _get_device_handle
+
+
+def _distribute_module(own: Any) -> Replacement:
+    ours = without_spmd(own)
+
+    def distribute_module(module: Any, device_mesh: Any = None, *args: Any, **options: Any) -> Any:
+        mesh = device_mesh or api._mesh_resources.get_current_mesh()
+        return (own if workers_of(mesh) is None else ours)(module, mesh, *args, **options)
+
+    return distribute_module
+
+
 def _distribute(own: Any) -> Replacement:
+    ours = without_spmd(own)
+
     def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         mesh = device_mesh or api._mesh_resources.get_current_mesh()
         workers = workers_of(mesh)
         is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
         if workers is not None and is_host and tensor.device != workers.device:
             tensor = _host_by_rank.belonging(tensor, workers)  # else torch moves it to a device that is not here
-        return own(tensor, mesh, placements, **options)
+        return (own if workers is None else ours)(tensor, mesh, placements, **options)
 
     return distribute_tensor
 
@@ -863,6 +908,7 @@ def _modules() -> Any:
 
 DIVERTED = [
     (api.distribute_tensor, _distribute),
+    (api.distribute_module, _distribute_module),
     (c10d.get_rank, _rank_in),
     (parallelize_module, _parallelize),
 ]

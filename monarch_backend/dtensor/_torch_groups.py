@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import _mesh_resources
 
-DEVICES = "cpu:monarch,cuda:monarch"
+DEVICES = "cpu:monarch,cuda:monarch,xla:monarch"
 
 
 def register(group: Any, name: Any, ranks: Sequence[int]) -> None:

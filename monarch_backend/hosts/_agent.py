@@ -258,7 +258,7 @@ class AgentProcess:
         asked = self._asking.get(remote)
         if asked is not None:
             plan = self._plan
-            ask = Ask(plan.token, plan.root, Versions.here(), plan.heartbeat, plan.silence)
+            ask = Ask(plan.token, plan.root, Versions.here(asked.any_torch), plan.heartbeat, plan.silence)
             self._tcp.send(remote, b"", [_messages.encode(ask)])
             return
         with self._lock:
@@ -323,12 +323,13 @@ class AgentProcess:
             answer = _messages.decode(body)
         except msgspec.DecodeError as error:
             answer = Unwelcome(f"it answered with what is no message: {error}")
-        if isinstance(answer, Welcome) and not (differences := Versions.here().differences(answer.versions)):
+        here = Versions.here(asked.any_torch)
+        if isinstance(answer, Welcome) and not (differences := here.differences(answer.versions)):
             self._known[host_of(answer.token)] = (asked.host, asked.port, answer.token, answer.host_name)
             self._call_agent(asked, answer)
             return
         if isinstance(answer, Welcome):
-            answer = Unwelcome(f"{', '.join(differences)}: install the same versions on both")
+            answer = Unwelcome(f"{', '.join(differences)}: {_messages.REMEDY}")
         self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {answer.reason}"))
 
     def _call_agent(self, asked: Attach, answer: Welcome) -> None:

@@ -106,12 +106,14 @@ class HostRegistry:
 
     # ---- hosts
 
-    def attach(self, addresses: Sequence[tuple[str, int]], patience: float, through: Host | None = None) -> list[Host]:
+    def attach(
+        self, addresses: Sequence[tuple[str, int]], patience: float, any_torch: bool, through: Host | None = None
+    ) -> list[Host]:
         """In this order. Raises ConnectionError, naming each that can't be reached or does not fit, and why."""
         numbers = [next(self._ids) for _ in addresses]
         asked = self.gateway if through is None else through.agent
         for number, (host, port) in zip(numbers, addresses, strict=True):
-            self._say(asked, Attach(number, host, port, patience))
+            self._say(asked, Attach(number, host, port, patience, any_torch))
 
         def over() -> bool:
             lost = through is not None and through.lost is not None
@@ -253,14 +255,16 @@ def go_through(owner: Any, gateway: str) -> None:
 
 def attach_to_workers(
     workers: Sequence[str], name: str = "hosts", *, secret: bytes | None = None, timeout: float = 15.0,
-    heartbeat: float = 1.0, silence: float = 3.0,
+    heartbeat: float = 1.0, silence: float = 3.0, any_torch: bool = False,
 ) -> HostMesh:  # fmt: skip
     """A HostMesh of machines on which `monarch-backend up` runs: one dimension, "hosts". ``name`` is for people.
 
     ``workers``: their addresses, as "tcp://10.0.0.2:26600". ``secret``: the job's, of 32 bytes; by default that of
     MONARCH_SECRET or MONARCH_SECRET_FILE, or else the user's own, which only hosts on this machine know. A host that
     says nothing for ``silence`` seconds is lost; each says something every ``heartbeat`` seconds (those of the first
-    call hold for the whole program).
+    call hold for the whole program). ``any_torch``: they may have another release of torch than the controller, as
+    hosts with TPUs have. Tensors and code travel all the same; an object of torch's own whose form has changed between
+    the two, and is sent, raises where it arrives.
 
     Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds,
     prove that they know the secret, and have the same versions; ValueError for what is no address, for bounds that no
@@ -269,13 +273,13 @@ def attach_to_workers(
     """
     addresses = _addresses(workers)
     with _attaching:
-        made = _registry(secret, heartbeat, silence).attach(addresses, timeout)
+        made = _registry(secret, heartbeat, silence).attach(addresses, timeout, any_torch)
     return _mesh_of(made, name)
 
 
 def attach(
     address: str, workers: Sequence[str] | None = None, name: str = "hosts", *, secret: bytes | None = None,
-    timeout: float = 15.0, heartbeat: float = 1.0, silence: float = 3.0,
+    timeout: float = 15.0, heartbeat: float = 1.0, silence: float = 3.0, any_torch: bool = False,
 ) -> HostMesh:  # fmt: skip
     """A HostMesh of machines that can be reached from one machine only, as from the login node of a cluster.
 
@@ -288,14 +292,14 @@ def attach(
     addresses = [] if workers is None else _addresses(workers)
     with _attaching:
         registry = _registry(secret, heartbeat, silence)
-        [gateway] = registry.attach([parse_address(address)], timeout)
+        [gateway] = registry.attach([parse_address(address)], timeout, any_torch)
         try:
             if workers is None and not gateway.workers:
                 raise ValueError(
                     f"{address} was started without --workers, and attach without workers: say in one place which "
                     "hosts can be reached through it"
                 )
-            made = registry.attach(addresses or _addresses(gateway.workers), timeout, gateway)
+            made = registry.attach(addresses or _addresses(gateway.workers), timeout, any_torch, gateway)
         except BaseException:
             registry.leave(gateway)
             raise

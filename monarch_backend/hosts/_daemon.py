@@ -94,7 +94,7 @@ class Daemon:
         """``secret``: of the job, which has proved that it knows it."""
         here = Versions.here()
         if differences := ask.versions.differences(here):
-            return Unwelcome(f"{', '.join(differences)}: install the same versions on both")
+            return Unwelcome(f"{', '.join(differences)}: {_messages.REMEDY}")
         token = secrets.token_hex(14) + "0000"
         plan = _agent.Plan(
             token=token, root=ask.root, asker=ask.token, secret=secret, server=self._spawner.address,

@@ -18,28 +18,37 @@ from monarch_backend.transport._tcp import Bounds
 __all__ = ["Exited", "Kill", "Spawn", "SpawnFailed", "Started"]
 
 
+ANY = "any"
+"""In the place of a version: it need not be the same."""
+REMEDY = "install the same versions on both, or, if torch differs on purpose, attach with any_torch=True"
+"""Where versions differ."""
+
+
 class Versions(msgspec.Struct, frozen=True):
     """What must be the same on both sides, since code and data travel."""
 
     python: str
     torch: str
+    """Or ANY."""
     monarch_backend: str
 
     @classmethod
-    def here(cls) -> Versions:
-        """Of this interpreter."""
+    def here(cls, any_torch: bool = False) -> Versions:
+        """Of this interpreter. ``any_torch``: the other side may have another one."""
         import torch
 
         from monarch_backend import __version__
 
         # The build's suffix ("+cpu", "+cu126") may differ: hosts may have other accelerators.
-        return cls(platform.python_version(), torch.__version__.partition("+")[0], __version__)
+        return cls(platform.python_version(), ANY if any_torch else torch.__version__.partition("+")[0], __version__)
 
     def differences(self, host: Versions) -> list[str]:
         """Of a controller's from a host's, in words; Python's micro versions may differ."""
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(host)
         for each in (mine, theirs):
             each["python"] = each["python"].rpartition(".")[0]
+        if ANY in (mine["torch"], theirs["torch"]):
+            del mine["torch"]
         return [
             f"{name} is {theirs[name]} there and {mine[name]} with the controller"
             for name in mine
@@ -84,6 +93,7 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     host: str
     port: int
     patience: float
+    any_torch: bool = False
 
 
 class Attached(msgspec.Struct, tag="attached", frozen=True):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from monarch_backend import _torch_patches
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._errors import NoRouteError, bad_argument, where
+from monarch_backend.process_group._xla_staged import StagedGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,9 @@ def missing() -> str:
     return ""
 
 
-def make(group: MonarchProcessGroup, inner: Callable[[], Any], ranks: list[int], options: Any) -> XlaGroup:
+def make(
+    group: MonarchProcessGroup, inner: Callable[[], Any], ranks: list[int], options: Any
+) -> XlaGroup | StagedGroup:
     """The group behind the XLA route; ``inner`` makes torch_xla's own once its package is imported."""
     try:
         importlib.import_module(_BACKEND)
@@ -68,8 +71,18 @@ def make(group: MonarchProcessGroup, inner: Callable[[], Any], ranks: list[int],
             f"torch_xla is installed and can't be imported with torch {torch.__version__}: {error} [{where(group)}]"
         ) from error
     _torch_patches.restore_new_group()
+    if _is_alone():
+        return StagedGroup(group)
     _check_world(group)
     return XlaGroup(inner(), group, ranks, options)
+
+
+def _is_alone() -> bool:
+    """Whether this process's XLA client knows no other process, and never can: PJRT's CPU client."""
+    from torch_xla import runtime
+
+    devices = runtime.global_runtime_device_count()
+    return runtime.device_type() == "CPU" and devices == 1 and dist.get_world_size() > 1
 
 
 def _check_world(group: MonarchProcessGroup) -> None:

@@ -72,6 +72,6 @@ def _by_rows(shape: torch.Size) -> tuple[int, ...]:
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """With the strides that the controller knows: a view that it has found possible must be."""
-    if tensor.stride() == stride:
+    if tensor.stride() == stride or tensor.device.type == "xla":  # whose tensors have no strides to speak of
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

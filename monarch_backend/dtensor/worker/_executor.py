@@ -24,7 +24,7 @@ from monarch_backend import _native
 from monarch_backend.actor import Actor, current_rank, endpoint
 from monarch_backend.dtensor import _torch_groups, _wire
 from monarch_backend.dtensor._wire import Define, Graph, Held, Signature
-from monarch_backend.dtensor.worker import _attention, _functions, _graphs, _random, _run, _storage
+from monarch_backend.dtensor.worker import _attention, _functions, _graphs, _random, _run, _storage, _xla
 from monarch_backend.dtensor.worker._functions import Function
 from monarch_backend.dtensor.worker._side import boards
 from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
@@ -65,9 +65,21 @@ class Executor(Actor):
         ] = {}  # collectives' results that nobody has waited for, and whose
         self._failures = 0
         self._untold: Failure | None = None
+        self._recorded = 0  # words since XLA did what they say
         torch.set_grad_enabled(False)
 
     # What comes from the controller -----------------------------------------------------------------------------
+
+    @endpoint
+    def missing(self) -> str:
+        """Why this process has no such device, and what to do; or ""."""
+        return _xla.missing() if self._device.type == "xla" else ""
+
+    @endpoint
+    def start(self) -> None:
+        """Nothing is missing."""
+        if self._device.type == "xla":
+            self._device = _xla.start()
 
     @endpoint
     def run(self, batch: bytes) -> None:
@@ -90,6 +102,7 @@ class Executor(Actor):
         if rank != self._rank and number not in self._tensors:
             return None
         found = self._settled(number)
+        self._sync()
         if isinstance(found, Failure):
             return self.told(found)
         if rank != self._rank:
@@ -202,6 +215,17 @@ class Executor(Actor):
         definitions, words = _wire.decode(batch)
         for definition in definitions:
             self._define(*definition)
+        self._execute(words)
+        self._recorded += len(words)
+        if self._recorded > _xla.MOST:
+            self._sync()
+
+    def _sync(self) -> None:
+        self._recorded = 0
+        if self._device.type == "xla":
+            _xla.sync()
+
+    def _execute(self, words: list[Any]) -> None:
         i, end, cursor = 0, len(words), [0]
         while True:
             try:

@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from monarch_backend._native import Call
 from monarch_backend.dtensor import _torch_bindings
 from monarch_backend.dtensor._wire import COLLECTIVES, Signature, Tag, constant
+from monarch_backend.dtensor.worker import _older_torch
 
 Run = Callable[[dict[int, Any], list[Any], int], None]
 
@@ -152,6 +153,7 @@ def _floats(signature: Signature) -> set[int]:
 
 def find(target: str) -> Any:
     """An operator of torch's, or a function by module and name."""
+    target = _REPLACED.get(target, target)
     module, _, name = target.partition(":")
     if name:
         found: Any = importlib.import_module(module)
@@ -160,8 +162,6 @@ def find(target: str) -> Any:
         if isinstance(found, (staticmethod, classmethod)):
             found = found.__func__
         return inspect.unwrap(found)
-    if target in _REPLACED:
-        return find(_REPLACED[target])
     if target.startswith("prims."):
         importlib.import_module("torch._inductor.inductor_prims")  # registers them
     found = torch.ops
@@ -173,5 +173,8 @@ def find(target: str) -> Any:
 
 _DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
 """Operators of torch's that are there once this has been imported."""
-_REPLACED = {"_dtensor.shard_dim_alltoall.default": "monarch_backend.dtensor.worker._collectives:shard_dim_alltoall"}
-"""Operators that CPU groups of torch can't do."""
+_REPLACED = {
+    "_dtensor.shard_dim_alltoall.default": "monarch_backend.dtensor.worker._collectives:shard_dim_alltoall",
+    **_older_torch.replaced(),
+}
+"""Operators that CPU groups of torch can't do; and functions that this torch has not."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _generator as _generators
 from monarch_backend.dtensor.worker import _functions
@@ -19,10 +20,12 @@ _lost: list[BaseException] = []
 _stream = 0
 """Of numbers that differ by rank: which ones are this worker's."""
 _find = functools.cache(_functions.find)
+_DRAWN_ON_THE_CPU = ("cpu", "xla")
+"""Devices whose numbers are those of the CPU's generator, the same in any process."""
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
+    if device.type in _DRAWN_ON_THE_CPU:
         return torch.default_generator
     generator: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
     return generator
@@ -76,8 +79,10 @@ def _drawn(name: str, shape: Any, stride: Any, dtype: torch.dtype, device: torch
             f"({_lost[0]!r}): call torch.manual_seed() before drawing more"
         )
     try:
-        whole = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        where = torch.device("cpu") if device.type in _DRAWN_ON_THE_CPU else device
+        whole = torch.empty_strided(shape, stride, dtype=dtype, device=where)
         _find(name)(whole, *args)
+        whole = whole.to(device)
     except BaseException as error:
         _lost.append(error)
         raise
@@ -86,7 +91,20 @@ def _drawn(name: str, shape: Any, stride: Any, dtype: torch.dtype, device: torch
 
 def whole(name: str, *args: Any, **kwargs: Any) -> Any:
     """The operation as it is: its arguments are whole tensors."""
-    return _find(name)(*args, **kwargs)
+    return _beside(_find(name), args, kwargs)
+
+
+def _beside(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call it, where XLA tensors are the arguments with copies on the CPU, which draws."""
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    device = next((each.device for each in tensors if each.device.type == "xla"), None)
+    if device is None:
+        return function(*args, **kwargs)
+    copies = {id(each): each.cpu() for each in tensors}
+    args, kwargs = pytree.tree_map(lambda v: copies[id(v)] if isinstance(v, torch.Tensor) else v, (args, kwargs))
+    result = function(*args, **kwargs)
+    moved = {id(copies[id(each)]): each.copy_(copies[id(each)]) for each in tensors}  # it may have changed them
+    return pytree.tree_map_only(torch.Tensor, lambda v: moved[id(v)] if id(v) in moved else v.to(device), result)
 
 
 def set_stream(stream: int) -> None:
@@ -102,7 +120,7 @@ def own(*args: Any, _name: str, _seed: float, **kwargs: Any) -> Any:
     before = generator.get_state()
     generator.manual_seed(_mixed(int(_seed), _stream))
     try:
-        return _find(_name)(*args, **kwargs)
+        return _beside(_find(_name), args, kwargs)
     finally:
         generator.set_state(before)
 

@@ -1,0 +1,196 @@
+"""XLA tensors of processes whose XLA clients can't talk to each other: their collectives go through the host's memory.
+
+PJRT's CPU client is such a one: each process has a device of its own. A collective copies its tensors to the CPU, does
+there what the group does with CPU tensors, and copies the results back. Which processes these are, _xla.py decides.
+
+And `functional_by_groups`: torch_xla's own functional collectives reduce over all devices, whatever the group is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree as pytree
+
+from monarch_backend.process_group import _torch
+from monarch_backend.process_group._errors import where
+from monarch_backend.process_group._hooks import LateWork
+
+if TYPE_CHECKING:
+    from monarch_backend.process_group._group import MonarchProcessGroup
+
+_WRITING = frozenset({
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "_allgather_base",
+    "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather", "gather_single", "scatter",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
+    "alltoall", "alltoall_base", "recv", "recv_anysource",
+})  # fmt: skip
+"""What changes its first argument, all tensors in it."""
+_NAMES = {
+    "_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single",
+    "alltoall_base": "all_to_all_single",
+}  # fmt: skip
+"""Inner groups have the older names."""
+
+
+class StagedGroup:
+    """Behind the XLA route: the group itself, with copies on the CPU."""
+
+    def __init__(self, group: MonarchProcessGroup) -> None:
+        self._group = group
+        _say_once(group)
+        functional_by_groups()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("send", "barrier"):
+            return functools.partial(self._staged, name)
+        if name in _WRITING:
+            return functools.partial(self._written, name)
+        raise AttributeError(f"the XLA route has no {name}")
+
+    def _staged(self, name: str, *args: Any) -> Any:
+        own = getattr(self._group, name, None) or getattr(self._group, _NAMES[name])
+        return own(*pytree.tree_map(_on_host, args))
+
+    def _written(self, name: str, outputs: Any, *rest: Any) -> Any:
+        group = self._group
+        own = getattr(group, _NAMES.get(name, name), None) or getattr(group, name)
+        there = pytree.tree_map(_on_host, outputs)
+        work = own(there, *pytree.tree_map(_on_host, rest))
+
+        def finish() -> None:
+            with torch.no_grad():
+                for mine, staged in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(there), strict=True):
+                    mine.copy_(staged)
+
+        given = pytree.tree_leaves(outputs)
+        late = LateWork(work, given, finish)
+        if name in ("recv", "recv_anysource"):  # the sender may be this very thread, later
+            return late
+        late.wait()
+        return _torch.finished_work(given)
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing: it is the CPU's."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        """Nothing: the client belongs to the process."""
+
+    def abort(self) -> None:
+        """Nothing: the CPU's route is ended, which ends what goes over it."""
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) and value.device.type == "xla" else value
+
+
+@functools.cache
+def _say(_pid: int, text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _say_once(group: MonarchProcessGroup) -> None:
+    if os.environ.get("MONARCH_DEBUG", "") not in ("", "0"):
+        why = "the XLA clients of these processes can't talk to each other (PJRT's CPU client)"
+        _say(os.getpid(), f"monarch_backend: {why}: collectives of XLA tensors go through the host [{where(group)}]\n")
+
+
+# Functional collectives -----------------------------------------------------------------------------------------
+
+_libraries: list[torch.library.Library] = []
+
+
+def functional_by_groups() -> None:
+    """From now on functional collectives of XLA tensors are those of the group that they name; again: nothing.
+
+    torch_xla's own leave the group out.
+    """
+    if _libraries:
+        return
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="[^$]*Overriding a previously registered kernel")
+        for name, kernel in _KERNELS.items():
+            library.impl(name, kernel, "XLA", allow_override=True)  # torch_xla has one in Python, too
+    _libraries.append(library)
+
+
+def _op(name: str) -> Any:
+    kinds = {"avg": "AVG", "sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
+    return getattr(dist.ReduceOp, kinds.get(name.lower(), name.upper()))
+
+
+def _group(name: str) -> Any:
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    out = x.clone()
+    _reduce(out, op, group)
+    return out
+
+
+def _reduce(x: torch.Tensor, op: str, group: str) -> None:
+    """In place; XLA has no mean."""
+    ours = _group(group)
+    if op.lower() != "avg":
+        dist.all_reduce(x, _op(op), ours)
+        return
+    dist.all_reduce(x, dist.ReduceOp.SUM, ours)
+    x.div_(ours.size())
+
+
+def _all_reduce_here(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    _reduce(x, op, group)
+    return x
+
+
+def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    shape = (size * x.shape[0], *x.shape[1:]) if x.ndim else (size,)
+    out = x.new_empty(shape)
+    dist.all_gather_into_tensor(out, x.contiguous(), _group(group))
+    return out
+
+
+def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    mean = op.lower() == "avg"
+    dist.reduce_scatter_tensor(out, x.contiguous(), dist.ReduceOp.SUM if mean else _op(op), _group(group))
+    return out.div_(size) if mean else out
+
+
+def _all_to_all(x: torch.Tensor, outputs: Any, inputs: Any, group: str) -> torch.Tensor:
+    outputs, inputs = list(map(int, outputs)), list(map(int, inputs))
+    out = x.new_empty((sum(outputs), *x.shape[1:]) if outputs else x.shape)
+    dist.all_to_all_single(out, x.contiguous(), outputs or None, inputs or None, _group(group))
+    return out
+
+
+def _broadcast(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
+    out = x.clone()
+    dist.broadcast(out, group=_group(group), group_src=source)
+    return out
+
+
+def _each(kernel: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    return lambda tensors, *args: [kernel(each, *args) for each in tensors]
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce, "all_reduce_coalesced": _each(_all_reduce), "all_reduce_": _all_reduce_here,
+    "all_gather_into_tensor": _all_gather, "all_gather_into_tensor_coalesced": _each(_all_gather),
+    "reduce_scatter_tensor": _reduce_scatter, "reduce_scatter_tensor_coalesced": _each(_reduce_scatter),
+    "all_to_all_single": _all_to_all, "broadcast": _broadcast, "wait_tensor": lambda tensor: tensor,
+}  # fmt: skip
