@@ -479,7 +479,7 @@ def _mesh_init(own: Any) -> Replacement:
 
 @_replaces(device_meshes, "_get_device_handle")
 def _handle(own: Any) -> Replacement:
-    # torch asks it how many devices a host has, to guess what collectives cost; for a mesh of XLA devices there is none.
+    # torch asks it how many devices a host has, to guess what collectives cost; for XLA devices it knows none.
     def _get_device_handle(device_type: str = "cuda") -> Any:
         return torch.cpu if device_type == "xla" and _group.is_controller() else own(device_type)
 

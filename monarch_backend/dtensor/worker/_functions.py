@@ -171,6 +171,11 @@ def find(target: str) -> Any:
     return found
 
 
+def replace(targets: dict[str, str]) -> None:
+    """What `find` finds for these, from now on."""
+    _REPLACED.update(targets)
+
+
 _DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
 """Operators of torch's that are there once this has been imported."""
 _REPLACED = {

@@ -33,6 +33,7 @@ class GraphFunction(Function):
         "_draws",
         "_groups",
         "_meetings",
+        "_numbers_on",
         "_source",
         "_steps",
         "_wants_inductor",
@@ -54,8 +55,9 @@ class GraphFunction(Function):
         self._meetings = _meetings(self._steps, self._source)
         self._groups = {meeting.group for meeting in self._meetings}
         self.meets_others = bool(self._meetings)
-        self._wants_inductor = graph.inductor
+        self._wants_inductor = graph.inductor and device.type != "xla"  # XLA compiles what runs one by one, later
         self._compiled: Callable[..., Any] | None = None
+        self._numbers_on = device if device.type == "xla" else None  # beside whose tensors a CPU's are refused
 
     def results(self, words: list[Any], i: int) -> list[int]:
         """As Function's."""
@@ -75,7 +77,9 @@ class GraphFunction(Function):
         if failed is not None:
             raise TypeError(f"an operand of {NAME} is no tensor: {failed!r}")
         for number, dtype in zip(words[first : first + self._count], self.graph.numbers, strict=True):
-            given.append(torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else number)
+            given.append(
+                torch.tensor(number, dtype=getattr(torch, dtype), device=self._numbers_on) if dtype else number
+            )
         given += drawn
         if self._all is None:  # now, since what can't be done is then this record's failure
             self._all = _function(self.graph, self._steps, self._source)

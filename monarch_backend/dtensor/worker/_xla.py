@@ -33,7 +33,7 @@ def missing() -> str:
 
 
 def _device() -> torch.device:
-    import torch_xla  # type: ignore[import-not-found]
+    import torch_xla
 
     found: torch.device = torch_xla.device()
     return found
@@ -41,7 +41,7 @@ def _device() -> torch.device:
 
 def start() -> torch.device:
     """This process's device. From here on operations that only a controller's CPU has are done there, too."""
-    from monarch_backend.dtensor.worker import _attention
+    from monarch_backend.dtensor.worker import _attention, _functions, _xla_ops
     from monarch_backend.process_group import _xla_staged
 
     device = _device()
@@ -49,6 +49,7 @@ def start() -> torch.device:
     world._get_backend(device)  # the way for its collectives, while nobody waits for one
     _xla_staged.functional_by_groups()
     _attention.install("XLA")
+    _functions.replace(_xla_ops.REPLACED)
     return device
 
 
