@@ -96,8 +96,8 @@ def new_workers(name: str, size: int, device_type: str, line: Any) -> Workers:
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
     workers = Workers(name, size, first, device, line)
     _group.add_owner(workers)
-    if device_type == "cuda":
-        _torch_devices.register_factories()
+    if device_type != "cpu":
+        _torch_devices.register_factories(device_type)
     return workers
 
 

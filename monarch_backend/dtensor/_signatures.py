@@ -206,12 +206,12 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     writes += [(i, "") for i in target.writes]
     # First what may be refused; only then workers hear of it.
     if entry.returns is None:
-        _shape_results(workers, entry, propagate(target.call, args, kwargs))
+        _shape_results(workers, entry, *_propagated(workers, target, args, kwargs))
         if entry.host is not None:
             entry.number, entry.parts = 0, []
             return entry
     elif target.schema.returns:
-        propagate(target.call, args, kwargs)
+        _propagated(workers, target, args, kwargs)
     operands: list[Any] = []
 
     def operand(value: Any) -> int | None:
@@ -231,9 +231,7 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
 
 
 def _stand_in(operand: Any) -> list[Any] | None:
-    meta = (
-        operand._meta if isinstance(operand, RemoteTensor) else operand.meta if isinstance(operand, Operand) else None
-    )
+    meta = _meta_of(operand)
     return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
 
 
@@ -290,9 +288,33 @@ def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> lis
     return found
 
 
-def _shape_results(workers: Workers, entry: Entry, result: Any) -> None:
+def _propagated(workers: Workers, target: Target, args: Any, kwargs: Any) -> tuple[Any, torch.device | None]:
+    """What it returns on fake tensors, and where that is, if not where it says."""
+    try:
+        return propagate(target.call, args, kwargs), None
+    except RuntimeError as error:
+        # Some of torch's C++ wants to switch to the device, of which a build that has not got it knows nothing.
+        if "not linked with support" not in str(error) or not _are_on(workers.device, args, kwargs):
+            raise
+        return propagate(target.call, args, kwargs, _CPU), workers.device
+
+
+def _are_on(device: torch.device, args: Any, kwargs: Any) -> bool:
+    """Whether no tensor among the arguments is elsewhere, and none is to be."""
+    leaves = [_meta_of(each) or each for each in pytree.tree_leaves((args, kwargs))]
+    devices = [each if isinstance(each, torch.device) else getattr(each, "device", device) for each in leaves]
+    return all(each.type == device.type for each in devices)
+
+
+def _meta_of(value: Any) -> Meta | None:
+    return value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
+
+
+def _shape_results(workers: Workers, entry: Entry, result: Any, device: torch.device | None = None) -> None:
+    """``device``: where the results are, if that is not where they say."""
+
     def meta(tensor: torch.Tensor) -> Meta:
-        return workers.metas.like(tensor)
+        return workers.metas.like(tensor, device)
 
     if isinstance(result, torch.Tensor):
         entry.kind, entry.outs = Kind.ONE, (meta(result),)
@@ -325,6 +347,7 @@ class _Quiet(logging.Filter):
         self._depth -= 1
 
 
+_CPU = torch.device("cpu")
 _quiet = _Quiet()
 _fake = FakeTensorMode()
 _fake.cache_enabled = False  # for ever, of everything; who asks here remembers the answer
@@ -334,14 +357,17 @@ stands_in: dict[Any, Callable[..., Any]] = {}
 """What finds the shapes of operators whose own way to do so asks which rank this is."""
 
 
-def propagate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What it returns on fake tensors. Raises what torch raises, as it would with real ones."""
+def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None) -> Any:
+    """What it returns on fake tensors. Raises what torch raises, as it would with real ones.
+
+    ``device``: where all of them are, if not where the arguments are.
+    """
 
     def fake(value: Any) -> Any:
-        meta = value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
-        if meta is None:
-            return value
-        return fake_of(meta)
+        if device is not None and isinstance(value, torch.device):
+            return device
+        meta = _meta_of(value)
+        return value if meta is None else fake_of(meta, device)
 
     # What a program sets for its own functions, as torch.set_default_device does, is not for these.
     with one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
@@ -350,9 +376,9 @@ def propagate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return stands_in.get(call, call)(*args, **kwargs)
 
 
-def fake_of(meta: Meta) -> FakeTensor:
+def fake_of(meta: Meta, device: torch.device | None = None) -> FakeTensor:
     """A tensor of torch's without values, for `propagate`."""
-    return FakeTensor(_fake, _without_values(meta), meta.device)
+    return FakeTensor(_fake, _without_values(meta), device or meta.device)
 
 
 def fake_like(tensor: torch.Tensor) -> FakeTensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,11 @@ from monarch_backend.dtensor._torch import DIVERTED, Replacement, _is_remote, _r
 def stands_for_gpus() -> bool:
     """Whether "cuda" means the workers' here: this is their controller, and has no GPU itself."""
     return _group.is_controller() and not torch.cuda.is_available()
+
+
+def _stands_for_xla() -> bool:
+    """Whether "xla" means the workers' here."""
+    return _group.is_controller() and "xla" in _libraries
 
 
 def controls_gpus() -> bool:
@@ -67,37 +73,41 @@ _FACTORIES = (
     "empty.memory_format", "empty_strided", "zeros", "ones", "full", "arange", "arange.start", "arange.start_step",
     "linspace", "eye", "eye.m", "scalar_tensor", "tril_indices", "triu_indices",
 )  # fmt: skip
-_library: list[torch.library.Library] = []
+_libraries: dict[str, torch.library.Library] = {}
 
 
-def register_factories() -> None:
-    """Let the operators that make tensors, where the device is a GPU, make them on the workers; again: nothing.
+def register_factories(device_type: str) -> None:
+    """Let the operators that make tensors, where the device is of this type, make them on the workers; again: nothing.
 
     A build of torch for CPUs has nothing there. In one for GPUs, without a GPU, what is there could only fail.
     """
-    if _library or torch.cuda.is_available():
+    if device_type in _libraries or _is_here(device_type):
         return
     library = torch.library.Library("aten", "IMPL")
     with overriding():
         for name in _FACTORIES:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            library.impl(operator, _factory(operator), "CUDA")
+            library.impl(operator, _factory(operator, device_type), device_type.upper())
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         # Their shapes are found by running them on a device that is not here; all that they do is to change values.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             library.impl(name, lambda *_, **__: None, "Meta")
             library.impl(name + ".tensor_lr", lambda *_, **__: None, "Meta")
-    _library.append(library)
+    _libraries[device_type] = library
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1.0, device=...): made here, then sent as any other
     torch._C._ensureCUDADeviceGuardSet()  # there is nothing to switch to: a program may say "cuda" all the same
 
 
-def _factory(operator: Any) -> Any:
+def _is_here(device_type: str) -> bool:
+    return torch.cuda.is_available() if device_type == "cuda" else "torch_xla" in sys.modules
+
+
+def _factory(operator: Any, device_type: str) -> Any:
     kept = ("dtype", "device", "memory_format")
 
     def make(*args: Any, **options: Any) -> Any:
-        device = options.get("device") or torch.device("cuda")
+        device = options.get("device") or torch.device(device_type)
         workers = _devices.workers_of_factory(device)
         given = {name: each for name, each in options.items() if name in kept and each is not None}
         if "dtype" not in given and not operator._schema.name.startswith(("aten::arange", "aten::full", "aten::tri")):
@@ -234,7 +244,7 @@ _FUSED = {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION}
 @_replaces(torch.nn.Module, "to")
 def _module_to(own: Any) -> Replacement:
     def to(self: Any, *args: Any, **options: Any) -> Any:
-        if not stands_for_gpus():
+        if not stands_for_gpus() and not _stands_for_xla():
             return own(self, *args, **options)
         # Torch without GPUs knows no device without a number; with one, it asks for a tensor there.
         args = tuple(_with_number(each) for each in args)
@@ -261,8 +271,8 @@ def _swapping() -> Iterator[None]:
 
 
 def _with_number(value: Any) -> Any:
-    is_cuda = isinstance(value, (str, torch.device)) and torch.device(value).type == "cuda"
-    return torch.device("cuda", 0) if is_cuda else value
+    kind = torch.device(value).type if isinstance(value, (str, torch.device)) else ""
+    return torch.device(kind, 0) if kind in ("cuda", "xla") else value
 
 
 # Mixed precision ------------------------------------------------------------------------------------------------

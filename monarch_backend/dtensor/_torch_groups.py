@@ -5,12 +5,12 @@ With _torch.py the only module here that touches torch's private parts; tests/dt
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as native
-import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -50,6 +50,10 @@ def default() -> Any:
 # What workers need ----------------------------------------------------------------------------------------------
 
 
+_SORTS = "sort_ranks" not in inspect.signature(c10d.new_group).parameters
+"""An older torch, of a worker: it has the ranks in their own order, whatever order they are given in."""
+
+
 def new_group(name: str, ranks: Sequence[int]) -> Any:
     """As dist.new_group, called by its ranks only.
 
@@ -58,10 +62,14 @@ def new_group(name: str, ranks: Sequence[int]) -> Any:
     """
     own, private = c10d._process_group_name, c10d.__dict__
     private["_process_group_name"] = lambda *_, **__: name
+    if _SORTS:
+        private["sorted"] = list
+    options = {} if _SORTS else {"sort_ranks": False}
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        return c10d.new_group(list(ranks), use_local_synchronization=True, **options)
     finally:
         private["_process_group_name"] = own
+        private.pop("sorted", None)
 
 
 def by_name(name: Any) -> Any:

@@ -1,7 +1,11 @@
-"""Meshes of workers that the tests of this folder share: one controller, as many processes as a test asks for."""
+"""Meshes of workers that the tests of this folder share: one controller, as many processes as a test asks for.
+
+Where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla, the workers run there and hold XLA tensors (`make test-xla`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +16,14 @@ import torch.distributed as dist
 import monarch_backend.actor as ma
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
 from monarch_backend.dtensor import _torch
+from tests.support import xla
+
+DEVICE = "xla" if xla.PYTHON else "cpu"
+"""Of all workers that tests do not make themselves."""
 
 SIZES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"dp": 2, "tp": 2}}
+if xla.PYTHON:
+    del SIZES["3"]  # each of them takes seconds to import torch_xla
 
 CUBES: dict[str, dict[str, Any]] = {  # of the same four processes
     "2x1x2": {"dp": ("dp", "cp"), "cp": 1},
@@ -27,12 +37,15 @@ def all_procs() -> Iterator[dict[str, ProcMesh]]:
     """Processes by the name of their mesh. A failure that no test waits for fails the last one."""
     strays: list[MeshFailure] = []
     ending, ma.unhandled_fault_hook = ma.unhandled_fault_hook, strays.append
-    procs = {name: this_host().spawn_procs(sizes) for name, sizes in SIZES.items()}
-    for each in procs.values():
-        each.device_mesh("cpu")
-    yield procs
-    for each in procs.values():
-        each.stop().get(30)
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(xla.xla_host()) if xla.PYTHON else None
+        made = {name: (hosts or this_host()).spawn_procs(sizes) for name, sizes in SIZES.items()}
+        procs = made if hosts is None else {name: each.slice(hosts=0) for name, each in made.items()}
+        for each in procs.values():
+            each.device_mesh(DEVICE)
+        yield procs
+        for each in made.values():
+            each.stop().get(30)
     assert not dist.is_initialized(), (
         "the controller has left torch's default group behind, which forked ranks would have"
     )
@@ -43,7 +56,13 @@ def all_procs() -> Iterator[dict[str, ProcMesh]]:
 @pytest.fixture
 def mesh_of(all_procs: dict[str, ProcMesh]) -> Callable[[str], Any]:
     """``mesh_of("2x2")``: a device mesh of this shape."""
-    return lambda name: all_procs[name].device_mesh("cpu")
+
+    def made(name: str) -> Any:
+        if name not in all_procs:
+            pytest.skip(f"there are no {name} processes in this run")
+        return all_procs[name].device_mesh(DEVICE)
+
+    return made
 
 
 @pytest.fixture(params=list(SIZES))

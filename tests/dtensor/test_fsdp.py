@@ -25,7 +25,7 @@ from monarch_backend.dtensor import (
     shard_batch,
     simulated_mesh,
 )
-from tests.dtensor.conftest import workers_of
+from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 
 WIDTH, HIDDEN = 8, 15  # the hidden one is even for no mesh here
@@ -175,7 +175,7 @@ def test_with_tensor_parallelism(mesh_of: Any) -> None:
 
 def test_replicated_sharded_and_tensor_parallel(cube: Any) -> None:
     """Two dimensions of three for fully_shard, the third for parallelize_module."""
-    mesh, reference = cube.device_mesh("cpu"), Net(hidden=12)
+    mesh, reference = cube.device_mesh(DEVICE), Net(hidden=12)
     *data, tp = mesh.mesh_dim_names
     model = copy.deepcopy(reference)
     for block in model.blocks:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from monarch_backend.actor import ProcMesh, this_host
 from monarch_backend.dtensor import MeshClosedError, MeshMismatchError, run
+from tests.dtensor.conftest import DEVICE
 from tests.dtensor.values import same, value
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -46,7 +47,7 @@ def shards_are(x: Any, placements: Any, whole: torch.Tensor = WHOLE) -> None:
 
 
 def test_each_process_has_its_part_of_three_dimensions(cube: ProcMesh) -> None:
-    mesh = cube.device_mesh("cpu")
+    mesh = cube.device_mesh(DEVICE)
     assert (mesh.ndim, mesh.mesh_dim_names) == (3, cube.extent.labels)
     for placements in PLACEMENTS:
         x = distribute_tensor(WHOLE, mesh, placements)
@@ -56,7 +57,7 @@ def test_each_process_has_its_part_of_three_dimensions(cube: ProcMesh) -> None:
 
 
 def test_redistribution_in_three_dimensions(cube: ProcMesh) -> None:
-    mesh = cube.device_mesh("cpu")
+    mesh = cube.device_mesh(DEVICE)
     for before, after in itertools.pairwise([*PLACEMENTS, PLACEMENTS[0]]):
         moved = distribute_tensor(WHOLE, mesh, before).redistribute(mesh, after)
         assert moved.placements == tuple(after)
@@ -64,7 +65,7 @@ def test_redistribution_in_three_dimensions(cube: ProcMesh) -> None:
 
 
 def test_partial_values_in_three_dimensions(cube: ProcMesh) -> None:
-    mesh = cube.device_mesh("cpu")
+    mesh = cube.device_mesh(DEVICE)
     once = distribute_tensor(WHOLE, mesh, [R, R, R]).to_local()
     partial = DTensor.from_local(once, mesh, [Partial()] * 3)
     same(partial, WHOLE * mesh.size())
@@ -72,7 +73,7 @@ def test_partial_values_in_three_dimensions(cube: ProcMesh) -> None:
 
 
 def test_gradients_in_three_dimensions(cube: ProcMesh) -> None:
-    mesh = cube.device_mesh("cpu")
+    mesh = cube.device_mesh(DEVICE)
     whole, weight = torch.randn(4, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     x = distribute_tensor(whole.detach(), mesh, [S0, R, S1]).requires_grad_()
     w = distribute_tensor(weight.detach(), mesh, [R, S1, S0]).requires_grad_()
@@ -83,7 +84,7 @@ def test_gradients_in_three_dimensions(cube: ProcMesh) -> None:
 
 
 def test_one_and_two_dimensions_of_three(cube: ProcMesh) -> None:
-    mesh = cube.device_mesh("cpu")
+    mesh = cube.device_mesh(DEVICE)
     a, b, c = mesh.mesh_dim_names  # type: ignore[misc]
     for names in (a, b, c, (a, b), (b, c), (a, c)):
         part = mesh[names]
@@ -99,7 +100,7 @@ def test_one_and_two_dimensions_of_three(cube: ProcMesh) -> None:
 def test_slices_of_the_processes_are_meshes_of_fewer_dimensions(cube: ProcMesh) -> None:
     a, b, c = cube.extent.labels
     for fixed in ({a: 0}, {b: 0}, {c: cube.extent.sizes[2] - 1}, {a: cube.extent.sizes[0] - 1, c: 0}):
-        mesh = cube.slice(**fixed).device_mesh("cpu")
+        mesh = cube.slice(**fixed).device_mesh(DEVICE)
         assert mesh.mesh_dim_names == tuple(name for name in (a, b, c) if name not in fixed)
         placements = [S0, S1][: mesh.ndim]
         shards_are(distribute_tensor(WHOLE, mesh, placements), placements)
@@ -145,13 +146,13 @@ def test_groups_of_other_meshes_are_refused(mesh_of: Callable[[str], Any]) -> No
 
 def test_meshes_by_ranks_are_of_one_and_of_those_that_run(mesh_of: Callable[[str], Any]) -> None:
     first, world = mesh_of("3").mesh[0].item(), dist.get_world_size()
-    again = DeviceMesh("cpu", [first, first + 1, first + 2])
+    again = DeviceMesh(DEVICE, [first, first + 1, first + 2])
     shards_are(distribute_tensor(WHOLE, again, [S0]), [S0])
-    for make in (lambda: init_device_mesh("cpu", (world,)), lambda: DeviceMesh("cpu", [first - 1, first])):
+    for make in (lambda: init_device_mesh(DEVICE, (world,)), lambda: DeviceMesh(DEVICE, [first - 1, first])):
         with pytest.raises(ValueError, match=r"belong to procs-\d+ and procs-.*by procs\.device_mesh\(\)"):
             make()
     with pytest.raises(ValueError, match=f"there is no rank {world}"):
-        DeviceMesh("cpu", [world])
+        DeviceMesh(DEVICE, [world])
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_ranks_that_have_ended_are_nobodys(ended: tuple[Any, Any], mesh_of: Call
 
 
 def test_init_device_mesh_is_of_the_first_mesh(mesh_of: Callable[[str], Any]) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("x",))
     assert mesh == mesh_of("2")
     x = distribute_tensor(WHOLE, mesh, [S0]) + distribute_tensor(WHOLE, mesh_of("2"), [S0])
     shards_are(x, [S0], WHOLE * 2)

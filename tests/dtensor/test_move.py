@@ -15,7 +15,7 @@ from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run
 from monarch_backend.transport._bodies import size_of
 from monarch_backend.transport._router import Router
 from tests.dtensor import on_workers
-from tests.dtensor.conftest import workers_of
+from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same, value
 
 ONE = [Shard(0), Shard(1), Replicate()]
@@ -63,10 +63,10 @@ def test_gradients_go_back(mesh_of: Callable[[str], Any]) -> None:
 
 def test_to_another_mesh_of_the_same_processes(all_procs: Any) -> None:
     procs, whole = all_procs["2x2"], torch.randn(4, 5)
-    first, second = (procs.slice(dp=i).device_mesh("cpu") for i in range(2))
+    first, second = (procs.slice(dp=i).device_mesh(DEVICE) for i in range(2))
     moved = move(distribute_tensor(whole, first, [Shard(0)]), second, [Shard(1)])
     assert value(moved).equal(whole)
-    assert value(move(moved, procs.device_mesh("cpu"), [Shard(0), Shard(0)])).equal(whole)
+    assert value(move(moved, procs.device_mesh(DEVICE), [Shard(0), Shard(0)])).equal(whole)
 
 
 class Traffic:

@@ -29,6 +29,7 @@ from monarch_backend.dtensor import (
     simulated_mesh,
 )
 from monarch_backend.dtensor.worker import _random as worker_random
+from tests.dtensor.conftest import DEVICE
 from tests.dtensor.test_operations import EVEN, UNEVEN, placements
 from tests.dtensor.values import same, value
 
@@ -284,7 +285,7 @@ def test_a_generator_of_ones_own(line: Any) -> None:
 
 def test_some_of_the_processes_and_then_all(all_procs: Any) -> None:
     procs = all_procs["2x2"]
-    whole, half = procs.device_mesh("cpu"), procs.slice(dp=1).device_mesh("cpu")
+    whole, half = procs.device_mesh(DEVICE), procs.slice(dp=1).device_mesh(DEVICE)
 
     def program(large: torch.Tensor, small: torch.Tensor) -> list[Any]:
         return [each.normal_().clone() for each in (large, small, small, large)]

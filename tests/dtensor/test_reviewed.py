@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from monarch_backend.actor import ProcMesh
 from monarch_backend.dtensor import MeshClosedError, NotReadableError, RemoteOpError, RemoteTensor, RemoteTensorError
-from tests.dtensor.conftest import workers_of
+from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same, value
 
 
@@ -94,7 +94,7 @@ def test_memory_can_not_be_shared(mesh_of: Callable[[str], Any]) -> None:
 def test_slices_that_overlap(all_procs: dict[str, ProcMesh]) -> None:
     procs = all_procs["2x2"]
     for where in ({"tp": 1}, {"dp": 1}, {"dp": 0}, {"tp": 0}):
-        mesh = procs.slice(**where).device_mesh("cpu")
+        mesh = procs.slice(**where).device_mesh(DEVICE)
         x = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)])
         same(x * 2, torch.arange(7.0) * 2)
         assert x.sum().item() == 21

@@ -97,7 +97,7 @@ def pad_uneven(placement: Any, local: torch.Tensor, logical_dim_size: int, num_c
 def unpad_uneven(placement: Any, local: torch.Tensor, logical_dim_size: int, num_chunks: int) -> torch.Tensor:
     """What has been gathered of shards that were padded."""
     del num_chunks
-    return _unpad(local, placement.dim, local.size(placement.dim) - logical_dim_size)
+    return _unpad(local, placement.dim, local.size(placement.dim) - logical_dim_size).contiguous()
 
 
 def unpad_by_sizes(dim: int, local: torch.Tensor, pad_sizes: Any, mine: int, make_contiguous: bool) -> torch.Tensor:

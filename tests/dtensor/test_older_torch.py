@@ -1,0 +1,96 @@
+"""What a worker with an older torch does in the place of functions that only the controller's has, beside those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from monarch_backend import _versions
+from monarch_backend.dtensor.worker import _functions, _older_torch, _xla_ops
+
+SIZES = (1, 3, 4, 5, 6, 8)
+SHARD, STRIDED = Shard(1), _StridedShard(1, split_factor=2)
+
+
+def _padded(size: int, rank: int) -> torch.Tensor:
+    """A shard of that rank, of three."""
+    return SHARD._select_split_tensor(_whole(size), 3, rank, with_padding=False)
+
+
+def _whole(size: int) -> torch.Tensor:
+    return torch.arange(2.0 * size).view(2, size)
+
+
+CASES: dict[str, Callable[[int, int], tuple[Any, ...]]] = {
+    "Shard._select_split_tensor": lambda size, rank: (SHARD, _whole(size), 3, rank),
+    "_StridedShard._select_split_tensor": lambda size, rank: (STRIDED, _whole(size), 3, rank),
+    "_StridedShard._select_shard": lambda size, rank: ([_whole(size), _whole(2), _whole(3)], rank),
+    "Shard._maybe_pad_tensor": lambda size, rank: (SHARD, _padded(size, rank), size, 3),
+    "Shard._maybe_unpad_tensor": lambda size, rank: (SHARD, _whole(-(-size // 3) * 3), size, 3),
+    "Shard._maybe_unpad_tensor_with_sizes": lambda size, rank: (1, _whole(size + 2), [0, 1, 2], rank, True),
+    "Shard._pad_for_new_shard_dim": lambda size, rank: ((size, size), _whole(size)[:1].expand(-(-size // 3), size)
+        .narrow(0, 0, max(0, min(-(-size // 3), size - -(-size // 3) * rank))), 3, 0, 1),
+    "Shard._unpad_for_new_shard_dim": lambda size, rank: ((size, size), torch.rand(-(-size // 3) * 3, -(-size // 3)),
+        3, 0, 1, rank),
+    "_MaskPartial._mask_tensor": lambda size, rank: (torch.tensor([0, 5, 2, 7]), rank * 2, size),
+}  # fmt: skip
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_does_what_torchs_own_does(name: str) -> None:
+    place = "torch.distributed.tensor.placement_types:" + name
+    own, ours = _functions.find(place), _functions.find(_older_torch._REPLACED[place])
+    assert own.__module__.startswith("torch.")
+    for size in SIZES:
+        for rank in range(3):
+            args = CASES[name](size, rank)
+            for one, other in zip(_flat(ours(*args)), _flat(own(*args)), strict=True):
+                assert torch.equal(one, other) and one.is_contiguous() == other.is_contiguous(), (size, rank)
+
+
+def test_none_is_without_a_test_and_a_new_torch_needs_none() -> None:
+    assert {place.partition(":")[2] for place in _older_torch._REPLACED} == set(CASES)
+    assert _older_torch.replaced() == {}, "this torch has them itself"
+    assert _versions.torch_version() >= _older_torch.NEWEST
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"with_padding": False}, {"clone": False}, {"clone": False, "contiguous": False}]
+)
+def test_a_shard_is_chosen_as_it_is_asked_for(options: dict[str, bool]) -> None:
+    for placement, ours in ((SHARD, _older_torch.select_split), (STRIDED, _older_torch.select_strided)):
+        own = type(placement)._select_split_tensor
+        for rank in range(3):
+            one, other = (each(placement, _whole(5), 3, rank, **options) for each in (ours, own))
+            assert torch.equal(one, other) and one.is_contiguous() == other.is_contiguous()
+
+
+def test_operators_of_fsdp_that_xla_can_t_take() -> None:
+    assert fully_shard is not None  # its import has registered them
+    assert {each.split(".")[0] for each in _xla_ops.REPLACED} == {"fsdp", "monarch_backend"}
+    inputs = [torch.rand(4), torch.rand(3)]
+    found = []
+    for call in (torch.ops.fsdp.all_gather_copy_in, _xla_ops.all_gather_copy_in):
+        mine, output = call(inputs, torch.zeros(14), [4, 3], 7, 1)
+        found.append(output.clone())
+        assert mine.data_ptr() == output[7:].data_ptr()
+    assert torch.equal(*found)
+    outs = [[torch.zeros(2, 4), torch.zeros(2, 3)] for _ in range(2)]
+    torch.ops.fsdp.split_with_sizes_copy(found[0].view(2, 7), [4, 3], 1, out=outs[0])
+    _xla_ops.split_with_sizes_copy(found[0].view(2, 7), [4, 3], 1, out=outs[1])
+    assert all(map(torch.equal, *outs))
+    gradients = [torch.rand(5, 3), torch.rand(4), torch.rand(1, 2)]
+    size = 3 * 3 + 2 + 2
+    rows = [torch.zeros(2, size) for _ in range(2)]
+    torch.ops.fsdp.chunk_cat(gradients, 0, 2, out=rows[0])
+    _xla_ops.chunk_cat(gradients, 0, 2, out=rows[1])
+    assert torch.equal(*rows)
