@@ -13,6 +13,8 @@ COUNT ?= 200
 VERBS ?= verbs
 FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
+# Tests that also run on workers with XLA devices; more of them pass, and take longer than CI has: XLA compiles each graph.
+ON_XLA := tests/dtensor/test_xla_meshes.py tests/dtensor/test_meshes.py tests/dtensor/test_training.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-fast test-slow test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
@@ -56,8 +58,9 @@ test-schedules: $(STAMP)  ## random faults on four hosts at work, 3 s each: make
 test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason where there is none
 	$(BIN)/python -m pytest -m gpu
 
-test-xla: $(STAMP)  ## the XLA route for real, in an environment with torch_xla 2.9 that it builds once
+test-xla: $(STAMP)  ## the XLA route and meshes of XLA devices, with an environment of torch_xla 2.9 that it builds once
 	$(BIN)/python tools/torch_env.py 2.9.0 --xla --run -- python -m pytest -m xla tests/xla
+	MONARCH_TEST_XLA_PYTHON=$(CURDIR)/.envs/torch-2.9.0-xla/bin/python $(BIN)/python -m pytest -m "not slow and not gpu and not verbs" $(ON_XLA) --durations=10
 
 # The guest is prepared at once, so that a machine that cannot have it says so: loudly, and without failing. The wheel
 # stays out of the virtual environment: a process that runs the tests has both packages, and most users have neither.

@@ -53,6 +53,7 @@ from monarch_backend.dtensor import (
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._torch_spmd import handle_for, without_spmd
 from monarch_backend.dtensor._workers import Workers
 
 _aten = torch.ops.aten
@@ -456,17 +457,6 @@ def _shard_tensor(own: Any) -> Replacement:
     return _shard_tensor
 
 
-def without_spmd(function: Any) -> Any:
-    """A function of torch's that takes any mesh of XLA devices for one of torch_xla's SPMD mode, without this case."""
-    consts = tuple("a device that nobody has" if each == "xla" else each for each in function.__code__.co_consts)
-    made = types.FunctionType(
-        function.__code__.replace(co_consts=consts), function.__globals__, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
 @_replaces(DeviceMesh, "__init__")
 def _mesh_init(own: Any) -> Replacement:
     ours = without_spmd(own)
@@ -479,9 +469,8 @@ def _mesh_init(own: Any) -> Replacement:
 
 @_replaces(device_meshes, "_get_device_handle")
 def _handle(own: Any) -> Replacement:
-    # torch asks it how many devices a host has, to guess what collectives cost; for XLA devices it knows none.
     def _get_device_handle(device_type: str = "cuda") -> Any:
-        return torch.cpu if device_type == "xla" and _group.is_controller() else own(device_type)
+        return handle_for(own, device_type) if _group.is_controller() else own(device_type)
 
     return _get_device_handle
 

@@ -64,7 +64,7 @@ def new_group(name: str, ranks: Sequence[int]) -> Any:
     private["_process_group_name"] = lambda *_, **__: name
     if _SORTS:
         private["sorted"] = list
-    options = {} if _SORTS else {"sort_ranks": False}
+    options: dict[str, Any] = {} if _SORTS else {"sort_ranks": False}
     try:
         return c10d.new_group(list(ranks), use_local_synchronization=True, **options)
     finally:

@@ -418,7 +418,7 @@ class AgentProcess:
         environment = {**os.environ, **{os.fsdecode(k): os.fsdecode(v) for k, v in message.environment.items()}}
         here = int(environment.pop(RANKS_HERE, "1"))
         theirs = [os.fsdecode(entry) for entry in message.path]
-        added = [entry for entry in theirs if entry not in sys.path and os.path.exists(entry)]
+        added = [entry for entry in theirs if entry not in sys.path and _is_code(entry)]
         cwd = os.fsdecode(message.cwd)
         return ProcessSpec(
             label=message.label, main=message.main, environment=environment, path=[*added, *sys.path],
@@ -465,3 +465,8 @@ def main(plan: Plan) -> None:
     """From the fork server."""
     allow_descriptors()  # two pipes, a link and a pidfd for each process here
     AgentProcess(plan).run()
+
+
+def _is_code(entry: str) -> bool:
+    """Whether it is here, and not where another Python environment has its packages: another torch, on this machine."""
+    return os.path.exists(entry) and not os.path.isdir(os.path.join(entry, "torch"))

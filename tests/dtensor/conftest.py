@@ -1,6 +1,6 @@
 """Meshes of workers that the tests of this folder share: one controller, as many processes as a test asks for.
 
-Where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla, the workers run there and hold XLA tensors (`make test-xla`).
+Where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla (`make test-xla`), workers run there and hold XLA tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A host on this machine whose Python has torch_xla, for tests of meshes of XLA devices: its daemon ends with the block.
+"""A host on this machine whose Python has torch_xla, for meshes of XLA devices: its daemon ends with the block.
 
 MONARCH_TEST_XLA_PYTHON names that Python (`make test-xla` does); its torch is another one than the tests' own.
 """
@@ -11,26 +11,34 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.mesh._hosts import HostMesh
-from monarch_backend.mesh._procs import ProcMesh
 
 PYTHON = os.environ.get("MONARCH_TEST_XLA_PYTHON", "")
 NOT_HERE = "no Python with torch_xla is named by MONARCH_TEST_XLA_PYTHON: run `make test-xla`"
 _UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
 _PATIENCE = 60.0
+_ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, str]:
     """Of a process of that Python."""
     mine = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return {**mine, "PJRT_DEVICE": "CPU", "PYTHONWARNINGS": "ignore"}  # torch_xla's own
+    return {**mine, "PYTHONPATH": str(_ROOT), "PJRT_DEVICE": "CPU", "PYTHONWARNINGS": "ignore"}  # torch_xla's own
 
 
 @contextmanager
 def xla_host() -> Iterator[HostMesh]:
     """Attached."""
+    with daemon() as address:
+        yield attach_to_workers([address], "xla", any_torch=True, timeout=_PATIENCE)
+
+
+@contextmanager
+def daemon() -> Iterator[str]:
+    """Its address."""
     process = subprocess.Popen(
         [PYTHON, "-c", _UP, "up", "--address", "127.0.0.1:0"], env=environment(), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_us,
@@ -39,15 +47,10 @@ def xla_host() -> Iterator[HostMesh]:
         assert process.stdout is not None
         said = process.stdout.readline()
         assert "is up: " in said, f"the daemon is not up: {said}"
-        yield attach_to_workers([said.split("is up: ")[1].strip()], "xla", any_torch=True, timeout=_PATIENCE)
+        yield said.split("is up: ")[1].strip()
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=_PATIENCE)
-
-
-def spawn(hosts: HostMesh, sizes: dict[str, int]) -> ProcMesh:
-    """Processes there, without the dimension of hosts."""
-    return hosts.spawn_procs(sizes).slice(hosts=0)
 
 
 def _end_with_us() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import monarch_backend
 from monarch_backend import CollectiveArgumentError, GroupClosedError, NoRouteError
+from monarch_backend.process_group import _xla
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("torch_xla_imported")]
@@ -271,6 +272,7 @@ def test_subgroups_and_torch_s_own_new_group() -> None:
 
 
 def _two_worlds(rank: int) -> str:
+    _xla._is_alone = lambda: False  # type: ignore[assignment] # as where clients do know each other
     with pytest.raises(NoRouteError) as caught:
         dist.all_reduce(_x("xla"))
     y = torch.ones(2)
@@ -280,11 +282,65 @@ def _two_worlds(rank: int) -> str:
 
 
 def test_devices_that_are_not_the_ranks_are_refused() -> None:
-    # Two processes, each with a client of its own: torch_xla would sum over one device and say nothing.
+    # torch_xla would sum over the devices that it counts and say nothing.
     for text in run_ranks(_two_worlds, 2):
         assert "torch_xla counts 1 devices and this one is number 0" in text
         assert "torch.distributed counts 2 ranks" in text
         assert "xla://" in text
+
+
+def _numbers(rank: int, device: str, *size: int) -> torch.Tensor:
+    return (torch.arange(float(torch.Size(size).numel())).view(size) + 10 * rank).to(device)
+
+
+def _each_way(rank: int, device: str) -> list[Any]:
+    """What each collective of two ranks makes of these numbers."""
+    x, wide = _numbers(rank, device, 4), _numbers(rank, device, 2, 3)
+    found = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        found.append(_changed(x, lambda y, op=op: dist.all_reduce(y, op)))
+    found.append(_changed(x, lambda y: dist.broadcast(y, 1)))
+    found.append(_changed(x, lambda y: dist.reduce(y, 1)) if rank else dist.reduce(x.clone(), 1))
+    found.append(_changed(wide.new_zeros(4, 3), lambda y: dist.all_gather_into_tensor(y, wide)))
+    found.append(_changed(x.new_zeros(2), lambda y: dist.reduce_scatter_tensor(y, x)))
+    found.append(_changed(x.new_zeros(4), lambda y: dist.all_to_all_single(y, x)))
+    found.append(_changed(x.new_zeros(2, 4), lambda y: dist.all_gather(list(y.unbind()), x)))
+    found.append(_changed(x.new_zeros(4), lambda y: dist.send(x, 1) if rank == 0 else dist.recv(y, 0)))
+    found.append(_changed(x.new_zeros(4), lambda y: dist.scatter(y, [x, x * 2] if rank == 0 else None, 0)))
+    group: Any = dist.group.WORLD
+    found += [funcol.all_reduce(x, op, group) + 0 for op in ("sum", "avg")]
+    found += [funcol.all_gather_tensor(wide, 1, group) + 0, funcol.reduce_scatter_tensor(x, "sum", 0, group) + 0]
+    found += [funcol.broadcast(x, 1, group) + 0]
+    mine = dist.new_group([rank], use_local_synchronization=True)  # torch_xla's own would sum over all
+    found.append(funcol.all_reduce(x, "sum", mine) + 0)
+    return [None if each is None else each.cpu().tolist() for each in found]
+
+
+def _changed(x: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    y = x.clone()
+    call(y)
+    return y
+
+
+def _through_the_host(rank: int) -> tuple[list[Any], list[Any]]:
+    dist.all_reduce(_x("xla"))  # the first one opens the route, and functional ones after it take it
+    return _each_way(rank, "xla"), _each_way(rank, "cpu")
+
+
+def test_processes_whose_clients_are_alone_go_through_the_host() -> None:
+    for found, expected in run_ranks(_through_the_host, 2):
+        assert found == expected
+
+
+def _says_once(rank: int) -> None:
+    os.environ["MONARCH_DEBUG"] = "1"
+    for _ in range(2):
+        dist.all_reduce(_x("xla"))
+
+
+def test_that_they_go_through_the_host_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_says_once, 2)
+    assert capfd.readouterr().err.count("collectives of XLA tensors go through the host") == 2  # by each rank
 
 
 def _ddp(rank: int) -> list[float]:

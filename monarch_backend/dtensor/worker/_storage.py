@@ -14,7 +14,9 @@ def resize(tensor: torch.Tensor, nbytes: int) -> None:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether it has values, and no memory for them."""
-    return tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
+    if tensor.is_meta or tensor.device.type == "xla":  # those never show any
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def live_bytes(tensors: Iterable[object]) -> int:

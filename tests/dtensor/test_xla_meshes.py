@@ -1,0 +1,190 @@
+"""Meshes of XLA devices: workers with torch_xla's torch, a controller with a newer one and without torch_xla.
+
+In `make test-xla` the other tests of this folder that it names run on such workers, too. Here is what only these have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from monarch_backend.actor import this_host
+from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, _torch_spmd, run, simulated_mesh
+from monarch_backend.dtensor import _group as groups
+from tests.dtensor.conftest import workers_of
+from tests.dtensor.values import same, value
+from tests.support import xla
+
+on_xla = [pytest.mark.xla, pytest.mark.skipif(not xla.PYTHON, reason=xla.NOT_HERE)]
+X = torch.arange(12.0).view(4, 3)
+
+
+@pytest.fixture
+def mesh(mesh_of: Any) -> Any:
+    """Of two XLA devices."""
+    return mesh_of("2")
+
+
+@pytest.fixture
+def there(mesh: Any) -> Any:
+    """X, by rows."""
+    return distribute_tensor(X, mesh, [Shard(0)])
+
+
+def _where(x: Any) -> tuple[str, str, list[Any]]:
+    return str(x.to_local().device), torch.__version__[:3], x.to_local().tolist()
+
+
+def _fails() -> None:
+    raise ValueError("on purpose")
+
+
+def _sums(x: Any) -> tuple[Any, Any]:
+    return x.redistribute(x.device_mesh, [Replicate()]) * 2, x.sum().full_tensor().item()
+
+
+def _done_so_far() -> int:
+    from torch_xla.debug import metrics
+
+    found = metrics.metric_data("ExecuteTime")
+    return 0 if found is None else int(found[0])
+
+
+def _does_after(words: int) -> int:
+    from monarch_backend.dtensor.worker import _xla
+
+    before, _xla.MOST = _xla.MOST, words
+    return before
+
+
+# Without any ----------------------------------------------------------------------------------------------------
+
+
+def test_processes_without_torch_xla_are_refused() -> None:
+    with (
+        this_host().spawn_procs({"x": 2}) as procs,
+        pytest.raises(
+            RemoteTensorError, match=r"2 of 2 processes have none. rank 0: torch_xla .*host .*, pid \d+.*any_torch=True"
+        ),
+    ):
+        procs.device_mesh("xla")
+
+
+def test_functions_of_torch_have_one_case_for_spmd() -> None:
+    for each in _torch_spmd.FUNCTIONS:
+        stand_in = each.__globals__.get(f"_monarch_{each.__name__}")  # where a controller has diverted it
+        cells = [] if stand_in is None else [cell.cell_contents for cell in stand_in.__closure__]
+        own = next((cell for cell in cells if inspect.isfunction(cell) and "xla" in cell.__code__.co_consts), each)
+        assert own.__code__.co_consts.count("xla") == 1, each
+        assert "xla" not in _torch_spmd.without_spmd(own).__code__.co_consts
+    assert "_setup_world_group_and_device" in inspect.getsource(_torch_spmd.FUNCTIONS[0])
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xla"])
+def test_shapes_that_torch_finds_on_the_device_only(kind: str) -> None:
+    # What was gathered of uneven shards is made dense, in C++ that switches to a device that is not here.
+    if torch.cuda.is_available():
+        pytest.skip("this process has a GPU")
+    mesh = simulated_mesh((2, 2), ("a", "b"), kind)
+    try:
+        x = distribute_tensor(torch.ones(7, 5), mesh, [Shard(0), Shard(1)]).full_tensor()
+        assert x.shape == (7, 5) and x.device == torch.device(kind, 0)
+    finally:
+        groups._owners.remove(workers_of(mesh))
+
+
+# On XLA devices -------------------------------------------------------------------------------------------------
+
+
+class TestXla:
+    """With workers."""
+
+    pytestmark = on_xla
+
+    def test_tensors_are_on_xla_devices_of_another_torch(self, mesh: Any, there: Any) -> None:
+        assert there.device == torch.device("xla", 0) and not there.is_cpu
+        assert run(mesh, _where, there).get() == [
+            ("xla:0", "2.9", X[:2].tolist()),
+            ("xla:0", "2.9", X[2:].tolist()),
+        ]
+
+    def test_functions_get_dtensors_and_return_some(self, mesh: Any, there: Any) -> None:
+        for doubled, total in [run(mesh, _sums, there).get()[0]]:
+            assert total == X.sum().item()
+            same(doubled, X * 2)
+
+    def test_ways_to_the_cpu_and_back(self, there: Any) -> None:
+        here = there.cpu()
+        assert here.device.type == "cpu" and there.to("xla") is there
+        back = here.to("xla")
+        assert back.device == there.device
+        same(back * 2, X * 2)
+        with pytest.raises(RemoteTensorError, match="make the mesh of such devices"):
+            there.to("cuda")
+
+    def test_tensors_and_modules_by_the_name_of_the_device(self, mesh: Any) -> None:
+        with mesh:
+            made = [torch.zeros(3, device="xla"), torch.arange(3, device="xla:0"), torch.tensor([1.0], device="xla")]
+            layer = nn.Linear(3, 2)
+            expected = layer(X)
+            layer.to("xla")
+        for each, reference in zip(made, [torch.zeros(3), torch.arange(3), torch.tensor([1.0])], strict=True):
+            assert isinstance(each, RemoteTensor) and each.device.type == "xla"
+            same(each, reference)
+        same(layer(distribute_tensor(X, mesh, [Replicate()]).to_local()), expected)
+
+    def test_attention(self, mesh: Any) -> None:
+        values = [torch.randn(2, 4, 6, 8) for _ in range(3)]
+        found = []
+        for q, k, v in (values, [distribute_tensor(each, mesh, [Shard(1)]) for each in values]):
+            leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+            out.sum().backward()
+            found.append([out, *(each.grad for each in leaves)])
+        for reference, ours in zip(*found, strict=True):
+            same(ours, reference, 1e-5)
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_a_captured_step(self, there: Any, dynamic: bool) -> None:
+        step = torch.compile(lambda x, f: (x * f).sin().sum(), backend="monarch", dynamic=dynamic)
+        for factor in (2.0, 3.0):
+            same(step(there, factor), (X * factor).sin().sum())
+
+    def test_what_fails_is_told(self, mesh: Any) -> None:
+        with pytest.raises(RemoteOpError, match=r"on rank \d \(host .*, pid \d+\): ValueError: on purpose"):
+            run(mesh, _fails).get()
+        assert distribute_tensor(X, mesh, [Shard(0)]).sum().item() == X.sum().item()
+
+    def test_what_nobody_reads_is_done_after_so_many_records(self, mesh: Any) -> None:
+        before = run(mesh, _does_after, 200).get()[0]
+        try:
+            x = distribute_tensor(X, mesh, [Replicate()]).to_local()
+            first = run(mesh, _done_so_far).get()[0]
+            for _ in range(300):
+                x = x * 1.0
+            assert run(mesh, _done_so_far).get()[0] > first
+        finally:
+            run(mesh, _does_after, before).get()
+        assert value(x).equal(X)
+
+    def test_the_page_does_what_it_says(self, tmp_path: Path) -> None:
+        page = (Path(__file__).parent.parent.parent / "docs" / "dtensor.md").read_text()
+        [code] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        promised = re.findall(r"^ *print\(.*?\)\s+# (.+)$", code, re.MULTILINE)
+        assert len(promised) == 2
+        with xla.daemon() as address:
+            script = tmp_path / "script.py"
+            script.write_text(code.replace("tcp://127.0.0.1:26600", address))
+            done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert set(promised) <= set(done.stdout.splitlines()), done.stdout
