@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
 from monarch_backend.dtensor import _philox, _wire
 from monarch_backend.dtensor.worker import Executor, _functions, _random
@@ -36,6 +37,37 @@ def sum_of_ranks() -> int:
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)
     return int(total)
+
+
+def where_it_is(x: Any) -> tuple[str, str, list[Any]]:
+    """The device of this worker's part, its torch, and the part."""
+    return str(x.to_local().device), torch.__version__[:3], x.to_local().tolist()
+
+
+def fails() -> None:
+    """On all."""
+    raise ValueError("on purpose")
+
+
+def doubled_and_summed(x: Any) -> tuple[Any, Any]:
+    """By this torch's own DTensor."""
+    return x.redistribute(x.device_mesh, [Replicate()]) * 2, x.sum().full_tensor().item()
+
+
+def done_so_far() -> int:
+    """How often XLA has done what was recorded."""
+    from torch_xla.debug import metrics
+
+    found = metrics.metric_data("ExecuteTime")
+    return 0 if found is None else int(found[0])
+
+
+def do_after(words: int) -> int:
+    """So many words of records; what it was before."""
+    from monarch_backend.dtensor.worker import _xla
+
+    before, _xla.MOST = _xla.MOST, words
+    return before
 
 
 class _Numbers:

@@ -75,6 +75,10 @@ FORMS_OF_FSDP_PARAM = {
     "init_all_gather_outputs": ("self all_gather_input_numels all_gather_input_dtypes world_size device"),
 }
 FORMS = {
+    "DeviceMesh.__init__": (
+        "self device_type mesh mesh_dim_names backend_override _init_backend _rank _layout _rank_map _root_mesh"
+    ),
+    "torch.distributed.device_mesh._get_device_handle": "device_type",
     "DeviceMesh.get_coordinate": "self",
     "DeviceMesh._is_current_rank_part_of_mesh": "self",
     "DeviceMesh._sym_get_coordinate": "self index",
@@ -185,6 +189,7 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
     forms = {function.__name__: " ".join(inspect.signature(function).parameters) for function, _ in _torch.DIVERTED}
     assert forms == {
         "distribute_tensor": "tensor device_mesh placements src_data_rank",
+        "distribute_module": "module device_mesh partition_fn input_fn output_fn",
         "get_rank": "group",
         "parallelize_module": "module device_mesh parallelize_plan src_data_rank",
         "_group_tensors_by_device_and_dtype": "tensorlistlist with_indices",

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, _torch_spmd, run, simulated_mesh
 from monarch_backend.dtensor import _group as groups
+from tests.dtensor import on_workers
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 from tests.support import xla
@@ -39,32 +40,6 @@ def mesh(mesh_of: Any) -> Any:
 def there(mesh: Any) -> Any:
     """X, by rows."""
     return distribute_tensor(X, mesh, [Shard(0)])
-
-
-def _where(x: Any) -> tuple[str, str, list[Any]]:
-    return str(x.to_local().device), torch.__version__[:3], x.to_local().tolist()
-
-
-def _fails() -> None:
-    raise ValueError("on purpose")
-
-
-def _sums(x: Any) -> tuple[Any, Any]:
-    return x.redistribute(x.device_mesh, [Replicate()]) * 2, x.sum().full_tensor().item()
-
-
-def _done_so_far() -> int:
-    from torch_xla.debug import metrics
-
-    found = metrics.metric_data("ExecuteTime")
-    return 0 if found is None else int(found[0])
-
-
-def _does_after(words: int) -> int:
-    from monarch_backend.dtensor.worker import _xla
-
-    before, _xla.MOST = _xla.MOST, words
-    return before
 
 
 # Without any ----------------------------------------------------------------------------------------------------
@@ -113,15 +88,15 @@ class TestXla:
 
     def test_tensors_are_on_xla_devices_of_another_torch(self, mesh: Any, there: Any) -> None:
         assert there.device == torch.device("xla", 0) and not there.is_cpu
-        assert run(mesh, _where, there).get() == [
+        assert list(run(mesh, on_workers.where_it_is, there).get().values()) == [
             ("xla:0", "2.9", X[:2].tolist()),
             ("xla:0", "2.9", X[2:].tolist()),
         ]
 
     def test_functions_get_dtensors_and_return_some(self, mesh: Any, there: Any) -> None:
-        for doubled, total in [run(mesh, _sums, there).get()[0]]:
-            assert total == X.sum().item()
-            same(doubled, X * 2)
+        doubled, totals = run(mesh, on_workers.doubled_and_summed, there).get()
+        assert set(totals.values()) == {X.sum().item()}
+        same(doubled, X * 2)
 
     def test_ways_to_the_cpu_and_back(self, there: Any) -> None:
         here = there.cpu()
@@ -162,19 +137,19 @@ class TestXla:
 
     def test_what_fails_is_told(self, mesh: Any) -> None:
         with pytest.raises(RemoteOpError, match=r"on rank \d \(host .*, pid \d+\): ValueError: on purpose"):
-            run(mesh, _fails).get()
+            run(mesh, on_workers.fails).get()
         assert distribute_tensor(X, mesh, [Shard(0)]).sum().item() == X.sum().item()
 
     def test_what_nobody_reads_is_done_after_so_many_records(self, mesh: Any) -> None:
-        before = run(mesh, _does_after, 200).get()[0]
+        before, *_ = run(mesh, on_workers.do_after, 200).get().values()
         try:
             x = distribute_tensor(X, mesh, [Replicate()]).to_local()
-            first = run(mesh, _done_so_far).get()[0]
+            first = list(run(mesh, on_workers.done_so_far).get().values())
             for _ in range(300):
                 x = x * 1.0
-            assert run(mesh, _done_so_far).get()[0] > first
+            assert list(run(mesh, on_workers.done_so_far).get().values()) > first
         finally:
-            run(mesh, _does_after, before).get()
+            run(mesh, on_workers.do_after, before).get()
         assert value(x).equal(X)
 
     def test_the_page_does_what_it_says(self, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
 from monarch_backend import _versions
 
@@ -35,6 +36,23 @@ _REPLACED = {
     _PLACEMENTS + "_StridedShard._select_shard": _HERE + "select",
     _PLACEMENTS + "_MaskPartial._mask_tensor": _HERE + "mask",
 }
+
+
+_KINDS = (Shard, Replicate, Partial, _StridedShard)
+
+
+def reduce_placement(value: Any) -> Any:
+    """A pickler's answer for a placement on its way to a newer torch, where it is made by its constructor.
+
+    There it is an object of C++, which what an older torch's pickle makes would leave without its content.
+    """
+    if type(value) not in _KINDS or not replaced():
+        return NotImplemented
+    return _placement, (type(value), dict(vars(value)))
+
+
+def _placement(kind: Any, fields: dict[str, Any]) -> Any:
+    return kind(**fields)
 
 
 def _pad(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor import _torch_groups
+from monarch_backend.dtensor.worker import _older_torch
 from monarch_backend.transport._serialize import DeserializationError, dumps_by, loads
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def pack(result: Any, meshes: list[DeviceMesh | None]) -> tuple[bytes, list[memo
             )  # fmt: skip
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             return _itself, (value.detach().cpu(),)
-        return NotImplemented
+        return _older_torch.reduce_placement(value)
 
     body, buffers = dumps_by(reduce, result)
     return body, buffers, kept
