@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor import _dispatch as op_dispatch
+from torch.distributed.tensor import _op_schema as schemas
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -473,6 +474,18 @@ def _handle(own: Any) -> Replacement:
         return handle_for(own, device_type) if _group.is_controller() else own(device_type)
 
     return _get_device_handle
+
+
+@_replaces(schemas, "_rebuild_tensor_from_dtensor_meta")
+def _without_values(own: Any) -> Replacement:
+    # For shapes only. Some of torch's C++ would switch to the device, which it refuses for XLA's; the CPU's is there.
+    def _rebuild_tensor_from_dtensor_meta(arg: Any) -> Any:
+        meta = arg.tensor_meta
+        if arg.mesh.device_type != "xla" or meta is None or workers_of(arg.mesh) is None:
+            return own(arg)
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+
+    return _rebuild_tensor_from_dtensor_meta
 
 
 def _distribute_module(own: Any) -> Replacement:

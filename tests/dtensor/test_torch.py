@@ -79,6 +79,7 @@ FORMS = {
         "self device_type mesh mesh_dim_names backend_override _init_backend _rank _layout _rank_map _root_mesh"
     ),
     "torch.distributed.device_mesh._get_device_handle": "device_type",
+    "torch.distributed.tensor._op_schema._rebuild_tensor_from_dtensor_meta": "arg",
     "DeviceMesh.get_coordinate": "self",
     "DeviceMesh._is_current_rank_part_of_mesh": "self",
     "DeviceMesh._sym_get_coordinate": "self index",
