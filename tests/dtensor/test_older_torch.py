@@ -76,7 +76,7 @@ def test_a_shard_is_chosen_as_it_is_asked_for(options: dict[str, bool]) -> None:
 
 def test_operators_of_fsdp_that_xla_can_t_take() -> None:
     assert fully_shard is not None  # its import has registered them
-    assert {each.split(".")[0] for each in _xla_ops.REPLACED} == {"fsdp", "monarch_backend"}
+    assert {each.split(".")[0] for each in _xla_ops.REPLACED} == {"fsdp", "monarch_backend", "aten"}
     inputs = [torch.rand(4), torch.rand(3)]
     found = []
     for call in (torch.ops.fsdp.all_gather_copy_in, _xla_ops.all_gather_copy_in):
@@ -94,3 +94,17 @@ def test_operators_of_fsdp_that_xla_can_t_take() -> None:
     torch.ops.fsdp.chunk_cat(gradients, 0, 2, out=rows[0])
     _xla_ops.chunk_cat(gradients, 0, 2, out=rows[1])
     assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(5,), (6, 5), (2, 5, 3, 4)])
+def test_the_gradient_of_a_loss_by_the_weight_that_is_given(shape: Any, weighted: bool, reduction: int) -> None:
+    x, weight = torch.rand(shape), torch.rand(5) if weighted else None
+    target = torch.randint(0, 5, (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
+    if target.ndim:
+        target.flatten()[1] = -100
+    gradient = torch.rand(target.shape if reduction == 0 else ())
+    operator = torch.ops.aten.nll_loss2d_backward if len(shape) == 4 else torch.ops.aten.nll_loss_backward
+    args = (gradient, x, target, weight, reduction, -100, torch.tensor(17.0))
+    torch.testing.assert_close(_xla_ops.nll_loss_backward(*args), operator(*args))

@@ -2,6 +2,7 @@
 
 torch_xla makes operations that write into memory functional, which torch knows how to do for its own operators only:
 those of FSDP write into views, or return some. What they do is torch's, see fsdp/_fully_shard/_fsdp_collectives.py.
+And one that torch_xla has, and that is right in a process that is alone only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ REPLACED = {
     "fsdp.split_with_sizes_copy.default": _HERE + "split_with_sizes_copy",
     "fsdp.chunk_cat.default": _HERE + "chunk_cat",
     "monarch_backend.dtensor.worker._storage:resize": _HERE + "resize",
+    "aten.nll_loss_backward.default": _HERE + "nll_loss_backward",
+    "aten.nll_loss2d_backward.default": _HERE + "nll_loss_backward",
 }
 """By what a record names, what is called in a worker of XLA devices."""
 
@@ -52,6 +55,23 @@ def _padded(tensor: torch.Tensor, dim: int, num_chunks: int) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] = missing
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def nll_loss_backward(
+    gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int,
+    ignore_index: int, total_weight: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """By the total weight that is given. torch_xla counts that of the targets here instead, a part of the batch."""
+    if x.ndim == 1:
+        given = x[None], target.reshape(1), weight, reduction, ignore_index, total_weight
+        return nll_loss_backward(gradient.reshape(-1) if reduction == 0 else gradient, *given)[0]
+    kept = target != ignore_index
+    classes = target.masked_fill(~kept, 0)
+    factors = kept.to(x.dtype) if weight is None else weight[classes] * kept
+    each = -gradient * factors
+    if reduction == 1:  # the mean
+        each = each / total_weight
+    return torch.zeros_like(x).scatter(1, classes.unsqueeze(1), each.unsqueeze(1))
 
 
 def resize(_tensor: torch.Tensor, _nbytes: int) -> None:
