@@ -105,6 +105,9 @@ def test_the_gradient_of_a_loss_by_the_weight_that_is_given(shape: Any, weighted
     if target.ndim:
         target.flatten()[1] = -100
     gradient = torch.rand(target.shape if reduction == 0 else ())
+    forward = torch.ops.aten.nll_loss2d_forward if len(shape) == 4 else torch.ops.aten.nll_loss_forward
+    found, expected = (call(x, target, weight, reduction, -100) for call in (_xla_ops.nll_loss_forward, forward))
+    torch.testing.assert_close(found[:1] if reduction == 0 else found, expected[:1] if reduction == 0 else expected)
     operator = torch.ops.aten.nll_loss2d_backward if len(shape) == 4 else torch.ops.aten.nll_loss_backward
     args = (gradient, x, target, weight, reduction, -100, torch.tensor(17.0))
     torch.testing.assert_close(_xla_ops.nll_loss_backward(*args), operator(*args))

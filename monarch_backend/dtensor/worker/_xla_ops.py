@@ -2,12 +2,13 @@
 
 torch_xla makes operations that write into memory functional, which torch knows how to do for its own operators only:
 those of FSDP write into views, or return some. What they do is torch's, see fsdp/_fully_shard/_fsdp_collectives.py.
-And one that torch_xla has, and that is right in a process that is alone only.
+And two that torch_xla has, and that are right in a process that is alone only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ REPLACED = {
     "fsdp.split_with_sizes_copy.default": _HERE + "split_with_sizes_copy",
     "fsdp.chunk_cat.default": _HERE + "chunk_cat",
     "monarch_backend.dtensor.worker._storage:resize": _HERE + "resize",
+    "aten.nll_loss_forward.default": _HERE + "nll_loss_forward",
+    "aten.nll_loss2d_forward.default": _HERE + "nll_loss_forward",
     "aten.nll_loss_backward.default": _HERE + "nll_loss_backward",
     "aten.nll_loss2d_backward.default": _HERE + "nll_loss_backward",
 }
@@ -57,6 +60,28 @@ def _padded(tensor: torch.Tensor, dim: int, num_chunks: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
+def nll_loss_forward(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With the total weight of the targets here, in the place of which torch_xla returns 1."""
+    if x.ndim == 1:
+        out, total = nll_loss_forward(x[None], target.reshape(1), weight, reduction, ignore_index)
+        return (out[0] if reduction == 0 else out), total
+    classes, factors = _chosen(x, target, weight, ignore_index)
+    each = -x.gather(1, classes.unsqueeze(1)).squeeze(1) * factors
+    total = factors.sum()
+    if reduction == 0:
+        return each, torch.zeros_like(total)
+    return (each.sum() / total if reduction == 1 else each.sum()), total
+
+
+def _chosen(x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A class for each target, and its weight, 0 for one that is ignored."""
+    kept = target != ignore_index
+    classes = target.masked_fill(~kept, 0)
+    return classes, (kept.to(x.dtype) if weight is None else weight[classes] * kept)
+
+
 def nll_loss_backward(
     gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int,
     ignore_index: int, total_weight: torch.Tensor,
@@ -65,9 +90,7 @@ def nll_loss_backward(
     if x.ndim == 1:
         given = x[None], target.reshape(1), weight, reduction, ignore_index, total_weight
         return nll_loss_backward(gradient.reshape(-1) if reduction == 0 else gradient, *given)[0]
-    kept = target != ignore_index
-    classes = target.masked_fill(~kept, 0)
-    factors = kept.to(x.dtype) if weight is None else weight[classes] * kept
+    classes, factors = _chosen(x, target, weight, ignore_index)
     each = -gradient * factors
     if reduction == 1:  # the mean
         each = each / total_weight
