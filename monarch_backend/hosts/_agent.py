@@ -468,5 +468,11 @@ def main(plan: Plan) -> None:
 
 
 def _is_code(entry: str) -> bool:
-    """Whether it is here, and not where another Python environment has its packages: another torch, on this machine."""
-    return os.path.exists(entry) and not os.path.isdir(os.path.join(entry, "torch"))
+    """Whether it is here, and not where the controller, on this machine too, has the packages of another torch."""
+    if not os.path.exists(entry):
+        return False
+    try:
+        with open(os.path.join(entry, "torch", "version.py"), encoding="utf-8") as said:
+            return f"__version__ = '{Versions.here().torch}" in said.read()
+    except OSError:
+        return True
