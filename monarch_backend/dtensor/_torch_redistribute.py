@@ -49,11 +49,16 @@ class Step(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """``mesh``: the one that it was recorded with; one that is equal has groups of its own."""
+    """``mesh``: the one that it was recorded with, whose ``groups`` the steps name."""
 
     mesh: Any
+    groups: Any
     steps: list[Step]
     result: int
+
+    def is_of(self, mesh: Any) -> bool:
+        """Of a mesh that is equal to its own: a slice that was asked for again has the same groups, others have not."""
+        return self.mesh is mesh or (self.groups is not None and self.groups == _groups_of(mesh))
 
     def repeat(self, tensor: RemoteTensor) -> Any:
         """The result, of another tensor of the same metadata."""
@@ -62,6 +67,11 @@ class Recorded(NamedTuple):
             named = {name: _filled(each, values) for name, each in kwargs.items()} if kwargs else kwargs
             values += _tensors_of(call([_filled(each, values) for each in args], named))
         return values[self.result]
+
+
+def _groups_of(mesh: Any) -> list[str] | None:
+    """Their names, by dimension; None where they are not made yet."""
+    return getattr(mesh, "_dim_group_names", None)
 
 
 def _filled(place: Any, values: list[Any]) -> Any:
@@ -141,7 +151,7 @@ class Recorder(TorchDispatchMode):
         if places[-1] in self._views:  # who saves it for a backward looks at the version of what it is a view of
             at, func = self._views[places[-1]]
             steps[at] = steps[at]._replace(call=functools.partial(_by_torch, func))
-        return Recorded(mesh, steps, places[-1])
+        return Recorded(mesh, _groups_of(mesh), steps, places[-1])
 
 
 @_replaces(redistribution, "redistribute_local_tensor")
@@ -178,7 +188,7 @@ def _redistribute(own: Any) -> Replacement:
         known = local_tensor._meta.workers.kept.setdefault("redistributions", {})
         key = (local_tensor._meta, current_spec, target_spec, settings)
         found = known.get(key, 0)
-        if type(found) is Recorded and found.mesh is mesh:
+        if type(found) is Recorded and found.is_of(mesh):
             return found.repeat(local_tensor)
         tried = found if type(found) is int else 0
         if tried == TRIES:

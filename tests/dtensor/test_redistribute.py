@@ -115,6 +115,19 @@ def test_an_equal_mesh_has_groups_of_its_own() -> None:
         assert recorded.mesh is each and each.get_group().group_name in recorded.steps[0].args
 
 
+def test_a_slice_that_is_asked_for_again_is_the_same_mesh(repeated: list[int]) -> None:
+    mesh = simulated_mesh((2, 2), ("dp", "tp"))
+    slices = [mesh["tp"], mesh["tp"]]  # as of two layers, each with a parallelize_module of its own
+    assert slices[0] is not slices[1] and slices[0] == slices[1]
+    shards = [distribute_tensor(torch.ones(8, 2), each, [Shard(0)]) for each in slices]
+    for _ in range(TRIES):
+        shards[0].redistribute(slices[0], [Replicate()])
+    times = len(repeated)
+    for shard, each in zip(shards, slices, strict=True):
+        assert shard.redistribute(each, [Replicate()]).device_mesh is each
+    assert len(repeated) == times + 2
+
+
 def test_only_so_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_redistribute, "KEPT", 2)
     mesh = simulated_mesh((2,), ("x",))

@@ -227,6 +227,13 @@ def test_modes_are_counted_and_redistributions_have_the_settings_that_are_read()
     assert settings == {"_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN"}
 
 
+def test_a_mesh_names_its_groups_by_dimension_and_a_slice_has_those_of_its_root() -> None:
+    mesh = simulated_mesh((2, 2), ("a", "b"))
+    names = [mesh.get_group(dim).group_name for dim in ("a", "b")]
+    assert mesh._dim_group_names == names
+    assert mesh["b"]._dim_group_names == mesh["b"]._dim_group_names == names[1:]
+
+
 def test_parallelize_module_calls_itself_for_each_style() -> None:
     """So only the outermost call is the user's."""
     make = dict(_torch.DIVERTED)[parallelize_module]
