@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import halves
 
 
@@ -14,3 +16,12 @@ def test_each_test_is_in_one_of_them() -> None:
     )
     assert sorted(first + second) == sorted(halves.HERE.rglob("test_*.py"))
     assert second
+
+
+def test_the_status_is_the_worse_one_and_a_half_without_tests_has_none() -> None:
+    assert halves.status([0, 0]) == 0
+    assert halves.status([1, 0]) == halves.status([0, 1]) == 1
+    assert halves.status([0, -9]) == 9  # killed
+    assert halves.status([5, 0]) == halves.status([0, 5]) == 0
+    assert halves.status([5, 1]) == 1
+    assert halves.status([5, 5]) == 5 == halves.NO_TESTS == pytest.ExitCode.NO_TESTS_COLLECTED
