@@ -93,12 +93,32 @@ def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
     if classes is None:
         return _make_same(workers, target, args, kwargs)
     of_rank, members = classes
-    entries = []
-    for rank in members:
-        mine = pytree.tree_unflatten([_on(each, rank) for each in flat], spec)
-        mine_args, mine_kwargs = mine
-        entries.append(_make_same(workers, target, mine_args, mine_kwargs))
-    return _combine(workers, entries, of_rank)
+    given = [pytree.tree_unflatten([_on(each, rank) for each in flat], spec) for rank in members]
+    calls = [(target, *each) for each in given]
+    if target.name == _SPLIT:
+        calls = _chunked(target, given)
+    return _combine(workers, [_make_same(workers, *each) for each in calls], of_rank)
+
+
+_SPLIT = "aten.split.Tensor"
+
+
+def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
+    """``torch.chunk`` is a split into pieces of a size, but of nothing it is a split into so many pieces of nothing.
+
+    C++ has asked all ranks together, and goes on as for those that have something.
+    """
+    with_sizes = torch.ops.aten.split_with_sizes.default
+    nothing = Target("aten.split_with_sizes.default", with_sizes, with_sizes._schema)
+
+    def dim_of(args: Any) -> int:
+        return args[2] if len(args) > 2 else 0
+
+    pieces = [-(-args[0].meta.shape[dim_of(args)] // args[1]) for args, _ in given if args[1]]
+    return [
+        (target, args, kwargs) if args[1] or not pieces else (nothing, [args[0], [0] * max(pieces), dim_of(args)], {})
+        for args, kwargs in given
+    ]
 
 
 def _on(value: Any, rank: int) -> Any:
@@ -163,6 +183,11 @@ def _without(
 
 def _combine(workers: Workers, entries: list[Entry], of_rank: list[int]) -> Entry:
     first = entries[0]
+    if len({len(each.outs) for each in entries}) > 1:
+        raise RemoteTensorError(
+            f"the ranks have different numbers of results, {sorted(len(each.outs) for each in entries)}: "
+            "a program here can't have one number for all"
+        )
     entry = Entry()
     entry.workers, entry.kind, entry.sequence = workers, first.kind, first.sequence
     entry.returns, entry.at = first.returns, first.at

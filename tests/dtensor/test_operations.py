@@ -49,6 +49,15 @@ def test_two_dimensions_of_a_mesh_and_the_flattened_one(all_procs: Any) -> None:
             same(distribute_tensor(whole, mesh, [Shard(0), Shard(0)]), whole, 0)
 
 
+@pytest.mark.parametrize("size", [(1, 3), (3, 1), (1, 1), (2, 0)], ids=str)
+def test_ranks_that_have_nothing(mesh: Any, size: Any) -> None:
+    whole = torch.randn(size)
+    for before, after in itertools.product(itertools.product([Shard(0), Shard(1)], repeat=mesh.ndim), repeat=2):
+        sharded = distribute_tensor(whole, mesh, before)
+        same(sharded.redistribute(mesh, after), whole, 0)
+        same((sharded * 2).sum(), (whole * 2).sum())
+
+
 def test_partial_values_are_reduced(line: Any) -> None:
     a, b = torch.randn(UNEVEN), torch.randn(7, 4)
     partial = distribute_tensor(a, line, [Shard(1)]) @ distribute_tensor(b, line, [Shard(0)])
