@@ -50,6 +50,7 @@ from monarch_backend.dtensor import (
     _strategies,
     _torch_traces,
     _values,
+    _whole,
 )
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._host_by_rank import HostByRank
@@ -537,6 +538,21 @@ def _from_local(own: Any) -> Replacement:
         return own(local, mesh, placements, **{**options, "run_check": False})
 
     return from_local
+
+
+@_replaces(api, "compute_global_tensor_info")
+@_replaces(utils, "compute_global_tensor_info")
+def _whole_of_shards(own: Any) -> Replacement:
+    # torch's own multiplies one rank's sizes, for from_local and for the gradient of to_local.
+    def compute_global_tensor_info(tensor: Any, mesh: Any, placements: Any) -> Any:
+        workers = workers_of(mesh) if type(tensor) is RemoteTensor else None
+        if workers is None or slices_of(mesh) != 1:  # each slice of a mesh has a tensor of its own
+            return own(tensor, mesh, placements)
+        with _torch_traces.outside():
+            found = _whole.shape_and_stride(tensor, rows_of(mesh)[0], workers.first, placements)
+        return own(tensor, mesh, placements) if found is None else found
+
+    return compute_global_tensor_info
 
 
 @_replaces(api, "_dtensor_init_helper")

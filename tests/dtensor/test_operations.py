@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import RankDependentError
@@ -56,6 +56,25 @@ def test_ranks_that_have_nothing(mesh: Any, size: Any) -> None:
         sharded = distribute_tensor(whole, mesh, before)
         same(sharded.redistribute(mesh, after), whole, 0)
         same((sharded * 2).sum(), (whole * 2).sum())
+
+
+@pytest.mark.parametrize("size", [(5, 7), (7, 5), (1, 3)], ids=str)
+def test_shards_of_unequal_sizes_are_of_one_tensor(mesh: Any, size: Any) -> None:
+    whole = torch.randn(size)
+    for placements in itertools.product([Shard(0), Shard(-1), Replicate()], repeat=mesh.ndim):
+        local = distribute_tensor(whole, mesh, placements).to_local()
+        again = DTensor.from_local(local, mesh, placements)
+        same(again, whole, 0)
+        assert again.stride() == whole.stride() or 1 in size  # equal shards are by torch's own rule
+    turned = distribute_tensor(whole.t(), mesh, [Shard(0)] * mesh.ndim).to_local()
+    assert DTensor.from_local(turned, mesh, [Shard(0)] * mesh.ndim).stride() == whole.t().stride()
+
+
+def test_shards_of_no_tensor_are_refused(mesh_of: Any) -> None:
+    mesh = mesh_of("2")
+    local = distribute_tensor(torch.randn(3, 2), mesh, [Shard(0)]).to_local()
+    with pytest.raises(ValueError, match=r"dimension 0 the ranks have \[2, 1\].*those of 2 have \[2, 2\]"):
+        DTensor.from_local(local, mesh, [Replicate()])
 
 
 def test_partial_values_are_reduced(line: Any) -> None:
