@@ -66,8 +66,9 @@ def test_shards_of_unequal_sizes_are_of_one_tensor(mesh: Any, size: Any) -> None
         again = DTensor.from_local(local, mesh, placements)
         same(again, whole, 0)
         assert again.stride() == whole.stride() or 1 in size  # equal shards are by torch's own rule
-    turned = distribute_tensor(whole.t(), mesh, [Shard(0)] * mesh.ndim).to_local()
-    assert DTensor.from_local(turned, mesh, [Shard(0)] * mesh.ndim).stride() == whole.t().stride()
+    if 1 not in size:
+        turned = distribute_tensor(whole.t(), mesh, [Shard(0)] * mesh.ndim).to_local()
+        assert DTensor.from_local(turned, mesh, [Shard(0)] * mesh.ndim).stride() == whole.t().stride()
 
 
 def test_shards_of_no_tensor_are_refused(mesh_of: Any) -> None:

@@ -161,6 +161,8 @@ OF_C = {
     "DTensor.tolist", "DTensor.numpy", "DTensor.__array__",
     "DTensor.device", "DTensor.is_cpu", "DTensor.is_cuda", "DTensor.is_meta",
     "DTensor.to", "DTensor.cpu", "DTensor.cuda", "DTensor.type_as", "DTensor.pin_memory", "DTensor.record_stream",
+    "torch.distributed.tensor._api.compute_global_tensor_info",
+    "torch.distributed.tensor._utils.compute_global_tensor_info",
     "DTensor.get_device", "RemoteTensor.to", "RemoteTensor.cpu", "RemoteTensor.cuda", "RemoteTensor.type_as",
 }  # fmt: skip
 
@@ -184,6 +186,13 @@ def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
     own = replaced.__wrapped__
     assert own.__module__.startswith("torch."), "it is not torch's own that was replaced"
     assert " ".join(inspect.signature(own).parameters) == FORMS[place]
+
+
+def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:
+    own = api.compute_global_tensor_info.__wrapped__
+    assert own is torch._C._DTensor_compute_global_tensor_info
+    mesh = simulated_mesh((2, 3), ("x", "y"))
+    assert own(torch.empty(2, 5), mesh, (Shard(0), Shard(1))) == ([4, 15], [15, 1])
 
 
 def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
