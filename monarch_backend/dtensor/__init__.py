@@ -18,8 +18,8 @@ not); _random, _generator and _philox (random numbers); _compile, _capture, _ran
 and _draw_op (captured steps: torch.compile); _fsdp, _storage and _device_handle (what `fully_shard` needs); _devices
 (GPUs and XLA devices of the workers); _modules (what of a module is no DTensor); _run, _parcels, _checkpoint and _move
 (functions, checkpoints, transfers); _stream, _wire and _workers (how workers hear of it); _torch*.py (everything that
-replaces or needs a private part of torch; _torch_redistribute: what a redistribution is, found out once); worker/ (what
-happens in the processes).
+replaces or needs a private part of torch; _torch_redistribute: what a redistribution is, found out once; _torch_masks:
+the rows that a rank has not); worker/ (what happens in the processes).
 """
 
 from __future__ import annotations

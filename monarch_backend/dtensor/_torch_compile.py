@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorExc
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast
 from torch.distributed import device_mesh
-from torch.distributed.tensor import DTensor, Partial, placement_types
+from torch.distributed.tensor import DTensor, placement_types
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor import _dispatch as dispatch
@@ -48,7 +48,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import monarch_backend
 from monarch_backend import dtensor
-from monarch_backend.dtensor import _random, _rank_classes, _rank_ints, _torch, _torch_devices, _torch_traces
+from monarch_backend.dtensor import (
+    _random,
+    _rank_classes,
+    _rank_ints,
+    _torch,
+    _torch_devices,
+    _torch_masks,
+    _torch_traces,
+)
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor, on_the_cpu
 
@@ -155,7 +163,7 @@ def install() -> None:
     _have_nothing_captured()
     _take_plain_tensors()
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(dict.fromkeys(MASKED, _masked_at_once))
+    handlers.update(dict.fromkeys(_torch_masks.MASKED, _torch_masks.masked_at_once))
     # Dynamo finds functions of torch by their names, once: what has been replaced is to be found as what it is now.
     trace_rules.clear_lru_cache()
 
@@ -259,36 +267,6 @@ def _wrap_value(own: Any) -> Any:
         return own(self_or_tx, value)
 
     return wrap
-
-
-def _masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """In a trace, rows that a rank has not are 0 from the beginning.
-
-    torch writes these zeros when the ranks' rows are added up, by a mask that it keeps in the placement until then. All
-    tensors of such a sharding have the same placement, so where a trace ends in between, its mask, without values, is
-    found by the next trace, and by real tensors.
-    """
-    dispatcher = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(func, args, kwargs)
-    dispatcher.sharding_propagator.propagate(info)
-    spec: Any = info.output_sharding.output_spec  # type: ignore[union-attr]
-    local: Any = dispatcher._dispatch_get_local_results_slow_path(func, args, info)
-    if _torch_traces.is_traced(local) and _torch.workers_of(spec.mesh):
-        placements = tuple(_without_mask(each, local) for each in spec.placements)
-        spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-    return dispatcher.wrap(local, spec)
-
-
-def _without_mask(placement: Any, local: Any) -> Any:
-    if not isinstance(placement, _MaskPartial):
-        return placement
-    placement.mask_buffer.apply_mask(local)
-    placement.mask_buffer.release_mask()
-    return Partial(placement.reduce_op)
-
-
-MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
-"""Operators of which a rank has some of the rows."""
 
 
 def _same_strides(own: Any) -> Any:

@@ -6,6 +6,7 @@ the same tests run on GPUs where there are any (`make test-gpu`). What has no va
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -222,6 +223,18 @@ def test_a_gradient_goes_back_to_where_the_tensor_is(mesh: Any) -> None:
     x.cpu().sum().backward()
     assert x.grad is not None and is_on_gpu(x.grad)
     same(x.grad, torch.ones(4, 3))
+
+
+def test_an_embedding_that_fails_leaves_no_mask_to_the_next_one(mesh: Any) -> None:
+    values, numbers = torch.randn(8, 3), torch.arange(5)
+    table, words = distribute_tensor(values, mesh, [Shard(0)]), distribute_tensor(numbers, mesh, [Replicate()])
+    for weight, fails in ((table.cpu(), True), (table, False), (table.cpu(), True)):
+        with pytest.raises(RuntimeError, match="on the same device") if fails else contextlib.nullcontext():
+            rows = F.embedding(words, weight)
+    mask = rows._spec.placements[0].mask_buffer
+    assert mask.refcount == 1  # of the one that did not fail, to be used once
+    same(rows, values[:5])
+    assert mask.refcount == 0
 
 
 def test_what_cpp_takes_for_the_cpu_is_made_on_the_gpu(mesh: Any) -> None:

@@ -147,6 +147,7 @@ FORMS = {
     "autocast.__exit__": "self exc_type exc_val exc_tb",
     "DTensor.__init__": "args kwargs",
     "OpDispatcher.wrap": "res spec",
+    "OpDispatcher._dispatch_get_local_results_slow_path": "self op_call args op_info",
     "DTensor.__repr__": "self",
     "DTensor.__iter__": "self",
     "torch.cuda.manual_seed": "seed",
@@ -333,7 +334,7 @@ def test_torch_names_a_new_group_by_the_function_that_workers_replace() -> None:
 
 
 def test_masks_of_sharded_rows_are_kept_in_their_placement() -> None:
-    """Captured steps use them at once, see `_torch_compile._masked_at_once`."""
+    """Captured steps use them at once, and what fails leaves none: see `_torch_masks`."""
     placement, rows = _MaskPartial(offset_shape=torch.Size([4])), torch.ones(2, 3)
     placement.mask_buffer.materialize_mask(torch.tensor([True, False]))
     placement.mask_buffer.apply_mask(rows)

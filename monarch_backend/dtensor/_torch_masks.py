@@ -1,0 +1,70 @@
+"""The masks of what a rank has not of a table's rows, which torch keeps in a placement until the rows are added up.
+
+All tensors of such a sharding have the same placement, as torch remembers it by the operation's arguments. So what
+leaves a mask there leaves it to others, who find it in the place of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _MaskPartial
+
+from monarch_backend.dtensor import _torch, _torch_traces
+from monarch_backend.dtensor._torch import Replacement, _replaces
+
+MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
+"""Operators of which a rank has some of the rows."""
+
+
+@_replaces(OpDispatcher, "_dispatch_get_local_results_slow_path")
+def _local_results(own: Any) -> Replacement:
+    """torch makes the mask before it calls the operator. Where that raises, nobody will add up its rows."""
+
+    def _dispatch_get_local_results_slow_path(self: Any, op_call: Any, args: Any, op_info: Any) -> Any:
+        if op_call not in MASKED:
+            return own(self, op_call, args, op_info)
+        placements = op_info.output_sharding.output_spec.placements
+        before = [(each.mask_buffer, each.mask_buffer.refcount) for each in placements if _is_masked(each)]
+        try:
+            return own(self, op_call, args, op_info)
+        except BaseException:
+            for mask, uses in before:
+                while mask.refcount > uses:
+                    mask.release_mask()
+            raise
+
+    return _dispatch_get_local_results_slow_path
+
+
+def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
+    """In a trace, rows that a rank has not are 0 from the beginning.
+
+    torch writes these zeros when the ranks' rows are added up. Where a trace ends in between, its mask, without values,
+    would be found by the next trace, and by real tensors.
+    """
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(func, args, kwargs)
+    dispatcher.sharding_propagator.propagate(info)
+    spec: Any = info.output_sharding.output_spec  # type: ignore[union-attr]
+    local: Any = dispatcher._dispatch_get_local_results_slow_path(func, args, info)
+    if _torch_traces.is_traced(local) and _torch.workers_of(spec.mesh):
+        placements = tuple(_without_mask(each, local) for each in spec.placements)
+        spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+    return dispatcher.wrap(local, spec)
+
+
+def _without_mask(placement: Any, local: Any) -> Any:
+    if not _is_masked(placement):
+        return placement
+    placement.mask_buffer.apply_mask(local)
+    placement.mask_buffer.release_mask()
+    return Partial(placement.reduce_op)
+
+
+def _is_masked(placement: Any) -> bool:
+    return isinstance(placement, _MaskPartial)
