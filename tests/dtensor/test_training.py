@@ -215,7 +215,7 @@ def test_the_loss_of_sharded_classes(mesh: Any) -> None:
         return found
 
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, alone)]
-    with loss_parallel():
+    with loss_parallel(), mesh:  # it makes a tensor by the name of a device, which several sets of workers have
         mine = train(ours, optimizers[0], loss)
     equally(ours, mine, alone, train(alone, optimizers[1], loss))
 
@@ -234,6 +234,7 @@ def test_autocast(line: Any) -> None:
     equally(ours, mine, alone, theirs, 1e-2)
 
 
+@pytest.mark.skipif(DEVICE == "xla", reason="an activation checkpoint asks for a module torch.xla, which torch has not")
 @pytest.mark.parametrize("plan", [SEQUENCE_PLAN, PLAIN_PLAN], ids=["sequence", "plain"])
 def test_what_is_calculated_again(line: Any, plan: Any) -> None:
     alone = Net(again=True)
