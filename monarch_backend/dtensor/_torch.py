@@ -546,10 +546,10 @@ def _whole_of_shards(own: Any) -> Replacement:
     # torch's own multiplies one rank's sizes, for from_local and for the gradient of to_local.
     def compute_global_tensor_info(tensor: Any, mesh: Any, placements: Any) -> Any:
         workers = workers_of(mesh) if type(tensor) is RemoteTensor else None
-        if workers is None or slices_of(mesh) != 1:  # each slice of a mesh has a tensor of its own
+        if workers is None:
             return own(tensor, mesh, placements)
         with _torch_traces.outside():
-            found = _whole.shape_and_stride(tensor, rows_of(mesh)[0], workers.first, placements)
+            found = _whole.shape_and_stride(tensor, rows_of(mesh), workers.first, placements)
         return own(tensor, mesh, placements) if found is None else found
 
     return compute_global_tensor_info

@@ -12,27 +12,35 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from monarch_backend.dtensor import _rank_ints
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 
 def shape_and_stride(
-    local: RemoteTensor, ranks: torch.Tensor, first: int, placements: Sequence[Any]
-) -> tuple[list[int], list[int]] | None:
+    local: RemoteTensor, slices: torch.Tensor, first: int, placements: Sequence[Any]
+) -> tuple[list[Any], list[Any]] | None:
     """Of shards of unequal sizes; None if they are equal: then torch's own rule is right; or of strided ones.
 
-    ``ranks``: the mesh, of global ranks, the workers' first of which is ``first``. Raises ValueError where no tensor is
-    divided like that.
+    ``slices``: a mesh of global ranks for each slice, the workers' first of which is ``first``. Each slice has a tensor
+    of its own; where these differ, so do the numbers by rank. Raises ValueError where no tensor is divided like that.
     """
     if local._meta.classes is None or any(type(each) is _StridedShard for each in placements):
         return None
-    metas = [local._meta.on(rank - first) for rank in ranks.flatten().tolist()]
-    if None in metas:
-        return None
-    shape = []
-    for dim in range(local.ndim):
-        sizes = torch.tensor([int(meta.shape[dim]) for meta in metas]).view(ranks.shape)  # type: ignore[union-attr]
-        shape.append(_size(sizes, dim, placements))
-    return shape, _stride(shape, metas[0].stride)  # type: ignore[union-attr]
+    found: list[Sequence[int] | None] = [None] * local._meta.workers.size
+    for ranks in slices:
+        numbers = [rank - first for rank in ranks.flatten().tolist()]
+        metas = [local._meta.on(number) for number in numbers]
+        if None in metas:
+            return None
+        shape = []
+        for dim in range(local.ndim):
+            sizes = torch.tensor([int(meta.shape[dim]) for meta in metas]).view(ranks.shape)  # type: ignore[union-attr]
+            shape.append(_size(sizes, dim, placements))
+        for number in numbers:
+            found[number] = [*shape, *_stride(shape, metas[0].stride)]  # type: ignore[union-attr]
+    columns = [[None if each is None else each[at] for each in found] for at in range(2 * local.ndim)]
+    whole = [_rank_ints.by_rank(each, sizes=True) for each in columns]
+    return whole[: local.ndim], whole[local.ndim :]
 
 
 def _size(sizes: torch.Tensor, dim: int, placements: Sequence[Any]) -> int:

@@ -71,6 +71,21 @@ def test_shards_of_unequal_sizes_are_of_one_tensor(mesh: Any, size: Any) -> None
         assert DTensor.from_local(turned, mesh, [Shard(0)] * mesh.ndim).stride() == whole.t().stride()
 
 
+def test_shards_of_unequal_sizes_on_a_slice_are_of_its_own_tensor(mesh_of: Any) -> None:
+    mesh = mesh_of("2x2")
+    whole = torch.randn(5, 7)
+    for part, placement in itertools.product((mesh["dp"], mesh["tp"]), (Shard(0), Shard(-1))):
+        sharded = distribute_tensor(whole, part, [placement]).requires_grad_()
+        again = DTensor.from_local(sharded.to_local() * 2, part, [placement])
+        assert again.stride() == whole.stride()
+        same(again, whole * 2, 0)
+        again.sum().backward()
+        same(sharded.grad, torch.full_like(whole, 2), 0)
+    rows = distribute_tensor(whole, mesh, [Shard(0), Shard(1)]).to_local()
+    theirs = DTensor.from_local(rows, mesh["tp"], [Shard(1)])
+    assert str(theirs.shape) == "torch.Size([{3 3 2 2}, 7])", "each slice has a tensor of its own"
+
+
 def test_shards_of_no_tensor_are_refused(mesh_of: Any) -> None:
     mesh = mesh_of("2")
     local = distribute_tensor(torch.randn(3, 2), mesh, [Shard(0)]).to_local()
