@@ -292,13 +292,22 @@ def _view_of(own: Any) -> Any:
         if not (isinstance(base, DTensor) and isinstance(base._local_tensor, RemoteTensor)):
             return own(base, target, requires_grad, *rest, **options)
         inner = target._local_tensor
-        local = base.to_local().as_strided(inner.size(), inner.stride(), inner.storage_offset())
+        local = (
+            _gathered_alike(base, target).to_local().as_strided(inner.size(), inner.stride(), inner.storage_offset())
+        )
         made = DTensor.from_local(
             local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride()
         )
         return made if requires_grad else made.detach()
 
     return gen_alias_from_base
+
+
+def _gathered_alike(base: DTensor, target: DTensor) -> DTensor:
+    """Rows taken of what is sharded by rows (``x[1:]``) are no view of a shard: torch gathers it first."""
+    pairs = zip(base.placements, target.placements, strict=True)
+    placements = [new if new.is_replicate() and not old.is_replicate() else old for old, new in pairs]
+    return base if placements == list(base.placements) else base.redistribute(placements=placements)
 
 
 def _is_uneven(tensor: Any) -> bool:

@@ -300,6 +300,27 @@ def test_inputs_that_are_changed_and_results_that_are_views(two: Any, inductor: 
     same(view, (x * 3).view(4, 2, 16))
 
 
+@pytest.mark.parametrize("rows", [4, 5])
+def test_results_that_are_views_of_other_ranks_rows(mesh_of: Any, rows: int) -> None:
+    def step(x: Any) -> Any:
+        return x[1], x[2:], x.diagonal()
+
+    mesh = mesh_of("2x2")
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Replicate()]):
+        x = torch.randn(rows, 6)
+        there = distribute_tensor(x.clone(), mesh, placements).requires_grad_()
+        x.requires_grad_()
+        found, expected = captured(step)(there), step(x)
+        for here, mine in zip(found, expected, strict=True):
+            same(here, mine, 0)
+            assert here.placements[0].is_replicate()
+            parts = DTensor.from_local(here.detach().to_local(), mesh, [Shard(0), *here.placements[1:]])
+            same(parts, torch.cat([mine, mine]), 0)  # both rows of ranks have it
+        sum((each * each).sum() for each in found).backward()
+        sum((each * each).sum() for each in expected).backward()
+        same(there.grad, x.grad)
+
+
 def test_gradients_through_a_result_that_is_a_view(two: Any) -> None:
     x = torch.randn(8, 16)
     there = distribute_tensor(x, two, [Shard(1)]).requires_grad_()
