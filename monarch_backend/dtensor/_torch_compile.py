@@ -244,6 +244,9 @@ def _wrap_input(own: Any) -> Any:
         if _is_uneven(value) and getattr(options["source"], "member", "") != "_local_tensor":
             size = f"shards of sizes {', '.join(map(str, value.shape))}"
             break_graph(size, RankDependentError(size, "differ by rank"))
+        if local is not value and _is_uneven(local) and value._is_view():
+            view = "a view, made before, of shards of unequal sizes"
+            break_graph(view, RankDependentError(view, "is made once more in a graph, where no size differs by rank"))
         with on_the_cpu():
             found = own(value, tx, **options)
         if _is_uneven(value):  # guarded by the DTensor's

@@ -472,7 +472,7 @@ def _is_code(entry: str) -> bool:
     if not os.path.exists(entry):
         return False
     try:
-        with open(os.path.join(entry, "torch", "version.py"), encoding="utf-8") as said:
+        with open(os.path.join(entry, "torch", "version.py"), encoding="utf-8", errors="replace") as said:
             return f"__version__ = '{Versions.here().torch}" in said.read()
     except OSError:
         return True

@@ -489,6 +489,15 @@ def test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code(two: Any, repo
         whole(lambda x: x * 2)(there.to_local())
 
 
+@pytest.mark.parametrize("of", [lambda x: x.view(12, 5), lambda x: x[1:], lambda x: x.transpose(0, 1)])
+def test_a_view_of_uneven_shards_is_left_to_eager_code(
+    two: Any, reported: Callable[[], str], of: Callable[[Any], Any]
+) -> None:
+    x = torch.randn(3, 4, 5)
+    same(captured(lambda y: (y * 2).sum())(of(distribute_tensor(x, two, [Shard(2)]))), (of(x) * 2).sum())
+    assert "a view, made before" in reported()
+
+
 def test_too_many_classes_of_ranks_are_left_to_eager_code(
     two: Any, reported: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
