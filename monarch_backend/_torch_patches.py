@@ -8,10 +8,12 @@ backends reach torch's own function untouched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -22,6 +24,14 @@ from torch.distributed import distributed_c10d as c10d
 
 # name in torch.distributed -> first release of torch that does without a stand-in
 FIXED_IN = {"monitored_barrier": (2, 14), "batch_isend_irecv": (2, 14)}
+
+
+@contextlib.contextmanager
+def overriding() -> Iterator[None]:
+    """Inside, kernels may be registered in the place of others, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="[^$]*Overriding a previously registered kernel")
+        yield
 
 
 def _is_ours(group: Any) -> bool:

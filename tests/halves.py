@@ -24,8 +24,7 @@ NO_TESTS = 5
 
 def halves() -> tuple[list[str], list[str]]:
     """The arguments of the two runs: each folder and each file with tests is in one of them."""
-    folders = {path.parent for path in HERE.glob("*/**/test_*.py")}
-    tops = sorted({HERE / folder.relative_to(HERE).parts[0] for folder in folders})
+    tops = sorted({HERE / path.relative_to(HERE).parts[0] for path in HERE.glob("*/**/test_*.py")})
     first = [str(path) for path in [*tops, *sorted(HERE.glob("test_*.py"))] if path.name not in SECOND]
     return first, [str(HERE / name) for name in SECOND]
 

@@ -127,7 +127,7 @@ def _workers(tensor: Any) -> Workers:
 
 def _on_cpu(workers: Workers) -> bool:
     """Whether the workers' CPUs draw: XLA's own numbers would be others, and nobody knows how far its generator is."""
-    return workers.device.type != "cuda"
+    return workers.device.type in _worker.DRAWN_ON_THE_CPU
 
 
 def _members(local: RemoteTensor) -> Members:

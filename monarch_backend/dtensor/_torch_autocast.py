@@ -13,10 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from monarch_backend._torch_patches import overriding
 from monarch_backend.dtensor import _devices
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _is_remote, _replaces
-from monarch_backend.dtensor._torch_devices import controls_gpus, overriding
+from monarch_backend.dtensor._torch_devices import controls_gpus
 
 LOWER = frozenset(
     {

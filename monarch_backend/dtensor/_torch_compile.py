@@ -42,7 +42,6 @@ from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -69,12 +68,20 @@ def two_graphs(forward: Compiler, backward: Compiler) -> Callable[..., Any]:
     What is compiled changes inputs itself, where torch allows it: no copies afterwards.
     """
 
+    return _traced(forward, backward, min_cut_rematerialization_partition)
+
+
+def _traced(forward: Compiler, backward: Compiler, partition: Callable[..., Any]) -> Callable[..., Any]:
     def boxed(compiler: Compiler) -> Any:
         return lambda graph, inputs: make_boxed_func(compiler(graph, inputs))
 
+    def parted(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+        _keep_drawn(joint)
+        return partition(joint, *args, **options)
+
     return aot_autograd(
         fw_compiler=boxed(forward), bw_compiler=boxed(backward), inference_compiler=boxed(forward),
-        partition_fn=_parted, keep_inference_input_mutations=True,
+        partition_fn=parted, keep_inference_input_mutations=True,
     )  # fmt: skip
 
 
@@ -91,17 +98,14 @@ def in_classes(compilers: Sequence[Compiler], standing_for: Callable[[int], Any]
         for number, compiler in enumerate(compilers):
             context = TracingContext.try_get() if number == 0 else None
             context = context or TracingContext(FakeTensorMode())
-            boxed = lambda *given, compiler=compiler: make_boxed_func(compiler(*given))  # noqa: E731
-            traced = aot_autograd(
-                fw_compiler=boxed, bw_compiler=boxed, inference_compiler=boxed, partition_fn=_parted_alike,
-                keep_inference_input_mutations=True,
-            )  # fmt: skip
+            traced = _traced(compiler, compiler, default_partition)
             with standing_for(number), tracing(context), functorch.patch(force_non_lazy_backward_lowering=True):
                 made = traced(graph, inputs)
             known.append((made, _effects(context.fw_metadata)))
         if any(effects != known[0][1] for _, effects in known):
             raise RemoteTensorError("what is changed, or a view of what, is not the same on all ranks")
-        return known[0][0]
+        compiled: Callable[..., Any] = known[0][0]
+        return compiled
 
     return backend
 
@@ -125,19 +129,8 @@ def _effects(metadata: Any) -> Any:
     )
 
 
-def _parted(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
-    """In two, and what has been drawn is kept for backward, also in a checkpoint, which would draw it again."""
-    _keep_drawn(joint)
-    return min_cut_rematerialization_partition(joint, *args, **options)
-
-
-def _parted_alike(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
-    """As _parted, by the operations alone."""
-    _keep_drawn(joint)
-    return default_partition(joint, *args, **options)
-
-
 def _keep_drawn(joint: torch.fx.GraphModule) -> None:
+    """What has been drawn is kept for backward, also in a checkpoint, which would draw it again."""
     for node in joint.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and _random.may_draw(node.target, node.args, node.kwargs):
             results = [each for each in node.users if each.target is operator.getitem]
@@ -238,7 +231,11 @@ def _wrap_input(own: Any) -> Any:
 
     def wrap_to_fake_tensor_and_record(value: Any, tx: Any, **options: Any) -> Any:
         local = value._local_tensor if isinstance(value, DTensor) else value
-        if isinstance(local, RemoteTensor) and local is not value and _is_masked(value):
+        if (
+            isinstance(local, RemoteTensor)
+            and local is not value
+            and any(map(_torch_masks.is_masked, value._spec.placements))
+        ):
             rows = "rows that an embedding has found on each rank, not yet reduced"
             break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
         if _is_uneven(value) and getattr(options["source"], "member", "") != "_local_tensor":
@@ -255,10 +252,6 @@ def _wrap_input(own: Any) -> Any:
         return found
 
     return wrap_to_fake_tensor_and_record
-
-
-def _is_masked(tensor: Any) -> bool:
-    return any(isinstance(each, _MaskPartial) for each in tensor._spec.placements)
 
 
 def _wrap_value(own: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils import _foreach_utils
 from torch.utils import checkpoint as torch_checkpoint
 
+from monarch_backend._torch_patches import overriding
 from monarch_backend.dtensor import _devices, _dispatch, _group
 from monarch_backend.dtensor._device_handle import Event, Stream
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -61,14 +61,6 @@ def _get_device(own: Any) -> Replacement:
 # Tensors that a program makes on "cuda" -------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def overriding() -> Iterator[None]:
-    """Inside, kernels may be put in the place of torch's: where there is no GPU, nobody could call those."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="[^$]*Overriding a previously registered kernel")
-        yield
-
-
 _FACTORIES = (
     "empty.memory_format", "empty_strided", "zeros", "ones", "full", "arange", "arange.start", "arange.start_step",
     "linspace", "eye", "eye.m", "scalar_tensor", "tril_indices", "triu_indices",
@@ -84,7 +76,7 @@ def register_factories(device_type: str) -> None:
     if device_type in _libraries or _is_here(device_type):
         return
     library = torch.library.Library("aten", "IMPL")
-    with overriding():
+    with overriding():  # where there is no such device, nobody could call what was there
         for name in _FACTORIES:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -29,7 +29,7 @@ def _local_results(own: Any) -> Replacement:
         if op_call not in MASKED:
             return own(self, op_call, args, op_info)
         placements = op_info.output_sharding.output_spec.placements
-        before = [(each.mask_buffer, each.mask_buffer.refcount) for each in placements if _is_masked(each)]
+        before = [(each.mask_buffer, each.mask_buffer.refcount) for each in placements if is_masked(each)]
         try:
             return own(self, op_call, args, op_info)
         except BaseException:
@@ -59,12 +59,13 @@ def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _without_mask(placement: Any, local: Any) -> Any:
-    if not _is_masked(placement):
+    if not is_masked(placement):
         return placement
     placement.mask_buffer.apply_mask(local)
     placement.mask_buffer.release_mask()
     return Partial(placement.reduce_op)
 
 
-def _is_masked(placement: Any) -> bool:
+def is_masked(placement: Any) -> bool:
+    """Whether it has one."""
     return isinstance(placement, _MaskPartial)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from monarch_backend import _torch_patches
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._errors import NoRouteError, bad_argument, where
-from monarch_backend.process_group._xla_staged import StagedGroup
+from monarch_backend.process_group._xla_staged import NothingToEnd, StagedGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +98,7 @@ def _check_world(group: MonarchProcessGroup) -> None:
         )
 
 
-class XlaGroup:
+class XlaGroup(NothingToEnd):
     """torch_xla's group behind a route: passes on what it can do, refuses the rest with the reason."""
 
     def __init__(self, inner: Any, group: MonarchProcessGroup, ranks: list[int], options: Any) -> None:
@@ -167,17 +167,3 @@ class XlaGroup:
 
         xla_model.collective_broadcast(tensors, self._ranks[opts.rootRank], groups=self._inner._mesh, pin_layout=False)
         return _torch.finished_work(tensors)
-
-    # torch_xla runs what it is given when it is asked for a value: there is nothing to time, count or end.
-
-    def set_timeout(self, timeout: Any) -> None:
-        """Nothing: XLA has no timeouts."""
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        """Nothing: the client belongs to the process."""
-
-    def abort(self) -> None:
-        """Nothing: what runs in XLA can't be ended."""

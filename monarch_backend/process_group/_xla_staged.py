@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
+from monarch_backend import _torch_patches
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._errors import where
 from monarch_backend.process_group._hooks import LateWork
@@ -41,7 +41,25 @@ _NAMES = {
 """Inner groups have the older names."""
 
 
-class StagedGroup:
+class NothingToEnd:
+    """What a route has to answer to, and XLA has nothing for: it runs what it is given when it is asked for a value, so
+    there is nothing to time, count or end.
+    """
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing: XLA has no timeouts; of what goes through the host, the CPU's route has one."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        """Nothing: the client belongs to the process."""
+
+    def abort(self) -> None:
+        """Nothing: what runs in XLA can't be ended; of what goes through the host, the CPU's route is."""
+
+
+class StagedGroup(NothingToEnd):
     """Behind the XLA route: the group itself, with copies on the CPU."""
 
     def __init__(self, group: MonarchProcessGroup) -> None:
@@ -57,8 +75,7 @@ class StagedGroup:
         raise AttributeError(f"the XLA route has no {name}")
 
     def _staged(self, name: str, *args: Any) -> Any:
-        own = getattr(self._group, name, None) or getattr(self._group, _NAMES[name])
-        return own(*pytree.tree_map(_on_host, args))
+        return getattr(self._group, name)(*pytree.tree_map(_on_host, args))
 
     def _written(self, name: str, outputs: Any, *rest: Any) -> Any:
         group = self._group
@@ -77,18 +94,6 @@ class StagedGroup:
             return late
         late.wait()
         return _torch.finished_work(given)
-
-    def set_timeout(self, timeout: Any) -> None:
-        """Nothing: it is the CPU's."""
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        """Nothing: the client belongs to the process."""
-
-    def abort(self) -> None:
-        """Nothing: the CPU's route is ended, which ends what goes over it."""
 
 
 def _on_host(value: Any) -> Any:
@@ -120,16 +125,14 @@ def functional_by_groups() -> None:
     if _libraries:
         return
     library = torch.library.Library("_c10d_functional", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="[^$]*Overriding a previously registered kernel")
+    with _torch_patches.overriding():
         for name, kernel in _KERNELS.items():
             library.impl(name, kernel, "XLA", allow_override=True)  # torch_xla has one in Python, too
     _libraries.append(library)
 
 
 def _op(name: str) -> Any:
-    kinds = {"avg": "AVG", "sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
-    return getattr(dist.ReduceOp, kinds.get(name.lower(), name.upper()))
+    return getattr(dist.ReduceOp, name.upper())
 
 
 def _group(name: str) -> Any:

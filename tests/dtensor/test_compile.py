@@ -62,6 +62,19 @@ def captured(function: Callable[..., Any], inductor: bool = False, **options: An
     return torch.compile(function, backend=_compile.monarch, options={"inductor": inductor}, **options)
 
 
+def training(loss_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A step of a model, its optimizer and a batch."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """As captured; raises where there would be more than one graph."""
     return captured(function, fullgraph=True, **options)
@@ -147,13 +160,7 @@ def test_a_whole_training_step(two: Any) -> None:
     ours, reference = two_layers(two)
     mine, theirs = torch.optim.SGD(ours.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = training(lambda model, x: model(x).pow(2).mean())
     compiled = captured(step)
     counts = []
     for _ in range(4):
@@ -187,13 +194,10 @@ def test_the_language_model_is_four_records_a_step(two: Any, train_lm: Any, indu
     )  # AdamW takes the longest to trace: test_an_optimizer_step
     mine, theirs = (kind(each.parameters(), lr=0.01) for each in (ours, reference))
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
-        loss = F.nll_loss(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return F.nll_loss(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
+    step = training(loss_of)
     compiled = captured(step, inductor=inductor)
     counts = []
     for _ in range(4):
@@ -389,13 +393,7 @@ def test_a_training_step_with_shards_of_unequal_sizes(mesh_of: Callable[[str], A
     ours = parallelize_module(copy.deepcopy(reference), mesh, reference.plan())
     mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (ours, reference))
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
-        loss = model(ids).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = training(lambda model, x: model(x).pow(2).mean())
     compiled = captured(step, inductor=inductor)
     counts = []
     for turn in range(4):

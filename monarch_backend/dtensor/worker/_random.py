@@ -20,12 +20,12 @@ _lost: list[BaseException] = []
 _stream = 0
 """Of numbers that differ by rank: which ones are this worker's."""
 _find = functools.cache(_functions.find)
-_DRAWN_ON_THE_CPU = ("cpu", "xla")
+DRAWN_ON_THE_CPU = ("cpu", "xla")
 """Devices whose numbers are those of the CPU's generator, the same in any process."""
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    if device.type in _DRAWN_ON_THE_CPU:
+    if device.type in DRAWN_ON_THE_CPU:
         return torch.default_generator
     generator: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
     return generator
@@ -79,7 +79,7 @@ def _drawn(name: str, shape: Any, stride: Any, dtype: torch.dtype, device: torch
             f"({_lost[0]!r}): call torch.manual_seed() before drawing more"
         )
     try:
-        where = torch.device("cpu") if device.type in _DRAWN_ON_THE_CPU else device
+        where = torch.device("cpu") if device.type in DRAWN_ON_THE_CPU else device
         whole = torch.empty_strided(shape, stride, dtype=dtype, device=where)
         _find(name)(whole, *args)
         whole = whole.to(device)
