@@ -19,7 +19,7 @@ from monarch_backend.rdma.verbs._errors import SUCCESS
 
 if TYPE_CHECKING:
     from monarch_backend.rdma.verbs._device import Device
-    from monarch_backend.rdma.verbs._request import Request
+    from monarch_backend.rdma.verbs._request import Done, Request
 
 log = logging.getLogger("monarch_backend")
 
@@ -30,6 +30,9 @@ QUIET = 2 << 20
 """Bytes of a request that may be quiet: a larger one is seldom posted whole, and can afford a change of threads."""
 
 _AT_ONCE = 64
+
+_LOOKS = 8
+"""Of one who waits, before he looks at the clock: in some guests that takes as long as a small transfer."""
 
 
 class Completions:
@@ -47,10 +50,12 @@ class Completions:
         self._next_sweep: float | None = None
         self._recent = False  # there was a quiet one since the last sweep
         self._looking = False
-        self._over: deque[Callable[[], None]] = deque()  # callbacks, for whoever holds no lock
+        self._over: deque[tuple[Done, Any]] = deque()  # callbacks and what they are given, for whoever holds no lock
         self._telling = threading.local()
         self.devices: list[Device] = []
-        self.may_spin = len(os.sched_getaffinity(0)) > 1  # else it is the one that is waited for which does not run
+        # A NIC needs nobody's processor; but where there is one, the kernel may do a NIC's work on it, or another thread
+        # have something to do.
+        self.yields = len(os.sched_getaffinity(0)) == 1
 
     # ---- requests
 
@@ -66,13 +71,13 @@ class Completions:
             self.arm()
             self._announced += 1
 
-    def ends(self, request: Request, call: Callable[[], None]) -> None:
-        """``call``: what is to be called then."""
+    def ends(self, request: Request, done: Done, outcome: Any) -> None:
+        """``done``: what is to be called then."""
         if request.quiet:
             self._quiet.discard(request)
         else:
             self._announced -= 1
-        self._over.append(call)
+        self._over.append((done, outcome))
         if not self._looking:  # else whoever looks will tell
             self._nudge()
 
@@ -166,19 +171,30 @@ class Completions:
 
     def help(self, request: Request, seconds: float) -> None:
         """On a thread that waits for it: look, for so long at most, and not longer than is good for others."""
-        spins = self.may_spin and seconds > 0
-        until = time.perf_counter() + seconds if spins else 0.0
-        while True:
-            if self._lock.acquire(blocking=False):  # else somebody looks, or posts
-                try:
-                    for device in self.devices:
-                        if request.is_for(device):
-                            self._look(device)
-                finally:
-                    self._lock.release()
-                self.tell()
-            if request.finished or not spins or time.perf_counter() >= until:
-                return
+        self._look_for(request)
+        looks = _LOOKS if seconds > 0 else 0
+        while looks and not request.finished:
+            looks -= 1
+            self._look_for(request)
+        if request.finished or seconds <= 0:
+            return
+        until = time.perf_counter() + seconds
+        while not request.finished and time.perf_counter() < until:
+            if self.yields:
+                os.sched_yield()
+            self._look_for(request)
+
+    def _look_for(self, request: Request) -> None:
+        """At the devices that do it, if nobody else is at them."""
+        if not self._lock.acquire(blocking=False):  # somebody looks, or posts
+            return
+        try:
+            for device in self.devices:
+                if request.is_for(device):
+                    self._look(device)
+        finally:
+            self._lock.release()
+        self.tell()
 
     def listen(self, request: Request) -> None:
         """Before somebody sleeps until it is over."""
@@ -201,11 +217,11 @@ class Completions:
         try:
             while self._over:
                 try:
-                    call = self._over.popleft()
+                    done, outcome = self._over.popleft()
                 except IndexError:  # another thread was faster
                     return
                 try:
-                    call()
+                    done(outcome)
                 except Exception:
                     log.exception("verbs: a callback has failed")
         finally:

@@ -41,7 +41,7 @@ from monarch_backend.rdma.verbs._link import Link, State
 from monarch_backend.rdma.verbs._memory import Allocation, allocation_of, register
 from monarch_backend.rdma.verbs._messages import Answer, Endpoint, Offer, Pairing, RegionRecord
 from monarch_backend.rdma.verbs._reach import Way, ways
-from monarch_backend.rdma.verbs._request import Done, Piece, Request
+from monarch_backend.rdma.verbs._request import Done, Piece, Plan, Request
 from monarch_backend.rdma.verbs._settings import Settings, from_environment
 
 log = logging.getLogger("monarch_backend")
@@ -405,20 +405,21 @@ class Engine:
         """Segments of a peer's region to or from memory here; ``owners``: the object whose memory that is, or a list of
         one for each segment. ``done(None or the error)`` is called once. What is wrong from the start is raised.
 
-        ``at_once``: only if it takes no time, else None; and somebody will `help`, or `listen`, who wants to know soon
+        ``at_once``: only if there is a connection and it takes no time, else None; and somebody will `help`, or `listen`, who wants to know soon
         when it is done.
         """
-        if kind not in ("read", "write"):
-            raise ValueError(f"{kind!r}: a transfer is a read or a write")
-        if kind == "write" and not remote.writable:
-            raise ValueError("the region is read-only: its owner has exposed it without writable=True")
-        each = list(owners) if isinstance(owners, (list, tuple)) else [owners] * len(segments)
-        if len(each) != len(segments):
-            raise ValueError(f"{len(each)} owners for {len(segments)} segments")
-        allocations, pieces = _pieces(remote, segments, each)
-        request = Request(kind, remote.record, pieces, allocations, done)
-        near = self._near(request, pieces)
-        if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in allocations for d in near):
+        return self.start(peer, plan(kind, remote, segments, owners), done, at_once=at_once)
+
+    def start(self, peer: Peer, what: Plan, done: Done, *, at_once: bool = False) -> Request | None:
+        """As `transfer`, of a `plan`."""
+        request = Request(what, done)
+        with self._lock:
+            near = self._near(what)
+            if at_once and not self.connected(peer):
+                return None
+            if request.register_known(near):
+                return self._submit(peer, request, at_once)
+        if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in what.allocations for d in near):
             return None
         with self._in_use():
             _register(request, near)
@@ -435,7 +436,7 @@ class Engine:
         done: Callable[[int | BaseException], None],
         *,
         at_once: bool = False,
-    ) -> Request:
+    ) -> Request | None:
         """On eight aligned bytes: add the operand, or put it there if what is expected is there.
 
         ``done`` gets the value from before, or the error. Numbers are unsigned and wrap around. ``at_once``: see
@@ -448,14 +449,17 @@ class Engine:
         if not 0 <= offset <= remote.nbytes - 8 or (remote.address + offset) % 8:
             raise ValueError(f"offset {offset} of a region of {remote.nbytes} bytes: eight aligned bytes are needed")
         operands = (operand & _ALL, 0) if kind == "fetch_add" else (expected & _ALL, operand & _ALL)
-        piece = Piece(remote.address + offset, 0, 8, 0)
-        self.devices()
-        return self._submit(peer, Request(kind, remote.record, [piece], (), done, operands), at_once)
+        asked = Plan(kind, remote.record, [Piece(remote.address + offset, 0, 8, 0)], (), operands)
+        with self._lock:
+            self.devices()
+            if at_once and not self.connected(peer):
+                return None
+            return self._submit(peer, Request(asked, done), at_once)
 
     def help(self, request: Request, seconds: float) -> None:
         """On a thread that waits for it: look for completions, for so long at most. Calls back."""
         if self._fork == _forks:
-            self._carefully(lambda: self._completions.help(request, seconds))
+            self._carefully(self._completions.help, request, seconds)
 
     @property
     def is_here(self) -> bool:
@@ -465,7 +469,7 @@ class Engine:
     def listen(self, request: Request) -> None:
         """Before somebody sleeps until it is over. May call back."""
         if self._fork == _forks:
-            self._carefully(lambda: self._completions.listen(request))
+            self._carefully(self._completions.listen, request)
 
     def stop(self, peer: Peer, request: Request, why: str) -> None:
         """Nobody wants it any more: it ends when what the devices have of it has ended."""
@@ -517,15 +521,15 @@ class Engine:
             raise VerbsError("the engine is closed")
         return self._links.setdefault(peer, Link(peer, self))
 
-    def _near(self, request: Request, pieces: Sequence[Piece]) -> list[Device]:
+    def _near(self, what: Plan) -> list[Device]:
         """The devices for a transfer: those nearest to its memory; one of them, if it is small."""
-        devices = self.devices()
+        devices, pieces = self.devices(), what.pieces
         if len(devices) == 1 or not pieces:
             return devices
         node = node_of_memory(pieces[0].local)
         least = min(distance(node, device.node) for device in devices)
         near = [device for device in devices if distance(node, device.node) == least]
-        return near if request.nbytes >= STRIPED else [near[(pieces[0].local >> 21) % len(near)]]
+        return near if what.nbytes >= STRIPED else [near[(pieces[0].local >> 21) % len(near)]]
 
     def soon(self, call: Callable[[], None]) -> None:
         """Have it called by the engine's thread, once there is one. Takes no lock, so that weak references may ask."""
@@ -536,7 +540,7 @@ class Engine:
     def finish(self, request: Request) -> None:
         """As Host."""
         done, outcome = request.done, request.close()
-        self._completions.ends(request, lambda: done(outcome))
+        self._completions.ends(request, done, outcome)
 
     def dial(self, peer: Peer) -> bool:
         """As Host."""
@@ -601,7 +605,7 @@ class Engine:
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(fd)
-                elif not self._carefully(lambda nic=by_fd[fd]: self._completions.heard(nic)):  # type: ignore[misc]
+                elif not self._carefully(self._completions.heard, by_fd[fd]):
                     poller.unregister(fd)
             self._call()
             with self._lock:
@@ -613,10 +617,10 @@ class Engine:
                 if self._closed and not self._soon and not self._completions.has_calls:
                     return
 
-    def _carefully(self, look: Callable[[], None]) -> bool:
+    def _carefully(self, look: Callable[..., None], *of: Any) -> bool:
         """False if that was not possible; then nothing under way will be heard of."""
         try:
-            look()
+            look(*of)
         except Exception:
             log.exception("verbs: completions of a device cannot be read")
             self._fail_all("completions of a device cannot be read: see the log")
@@ -664,6 +668,19 @@ def _register(request: Request, near: Sequence[Device]) -> None:
         raise
 
 
+def plan(kind: Literal["read", "write"], remote: Region, segments: Sequence[Segment], owners: Any) -> Plan:
+    """See Engine.transfer. Raises ValueError, and TypeError for owners that have no memory."""
+    if kind not in ("read", "write"):
+        raise ValueError(f"{kind!r}: a transfer is a read or a write")
+    if kind == "write" and not remote.writable:
+        raise ValueError("the region is read-only: its owner has exposed it without writable=True")
+    each = list(owners) if isinstance(owners, (list, tuple)) else [owners] * len(segments)
+    if len(each) != len(segments):
+        raise ValueError(f"{len(each)} owners for {len(segments)} segments")
+    allocations, pieces = _pieces(remote, segments, each)
+    return Plan(kind, remote.record, pieces, allocations)
+
+
 def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:
     allocations: list[Allocation] = []
     places: dict[int, int] = {}  # of an owner's allocation, by the owner's id
@@ -703,4 +720,4 @@ def _no_way(peer: Peer, theirs: Sequence[Endpoint], devices: Sequence[Device], p
     )
 
 
-__all__ = ["Done", "Engine", "Peer", "Region", "Segment", "hears"]
+__all__ = ["Done", "Engine", "Peer", "Region", "Segment", "hears", "plan"]

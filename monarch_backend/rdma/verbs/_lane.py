@@ -116,6 +116,11 @@ class Lane:
             )
         return len(taken)
 
+    def post_one(self, request: Request) -> None:
+        """Its next piece, for which there is `room`. Raises OSError."""
+        id_, piece = next(_ids), request.take(self)
+        self._post([Posted(id_, request, piece)], [self._work(id_, request, piece, True)])
+
     def _work(self, id_: int, request: Request, piece: Piece, signaled: bool) -> Work:
         local, lkey = request.where(piece, self.device)
         rkey = request.record.keys[self.their_nic]

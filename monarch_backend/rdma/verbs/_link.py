@@ -84,12 +84,31 @@ class Link:
 
     def submit(self, request: Request) -> None:
         """To be done when the link is up."""
+        if self.state is State.UP and not self._waiting and self._straight(request):
+            return
         self._waiting[request] = None
         if self.state is State.IDLE:
             self._want()
         elif self.state is State.UP:
             self._prepare([request])
             self.pump()
+
+    def _straight(self, request: Request) -> bool:
+        """A single work request, that can be posted as it is, by the lane whose turn it is."""
+        lane = self.lanes[1 % len(self.lanes)]
+        fits = request.is_for(lane.device) and lane.their_nic < len(request.record.keys)
+        if not fits or not lane.room or not request.begin_on(lane):
+            return False
+        self.lanes.append(self.lanes.pop(0))
+        try:
+            lane.post_one(request)
+        except OSError as error:
+            self._refused(lane, error)
+        return True
+
+    def _refused(self, lane: Lane, error: OSError) -> None:
+        """It takes no work request."""
+        self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
 
     def pump(self) -> None:
         """Give the lanes what they have room for."""
@@ -103,7 +122,7 @@ class Link:
                 try:
                     count = lane.post(self._for(lane))
                 except OSError as error:
-                    self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
+                    self._refused(lane, error)
                     return
                 if count:
                     posted = True

@@ -90,20 +90,33 @@ def _address_of(view: memoryview) -> int:
 
 
 class Entry:
-    """A registration that is kept. While it has users, it is not given up."""
+    """A registration that is kept. While it has users, it is not given up.
+
+    Users come and go without the cache's lock, which costs more than they do. So one that comes looks whether it is
+    `kept` after it has come, one that goes after it has gone, and who gives it up looks for users after he has said so:
+    of two that meet in this, one at least knows.
+    """
 
     def __init__(self, allocation: Allocation, registration: Registration, *, writable: bool) -> None:
         self.address, self.nbytes, self.writable = allocation.address, allocation.nbytes, writable
         self.registration = registration
         self.lkey = registration.lkey
-        self.users = 0
+        self.users: list[None] = []  # whose append and pop are one step each
         self.kept = False
+        self.recent = False  # used since there was no room the last time
         self.anchor: weakref.ref[Any] | None = None
+        self._closed = False
 
     def covers(self, allocation: Allocation, *, writable: bool) -> bool:
         """An object may get other memory in its life, as a storage that is resized."""
         same = self.address == allocation.address and self.nbytes == allocation.nbytes
         return same and (self.writable or not writable)
+
+    def close(self) -> None:
+        """Under the cache's lock, and without users."""
+        if not self._closed:
+            self._closed = True
+            self.registration.close()
 
 
 class MemoryCache:
@@ -114,7 +127,7 @@ class MemoryCache:
     ) -> None:
         self._nic, self._on_gone = nic, on_gone
         self._most_entries, self._most_bytes = most_entries, most_bytes
-        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by the anchor's id; the one used last is the last
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by the anchor's id; the first is the first to go
         self._gone: deque[int] = deque()
         self._lock = threading.RLock()
         self.nbytes = 0
@@ -124,6 +137,9 @@ class MemoryCache:
 
     def take(self, allocation: Allocation, *, writable: bool) -> Entry:
         """Registered; :meth:`give` it back. ``writable``: the device will write to it. Raises VerbsError."""
+        entry = self.known(allocation, writable=writable)
+        if entry is not None:
+            return entry
         with self._lock:
             self.sweep()
             key = id(allocation.anchor)
@@ -134,10 +150,23 @@ class MemoryCache:
             if entry is None:
                 entry = self._register(allocation, writable=writable)
                 self._keep(key, entry, allocation)
-            else:
-                self._entries.move_to_end(key)
-            entry.users += 1
+            entry.users.append(None)
             return entry
+
+    def known(self, allocation: Allocation, *, writable: bool) -> Entry | None:
+        """As `take`, if it is registered already."""
+        entry = self._entries.get(id(allocation.anchor))
+        if entry is None or not entry.covers(allocation, writable=writable):
+            return None
+        anchor = entry.anchor
+        if anchor is None or anchor() is not allocation.anchor:  # another object has this id now
+            return None
+        entry.users.append(None)
+        if entry.kept:
+            entry.recent = True
+            return entry
+        self.give(entry)
+        return None
 
     def has(self, allocation: Allocation) -> bool:
         """It is registered already."""
@@ -146,10 +175,12 @@ class MemoryCache:
 
     def give(self, entry: Entry) -> None:
         """One user less."""
+        entry.users.pop()
+        if entry.kept and not self._is_full:
+            return
         with self._lock:
-            entry.users -= 1
             if not entry.users and not entry.kept:
-                entry.registration.close()
+                entry.close()
             self._shrink()
 
     def sweep(self) -> None:
@@ -184,15 +215,23 @@ class MemoryCache:
         entry.kept, entry.anchor = False, None
         self.nbytes -= entry.nbytes
         if not entry.users:
-            entry.registration.close()
+            entry.close()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._entries) > self._most_entries or self.nbytes > self._most_bytes
 
     def _shrink(self) -> None:
-        if len(self._entries) <= self._most_entries and self.nbytes <= self._most_bytes:
-            return
-        for key in [key for key, entry in self._entries.items() if not entry.users]:
-            self._drop(key)
-            if len(self._entries) <= self._most_entries and self.nbytes <= self._most_bytes:
-                return
+        """Those first that have not been used since they were passed over."""
+        for _ in range(2 * len(self._entries) if self._is_full else 0):
+            key, entry = next(iter(self._entries.items()))
+            if entry.users or entry.recent:
+                entry.recent = False
+                self._entries.move_to_end(key)
+            else:
+                self._drop(key)
+                if not self._is_full:
+                    return
 
     def make_room(self) -> bool:
         """Give up all that has no user; False if there was nothing."""

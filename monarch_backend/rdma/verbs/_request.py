@@ -80,11 +80,10 @@ def _done_already(_: Any) -> None:
     raise AssertionError("a request has ended twice")
 
 
-class Request:
-    """Under way or waiting, until `done` is called: once, with None, an atomic's old value, or the error.
+class Plan:
+    """What is asked for, which may be asked for again and again."""
 
-    What is in here changes under the engine's lock only.
-    """
+    __slots__ = ("allocations", "kind", "nbytes", "opcode", "operands", "pieces", "record")
 
     def __init__(
         self,
@@ -92,30 +91,46 @@ class Request:
         record: RegionRecord,
         pieces: Sequence[Piece],
         allocations: Sequence[Allocation],
-        done: Done,
         operands: tuple[int, int] = (0, 0),
     ) -> None:
-        self.kind, self.opcode = kind, OPCODES[kind]
-        self.record, self.operands, self.done = record, operands, done
-        self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.under_way = 0  # pieces that are posted
-        self.breaks = 0  # of connections, with pieces of this one under way
-        self.broken_in = -1  # which connection was the last of those
-        self.error: BaseException | None = None
-        self.unwanted: BaseException | None = None  # why nobody wants it any more: none of it is done once more
-        self.finished = False
-        self.quiet = False  # its end is not announced, see Completions
+        self.kind, self.opcode, self.record, self.operands = kind, OPCODES[kind], record, operands
+        self.pieces, self.allocations = pieces, allocations
+        self.nbytes = pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
+
+    @property
+    def is_one_piece(self) -> bool:
+        """It is a single work request, where a device's messages may be as long."""
+        return len(self.pieces) == 1 and self.nbytes <= LEAST_PIECE
+
+
+class Request:
+    """Under way or waiting, until `done` is called: once, with None, an atomic's old value, or the error.
+
+    What is in here changes under the engine's lock only.
+    """
+
+    under_way = 0  # pieces that are posted
+    breaks = 0  # of connections, with pieces of this one under way
+    broken_in = -1  # which connection was the last of those
+    error: BaseException | None = None
+    unwanted: BaseException | None = None  # why nobody wants it any more: none of it is done once more
+    finished = False
+    quiet = False  # its end is not announced, see Completions
+    _most_lanes = 1  # of a device
+    _slot: tuple[Device, Slot] | None = None
+    _cut: Iterator[Piece] = iter(())
+    _next: Piece | None = None
+    _began = False
+
+    def __init__(self, plan: Plan, done: Done) -> None:
+        self.plan, self.done = plan, done
+        self.kind, self.opcode, self.record, self.operands = plan.kind, plan.opcode, plan.record, plan.operands
+        self.nbytes = plan.nbytes
+        self._allocations = plan.allocations  # held: nobody may free them before the devices are done with them
         self._lanes: set[Lane] = set()  # that have had pieces of it
-        self._most_lanes = 1  # of a device
-        self._allocations = allocations  # held: nobody may free them before the devices are done with them
         self._entries: dict[int, list[Entry]] = {}  # by device
         self._devices: dict[int, Device] = {}
-        self._slot: tuple[Device, Slot] | None = None
         self._again: deque[Piece] = deque()
-        self._cut: Iterator[Piece] = iter(())
-        self._all = pieces
-        self._next: Piece | None = None
-        self._began = False
 
     def __repr__(self) -> str:
         return f"<{self.kind} of {self.nbytes} bytes, {'finished' if self.finished else 'under way'}>"
@@ -144,6 +159,26 @@ class Request:
             raise
         self._entries[device.index], self._devices[device.index] = taken, device
 
+    def register_known(self, devices: Sequence[Device]) -> bool:
+        """As `register`, with all of these, where that was done before; else False, and with none."""
+        writable = self.opcode == READ
+        for device in devices:
+            entries = self._entries[device.index] = []
+            self._devices[device.index] = device
+            for allocation in self._allocations:
+                entry = device.cache.known(allocation, writable=writable)
+                if entry is None:
+                    self._give_back()
+                    return False
+                entries.append(entry)
+        return True
+
+    def _give_back(self) -> None:
+        for index, entries in self._entries.items():
+            for entry in entries:
+                self._devices[index].cache.give(entry)
+        self._entries, self._devices = {}, {}
+
     def is_for(self, device: Device) -> bool:
         """This device can do it, as it is registered."""
         return device.index in self._devices
@@ -157,11 +192,18 @@ class Request:
         self._lanes = set()  # it may have begun on others, which are gone
         if not self._began:
             self._began = True
-            devices = len({lane.device.index for lane in lanes})
-            self._most_lanes = max(1, self.nbytes // devices // LANE_SHARE, len(self._all) // devices // LANE_PIECES)
+            devices, pieces = len({lane.device.index for lane in lanes}), self.plan.pieces
+            self._most_lanes = max(1, self.nbytes // devices // LANE_SHARE, len(pieces) // devices // LANE_PIECES)
             most = min(len(lanes), self._most_lanes * devices)
             longest = min(lane.device.max_message for lane in lanes)
-            self._cut = cut(self._all, 8 if self.is_atomic else piece_size(self.nbytes, most, longest))
+            self._cut = cut(pieces, 8 if self.is_atomic else piece_size(self.nbytes, most, longest))
+
+    def begin_on(self, lane: Lane) -> bool:
+        """As `begin`, if it is a single work request, and not more, for this one; else False."""
+        if self._began or not self.plan.is_one_piece or self.nbytes > lane.device.max_message:
+            return False
+        self._began, self._next = True, self.plan.pieces[0]
+        return True
 
     def may_use(self, lane: Lane) -> bool:
         """What one queue pair can do stays on it: several only take turns then."""
@@ -216,9 +258,7 @@ class Request:
             device, slot = self._slot
             outcome = slot.value if outcome is None else outcome
             device.give_slot(slot)
-        for index, entries in self._entries.items():
-            for entry in entries:
-                self._devices[index].cache.give(entry)
-        self._entries, self._devices, self._slot, self._allocations, self._lanes = {}, {}, None, (), set()
+        self._give_back()
+        self._slot, self._allocations, self._lanes = None, (), set()
         self.done = _done_already  # or it and what it calls would keep each other alive
         return outcome

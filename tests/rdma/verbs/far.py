@@ -20,11 +20,11 @@ MI = 1 << 20
 class FarOwner:
     """``buffer``: a handle of its memory as this process would have got it."""
 
-    def __init__(self, fabric: Fabric, token: str, nbytes: int = 4 * MI, spins: bool = False) -> None:
+    def __init__(self, fabric: Fabric, token: str, nbytes: int = 4 * MI, yields: bool = True) -> None:
         self.fabric, self.token = fabric, token
         self.owner = Engine(settings=Settings(), binding=fabric)
         self.asking = Engine(lambda _: self.connect(), settings=Settings(), binding=fabric)
-        self.asking._completions.may_spin = spins
+        self.asking._completions.yields = yields
         self.connects = True
         self.memory = Memory(nbytes)
         self.memory.fill(7)

@@ -122,7 +122,7 @@ def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_transfers, "HELP", 10.0)
     monkeypatch.setattr(_transfers, "MOST_HELP", 10.0)
     monkeypatch.setattr(_completions, "SWEEP", 10.0)
-    owner = far(Fabric(at_once=False), spins=True)
+    owner = far(Fabric(at_once=False), yields=False)
     owner.buffer[:8].read_into(bytearray(8)).done()
     owner.fabric.run()
     assert until(lambda: not owner.asking._completions._announced)
@@ -282,7 +282,7 @@ def test_await(far: Make) -> None:
 
 
 def test_many_from_many_threads(far: Make) -> None:
-    owner = far(Fabric(at_once=False), spins=True)
+    owner = far(Fabric(at_once=False), yields=False)
     wrong: list[int] = []
 
     def work(number: int) -> None:
@@ -435,7 +435,7 @@ def test_get_returns_in_time_with_many_under_way(far: Make, monkeypatch: pytest.
     """Whoever waits looks himself, for so long in all and not for each of them."""
     monkeypatch.setattr(_transfers, "HELP", 0.2)
     monkeypatch.setattr(_transfers, "MOST_HELP", 0.2)
-    slow, action = far(Fabric(at_once=False), spins=True), RDMAAction()
+    slow, action = far(Fabric(at_once=False), yields=False), RDMAAction()
     for _ in range(50):
         action.read_remote(bytearray(8), slow.buffer[:8])
     future = action.submit()
