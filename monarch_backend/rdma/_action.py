@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from monarch_backend.actor import Future
-from monarch_backend.actor._future import DoneFuture
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, watch, writable
 from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
@@ -24,21 +23,23 @@ class _Step(NamedTuple):
 
 
 class _Ready:
-    """What a submit found out, for the next one."""
+    """What a submit found out, for the next one. ``again``: see Engine.again."""
 
-    __slots__ = ("_copy", "_count", "_mover", "_watches")
+    __slots__ = ("_again", "_count", "_mover", "_watches")
 
-    def __init__(self, mover: Engine, watches: list[Callable[[], bool]], copies: Any) -> None:
-        self._mover, self._watches, self._count, self._copy = mover, watches, len(watches), copies.run
+    def __init__(
+        self, mover: Engine, watches: list[Callable[[], bool]], again: Callable[[float | None], Future[None] | None]
+    ) -> None:
+        self._mover, self._watches, self._count, self._again = mover, watches, len(watches), again
 
-    def run(self, mover: Engine, steps: list[_Step]) -> bool:
-        """It is the same again, and is done; False: it is for `RDMAAction.submit`, which says why."""
+    def start(self, mover: Engine, steps: list[_Step], timeout: float | None) -> Future[None] | None:
+        """It is the same again, and has begun; None: it is for `RDMAAction.submit`, which says why."""
         if self._mover is not mover or self._count != len(steps):
-            return False
+            return None
         for is_as_it_was in self._watches:
             if not is_as_it_was():
-                return False
-        return self._copy()  # type: ignore[no-any-return]
+                return None
+        return self._again(timeout)
 
 
 class RDMAAction:
@@ -94,8 +95,8 @@ class RDMAAction:
         them came first would be a matter of luck.
         """
         mover, ready = engine(), self._ready
-        if ready is not None and (timeout is None or timeout > 0) and ready.run(mover, self._steps):
-            return DoneFuture()
+        if ready is not None and (again := ready.start(mover, self._steps, timeout)) is not None:
+            return again
         steps = list(self._steps)  # another thread may add some
         if not steps:
             raise ValueError("there is nothing to submit: add transfers first")
@@ -120,9 +121,9 @@ class RDMAAction:
 
 def _ready(mover: Engine, steps: list[_Step], parts: list[Part | Change], memories: list[LocalMemory]) -> _Ready | None:
     watches = [watch(step.local, memory) for step, memory in zip(steps, memories, strict=True)]
-    copies = mover.copies(parts, memories)
+    again = mover.again(parts, memories)
     known = [each for each in watches if each is not None]
-    return _Ready(mover, known, copies) if copies is not None and len(known) == len(steps) else None
+    return _Ready(mover, known, again) if again is not None and len(known) == len(steps) else None
 
 
 def _eight_bytes(dst: Any) -> LocalMemory:

@@ -15,6 +15,9 @@ from monarch_backend.rdma.verbs import Engine, UnreachableMemoryError, VerbsErro
 MERCY = 0.5
 """Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""
 
+MOST_LOOKING = 5e-3
+"""Seconds for which whoever waits for several looks himself before he sleeps."""
+
 _WHY = "another transfer with it was given up"
 
 
@@ -32,10 +35,10 @@ class Flight:
         self._over = 0  # the outcome of one that is not wanted any more
         self._request: Any = None
 
-    def took_off(self, request: Any) -> bool:
-        """The engine does this; False if it is None, and nothing is under way."""
+    def took_off(self, request: Any) -> Flight | None:
+        """The engine does this; None if it is None, and nothing is under way."""
         self._request = request
-        return request is not None
+        return self if request is not None else None
 
     def landed(self, what: Any) -> None:
         """It is over, says the engine."""

@@ -80,8 +80,8 @@ class Flight(Protocol):
     """A part under way that no thread of ours waits for. All of it may be called from any thread, and never waits."""
 
     def help(self, spins: float, waits: float) -> None:
-        """Of one who waits for it, and would sleep otherwise: look whether it is over. Seconds: for how long at most if
-        that takes a processor, and for how long if it takes none.
+        """Of one who waits for it, and would sleep otherwise: look whether it is over, as long as that is worth more
+        than the sleep. Seconds: for how long at most if that takes a processor, and for how long if it takes none.
         """
         ...
 
@@ -114,9 +114,26 @@ class FlyingRoute(Route, Protocol):
         ...
 
 
+class NicRoute(FlyingRoute, Protocol):
+    """One whose flights NICs do: they need no ``patient``, and end when their owner does."""
+
+    def planned(self, part: Part | Change, keep: Any) -> Any:
+        """What `begin` finds out, for `begin_planned` as long as the local memory is where it is. None: it can't."""
+        ...
+
+    def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
+        """As `begin`."""
+        ...
+
+
 def flying(route: Route) -> FlyingRoute | None:
     """The same, if it is one of those."""
     return route if hasattr(route, "begin") else None  # type: ignore[return-value]
+
+
+def of_nics(route: Route) -> NicRoute | None:
+    """The same, if it is one of those."""
+    return route if hasattr(route, "begin_planned") else None  # type: ignore[return-value]
 
 
 def moved(part: Part | Change, route: Route, patient: Any, keep: Any) -> Result:

@@ -162,6 +162,14 @@ class Far:
         """See FlyingRoute. Over TCP a thread does it: which of the two has begun it `mend` would not know."""
         return None if self._why else self._verbs.begin(part, patient, keep, done)
 
+    def planned(self, part: Part | Change, keep: Any) -> Any:
+        """See NicRoute."""
+        return self._verbs.planned(part, keep)
+
+    def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
+        """See NicRoute."""
+        return None if self._why else self._verbs.begin_planned(part, plan, done)
+
     def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
         """See FlyingRoute."""
         return self._or_tcp(part, self._verbs.mend(part, result, patient, keep), patient, keep)

@@ -19,12 +19,13 @@ import msgspec
 
 from monarch_backend import _native
 from monarch_backend.actor import CancelledError, Future, MeshFailure
-from monarch_backend.actor._future import no_wait
+from monarch_backend.actor._future import DoneFuture
 from monarch_backend.actor._program import Program, program
 from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
-from monarch_backend.rdma._flight import MERCY
+from monarch_backend.rdma._flight import MERCY, MOST_LOOKING
+from monarch_backend.rdma._futures import SingleFuture, TransferFuture, refuse_to_wait
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory
 from monarch_backend.rdma._near import QUICK
@@ -45,12 +46,12 @@ from monarch_backend.rdma._route import (
     Route,
     flying,
     moved,
+    of_nics,
     patient,
 )
 from monarch_backend.rdma._routes import Routes
 from monarch_backend.rdma._verbs import refusal_of
 from monarch_backend.rdma._workers import Workers
-from monarch_backend.rdma.verbs import hears
 from monarch_backend.transport._frames import Setting
 from monarch_backend.transport._peer import Peer
 
@@ -70,10 +71,11 @@ _REFUSALS = (
 SOON = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""
 
-HELP, HELP_PER_BYTE, MOST_HELP = 50e-6, 1e-10, 200e-6
-"""Seconds for which whoever waits looks himself, before he sleeps: what a sleep costs, and the bytes at 10 GB/s."""
-
 T = TypeVar("T")
+
+
+def _nothing() -> None:
+    """What a transfer gives."""
 
 
 class Engine:
@@ -90,15 +92,18 @@ class Engine:
         parts: Sequence[Part | Change],
         keep: Any,
         timeout: float | None,
-        result: Callable[[], Any] = lambda: None,
+        result: Callable[[], Any] = _nothing,
     ) -> Future[Any]:
         """Do all of it; a Future of ``result()``. ``keep`` is what the local addresses are of.
 
         Raises RDMAError if there is no route.
         """
         routed = [(part, self.routes.to(part.handle)) for part in parts]
-        if len(routed) == 1 and _is_quick(*routed[0]):
-            return self._at_once(*routed[0], keep, timeout, result)
+        if len(routed) == 1:
+            if _is_quick(*routed[0]):
+                return self._at_once(*routed[0], keep, timeout, result)
+            if timeout is None and (single := self._single(*routed[0], keep, result)) is not None:
+                return single
         self.guard()
         transfer = _Transfer(self, len(routed), keep, timeout, result)
         if all(_is_quick(part, route) for part, route in routed):
@@ -112,6 +117,38 @@ class Engine:
             if transfer.queue(number):
                 self.movers.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
         return transfer.future
+
+    def _single(
+        self, part: Part | Change, route: Route, keep: Any, result: Callable[[], T], plan: Any = None
+    ) -> Future[T] | None:
+        """On the caller's thread, if NICs do it; else None. ``plan``: the route's, if it was made before."""
+        nics = of_nics(route)
+        if nics is None or self.is_gone(part.handle.token):
+            return None
+        self.guard()
+        future = SingleFuture(self, part, nics, keep, result)
+        if plan is None:
+            flight = nics.begin(part, None, keep, future.landed)
+        else:
+            flight = nics.begin_planned(part, plan, future.landed)
+        if flight is None:
+            return None
+        future.flies(flight)
+        return future
+
+    def is_gone(self, token: str) -> bool:
+        """Since before we were told: nobody will tell us again."""
+        peer = self.program.router.peers.get(token)
+        return peer is not None and peer.gone is not None
+
+    def taking_over(
+        self, future: TransferFuture[Any], part: Part | Change, flight: Flight | None, keep: Any, result: Any
+    ) -> _Transfer:
+        """A transfer in the place of a SingleFuture."""
+        made = _Transfer(self, 1, keep, None, result, future)
+        made.watch()
+        made.adopt(part, flight)
+        return made
 
     def guard(self) -> None:
         """Ctrl-C comes after what is begun here, not in the middle of it, also if nobody has waited yet."""
@@ -130,11 +167,29 @@ class Engine:
             and self.registry.native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
         )
 
-    def copies(self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]) -> Any:
-        """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them.
+    def again(
+        self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]
+    ) -> Callable[[float | None], Future[None] | None] | None:
+        """What does all of it as `start` would, given a timeout, again and again as long as the memory is where it is.
+        It gives None where it can't any more; None in its place where nothing is spared by it.
 
         ``memories``: for each part its local memory, all of which one segment is of.
         """
+        copies = self._copies(parts, memories)
+        if copies is not None:
+            run = copies.run
+            return lambda timeout: DoneFuture() if (timeout is None or timeout > 0) and run() else None
+        if len(parts) != 1 or not isinstance(parts[0], Part):
+            return None
+        part, keep = parts[0], tuple(memories)
+        route = of_nics(self.routes.to(part.handle))
+        plan = None if route is None else route.planned(part, keep)
+        if route is None or plan is None:
+            return None
+        return lambda timeout: self._single(part, route, keep, _nothing, plan) if timeout is None else None
+
+    def _copies(self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]) -> Any:
+        """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them."""
         copies = []
         for part, memory in zip(parts, memories, strict=True):
             if not isinstance(part, Part) or part.handle.token not in self.routes.near:
@@ -206,7 +261,16 @@ def _moved(part: Part | Change, route: Route, until: Any, keep: Any) -> Result:
 class _Transfer:
     """Some parts, and the future of all of them."""
 
-    def __init__(self, engine: Engine, count: int, keep: Any, timeout: float | None, result: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        count: int,
+        keep: Any,
+        timeout: float | None,
+        result: Callable[[], Any],
+        future: TransferFuture[Any] | None = None,
+    ) -> None:
+        """``future``: one that this transfer is to take over; else it makes its own."""
         self._result = result
         self._engine, self._left, self._keep, self._timeout = engine, count, keep, timeout
         self._patient = patient(timeout)
@@ -215,7 +279,6 @@ class _Transfer:
         self._queued: set[int] = set()  # parts that wait for a thread
         self._closed: BaseException | None = None  # why no part waits for a thread any more
         self._flights: dict[int, Flight | None] = {}  # of parts that no thread does; None: it has landed
-        self._flying = 0  # bytes
         self._unwanted = 0  # the outcome of those that have not landed yet
         self._given_up: CancelledError | None = None  # by its user
         self._error: BaseException | None = None
@@ -224,7 +287,7 @@ class _Transfer:
         self._tokens: set[str] = set()
         self._gone: dict[str, MeshFailure] = {}
         self._awaited = False  # somebody sleeps, or has slept, until it ends
-        self.future: TransferFuture[Any] = TransferFuture(self, self._cancel)
+        self.future: TransferFuture[Any] = TransferFuture(self) if future is None else future
         if count == 0:
             self._finish()
 
@@ -234,6 +297,15 @@ class _Transfer:
         self._engine.program.pending[self._number] = self
         if self._timeout is not None:
             self._late = self._engine.program.pump.later(self._timeout, self._time_is_over)
+
+    def unwatch(self) -> None:
+        """It has ended, or has not begun and never will."""
+        self._engine.program.pending.pop(self._number, None)
+
+    def adopt(self, part: Part | Change, flight: Flight | None) -> None:
+        """Its only part, which was begun by another one, for whose end somebody may sleep already."""
+        self._tokens.add(part.handle.token)
+        self._flights[0], self._awaited = flight, True
 
     def _time_is_over(self) -> None:
         self._end_queued(
@@ -258,14 +330,13 @@ class _Transfer:
 
     def fly(self, number: int, part: Part | Change, route: FlyingRoute | None) -> bool:
         """Set this part going; False if it takes a thread."""
-        if route is None or self._unwanted or self._is_gone(part.handle.token):
+        if route is None or self._unwanted or self._engine.is_gone(part.handle.token):
             return False
         self._tokens.add(part.handle.token)
-        flight = route.begin(part, self._patient, self._keep, lambda result: self._landed(number, part, route, result))
+        flight = route.begin(part, self._patient, self._keep, lambda result: self.landed(number, part, route, result))
         if flight is None:
             return False
         with self._lock:
-            self._flying += _nbytes(part)
             self._flights.setdefault(number, flight)
         self._end_if_unwanted(flight)
         return True
@@ -275,7 +346,7 @@ class _Transfer:
         if self._unwanted:
             flight.end(self._unwanted)
 
-    def _landed(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+    def landed(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
         """Perhaps before it was noted that it flies. Must not wait."""
         with self._lock:
             self._flights[number] = None
@@ -295,8 +366,9 @@ class _Transfer:
             return
         error: BaseException | None = None
         try:
-            result = route.mend(part, result, self._patient, self._keep)
-            if result.outcome != DONE:
+            if self._engine.is_gone(part.handle.token):
+                error = lost(self._engine.program, part.handle, None)
+            elif (result := route.mend(part, result, self._patient, self._keep)).outcome != DONE:
                 error = self._failure(part.handle, result)
             elif isinstance(part, Change):
                 part.take(result.found)
@@ -319,9 +391,8 @@ class _Transfer:
 
     def wait(self, what: Any, seconds: float | None) -> bool:
         """Of the future: whoever waits helps first. Who may not wait is told so also where it would be a short time."""
-        self._refuse_to_wait()
-        most = min(MOST_HELP, HELP + self._flying * HELP_PER_BYTE)
-        flights = self._look(most, math.inf if seconds is None else seconds)
+        refuse_to_wait(self._engine.program)
+        flights = self._look(MOST_LOOKING, math.inf if seconds is None else seconds)
         if self.future.ready:
             return True
         self._awaited = True
@@ -423,15 +494,10 @@ class _Transfer:
         self._finish()
 
     def _do(self, part: Part | Change, route: Route) -> BaseException | None:
-        if self._is_gone(part.handle.token):
+        if self._engine.is_gone(part.handle.token):
             return lost(self._engine.program, part.handle, None)
         result = _moved(part, route, self._patient, self._keep)
         return None if result.outcome == DONE else self._failure(part.handle, result)
-
-    def _is_gone(self, token: str) -> bool:
-        """Since before we were told: nobody will tell us again."""
-        peer = self._engine.program.router.peers.get(token)
-        return peer is not None and peer.gone is not None
 
     def _failure(self, handle: Handle, result: Result) -> BaseException:
         known = self._gone.get(handle.token)
@@ -475,7 +541,7 @@ class _Transfer:
 
     def _finish(self) -> None:
         self._keep, pump = None, self._engine.program.pump
-        self._engine.program.pending.pop(self._number, None)
+        self.unwatch()
         if self._late is not None:
             self._late.cancel()
         if self._error is not None:
@@ -487,11 +553,11 @@ class _Transfer:
         if self._awaited:
             pump.wake()
 
-    def _cancel(self, reason: str) -> None:
+    def cancel(self, reason: str) -> None:
         """By its user, who may use the buffers again when this returns. Raises RuntimeError, before anything is given
         up, where it could not wait for that.
         """
-        self._refuse_to_wait()
+        refuse_to_wait(self._engine.program)
         self._given_up = CancelledError(reason)
         self._patient.cancel()
         self._end_queued(self._given_up)
@@ -501,15 +567,6 @@ class _Transfer:
                 flight.end_now()
             self._unfinished.acquire()
         _release(self._unfinished)  # others may wait for the same
-
-    def _refuse_to_wait(self) -> None:
-        """On a thread that has to notice what would be waited for: it would wait for ever."""
-        where = "reads messages" if self._engine.program.pump.reading else "hears of completions" if hears() else ""
-        if where:
-            raise RuntimeError(
-                f"a callback runs on the thread that {where}, and can't wait for a transfer, nor for the end of one "
-                "that is cancelled: use another thread"
-            )
 
 
 def _held() -> threading.Lock:
@@ -523,45 +580,6 @@ def _release(lock: threading.Lock) -> None:
         lock.release()
     except RuntimeError:  # somebody was faster
         return
-
-
-class TransferFuture(Future[T]):
-    """One that is done when its transfer is, also where that is given up: then nobody touches its memory any more."""
-
-    __slots__ = ("_transfer",)
-
-    def __init__(self, transfer: _Transfer, cancel: Callable[[str], object]) -> None:
-        super().__init__(transfer.wait, cancel)
-        self._transfer: _Transfer | None = transfer
-
-    def let_go(self) -> None:
-        """It is done, and has to keep nothing else alive."""
-        self._wait, self._transfer = no_wait, None
-
-    def done(self) -> bool:
-        """As Future's; whoever asks looks."""
-        if not self.ready and (transfer := self._transfer) is not None:
-            transfer.glance()
-        return self.ready
-
-    def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
-        """As Future's. It may also be called on the thread that hears of NICs' completions. It may begin transfers;
-        `get` and `cancel` of one that is not done may raise RuntimeError there, and do nothing.
-        """
-        super().add_done_callback(call)
-        if not self.ready and (transfer := self._transfer) is not None:
-            transfer.listen()
-
-    def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        """End the transfer, and wait for that: a moment. False if it has ended already.
-
-        Raises RuntimeError in a callback on a thread that must not wait, and has given up nothing then.
-        """
-        end = self._cancel
-        if self.ready or end is None:
-            return False
-        end(reason)
-        return isinstance(self._error, CancelledError)
 
 
 def lost(owner: Program, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:

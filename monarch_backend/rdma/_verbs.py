@@ -37,7 +37,16 @@ from monarch_backend.rdma._route import (
     Result,
     Segment,
 )
-from monarch_backend.rdma.verbs import Engine, Region, UnreachableMemoryError, VerbsError, available
+from monarch_backend.rdma.verbs import (
+    Engine,
+    Plan,
+    Region,
+    UnreachableMemoryError,
+    VerbsError,
+    available,
+    plan_atomic,
+    plan_transfer,
+)
 from monarch_backend.transport._peer import Peer
 
 _NO_ACCESS = "remote access error"
@@ -126,18 +135,27 @@ class Verbs:
 
     def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
         """See FlyingRoute."""
-        token, engine = part.handle.token, self._engine
-        if engine is None or not engine.connected(token):
-            return None
+        plan = self.planned(part, keep)
+        return None if plan is None else self.begin_planned(part, plan, done)
+
+    def planned(self, part: Part | Change, keep: Any) -> Plan | None:
+        """See NicRoute."""
         try:
             region = _region(part.handle.verbs)
-            if _refusal(part, region):
-                return None
-            flight = Flight(self._program, engine, token, done)
-            under_way = flight.took_off(_ask(engine, part, region, keep, flight.landed, at_once=True))
+            return None if _refusal(part, region) else _plan(part, region, keep)
         except (VerbsError, ValueError, TypeError):  # who does it by `move` will hear that again, and say it
             return None
-        return flight if under_way else None
+
+    def begin_planned(self, part: Part | Change, plan: Plan, done: Callable[[Result], None]) -> Flight | None:
+        """See NicRoute."""
+        token, engine = part.handle.token, self._engine
+        if engine is None:
+            return None
+        flight = Flight(self._program, engine, token, done)
+        try:
+            return flight.took_off(engine.start(token, plan, flight.landed, at_once=True))
+        except VerbsError:
+            return None
 
     def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
         """See FlyingRoute."""
@@ -168,7 +186,7 @@ class Verbs:
             region = _region(part.handle.verbs)
             if refusal := _refusal(part, region):
                 return Result(REFUSED, refusal, 0, 0)
-            _ask(engine, part, region, keep, done)
+            engine.start(part.handle.token, _plan(part, region, keep), done)
         except UnreachableMemoryError as error:
             return result_of(error, 0)
         except (VerbsError, ValueError, TypeError) as error:
@@ -234,18 +252,12 @@ def _refusal(part: Part | Change, region: Region) -> int:
     return MISALIGNED if (region.address + part.offset) % 8 else 0
 
 
-def _ask(
-    engine: Engine, part: Part | Change, region: Region, keep: Any, done: Callable[[Any], None], at_once: bool = False
-) -> Any:
-    """See Engine.transfer and Engine.atomic."""
+def _plan(part: Part | Change, region: Region, keep: Any) -> Plan:
+    """See verbs. Raises ValueError and TypeError."""
     if isinstance(part, Part):
-        way: Literal["read", "write"] = "write" if part.write else "read"
-        owners = _owners(part.segments, keep)
-        return engine.transfer(part.handle.token, way, region, part.segments, owners, done, at_once=at_once)
+        return plan_transfer("write" if part.write else "read", region, part.segments, _owners(part.segments, keep))
     kind: Literal["fetch_add", "compare_swap"] = "fetch_add" if part.access == FETCH_ADD else "compare_swap"
-    return engine.atomic(
-        part.handle.token, kind, region, part.offset, part.operand, part.expected, done, at_once=at_once
-    )
+    return plan_atomic(kind, region, part.offset, part.operand, part.expected)
 
 
 def _owners(segments: Sequence[Segment], keep: Any) -> Any:

@@ -19,13 +19,15 @@ _errors.py       what is raised
 """
 
 from monarch_backend.rdma.verbs._devices import Fact, available, describe
-from monarch_backend.rdma.verbs._engine import Engine, Region, hears
+from monarch_backend.rdma.verbs._engine import Engine, Region, hears, plan_atomic, plan_transfer
 from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
+from monarch_backend.rdma.verbs._request import Plan
 from monarch_backend.rdma.verbs._settings import Settings, from_environment
 
 __all__ = [
     "Engine",
     "Fact",
+    "Plan",
     "Region",
     "Settings",
     "UnreachableMemoryError",
@@ -34,4 +36,6 @@ __all__ = [
     "describe",
     "from_environment",
     "hears",
+    "plan_atomic",
+    "plan_transfer",
 ]

@@ -31,6 +31,9 @@ QUIET = 2 << 20
 
 _AT_ONCE = 64
 
+SLEEP, WORTH = 50e-6, 5e-3
+"""Seconds that a sleep and its end take; and of a transfer that takes so long that this is little beside it."""
+
 _LOOKS = 8
 """Of one who waits, before he looks at the clock: in some guests that takes as long as a small transfer."""
 
@@ -53,8 +56,7 @@ class Completions:
         self._over: deque[tuple[Done, Any]] = deque()  # callbacks and what they are given, for whoever holds no lock
         self._telling = threading.local()
         self.devices: list[Device] = []
-        # A NIC needs nobody's processor; but where there is one, the kernel may do a NIC's work on it, or another thread
-        # have something to do.
+        # A NIC needs nobody's processor; but where there is only one, the kernel may have to do a NIC's work on it.
         self.yields = len(os.sched_getaffinity(0)) == 1
 
     # ---- requests
@@ -170,31 +172,33 @@ class Completions:
             self._looking = False
 
     def help(self, request: Request, seconds: float) -> None:
-        """On a thread that waits for it: look, for so long at most, and not longer than is good for others."""
-        self._look_for(request)
-        looks = _LOOKS if seconds > 0 else 0
-        while looks and not request.finished:
-            looks -= 1
-            self._look_for(request)
-        if request.finished or seconds <= 0:
-            return
-        until = time.perf_counter() + seconds
-        while not request.finished and time.perf_counter() < until:
+        """On a thread that waits for it: look, for so long at most, and not longer than is worth it."""
+        for _ in range(_LOOKS if seconds > 0 else 1):
+            if self._look_for(request):
+                return
+        until = time.perf_counter() + min(seconds, self._worth_it(request)) if seconds > 0 else 0.0
+        while until and time.perf_counter() < until:
             if self.yields:
                 os.sched_yield()
-            self._look_for(request)
+            if self._look_for(request):
+                return
 
-    def _look_for(self, request: Request) -> None:
-        """At the devices that do it, if nobody else is at them."""
-        if not self._lock.acquire(blocking=False):  # somebody looks, or posts
-            return
-        try:
-            for device in self.devices:
-                if request.is_for(device):
-                    self._look(device)
-        finally:
-            self._lock.release()
-        self.tell()
+    def _worth_it(self, request: Request) -> float:
+        """Seconds. Twice what the devices have shown that it takes; but no more than a sleep where that is long."""
+        taken = 2 * request.nbytes * max((device.pace for device in self.devices), default=0.0)
+        return SLEEP + (taken if taken < WORTH else 0.0)
+
+    def _look_for(self, request: Request) -> bool:
+        """At the devices that do it, if nobody else is at them; True if it has finished."""
+        if self._lock.acquire(blocking=False):  # else somebody looks, or posts
+            try:
+                for device in self.devices:
+                    if request.is_for(device):
+                        self._look(device)
+            finally:
+                self._lock.release()
+            self.tell()
+        return request.finished
 
     def listen(self, request: Request) -> None:
         """Before somebody sleeps until it is over."""

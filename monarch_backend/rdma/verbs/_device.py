@@ -24,6 +24,11 @@ COMPLETIONS = 16384
 _MOST_READS = 16
 """READs and atomics under way on a queue pair: what the common devices have, and each costs memory."""
 
+FIRST_PACE, SLOWER = 1e-10, 1.25
+"""Seconds of a byte before a device has shown its own: 10 GB/s; and by how much it may seem slower after one transfer,
+for nobody may have looked for the end of it at once.
+"""
+
 _SLOTS = 512
 _VALUE = struct.Struct("=Q")
 
@@ -57,6 +62,7 @@ class Device:
         self.credit = max(1, self.nic.limits.completions - self.most_lanes)
         self.starved = False  # a lane had work, and there was no credit
         self.armed = False  # the next completion is announced
+        self.pace = FIRST_PACE
         self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []
@@ -76,6 +82,10 @@ class Device:
             min(limits.reads_out, _MOST_READS),
             gids,
         )
+
+    def took(self, seconds: float, nbytes: int) -> None:
+        """From posting so many bytes on an idle queue pair until somebody has seen that they were done."""
+        self.pace = min(seconds / nbytes, self.pace * SLOWER)
 
     def take_slot(self) -> Slot:
         """Until it is given back. Raises VerbsError."""

@@ -405,19 +405,20 @@ class Engine:
         """Segments of a peer's region to or from memory here; ``owners``: the object whose memory that is, or a list of
         one for each segment. ``done(None or the error)`` is called once. What is wrong from the start is raised.
 
-        ``at_once``: only if there is a connection and it takes no time, else None; and somebody will `help`, or `listen`, who wants to know soon
-        when it is done.
+        ``at_once``: only if there is a connection and it takes no time, else None; and somebody will `help`, or
+        `listen`, who wants to know soon when it is done.
         """
-        return self.start(peer, plan(kind, remote, segments, owners), done, at_once=at_once)
+        return self.start(peer, plan_transfer(kind, remote, segments, owners), done, at_once=at_once)
 
     def start(self, peer: Peer, what: Plan, done: Done, *, at_once: bool = False) -> Request | None:
-        """As `transfer`, of a `plan`."""
+        """As `transfer` and `atomic`, of what was planned for that."""
         request = Request(what, done)
         with self._lock:
             near = self._near(what)
-            if at_once and not self.connected(peer):
+            link = self._links.get(peer)
+            if at_once and (link is None or link.state is not State.UP):
                 return None
-            if request.register_known(near):
+            if request.is_atomic or request.register_known(near):
                 return self._submit(peer, request, at_once)
         if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in what.allocations for d in near):
             return None
@@ -442,19 +443,7 @@ class Engine:
         ``done`` gets the value from before, or the error. Numbers are unsigned and wrap around. ``at_once``: see
         `transfer`.
         """
-        if kind not in ("fetch_add", "compare_swap"):
-            raise ValueError(f"{kind!r}: an atomic is fetch_add or compare_swap")
-        if not remote.writable:
-            raise ValueError("the region is read-only: its owner has exposed it without writable=True")
-        if not 0 <= offset <= remote.nbytes - 8 or (remote.address + offset) % 8:
-            raise ValueError(f"offset {offset} of a region of {remote.nbytes} bytes: eight aligned bytes are needed")
-        operands = (operand & _ALL, 0) if kind == "fetch_add" else (expected & _ALL, operand & _ALL)
-        asked = Plan(kind, remote.record, [Piece(remote.address + offset, 0, 8, 0)], (), operands)
-        with self._lock:
-            self.devices()
-            if at_once and not self.connected(peer):
-                return None
-            return self._submit(peer, Request(asked, done), at_once)
+        return self.start(peer, plan_atomic(kind, remote, offset, operand, expected), done, at_once=at_once)
 
     def help(self, request: Request, seconds: float) -> None:
         """On a thread that waits for it: look for completions, for so long at most. Calls back."""
@@ -501,7 +490,8 @@ class Engine:
     def _submit(self, peer: Peer, request: Request, quiet: bool = False) -> Request:
         with self._lock:
             try:
-                self.devices()
+                if self._closed or not self._opened:
+                    self.devices()
                 link = self._link(peer)
                 request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
                 self._completions.begins(request)
@@ -519,7 +509,8 @@ class Engine:
     def _link(self, peer: Peer) -> Link:
         if self._closed:
             raise VerbsError("the engine is closed")
-        return self._links.setdefault(peer, Link(peer, self))
+        link = self._links.get(peer)
+        return self._links.setdefault(peer, Link(peer, self)) if link is None else link
 
     def _near(self, what: Plan) -> list[Device]:
         """The devices for a transfer: those nearest to its memory; one of them, if it is small."""
@@ -668,7 +659,7 @@ def _register(request: Request, near: Sequence[Device]) -> None:
         raise
 
 
-def plan(kind: Literal["read", "write"], remote: Region, segments: Sequence[Segment], owners: Any) -> Plan:
+def plan_transfer(kind: Literal["read", "write"], remote: Region, segments: Sequence[Segment], owners: Any) -> Plan:
     """See Engine.transfer. Raises ValueError, and TypeError for owners that have no memory."""
     if kind not in ("read", "write"):
         raise ValueError(f"{kind!r}: a transfer is a read or a write")
@@ -679,6 +670,20 @@ def plan(kind: Literal["read", "write"], remote: Region, segments: Sequence[Segm
         raise ValueError(f"{len(each)} owners for {len(segments)} segments")
     allocations, pieces = _pieces(remote, segments, each)
     return Plan(kind, remote.record, pieces, allocations)
+
+
+def plan_atomic(
+    kind: Literal["fetch_add", "compare_swap"], remote: Region, offset: int, operand: int, expected: int
+) -> Plan:
+    """See Engine.atomic. Raises ValueError."""
+    if kind not in ("fetch_add", "compare_swap"):
+        raise ValueError(f"{kind!r}: an atomic is fetch_add or compare_swap")
+    if not remote.writable:
+        raise ValueError("the region is read-only: its owner has exposed it without writable=True")
+    if not 0 <= offset <= remote.nbytes - 8 or (remote.address + offset) % 8:
+        raise ValueError(f"offset {offset} of a region of {remote.nbytes} bytes: eight aligned bytes are needed")
+    operands = (operand & _ALL, 0) if kind == "fetch_add" else (expected & _ALL, operand & _ALL)
+    return Plan(kind, remote.record, [Piece(remote.address + offset, 0, 8, 0)], (), operands)
 
 
 def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:
@@ -720,4 +725,4 @@ def _no_way(peer: Peer, theirs: Sequence[Endpoint], devices: Sequence[Device], p
     )
 
 
-__all__ = ["Done", "Engine", "Peer", "Region", "Segment", "hears", "plan"]
+__all__ = ["Done", "Engine", "Peer", "Region", "Segment", "hears", "plan_atomic", "plan_transfer"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +28,9 @@ BATCH = 16
 
 BATCH_BYTES, LANE_BYTES = 2 << 20, 8 << 20
 """Of a batch; under way on a queue pair, so that it is the faster lane that gets the next piece."""
+
+_TIMED = 256 << 10
+"""Bytes of a work request by which a device shows its pace: a smaller one's would be the clock's, in some guests."""
 
 _ids = itertools.count(1)  # of work requests: never used twice, for a queue may still hold a dead lane's completion
 
@@ -56,6 +60,7 @@ class Lane:
         self.number, self.psn = self.pair.number, psn
         self.posted: deque[Posted] = deque()
         self.nbytes = 0  # under way
+        self._since, self._timed = 0.0, 0  # when that work request was posted, and its number; 0: none is timed
         self.their_nic = 0
         self.proved = False
         device.lanes[self.number] = self
@@ -128,6 +133,8 @@ class Lane:
         return Work(id_, request.opcode, signaled, local, piece.nbytes, lkey, piece.remote, rkey, first, second)
 
     def _post(self, batch: list[Posted], works: list[Work]) -> None:
+        if not self.posted and (first := batch[0].piece) is not None and first.nbytes >= _TIMED and len(batch) == 1:
+            self._since, self._timed = time.perf_counter(), batch[0].id
         for posted in batch:
             self.posted.append(posted)
             self.nbytes += posted.piece.nbytes if posted.piece else 0
@@ -139,6 +146,9 @@ class Lane:
         done = []
         while self.posted and self.posted[0].id <= id_:
             done.append(self._pop())
+        if self._timed and done and done[0].id == self._timed and done[0].piece is not None:
+            self.device.took(time.perf_counter() - self._since, done[0].piece.nbytes)
+            self._timed = 0
         return done
 
     def _pop(self) -> Posted:

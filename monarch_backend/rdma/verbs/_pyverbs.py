@@ -24,6 +24,9 @@ from monarch_backend.rdma.verbs._binding import Completion, Limits, Path, Port, 
 
 _ETHERNET, _ACTIVE = 2, 4
 _EVENT_FILE = "anon_inode:[infinibandevent]"
+_MADE = 64
+"""Work requests that a queue pair keeps to be used again."""
+
 _opening = threading.Lock()
 
 
@@ -32,7 +35,11 @@ def _os_errors() -> Iterator[None]:
     try:
         yield
     except PyverbsError as error:
-        raise OSError(getattr(error, "error_code", 0), str(error)) from error
+        raise _os_error(error) from error
+
+
+def _os_error(error: PyverbsError) -> OSError:
+    return OSError(getattr(error, "error_code", 0), str(error))
 
 
 def _event_files() -> set[int]:
@@ -96,8 +103,10 @@ class _Nic:
             self._cq.ack_events(1)
 
     def poll(self, most: int) -> list[Completion]:
-        with _os_errors():
+        try:
             _, found = self._cq.poll(most)
+        except PyverbsError as error:
+            raise _os_error(error) from error
         return [Completion(wc.wr_id, wc.status, wc.qp_num, wc.vendor_err) for wc in found]
 
     def register(self, address: int, nbytes: int, access: int) -> Any:
@@ -127,6 +136,7 @@ class _Nic:
 class _QueuePair:
     def __init__(self, qp: Any) -> None:
         self._qp = qp
+        self._made: dict[tuple[int, int, int, bool], Any] = {}  # work requests, by what is not changed in them
         self.number: int = qp.qp_num
         self.close: Callable[[], None] = qp.close
 
@@ -157,6 +167,9 @@ class _QueuePair:
             self._qp.modify(to_rts, verbs.RTR_TO_RTS)
 
     def post(self, works: Sequence[Work]) -> None:
+        if len(works) == 1 and works[0].nbytes:
+            self._post_one(works[0])
+            return
         chain: list[Any] = []  # from the last to the first; pyverbs only keeps pointers
         for work in reversed(works):
             chain.append(_request(work))
@@ -164,6 +177,24 @@ class _QueuePair:
                 chain[-1].next_wr = chain[-2]
         with _os_errors():
             self._qp.post_send(chain[-1])
+
+    def _post_one(self, work: Work) -> None:
+        """To or from memory of which there was one before, only what may be new is written: to make a request and its
+        SGE takes longer than to post it, since pyverbs looks up a logger for either.
+        """
+        key = work.local, work.nbytes, work.lkey, work.signaled
+        request = self._made.get(key)
+        if request is None:
+            if len(self._made) >= _MADE:
+                self._made.clear()
+            request = self._made[key] = _request(work)
+        else:
+            request.wr_id, request.opcode = work.id, work.opcode
+            _aim(request, work)
+        try:
+            self._qp.post_send(request)
+        except PyverbsError as error:
+            raise _os_error(error) from error
 
 
 def _request(work: Work) -> Any:
@@ -176,8 +207,12 @@ def _request(work: Work) -> Any:
     )
     if not work.nbytes:
         request.num_sge = 0  # the constructor insists on one
+    _aim(request, work)
+    return request
+
+
+def _aim(request: Any, work: Work) -> None:
     if work.opcode in (verbs.FETCH_ADD, verbs.COMPARE_SWAP):
         request.set_wr_atomic(work.rkey, work.remote, work.compare_add, work.swap)
     else:
         request.set_wr_rdma(work.rkey, work.remote)
-    return request

@@ -119,8 +119,7 @@ def test_who_waits_for_a_slow_one_sleeps_and_is_told(far: Make) -> None:
 
 
 def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_transfers, "HELP", 10.0)
-    monkeypatch.setattr(_transfers, "MOST_HELP", 10.0)
+    monkeypatch.setattr(_completions, "SLEEP", 10.0)
     monkeypatch.setattr(_completions, "SWEEP", 10.0)
     owner = far(Fabric(at_once=False), yields=False)
     owner.buffer[:8].read_into(bytearray(8)).done()
@@ -200,7 +199,7 @@ def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatc
 
     second = slow.buffer[:8].read_into(bytearray(8))
     looked: list[Any] = []
-    monkeypatch.setattr(second._transfer, "_look", lambda *args: looked.append(args))
+    monkeypatch.setattr(_flight.Flight, "help", lambda *args: looked.append(args))
     raised.clear()
 
     def looking(_: Any) -> None:
@@ -433,8 +432,8 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
 
 def test_get_returns_in_time_with_many_under_way(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits looks himself, for so long in all and not for each of them."""
-    monkeypatch.setattr(_transfers, "HELP", 0.2)
-    monkeypatch.setattr(_transfers, "MOST_HELP", 0.2)
+    monkeypatch.setattr(_completions, "SLEEP", 0.2)
+    monkeypatch.setattr(_transfers, "MOST_LOOKING", 0.2)
     slow, action = far(Fabric(at_once=False), yields=False), RDMAAction()
     for _ in range(50):
         action.read_remote(bytearray(8), slow.buffer[:8])
@@ -582,6 +581,7 @@ def test_a_connection_is_not_made_again_for_what_nobody_wants(far: Make, monkeyp
     future = owner.buffer[:8].read_into(bytearray(8))
     cancelling = threading.Thread(target=future.cancel)
     cancelling.start()
+    assert until(lambda: future._transfer is not None)
     [request] = [flight._request for flight in future._transfer._under_way()]
     assert until(lambda: request.unwanted is not None, 10)
     owner.fabric.dead = True
