@@ -72,10 +72,15 @@ class Flight:
             self._engine.give_up(self._token, _WHY)
 
 
+_DONE = Result(DONE, 0, 0, 0)
+
+
 def result_of(what: Any, over: int) -> Result:
     """Of what the engine has called back with. ``over``: the outcome of one that nobody has wanted any more."""
+    if what is None:
+        return _DONE
     if not isinstance(what, BaseException):
-        return Result(DONE, 0, 0, what or 0)
+        return Result(DONE, 0, 0, what)
     if over:
         return Result(over, 0, 0, 0)
     if isinstance(what, (NoWay, UnreachableMemoryError)):

@@ -65,6 +65,10 @@ class TransferFuture(Future[T]):
         return isinstance(self._error, CancelledError)
 
 
+_OVER: dict[str, Any] = {"by": None}
+"""Of all whose end somebody has seen to."""
+
+
 class SingleFuture(TransferFuture[T]):
     """Of one part on a route of NICs. A _Transfer takes it over when it fails, or when somebody gives it up."""
 
@@ -76,19 +80,20 @@ class SingleFuture(TransferFuture[T]):
         self._transfer, self._wait = None, _wait
         self._mover, self._part, self._route, self._keep, self._result = mover, part, route, keep, result
         self._flight: Flight | None = None
-        self._ends: dict[str, Any] = {}  # who sees to its end: the first to write it down there
+        self._ends: dict[str, _Transfer | None] = {}  # "by" whom: None is itself, and the first to say it is right
         self._awaited = False  # somebody sleeps, or has slept, until it is done
 
-    def flies(self, flight: Flight) -> None:
-        """It may be done already."""
+    def flies(self, flight: Flight) -> SingleFuture[T]:
+        """Itself, which may be done already."""
         self._flight = flight
         if self.ready:
             self._flight = None
+        return self
 
     def landed(self, result: Result) -> None:
         """Of its flight, on any thread. Must not wait."""
-        seen_to_by = self._ends.setdefault("by", self) if result.outcome == DONE else self._taken_over()
-        if seen_to_by is not self:
+        seen_to_by = self._ends.setdefault("by", None) if result.outcome == DONE else self._taken_over()
+        if seen_to_by is not None:
             seen_to_by.landed(0, self._part, self._route, result)
             return
         if isinstance(self._part, Change):
@@ -99,8 +104,8 @@ class SingleFuture(TransferFuture[T]):
         if self._awaited:
             mover.program.pump.wake()
 
-    def _taken_over(self) -> Any:
-        """The transfer that sees to its end; this future, if it does that itself and has begun to."""
+    def _taken_over(self) -> _Transfer | None:
+        """The transfer that sees to its end; None if the future itself has begun to do that."""
         made = self._mover.taking_over(self, self._part, self._flight, self._keep, self._result)
         seen_to_by = self._ends.setdefault("by", made)
         if seen_to_by is made:
@@ -108,6 +113,11 @@ class SingleFuture(TransferFuture[T]):
         else:
             made.unwatch()
         return seen_to_by
+
+    def let_go(self) -> None:
+        """As TransferFuture's."""
+        super().let_go()
+        self._flight, self._keep, self._ends = None, None, _OVER
 
     def done(self) -> bool:
         """As TransferFuture's."""
@@ -128,7 +138,7 @@ class SingleFuture(TransferFuture[T]):
             return False
         refuse_to_wait(self._mover.program)
         seen_to_by = self._taken_over()
-        if seen_to_by is not self:  # else it is done, as good as: nobody touches its memory any more
+        if seen_to_by is not None:  # else it is done, as good as: nobody touches its memory any more
             seen_to_by.cancel(reason)
         return isinstance(self._error, CancelledError)
 

@@ -41,6 +41,7 @@ from monarch_backend.rdma._route import (
     Change,
     Flight,
     FlyingRoute,
+    NicRoute,
     Part,
     Result,
     Route,
@@ -102,7 +103,9 @@ class Engine:
         if len(routed) == 1:
             if _is_quick(*routed[0]):
                 return self._at_once(*routed[0], keep, timeout, result)
-            if timeout is None and (single := self._single(*routed[0], keep, result)) is not None:
+            part, route = routed[0]
+            nics = of_nics(route) if timeout is None else None
+            if nics is not None and (single := self._single(part, nics, keep, result)) is not None:
                 return single
         self.guard()
         transfer = _Transfer(self, len(routed), keep, timeout, result)
@@ -119,22 +122,16 @@ class Engine:
         return transfer.future
 
     def _single(
-        self, part: Part | Change, route: Route, keep: Any, result: Callable[[], T], plan: Any = None
+        self, part: Part | Change, route: NicRoute, keep: Any, result: Callable[[], T], plan: Any = None
     ) -> Future[T] | None:
-        """On the caller's thread, if NICs do it; else None. ``plan``: the route's, if it was made before."""
-        nics = of_nics(route)
-        if nics is None or self.is_gone(part.handle.token):
-            return None
+        """By NICs, begun on the caller's thread; None if it takes another one. ``plan``: the route's, if it has one."""
         self.guard()
-        future = SingleFuture(self, part, nics, keep, result)
+        future = SingleFuture(self, part, route, keep, result)
         if plan is None:
-            flight = nics.begin(part, None, keep, future.landed)
+            flight = route.begin(part, None, keep, future.landed)
         else:
-            flight = nics.begin_planned(part, plan, future.landed)
-        if flight is None:
-            return None
-        future.flies(flight)
-        return future
+            flight = route.begin_planned(part, plan, future.landed)
+        return None if flight is None else future.flies(flight)
 
     def is_gone(self, token: str) -> bool:
         """Since before we were told: nobody will tell us again."""

@@ -414,10 +414,9 @@ class Engine:
         """As `transfer` and `atomic`, of what was planned for that."""
         request = Request(what, done)
         with self._lock:
-            near = self._near(what)
-            link = self._links.get(peer)
-            if at_once and (link is None or link.state is not State.UP):
+            if at_once and ((link := self._links.get(peer)) is None or link.state is not State.UP):
                 return None
+            near = self._near(what)
             if request.is_atomic or request.register_known(near):
                 return self._submit(peer, request, at_once)
         if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in what.allocations for d in near):
@@ -448,7 +447,10 @@ class Engine:
     def help(self, request: Request, seconds: float) -> None:
         """On a thread that waits for it: look for completions, for so long at most. Calls back."""
         if self._fork == _forks:
-            self._carefully(self._completions.help, request, seconds)
+            try:
+                self._completions.help(request, seconds)
+            except Exception:
+                self._fail_all("completions of a device cannot be read")
 
     @property
     def is_here(self) -> bool:
@@ -490,8 +492,7 @@ class Engine:
     def _submit(self, peer: Peer, request: Request, quiet: bool = False) -> Request:
         with self._lock:
             try:
-                if self._closed or not self._opened:
-                    self.devices()
+                self.devices()
                 link = self._link(peer)
                 request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
                 self._completions.begins(request)
@@ -613,8 +614,7 @@ class Engine:
         try:
             look(*of)
         except Exception:
-            log.exception("verbs: completions of a device cannot be read")
-            self._fail_all("completions of a device cannot be read: see the log")
+            self._fail_all("completions of a device cannot be read")
             return False
         return True
 
@@ -638,9 +638,11 @@ class Engine:
                 log.exception("verbs: a callback has failed")
 
     def _fail_all(self, why: str) -> None:
+        """In an except clause."""
+        log.exception("verbs: %s", why)
         with self._lock:
             for link in self._links.values():
-                link.fail(VerbsError(why))
+                link.fail(VerbsError(f"{why}: see the log"))
 
 
 def _register(request: Request, near: Sequence[Device]) -> None:

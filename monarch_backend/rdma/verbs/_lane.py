@@ -143,8 +143,8 @@ class Lane:
 
     def retire(self, id_: int) -> list[Posted]:
         """All up to this one are done."""
-        done = []
-        while self.posted and self.posted[0].id <= id_:
+        done, waiting = [], self.posted
+        while waiting and waiting[0].id <= id_:
             done.append(self._pop())
         if self._timed and done and done[0].id == self._timed and done[0].piece is not None:
             self.device.took(time.perf_counter() - self._since, done[0].piece.nbytes)

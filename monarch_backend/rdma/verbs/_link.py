@@ -254,8 +254,10 @@ class Link:
             else:
                 posted.request.under_way -= 1
                 self._settle(posted.request)
-        self._drained()
-        self.pump()
+        if self.state is not State.UP:
+            self._drained()
+        if self._waiting:
+            self.pump()
 
     def _proved(self, lane: Lane) -> None:
         lane.proved = True
@@ -334,7 +336,7 @@ class Link:
         self._settle(request)
 
     def _settle(self, request: Request) -> None:
-        if request.is_over and not request.finished:
+        if not request.finished and request.is_over:
             self._waiting.pop(request, None)
             self._host.finish(request)
 

@@ -83,7 +83,7 @@ def _done_already(_: Any) -> None:
 class Plan:
     """What is asked for, which may be asked for again and again."""
 
-    __slots__ = ("allocations", "kind", "nbytes", "opcode", "operands", "pieces", "record")
+    __slots__ = ("allocations", "is_one_piece", "kind", "nbytes", "opcode", "operands", "pieces", "record")
 
     def __init__(
         self,
@@ -96,11 +96,8 @@ class Plan:
         self.kind, self.opcode, self.record, self.operands = kind, OPCODES[kind], record, operands
         self.pieces, self.allocations = pieces, allocations
         self.nbytes = pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
-
-    @property
-    def is_one_piece(self) -> bool:
-        """It is a single work request, where a device's messages may be as long."""
-        return len(self.pieces) == 1 and self.nbytes <= LEAST_PIECE
+        # A single work request, that is, where a device's messages may be as long.
+        self.is_one_piece = len(pieces) == 1 and self.nbytes <= LEAST_PIECE
 
 
 class Request:
