@@ -1,7 +1,7 @@
 """Reading another process's memory: RDMABuffer on every route, beside what limits it and beside peers.
 
     python tools/peer_env.py torchmonarch nixl        # once: the peers' own environments
-    python benchmarks/rdma.py [--rounds N] [--sizes 8 64K 64M] [--only host hosts verbs] [--out DIR]
+    python benchmarks/rdma.py [--rounds N] [--sizes 8 64K 64M] [--only host hosts own verbs] [--out DIR]
     tools/rxe_guest.sh python benchmarks/rdma.py --only verbs      # where this machine has no two RDMA devices
 
 host    two processes of this host: memory of rdma.empty (mapped), ordinary memory (process_vm_readv), and through the
@@ -10,12 +10,19 @@ host    two processes of this host: memory of rdma.empty (mapped), ordinary memo
         over UCX and torchmonarch, whose RDMABuffer takes TCP where no NIC is
 hosts   two network namespaces, over TCP, with and without TLS, beside sockets and iperf3 with one stream; needs root,
         iproute2 and iperf3
-verbs   two RDMA devices of this machine, beside perftest: its rates with as many in flight, and its latency of a read
+own     8 bytes by verbs over a NIC that there is not: what our Python takes, beside a bare work request of that NIC
+        ("again" as above)
+verbs   two RDMA devices of this machine, beside perftest: its rates with as many in flight, and its latencies
 
 Each size goes round all contenders, round after round and each round from another one on. Cells have the median of all
 calls, the rate, and in brackets how fast that is beside the contender's floor: the median of the rounds' ratios. All
 that is read is compared with what it must be, once for each size. Python's own part of a read is the time of the call
 less that of the compiled call that it ends in.
+
+With verbs there are two parts of Python's: our own, which is taken from the path over the NIC that there is not, less
+that NIC's part, so that it knows nothing of what the real one makes us do; and that of the package which is the adapter
+to libibverbs (pyverbs or ibverbs), a bare loop of it less perftest's latency. The bar is that a transfer of 8 bytes
+takes no more than perftest's latency, both parts and 3 us: what else there is would be a sleep, or a change of thread.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -83,12 +91,13 @@ class Contender:
     name: str
     times: Callable[[int], list[float]]
     least: int = 0  # bytes
+    most: int = 1 << 62
     bare: Callable[[], list[float]] | None = None  # what is below Python, of 8 bytes
     failed: bool = field(default=False)
 
     def turn(self, route: Route, size: int) -> None:
         """Its part of a round."""
-        if self.failed or size < self.least:
+        if self.failed or not self.least <= size <= self.most:
             return
         try:
             times = self.times(size)
@@ -114,9 +123,14 @@ def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], 
         route.rows[size] = {name: row[name] for name in order if name in row}
 
 
+def heard_of(station: Station) -> Any:
+    """What it says that it is."""
+    return json.loads(station.hear())
+
+
 def station_of(name: str, station: Station, route: Route, *, case: str = "read", bare: bool = False) -> Contender:
     """Of a station, which says what it is."""
-    about = json.loads(station.hear())
+    about = heard_of(station)
     if isinstance(about, str):
         route.notes.append(f"{name}: {about}")
     below = (lambda: ask(station, "bare", 8)) if bare else None
@@ -256,26 +270,65 @@ def verbs(count: int) -> Route:
     ports = iter(range(18600, 65000))
     with stations(Alone(), **COMMON) as make:  # type: ignore[arg-type]
         ours = make(0, sys.executable, STATIONS / "ours.py", "ordinary", max(VERBS_SIZES), **env)
-        made = [station_of("read, 1 in flight", ours, route, bare=True)]
+        nowhere = make(0, sys.executable, STATIONS / "pretended.py", SMALL)
+        made = [station_of("read, 1 in flight", ours, route)]
         made += [_many(ours, kind, n) for kind, n in (("read", IN_FLIGHT), ("write", 1), ("write", IN_FLIGHT))]
+        made += [_small(name, ours, case) for name, case in {**AGAIN, **BARE}.items()]
+        heard_of(nowhere)
+        made += [_small(f"{name}, no NIC", nowhere, case) for name, case in {**ONCE, **AGAIN, **BARE}.items()]
         if why := perftest.missing():
             route.notes.append(f"perftest: {why}")
         else:
-            made += [_perftest(name, ports) for name in (*floors.values(), "ib_read_lat")]
+            made += [_perftest(name, ports) for name in (*floors.values(), "ib_read_lat", "ib_write_lat")]
         rounds(route, made, VERBS_SIZES, count)
-    route.notes += _latency(route)
+    for kind in ("read", "write"):
+        route.notes += _latency(route, kind, f"{kind}, 1 in flight", kind)
+        route.notes += _latency(route, kind, f"{kind}, again", f"{kind}, again")
     return route
 
 
-def _latency(route: Route) -> list[str]:
-    """Of 8 bytes, without what Python takes: within 3 us of perftest's."""
-    row, own = route.rows[VERBS_SIZES[0]], route.own.get("read, 1 in flight")
-    if own is None or "ib_read_lat" not in row or "read, 1 in flight" not in row:
+SMALL = 8  # bytes
+ONCE = {"read": "read", "write": "write"}
+AGAIN = {"read, again": "read_again", "write, again": "write_again"}
+BARE = {"bare read": "bare", "bare write": "write_bare"}
+
+
+def _small(name: str, station: Station, case: str) -> Contender:
+    return Contender(name, lambda size: ask(station, case, size), most=SMALL)
+
+
+def own_part(count: int) -> Route:
+    """Over a NIC that there is not."""
+    names = {**ONCE, **AGAIN, **BARE}
+    floors = {name: f"bare {name.split(',')[0]}" for name in {**ONCE, **AGAIN}}
+    route = Route("Verbs' own Python", floors)
+    with stations(Alone(), **COMMON) as make:  # type: ignore[arg-type]
+        station = make(0, sys.executable, STATIONS / "pretended.py", SMALL)
+        heard_of(station)
+        rounds(route, [_small(name, station, case) for name, case in names.items()], [SMALL], count)
+    for name, bare in ((name, bare) for name, bare in floors.items() if {name, bare} <= route.rows[SMALL].keys()):
+        route.notes.append(f"{name}: our own part is {_over(route, name, bare):.1f} us")
+    return route
+
+
+def _over(route: Route, name: str, floor: str) -> float:
+    """Microseconds that a transfer of 8 bytes takes longer: the median of the rounds."""
+    row = route.rows[SMALL]
+    each = zip(row[name].rounds, row[floor].rounds, strict=False)
+    return statistics.median(statistics.median(mine) - statistics.median(its) for mine, its in each)
+
+
+def _latency(route: Route, kind: str, name: str, own: str) -> list[str]:
+    """Of 8 bytes: both parts of Python's, and whether anything else is in it. See the head of this file."""
+    row, floor, bare = route.rows[SMALL], f"ib_{kind}_lat", f"bare {kind}"
+    if not {name, bare, floor, f"{own}, no NIC", f"{bare}, no NIC"} <= row.keys():
         return []
-    each = zip(row["read, 1 in flight"].rounds, own.rounds, row["ib_read_lat"].rounds, strict=False)
-    over = statistics.median(mine[0] - python[0] - floor[0] for mine, python, floor in each)
-    verdict = f"{'yes' if over <= 3 else 'NO'} ({over:+.1f} us)"
-    return [f"a read of 8 B without Python's part <= 3 us more than ib_read_lat: {verdict}"]
+    ours, adapters = _over(route, f"{own}, no NIC", f"{bare}, no NIC"), _over(route, bare, floor)
+    rest = _over(route, name, floor) - ours - adapters
+    return [
+        f"{name}, 8 B: {ours:.1f} us are our own Python's, {adapters:.1f} us the adapter's",
+        f"{name}, 8 B <= {floor} + 3 us + both of Python's parts: {'yes' if rest <= 3 else 'NO'} ({rest:+.1f} us)",
+    ]
 
 
 def _many(station: Station, kind: str, depth: int) -> Contender:
@@ -306,8 +359,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sizes", type=_bytes, nargs="+", default=list(SIZES), help="bytes, or with K or M")
-    default = ["host", "hosts", *(["verbs"] if len(perftest.devices()) > 1 else [])]
-    parser.add_argument("--only", nargs="+", choices=("host", "hosts", "verbs"), default=default)
+    default = ["host", "hosts", "own", *(["verbs"] if len(perftest.devices()) > 1 else [])]
+    parser.add_argument("--only", nargs="+", choices=("host", "hosts", "own", "verbs"), default=default)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="where the table and the plot go")
     return parser.parse_args()
 
@@ -321,6 +374,7 @@ def measure(args: argparse.Namespace) -> list[Route]:
     found: dict[str, Callable[[], Route]] = {
         "host": lambda: one_host(args.sizes, args.rounds),
         "hosts": lambda: two_hosts(args.sizes, args.rounds),
+        "own": lambda: own_part(args.rounds),
         "verbs": lambda: verbs(args.rounds),
     }
     return [found[name]() for name in args.only]

@@ -49,6 +49,14 @@ def timed(call: Call, count: int) -> list[float]:
     return times
 
 
+def look(count: int = 1000) -> float:
+    """Seconds that a look at the clock takes."""
+    begun = time.perf_counter()
+    for _ in range(count):
+        time.perf_counter()
+    return (time.perf_counter() - begun) / count
+
+
 def together(call: Call, count: int) -> list[float]:
     """The same of all of them with one look at the clock at each end: their mean, once.
 

@@ -21,7 +21,7 @@ from monarch_backend.rdma._registry import registry
 from monarch_backend.rdma._route import patient
 from monarch_backend.rdma._transfers import engine
 from monarch_backend.rdma.verbs import Region
-from monarch_backend.rdma.verbs._binding import READ, Work
+from monarch_backend.rdma.verbs._binding import READ, WRITE, Work
 from monarch_backend.rdma.verbs._memory import allocation_of
 
 IN_FLIGHT = 16
@@ -49,6 +49,8 @@ class Owner(Actor):
 
 class Ours:
     """The reader's side."""
+
+    verbs: Any = None  # the engine, if it is not the process's
 
     def __init__(self, kind: str, nbytes: int, address: str | None) -> None:
         if address is None:
@@ -96,6 +98,11 @@ class Ours:
         fill(into)
         return lambda: [future.get() for future in [buffer.write_from(into) for _ in range(IN_FLIGHT)]]
 
+    def _write_again(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        self._write(buffer, into)
+        action = RDMAAction().write_remote(buffer, into)
+        return lambda: action.submit().get()
+
     def _bare(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         """What is below Python: the compiled call that a read ends in."""
         handle, waits = buffer._handle, patient(None)
@@ -104,29 +111,32 @@ class Ours:
             native = registry().native
             return lambda: native.move(handle.token, handle.ticket, False, segments, waits)
         if buffer.backend == "verbs":
-            return _bare_verbs(buffer, into)
+            return self._bare_verbs(buffer, into, READ)
         client = engine().routes._tcp._clients[handle.token][0]
         return lambda: client.move(handle.ticket, False, segments, waits)
 
+    def _write_bare(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        self._write(buffer, into)
+        return self._bare_verbs(buffer, into, WRITE)
 
-def _bare_verbs(buffer: RDMABuffer, into: torch.Tensor) -> Call:
-    """A work request on a queue pair that there is, and looking for its completion until it has come."""
-    buffer.read_into(into).get()  # connected, and registered
-    verbs: Any = engine().routes.verbs._engine
-    lane = verbs._links[buffer._handle.token].lanes[0]
-    record, nic = Region.from_bytes(buffer._handle.verbs).record, lane.device.nic
-    entry = lane.device.cache.take(allocation_of(into), writable=True)
-    remote = record.address + buffer._handle.offset
-    key = record.keys[lane.their_nic]
-    works = [Work(OURS, READ, True, into.data_ptr(), len(into), entry.lkey, remote, key)]
+    def _bare_verbs(self, buffer: RDMABuffer, into: torch.Tensor, opcode: int) -> Call:
+        """A work request on a queue pair that there is, and looking for its completion until it has come."""
+        buffer.read_into(into).get()  # connected, and registered
+        verbs = self.verbs or engine().routes.verbs._engine
+        lane = verbs._links[buffer._handle.token].lanes[0]
+        record, nic = Region.from_bytes(buffer._handle.verbs).record, lane.device.nic
+        entry = lane.device.cache.take(allocation_of(into), writable=True)
+        remote = record.address + buffer._handle.offset
+        key = record.keys[lane.their_nic]
+        works = [Work(OURS, opcode, True, into.data_ptr(), len(into), entry.lkey, remote, key)]
 
-    def call() -> None:
-        with verbs._lock:  # nobody else looks meanwhile
-            lane.pair.post(works)
-            while not nic.poll(1):
-                pass
+        def call() -> None:
+            with verbs._lock:  # nobody else looks meanwhile
+                lane.pair.post(works)
+                while not nic.poll(1):
+                    pass
 
-    return call
+        return call
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""Reads and writes of an RDMABuffer by verbs, over a NIC that there is not: what is left is our Python, and the NIC's.
+
+`pretended.py BYTES`. The NIC is that of the tests (tests/rdma/verbs/fabric.py): it does a work request while that is
+posted, so nobody ever waits. "bare" is a work request and a look for its completion, by the same NIC's methods.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from _station import Calls, serve
+from _timing import Call, fill, look
+from ours import Ours
+
+from monarch_backend.rdma import RDMABuffer
+from monarch_backend.rdma.verbs import _device
+from monarch_backend.rdma.verbs._devices import PortFacts
+from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from tests.rdma.verbs.fabric import Fabric
+from tests.rdma.verbs.far import FarOwner
+
+CHEAP = 1e-6  # seconds of a look at the clock; else the mean of many calls is taken
+GID = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
+
+
+class Pretended(Ours):
+    """Ours, but for the owner, who is in this process."""
+
+    def __init__(self, nbytes: int) -> None:
+        _device._devices.usable = lambda _: [PortFacts("pretended", 1, "ACTIVE", True, (GID,), -1)]  # type: ignore[assignment]
+        self.far = FarOwner(Fabric(), f"{'far':0<23}", nbytes).until_up()
+        self.there = torch.frombuffer(self.far.memory.map, dtype=torch.uint8)
+        fill(self.there)
+        self.whole, self.into = self.far.buffer, torch.zeros(nbytes, dtype=torch.uint8)
+        self.verbs = self.far.asking
+
+    def _write(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        fill(into)
+        return lambda: buffer.write_from(into).get()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    pretended = Pretended(int(sys.argv[1]))
+    serve("verbs", Calls(pretended.into, pretended.ready, one_by_one=look() < CHEAP).times)
