@@ -224,9 +224,7 @@ class Future(Generic[T]):
     def _warn_in_loop(self) -> None:
         if "ipykernel" in sys.modules:
             return  # a notebook's loop runs while its cells do, and nobody minds
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
+        if asyncio._get_running_loop() is None:  # and not the one that raises: this is on the way of each wait
             return
         warnings.warn(
             "Future.get() holds up the running event loop: await the future instead", RuntimeWarning, stacklevel=3

@@ -161,9 +161,9 @@ def _wait(what: Any, seconds: float | None) -> bool:
 
 def refuse_to_wait(program: Program) -> None:
     """On a thread that has to notice what would be waited for: it would wait for ever."""
-    where = "reads messages" if program.pump.reading else "hears of completions" if hears() else ""
-    if where:
+    reads = program.pump.reading
+    if reads or hears():
         raise RuntimeError(
-            f"a callback runs on the thread that {where}, and can't wait for a transfer, nor for the end of one "
-            "that is cancelled: use another thread"
+            f"a callback runs on the thread that {'reads messages' if reads else 'hears of completions'}, and can't "
+            "wait for a transfer, nor for the end of one that is cancelled: use another thread"
         )

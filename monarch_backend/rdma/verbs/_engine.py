@@ -414,16 +414,24 @@ class Engine:
         """As `transfer` and `atomic`, of what was planned for that."""
         request = Request(what, done)
         with self._lock:
-            if at_once and ((link := self._links.get(peer)) is None or link.state is not State.UP):
+            link = self._links.get(peer)
+            if at_once and (link is None or link.state is not State.UP):
                 return None
             near = self._near(what)
-            if request.is_atomic or request.register_known(near):
-                return self._submit(peer, request, at_once)
+            if link is not None and (request.is_atomic or request.register_known(near)):
+                return self._hand_to(link, request, at_once)
         if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in what.allocations for d in near):
             return None
         with self._in_use():
             _register(request, near)
-            return self._submit(peer, request, at_once)
+            with self._lock:
+                try:
+                    self.devices()
+                    link = self._link(peer)
+                except BaseException:
+                    request.close()  # no link and nobody else knows of it
+                    raise
+                return self._hand_to(link, request, at_once)
 
     def atomic(
         self,
@@ -489,22 +497,20 @@ class Engine:
         """The same, by the engine's thread: closing a connection takes a moment."""
         self._call_soon(lambda: self.give_up(peer, why))
 
-    def _submit(self, peer: Peer, request: Request, quiet: bool = False) -> Request:
-        with self._lock:
-            try:
-                self.devices()
-                link = self._link(peer)
-                request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
-                self._completions.begins(request)
-            except BaseException:
-                request.close()  # no link and nobody else knows of it
-                raise
-            if not request.nbytes:
-                self.finish(request)
-                return request
-            link.submit(request)
-            if request.quiet and request.has_more and self._completions.announce(request):
-                self._call_soon(self._look)  # what came before it was armed
+    def _hand_to(self, link: Link, request: Request, quiet: bool) -> Request:
+        """Under the lock. Raises what a device does that can't be armed: then it has not begun."""
+        request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
+        try:
+            self._completions.begins(request)
+        except BaseException:
+            request.close()
+            raise
+        if not request.nbytes:
+            self.finish(request)
+            return request
+        link.submit(request)
+        if request.quiet and request.has_more and self._completions.announce(request):
+            self._call_soon(self._look)  # what came before it was armed
         return request
 
     def _link(self, peer: Peer) -> Link:
@@ -515,7 +521,7 @@ class Engine:
 
     def _near(self, what: Plan) -> list[Device]:
         """The devices for a transfer: those nearest to its memory; one of them, if it is small."""
-        devices, pieces = self.devices(), what.pieces
+        devices, pieces = self.devices() if self._closed or not self._opened else self._opened, what.pieces
         if len(devices) == 1 or not pieces:
             return devices
         node = node_of_memory(pieces[0].local)
@@ -647,6 +653,8 @@ class Engine:
 
 def _register(request: Request, near: Sequence[Device]) -> None:
     """With all of these devices that reach its memory, or with none. Raises VerbsError."""
+    if request.is_atomic:  # with the device of the lane that it gets
+        return
     unreachable: UnreachableMemoryError | None = None
     try:
         for device in near:
