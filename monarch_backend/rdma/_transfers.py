@@ -101,11 +101,11 @@ class Engine:
         """
         routed = [(part, self.routes.to(part.handle)) for part in parts]
         if len(routed) == 1:
-            if _is_quick(*routed[0]):
-                return self._at_once(*routed[0], keep, timeout, result)
             part, route = routed[0]
-            nics = of_nics(route) if timeout is None else None
-            if nics is not None and (single := self._single(part, nics, keep, result)) is not None:
+            nics = of_nics(route)
+            if nics is None and _is_quick(part, route):
+                return self._at_once(part, route, keep, timeout, result)
+            if nics is not None and timeout is None and (single := self._single(part, nics, keep, result)) is not None:
                 return single
         self.guard()
         transfer = _Transfer(self, len(routed), keep, timeout, result)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +139,168 @@ def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch)
         timer.join()
         assert owner.holds(into, 8)
     assert len(told) - began <= 1
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_where_there_is_one_processor_whoever_looks_lets_others_have_it(
+    far: Make, monkeypatch: pytest.MonkeyPatch, yields: bool
+) -> None:
+    monkeypatch.setattr(_completions, "SLEEP", 10.0)
+    owner = far(Fabric(at_once=False), yields=yields)
+    let: list[int] = []
+    monkeypatch.setattr(_completions.os, "sched_yield", lambda: let.append(owner.fabric.run()))
+    into = bytearray(8)
+    future = owner.buffer[:8].read_into(into)
+    if yields:
+        future.get(10)
+        assert len(let) == 1, "there is nobody else who would have done it"
+    else:
+        with Worker(owner.fabric):
+            future.get(10)
+        assert not let
+    assert owner.holds(into, 8)
+
+
+def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
+    import torch
+
+    owner = far(Fabric(at_once=False))
+    device, completions = owner.asking.devices()[0], owner.asking._completions
+    into = torch.zeros(MI, dtype=torch.uint8)
+
+    def worth(future: Any) -> float:
+        return completions._worth_it(future._flight._request)
+
+    future = owner.buffer[:MI].read_into(into)
+    assert worth(future) == pytest.approx(_completions.SLEEP + 2 * MI * _device.FIRST_PACE)
+    owner.fabric.run()
+    future.get(10)
+    device.pace = 1.0  # a byte a second
+    future = owner.buffer[:MI].read_into(into)
+    assert worth(future) == _completions.SLEEP, "beside what this takes a sleep is little"
+    owner.fabric.run()
+    future.get(10)
+    assert device.pace < 1e-3, "it was faster, as somebody has seen"
+    pace = device.pace
+    device.took(60.0, MI)
+    assert device.pace == pytest.approx(pace * _device.SLOWER), "perhaps nobody has looked"
+
+
+class Counted:
+    """A lock that counts how often it is taken by one that does not have it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self.taken = lock, 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        free = not self._lock._is_owned()
+        got: bool = self._lock.acquire(blocking)
+        self.taken += got and free
+        return got
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_small_one_takes_a_lock_twice_and_looks_at_no_clock(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either is a system call in guests without a vdso, and each takes as long as the transfer there."""
+    import torch
+
+    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    owner, into = far(), torch.zeros(8, dtype=torch.uint8)
+    action = RDMAAction().read_remote(into, owner.buffer[:8])
+    action.submit().get(10)  # registered, and its sweep is to come
+    engine = owner.asking
+    lock = Counted(engine._lock)
+    monkeypatch.setattr(engine, "_lock", lock)
+    monkeypatch.setattr(engine._completions, "_lock", lock)
+    monkeypatch.setattr(engine.devices()[0].cache, "_lock", lock)
+    looks: list[int] = []  # threads that have looked
+    for name in ("perf_counter", "monotonic"):
+        clock = getattr(time, name)
+        monkeypatch.setattr(time, name, lambda clock=clock: (looks.append(threading.get_ident()), clock())[1])
+    made = lock.taken
+    for _ in range(10):
+        owner.buffer[:8].read_into(into).get()
+        action.submit().get()
+        owner.buffer[:8].write_from(into).get()
+    assert lock.taken - made == 60
+    assert threading.get_ident() not in looks
+    assert owner.holds(into.numpy(), 8)
+
+
+def test_an_action_s_plan_is_made_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    owner, into = far(), torch.zeros(64, dtype=torch.uint8)
+    planned: list[Any] = []
+    plan = owner.route.planned
+    monkeypatch.setattr(owner.route, "planned", lambda *args: (planned.append(args), plan(*args))[1])
+    action = RDMAAction().read_remote(into, owner.buffer[:64])
+    action.submit().get(10)
+    made = len(planned)
+    for number in range(5):
+        owner.memory.view[0] = number
+        action.submit().get(10)
+        assert into[0] == number
+    futures = [action.submit() for _ in range(5)]
+    assert [future.get(10) for future in futures] == [None] * 5
+    assert len(planned) == made
+    into.resize_(1 << 20)  # other memory
+    into.zero_()
+    action.submit().get(10)
+    assert owner.holds(into.numpy(), 64)
+    assert len(planned) > made
+    owner.asking.give_up(owner.token, "a connection may be gone by then")
+    into.zero_()
+    action.submit().get(10)
+    assert owner.holds(into.numpy(), 64)
+
+
+def test_a_single_one_that_is_over_keeps_nothing_alive(far: Make) -> None:
+    owner = far()
+    gc.collect()
+    gc.disable()
+    try:
+        into = bytearray(8)
+        future = owner.buffer[:8].read_into(into)
+        future.get(10)
+        ended = weakref.ref(future)
+        del future
+        assert ended() is None
+        into.append(1)  # nobody holds it where it is
+    finally:
+        gc.enable()
+
+
+def test_given_up_while_it_lands(far: Make) -> None:
+    """Who of the two comes first sees to the end: it is done or cancelled, and nothing is left of it."""
+    owner = far(Fabric(at_once=False))
+    outcomes: list[str] = []
+
+    def give_up(future: Any) -> None:
+        cancelled = future.cancel()
+        error = future.exception(10)
+        outcomes.append("cancelled" if isinstance(error, CancelledError) else repr(error))
+        assert cancelled == isinstance(error, CancelledError)
+
+    with Worker(owner.fabric):
+        for _ in range(40):
+            future = owner.buffer[:8].read_into(bytearray(8))
+            two = [threading.Thread(target=give_up, args=(future,)) for _ in range(2)]
+            for thread in two:
+                thread.start()
+            for thread in two:
+                thread.join()
+    assert len(outcomes) == 80
+    assert set(outcomes) <= {"cancelled", "None"}
+    assert until(lambda: not program().pending)
 
 
 def test_a_future_that_nobody_asks_is_done_soon(far: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import gc
 import mmap
+import weakref
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,48 @@ def test_a_storage_that_got_other_memory_is_registered_anew(nic: FakeNic) -> Non
     entry = use(cache, tensor)
     assert (entry.address, entry.nbytes) == (tensor.data_ptr(), 4 << 20)
     assert (nic.opened, nic.closed, len(cache)) == (2, 1, 1)
+    cache.close()
+
+
+def test_what_is_known_is_the_object_s_own(nic: FakeNic) -> None:
+    """Another one may have its id, address and length: a registration is not that of its memory."""
+    cache = MemoryCache(nic, 2, 1 << 40)
+    memory = Memory(KI)
+    whole = allocation_of(memory.view)
+    use(cache, memory.view)
+    entry = cache.known(whole, writable=True)
+    assert entry is not None
+    cache.give(entry)
+    kept, entry.anchor = entry.anchor, weakref.ref(cache)
+    assert cache.known(whole, writable=True) is None
+    assert not entry.users
+    entry.anchor = kept
+    cache.close()
+    assert nic.opened == nic.closed
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_one_that_is_given_up_in_that_moment_is_not_taken(nic: FakeNic, seen: bool) -> None:
+    """Just before its new user is there, or just after: without a lock either may be, and it is closed once."""
+    cache = MemoryCache(nic, 2, 1 << 40)
+    memory = Memory(KI)
+    entry = use(cache, memory.view)
+
+    class Users(list[None]):
+        def append(self, _: None) -> None:
+            if seen:
+                super().append(None)
+            cache.close()
+            assert nic.opened - nic.closed == seen, "who gives it up has seen the user, or not"
+            if not seen:
+                super().append(None)
+
+    entry.users = Users()
+    assert cache.known(allocation_of(memory.view), writable=True) is None
+    assert not entry.users
+    assert nic.opened == nic.closed
+    use(cache, memory.view)
+    assert nic.opened - nic.closed == 1
     cache.close()
 
 
