@@ -190,14 +190,16 @@ class Completions:
 
     def _look_for(self, request: Request) -> bool:
         """At the devices that do it, if nobody else is at them; True if it has finished."""
-        if self._lock.acquire(blocking=False):  # else somebody looks, or posts
-            try:
-                for device in self.devices:
-                    if request.is_for(device):
-                        self._look(device)
-            finally:
-                self._lock.release()
-            self.tell()
+        if not self._lock.acquire(blocking=False):
+            time.sleep(0)  # somebody looks, or posts, and may need the GIL for it
+            return request.finished
+        try:
+            for device in self.devices:
+                if request.is_for(device):
+                    self._look(device)
+        finally:
+            self._lock.release()
+        self.tell()
         return request.finished
 
     def listen(self, request: Request) -> None:
