@@ -23,6 +23,7 @@ With verbs there are two parts of Python's: our own, which is taken from the pat
 that NIC's part, so that it knows nothing of what the real one makes us do; and that of the package which is the adapter
 to libibverbs (pyverbs or ibverbs), a bare loop of it less perftest's latency. The bar is that a transfer of 8 bytes
 takes no more than perftest's latency, both parts and 3 us: what else there is would be a sleep, or a change of thread.
+A write's peer is ib_write_bw with one in flight.
 """
 
 from __future__ import annotations
@@ -257,10 +258,10 @@ def two_hosts(sizes: Sequence[int], count: int) -> Route:
 # ---- RDMA devices
 
 
-def verbs(count: int) -> Route:
+def verbs(sizes: Sequence[int], count: int) -> Route:
     """From one device to the other."""
     floors = {f"{kind}, {n} in flight": f"ib_{kind}_bw -t {n}" for kind in ("read", "write") for n in (1, IN_FLIGHT)}
-    large = [size for size in VERBS_SIZES if size >= 1 << 20]
+    large = [size for size in sizes if size >= 1 << 20]
     route = Route("Verbs", floors, tuple(Must(mine, floor, 0.9, large) for mine, floor in floors.items()))
     found = perftest.devices()
     if len(found) < 2:
@@ -279,8 +280,8 @@ def verbs(count: int) -> Route:
         if why := perftest.missing():
             route.notes.append(f"perftest: {why}")
         else:
-            made += [_perftest(name, ports) for name in (*floors.values(), "ib_read_lat", "ib_write_lat")]
-        rounds(route, made, VERBS_SIZES, count)
+            made += [_perftest(name, ports) for name in (*floors.values(), "ib_read_lat")]
+        rounds(route, made, sizes, count)
     for kind in ("read", "write"):
         route.notes += _latency(route, kind, f"{kind}, 1 in flight", kind)
         route.notes += _latency(route, kind, f"{kind}, again", f"{kind}, again")
@@ -289,6 +290,8 @@ def verbs(count: int) -> Route:
 
 SMALL = 8  # bytes
 ONCE = {"read": "read", "write": "write"}
+PEERS = {"read": "ib_read_lat", "write": "ib_write_bw -t 1"}
+"""For ib_write_lat two processes write to each other in turns, which takes 11 ms where both share a processor."""
 AGAIN = {"read, again": "read_again", "write, again": "write_again"}
 BARE = {"bare read": "bare", "bare write": "write_bare"}
 
@@ -320,7 +323,7 @@ def _over(route: Route, name: str, floor: str) -> float:
 
 def _latency(route: Route, kind: str, name: str, own: str) -> list[str]:
     """Of 8 bytes: both parts of Python's, and whether anything else is in it. See the head of this file."""
-    row, floor, bare = route.rows[SMALL], f"ib_{kind}_lat", f"bare {kind}"
+    row, floor, bare = route.rows.get(SMALL, {}), PEERS[kind], f"bare {kind}"
     if not {name, bare, floor, f"{own}, no NIC", f"{bare}, no NIC"} <= row.keys():
         return []
     ours, adapters = _over(route, f"{own}, no NIC", f"{bare}, no NIC"), _over(route, bare, floor)
@@ -375,7 +378,7 @@ def measure(args: argparse.Namespace) -> list[Route]:
         "host": lambda: one_host(args.sizes, args.rounds),
         "hosts": lambda: two_hosts(args.sizes, args.rounds),
         "own": lambda: own_part(args.rounds),
-        "verbs": lambda: verbs(args.rounds),
+        "verbs": lambda: verbs([size for size in args.sizes if size in VERBS_SIZES], args.rounds),
     }
     return [found[name]() for name in args.only]
 
