@@ -58,6 +58,12 @@ ROOT = Path(__file__).resolve().parent.parent
 STATIONS = Path(__file__).with_name("rdma_stations")
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 VERBS_SIZES = (8, 64 << 10, 1 << 20, 16 << 20)
+SMALL = 8  # bytes of whose transfer Python's parts are told
+ONCE = {"read": "read", "write": "write"}
+PEERS = {"read": "ib_read_lat", "write": "ib_write_bw -t 1"}
+"""For ib_write_lat two processes write to each other in turns, which takes 11 ms where both share a processor."""
+AGAIN = {"read, again": "read_again", "write, again": "write_again"}
+BARE = {"bare read": "bare", "bare write": "write_bare"}
 LARGE = 1 << 20  # from here on iperf3 is a floor
 IN_FLIGHT = 16  # as rdma_stations/ours.py
 BATCH = 128 << 20  # bytes of a batch of calls, at most
@@ -286,14 +292,6 @@ def verbs(sizes: Sequence[int], count: int) -> Route:
         route.notes += _latency(route, kind, f"{kind}, 1 in flight", kind)
         route.notes += _latency(route, kind, f"{kind}, again", f"{kind}, again")
     return route
-
-
-SMALL = 8  # bytes
-ONCE = {"read": "read", "write": "write"}
-PEERS = {"read": "ib_read_lat", "write": "ib_write_bw -t 1"}
-"""For ib_write_lat two processes write to each other in turns, which takes 11 ms where both share a processor."""
-AGAIN = {"read, again": "read_again", "write, again": "write_again"}
-BARE = {"bare read": "bare", "bare write": "write_bare"}
 
 
 def _small(name: str, station: Station, case: str) -> Contender:
