@@ -42,8 +42,10 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
         _refuse_autocast(graph)
         with on_the_cpu():
             return _traced(graph, inputs, inductor)
-    except (RankDependentError, RemoteTensorError) as error:
-        raise _torch_compile.LeftToEagerError(str(error)) from error  # type: ignore[arg-type]
+    except Exception as error:
+        if isinstance(error, (RankDependentError, RemoteTensorError)) or _torch_compile.is_of_aliases(error):
+            raise _torch_compile.LeftToEagerError(str(error)) from error  # type: ignore[arg-type]
+        raise
 
 
 def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:

@@ -20,8 +20,9 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import unimplemented
+from torch._dynamo.exc import UnsafeScriptObjectError, Unsupported, unimplemented
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch
@@ -40,8 +41,9 @@ from torch.distributed.tensor import _dispatch as dispatch
 from torch.distributed.tensor import _redistribute as redistribute
 from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._dispatch import OpDispatcher
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -119,6 +121,37 @@ def _specialize() -> None:
         for number in (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else (fake,):
             if isinstance(number, torch.SymInt):
                 int(number)
+
+
+def _strided_again(own: Any) -> Any:
+    """What a view has made of shards (``x.view(-1)`` of columns) says that it is in no order of the mesh's dimensions.
+
+    torch writes down the order when it takes a DTensor apart, and not that it was said.
+    """
+
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        placements, meta, order, requires_grad = context
+        if order is None or not any(isinstance(each, _StridedShard) for each in placements):
+            return own(inner, context, size, stride)
+        spec = DTensorSpec(
+            inner["device_mesh"], placements, tensor_meta=TensorMeta(size, stride, meta.dtype), shard_order=order,
+            use_strided_shard_as_shard_order=False,
+        )  # fmt: skip
+        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)  # type: ignore[call-arg, arg-type]
+
+    return __tensor_unflatten__
+
+
+def _places_of_strided(own: Any) -> Any:
+    """torch reads them out of a tensor that it makes, which in a trace has no values."""
+
+    def local_shard_size_and_offset(self: Any, size: Any, chunks: int, rank: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(size, torch.SymInt) and _rank_ints.values_of(size) is None:
+            return own(self, size, chunks, rank, *rest, **options)
+        with _torch_traces.outside():
+            return own(self, size, chunks, rank, *rest, **options)
+
+    return local_shard_size_and_offset
 
 
 def _effects(metadata: Any) -> Any:
@@ -224,6 +257,11 @@ class LeftToEagerError(UnsupportedOperatorException):
 
     def __str__(self) -> str:
         return str(self.func)
+
+
+def is_of_aliases(error: Exception) -> bool:
+    """Whether it says that DTensors which share memory are changed, for which torch has no graph."""
+    return isinstance(error, RuntimeError) and "aliased inputs that are mutated" in str(error)
 
 
 def _wrap_input(own: Any) -> Any:
@@ -417,13 +455,32 @@ def _made_there(own: Any) -> Any:
     return call_function
 
 
+def _number_of_the_rank(own: Any) -> Any:
+    """Dynamo takes no graph break in what it calls of a mesh, as if no graph could be broken there."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return own(self, tx, name, args, kwargs)
+        except UnsafeScriptObjectError as error:
+            if isinstance(error.__cause__, Unsupported) and isinstance(error.__cause__.__cause__, RankDependentError):
+                raise error.__cause__ from error.__cause__.__cause__
+            raise
+
+    return call_method
+
+
 def _static(own: Any) -> Any:
-    """Sizes that differ by rank are no symbols, and the next ones are traced anew."""
+    """Sizes that differ by rank are no symbols, and the next ones are traced anew.
+
+    Nor are those of a DTensor that is a view, which torch makes once more of its base: what it has by then calculated
+    of the symbols of base and view are symbols of no input, for which dynamo can write no guard.
+    """
 
     def _automatic_dynamic(tensor: Any, tx: Any, source: Any, static_shapes: bool, *rest: Any, **options: Any) -> Any:
-        is_uneven = _is_uneven(getattr(tensor, "_local_tensor", tensor))
+        local = getattr(tensor, "_local_tensor", tensor)
+        is_view = local is not tensor and type(local) is RemoteTensor and tensor._is_view()
         shown = _seen(tensor) if _is_uneven(tensor) else tensor
-        return own(shown, tx, source, static_shapes or is_uneven, *rest, **options)
+        return own(shown, tx, source, static_shapes or is_view or _is_uneven(local), *rest, **options)
 
     return _automatic_dynamic
 
@@ -433,9 +490,12 @@ REPLACED += [
     (ShardingPropagator, "propagate_op_sharding_non_cached", _for_all_ranks),
     (OpDispatcher, "redistribute_local_args", _seen_arguments),
     (DTensor, "to_local", _local_of_uneven),
+    (DTensor, "__tensor_unflatten__", _strided_again),
+    (_StridedShard, "local_shard_size_and_offset", _places_of_strided),
     (TensorVariable, "var_getattr", _attribute),
     (TensorVariable, "call_method", _between_devices),
     (TorchInGraphFunctionVariable, "call_function", _made_there),
+    (TorchScriptObjectVariable, "call_method", _number_of_the_rank),
     (MetaTensorDescriber, "describe_tensor", _describe),
     (builder.VariableBuilder, "__call__", _wrap_value),
     (builder.SourcelessBuilder, "create", _wrap_value),
