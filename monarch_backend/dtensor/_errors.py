@@ -10,11 +10,14 @@ class RemoteTensorError(RuntimeError):
 class RankDependentError(RemoteTensorError):
     """A Python branch, or a number, that would have to differ by rank: there is one controller for all of them."""
 
-    def __init__(self, what: str, why: str) -> None:
+    def __init__(self, what: str, why: str, instead: str | None = None) -> None:
         super().__init__(
-            f"{what} {why}: one controller runs this program for all ranks, and can take one way only. Calculate with "
-            "the number instead of branching on it, or run the branch on the workers: "
-            "monarch_backend.dtensor.run(mesh, function, ...)"
+            f"{what} {why}: one controller runs this program for all ranks, and can take one way only. "
+            + (
+                instead
+                or "Calculate with the number instead of branching on it, or run the branch on the workers: "
+                "monarch_backend.dtensor.run(mesh, function, ...)"
+            )
         )
 
 

@@ -67,6 +67,7 @@ class RankInts:
         return False
 
     is_bool = is_nested_int = is_symbolic = is_constant = is_float
+    has_hint = is_float  # asked before torch branches on it: it does without then, and asks `guard_or_false`
 
     def maybe_as_int(self) -> None:
         """Not one."""
@@ -219,7 +220,7 @@ class AgreedBool:
         """As all of these: asked by torch."""
         return True
 
-    is_constant = is_bool
+    is_constant = has_hint = is_bool
 
     def is_int(self) -> bool:
         """No."""
@@ -291,7 +292,7 @@ class RankBool:
         """No."""
         return False
 
-    is_float = is_nested_int = is_symbolic = is_constant = is_int
+    is_float = is_nested_int = is_symbolic = is_constant = has_hint = is_int
 
     def maybe_as_bool(self) -> None:
         """Not one."""

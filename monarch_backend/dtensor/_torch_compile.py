@@ -137,7 +137,7 @@ def _strided_again(own: Any) -> Any:
             inner["device_mesh"], placements, tensor_meta=TensorMeta(size, stride, meta.dtype), shard_order=order,
             use_strided_shard_as_shard_order=False,
         )  # fmt: skip
-        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)  # type: ignore[call-arg, arg-type]
+        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     return __tensor_unflatten__
 
@@ -279,6 +279,9 @@ def _wrap_input(own: Any) -> Any:
         if _is_uneven(value) and getattr(options["source"], "member", "") != "_local_tensor":
             size = f"shards of sizes {', '.join(map(str, value.shape))}"
             break_graph(size, RankDependentError(size, "differ by rank"))
+        if local is not value and isinstance(local, RemoteTensor) and _differs_by_slice(value):
+            size = f"a DTensor of sizes {', '.join(map(str, value.shape))}"
+            break_graph(size, RankDependentError(size, "has other sizes on each slice of its mesh"))
         if local is not value and _is_uneven(local) and value._is_view():
             view = "a view, made before, of shards of unequal sizes"
             break_graph(view, RankDependentError(view, "is made once more in a graph, where no size differs by rank"))
@@ -290,6 +293,10 @@ def _wrap_input(own: Any) -> Any:
         return found
 
     return wrap_to_fake_tensor_and_record
+
+
+def _differs_by_slice(tensor: DTensor) -> bool:
+    return any(_rank_ints.values_of(each) is not None for each in (*tensor.shape, *tensor.stride()))
 
 
 def _wrap_value(own: Any) -> Any:
