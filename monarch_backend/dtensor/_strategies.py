@@ -15,6 +15,7 @@ def install() -> None:
     """Register them."""
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_attention)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_attention_backward)
+    register_sharding(_aten.fill_.Tensor)(_fill)
 
 
 def _attention(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any]:
@@ -32,3 +33,8 @@ def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any
         return [([Replicate()] * 3, [*[Replicate()] * 6, *rest, Replicate()])]
     whole: Any = ([Replicate()] * 3, [*[Replicate()] * 6, *rest])
     return [whole, *(([Shard(dim)] * 3, [*[Shard(dim)] * 6, *rest]) for dim in (1, 0))]
+
+
+def _fill(tensor: Any, _value: Any) -> list[Any]:
+    """As ``x[1:] = 0`` does; each rank fills what it has."""
+    return [([each], [each, Replicate()]) for each in (Replicate(), *map(Shard, range(len(tensor.shape))))]

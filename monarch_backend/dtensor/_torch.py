@@ -31,6 +31,7 @@ from torch.distributed.tensor import _op_schema as schemas
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops import _math_ops as reductions
 from torch.distributed.tensor._ops import _pointwise_ops as pointwise
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -96,6 +97,8 @@ def install() -> None:
         handlers[operator] = _of_controllers(ours, handlers[operator])
     _register_lists()
     _strategies.install()
+    # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
+    reductions.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
     # A host's tensor beside distributed ones is the same on all ranks: there is no other rank that could have another.
     torch._C._set_dtensor_allow_implicit_replication(True)
 

@@ -223,6 +223,44 @@ def test_what_a_number_is(mesh: Any) -> None:
     assert value(x).equal(whole)
 
 
+def test_whether_any_rank_says_so_is_one_answer(mesh: Any) -> None:
+    whole = torch.tensor([[1.0, -1, -1], [1, -1, 1], [1, 1, -1], [1, -1, -1]])
+    for here in placements(mesh):
+        x = distribute_tensor(whole, mesh, here) > 0
+        for dim in (0, 1):
+            same(x.any(dim).float(), (whole > 0).any(dim).float())
+            same((~x.any(dim)).float(), (~(whole > 0).any(dim)).float())
+            same(x.all(dim).float() + x.any().float(), (whole > 0).all(dim).float() + 1)
+
+
+WRITING: list[Callable[[Any], Any]] = [
+    lambda x: x.__setitem__(slice(1, None), 2.0),
+    lambda x: x.__setitem__(2, x[0] + 1),
+    lambda x: x.__setitem__((..., 0), x[..., -1]),
+    lambda x: x[0:2].add_(x[1:3] * 1),
+    lambda x: x.select(0, 1).fill_(3.0),
+    lambda x: x.t()[:, 1:].mul_(5),
+    lambda x: x.narrow(1, 1, 2).zero_(),
+    lambda x: x.diagonal().fill_(1.0),
+]
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_what_is_written_into_rows_of_a_tensor_is_in_it(mesh_of: Callable[[str], Any], rows: int) -> None:
+    """Also where the rows are those of several ranks, which are gathered for it."""
+    for write, (name, here) in itertools.product(WRITING, [("2", [Shard(0)]), ("2x2", [Shard(0), Shard(1)])]):
+        theirs = torch.randn(rows, 4, requires_grad=True)
+        ours = distribute_tensor(theirs.detach(), mesh_of(name), here).requires_grad_()
+        for leaf in (theirs, ours):
+            written = leaf * 1
+            write(written)
+            written.square().sum().backward()
+            if leaf is theirs:
+                reference = written
+        same(written, reference)
+        same(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
 def test_ranks_that_have_nothing_of_a_tensor(mesh_of: Callable[[str], Any]) -> None:
     mesh, whole = mesh_of("3"), torch.randn(4, 4)
     for before, after in itertools.product(ONE, repeat=2):

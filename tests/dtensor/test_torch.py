@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor import _api as api
+from torch.distributed.tensor._ops import _math_ops as reductions
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
@@ -148,6 +149,10 @@ FORMS = {
     "DTensor.__init__": "args kwargs",
     "OpDispatcher.wrap": "res spec",
     "OpDispatcher._dispatch_get_local_results_slow_path": "self op_call args op_info",
+    "OpDispatcher._dispatch_fast_path_python_tail": (
+        "self op_call args kwargs compute_mesh output_sharding local_results participating is_inplace_op "
+        "is_out_variant_op"
+    ),
     "OpDispatcher._propagate_op_sharding_dispatch_slow_path": "self op_call args kwargs op_info try_cache",
     "ShardingPropagator.propagate_op_sharding_non_cached": "self op_schema",
     "LocalLRUCache.__call__": "self args kwargs",
@@ -387,6 +392,14 @@ def test_convolutions_have_a_handler_that_those_of_others_still_get() -> None:
     assert set(_convolution.HANDLERS) <= DTensor._op_dispatcher._custom_op_handlers.keys()
     handle = _torch._of_controllers(lambda *_: "ours", lambda *_: "torch's")
     assert handle(None, (torch.ones(1), None), {}) == "torch's"
+
+
+def test_the_table_of_reductions_is_the_one_that_is_looked_into(mesh: Any) -> None:
+    aten = torch.ops.aten
+    known = {each: reductions.LINEAR_REDUCTION_OP_MAP[each] for each in (aten.any.default, aten.any.dim, aten.any.dims)}
+    assert set(known.values()) == {"max"}
+    x = distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)] * mesh.ndim) > 0
+    assert set(x.any().placements) == set(x.any(0).placements) == {Partial("max")}
 
 
 def test_operators_on_lists_are_registered_as_torch_registers_its_own() -> None:
