@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from monarch_backend.dtensor import _losses
+
 _aten = torch.ops.aten
 
 
@@ -16,6 +18,11 @@ def install() -> None:
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_attention)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_attention_backward)
     register_sharding(_aten.fill_.Tensor)(_fill)
+    register_sharding(_aten.fill_.Scalar)(_fill)
+    for operator in (_aten.cumsum.default, _aten.cumprod.default):
+        register_sharding(operator)(_along)
+    register_sharding(_aten.index_add.default)(_index_add)
+    _losses.install()
 
 
 def _attention(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any]:
@@ -35,6 +42,19 @@ def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any
     return [whole, *(([Shard(dim)] * 3, [*[Shard(dim)] * 6, *rest]) for dim in (1, 0))]
 
 
-def _fill(tensor: Any, _value: Any) -> list[Any]:
-    """As ``x[1:] = 0`` does; each rank fills what it has."""
-    return [([each], [each, Replicate()]) for each in (Replicate(), *map(Shard, range(len(tensor.shape))))]
+def _fill(tensor: Any, value: Any) -> list[Any]:
+    """As ``x[1:] = 0`` does; each rank fills what it has, and no part of a sum, as torch would."""
+    filled = None if isinstance(value, (int, float, bool, complex)) else Replicate()
+    return [([each], [each, filled]) for each in (Replicate(), *map(Shard, range(len(tensor.shape))))]
+
+
+def _along(tensor: Any, dim: int, **_: Any) -> list[Any]:
+    """Each row for itself. torch takes -1 for another dimension than the last."""
+    others = [Shard(each) for each in range(len(tensor.shape)) if each != dim % len(tensor.shape)]
+    return [([each], [each, None]) for each in (Replicate(), *others)]
+
+
+def _index_add(tensor: Any, dim: int, _index: Any, _source: Any, **_: Any) -> list[Any]:
+    """The gradient of `index_select`: rows of each are added, which are the same rows on all ranks."""
+    others = [Shard(each) for each in range(len(tensor.shape)) if each != dim % len(tensor.shape)]
+    return [([each], [each, None, Replicate(), each]) for each in (Replicate(), *others)]

@@ -19,7 +19,7 @@ from monarch_backend.dtensor._torch import Replacement, _replaces
 
 
 class _Taken(NamedTuple):
-    """How a copy was made: ``place`` is its own among several (``x.split(2)``); ``placements``: of what was gathered."""
+    """How a copy was made: ``place`` is its own among several (``x.split(2)``); ``placements``: of the gathered."""
 
     func: Any
     args: Any

@@ -380,7 +380,7 @@ def test_views_over_a_sharded_dimension(mesh_of: Callable[[str], Any], dim: int)
             same(ours, theirs)
 
 
-def test_memory_that_is_changed_under_two_names_is_left_to_eager_code(two: Any) -> None:
+def test_memory_under_two_names_is_left_to_eager_code(two: Any) -> None:
     def step(base: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         base.mul_(2)
         return view + 1
@@ -389,6 +389,9 @@ def test_memory_that_is_changed_under_two_names_is_left_to_eager_code(two: Any) 
     there = distribute_tensor(x, two, [Shard(1)])
     same(captured(step)(there, there.t()), x.t() * 2 + 1)
     same(there, x * 2)
+    views = lambda y: [(z := y.sigmoid()).view(-1, 2), z[..., ::2]]  # noqa: E731  (of one tensor of the graph)
+    for ours, theirs in zip(captured(views)(there), views(x * 2), strict=True):
+        same(ours, theirs)
 
 
 def test_graph_breaks_are_reported_and_work(two: Any, reported: Callable[[], str]) -> None:

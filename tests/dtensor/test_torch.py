@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor import _api as api
-from torch.distributed.tensor._ops import _math_ops as reductions
 from torch.distributed.tensor import _redistribute as redistribution
+from torch.distributed.tensor._ops import _math_ops as reductions
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _MaskPartial
