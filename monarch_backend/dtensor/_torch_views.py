@@ -72,4 +72,4 @@ def _as_placed(tensor: Any, placements: Any) -> Any:
     local = tensor._local_tensor
     if tensor.placements != placements:
         local = redistribution.redistribute_local_tensor(local, tensor._spec, spec)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    return DTensor(local, spec, requires_grad=False)

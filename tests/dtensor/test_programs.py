@@ -1,0 +1,142 @@
+"""Programs made from numbers: a single process, eager code on workers and a captured step have the same values.
+
+A statement that raises is left out where the error says what to do. MONARCH_TEST_SEED=7 plays one program again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from monarch_backend.dtensor import RemoteTensorError
+from tests.dtensor.programs import NAMES, Program, Writer
+from tests.dtensor.values import value
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1"),
+]
+
+MESHES = ("2", "3", "2x2", "2x2 tp")
+SAYS_WHAT_TO_DO = ("redistribut", "does not have a sharding strategy", "not support", "cannot be evenly sharded")
+"""torch's own words, of what its DTensors have not. Ours are a RemoteTensorError."""
+
+
+class OnMesh:
+    """A program, and its inputs there. Each statement is tried there before it becomes one of the program's."""
+
+    def __init__(self, seed: int, mesh_of: Callable[[str], Any], names: Sequence[str]) -> None:
+        self._random = random.Random(seed)
+        name, *of = self._random.choice(names).split()
+        self.mesh = mesh_of(name)[of[0]] if of else mesh_of(name)
+        self.placements: dict[str, list[Any]] = {}
+        self._there: dict[str, Any] = dict(NAMES)
+        self._writer = Writer(seed, self.mesh.ndim, self._random.randint(2, 6), self._holds)
+        self.program: Program = self._writer.program
+        self._writer.write()
+
+    def inputs(self, *, there: bool) -> dict[str, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(5)
+        found = {name: torch.randn(shape, generator=drawn) for name, shape in self.program.inputs.items()}
+        for name, tensor in found.items():
+            if there:
+                found[name] = distribute_tensor(tensor, self.mesh, self._placed(name))
+            found[name].requires_grad_()
+        return found
+
+    def _placed(self, name: str) -> list[Any]:
+        if name not in self.placements:
+            kinds = [*map(Shard, range(len(self.program.inputs[name]))), Replicate()]
+            self.placements[name] = [self._random.choice(kinds) for _ in range(self.mesh.ndim)]
+        return self.placements[name]
+
+    def _holds(self, line: str) -> bool:
+        if len(self._there) == len(NAMES):
+            self._there.update(self.inputs(there=True))
+        before = dict(self._there)
+        try:
+            exec(line, self._there)
+            value(self._there[line.split(" = ")[0]])
+        except Exception as error:
+            self._there = before
+            if isinstance(error, RemoteTensorError) or any(each in str(error) for each in SAYS_WHAT_TO_DO):
+                return False
+            raise AssertionError(f"{line}\nafter\n{self}\nsays in no way what to do") from error
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.mesh}, {self.placements}, {self.program.inputs}\n{self.program.text()}"
+
+
+def values(function: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """Of its results and of the gradients of its inputs."""
+    torch.manual_seed(7)
+    results = function(**inputs)
+    losses = [each.square().mean() for each in results if each.requires_grad]
+    if losses:
+        sum(losses).backward()  # type: ignore[union-attr]
+    found: dict[str, torch.Tensor | None] = {f"result {at}": value(each) for at, each in enumerate(results)}
+    grads = {f"{name}.grad": each.grad for name, each in inputs.items()}
+    return found | {name: None if each is None else value(each) for name, each in grads.items()}
+
+
+def check(seed: int, mesh_of: Callable[[str], Any], names: Sequence[str], captured: bool) -> None:
+    on = OnMesh(seed, mesh_of, names)
+    if not on.program.statements:
+        return
+    program = on.program.function()
+    reference = values(program, on.inputs(there=False))
+    ways: list[Callable[..., Any]] = [program]
+    if captured:
+        torch._dynamo.reset()
+        ways.append(torch.compile(program, backend="monarch", options={"inductor": False}))
+    for way in ways:
+        what = f"MONARCH_TEST_SEED={seed} {'eager' if way is program else 'captured'}, {on}"
+        try:
+            ours = values(way, on.inputs(there=True))
+        except Exception as error:
+            if way is program and any(each in str(error) for each in SAYS_WHAT_TO_DO):
+                return  # of a gradient, which is not tried statement by statement
+            raise AssertionError(what) from error
+        for name, expected in reference.items():
+            found = ours[name]
+            assert (found is None) == (expected is None), f"{name} of {what}"
+            if found is not None:
+                torch.testing.assert_close(
+                    found,
+                    expected,
+                    atol=1e-3,
+                    rtol=1e-3,
+                    msg=lambda text, name=name, what=what: f"{name}: {text}\n{what}",
+                )
+
+
+def seeds(few: int) -> Any:
+    """One that was asked for, or so many."""
+    asked = os.environ.get("MONARCH_TEST_SEED")
+    return range(few) if asked is None else [int(asked)]
+
+
+@pytest.fixture
+def names(all_procs: Any) -> list[str]:
+    return [name for name in MESHES if name.split()[0] in all_procs]
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_programs(mesh_of: Callable[[str], Any], names: list[str], seed: int) -> None:
+    check(seed, mesh_of, names, captured=seed < 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(24))
+def test_programs_eager_and_captured(mesh_of: Callable[[str], Any], names: list[str], seed: int) -> None:
+    check(seed, mesh_of, names, captured=True)
