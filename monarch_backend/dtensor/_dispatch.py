@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
-from monarch_backend.dtensor import _rank_ints, _remote_tensor, _signatures, _values
+from monarch_backend.dtensor import _host_copies, _rank_ints, _remote_tensor, _signatures, _values
 from monarch_backend.dtensor._errors import MeshMismatchError
 from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -126,7 +126,7 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
     """Those that the operation changes are read afterwards, which waits: nobody here would see a copy change."""
     kwargs = kwargs or {}
     changed = [each for each in _signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
-    plain = _plain(args, kwargs)
+    plain = _plain(args, kwargs, plan.target.schema)
     sent = [(each, plain(each)) for each in changed]
     known = {id(each): remote for each, remote in sent}
     args, kwargs = pytree.tree_map(lambda v: known[id(v)] if id(v) in known else plain(v), (args, kwargs))
@@ -160,8 +160,10 @@ def _part(value: Any) -> Any:
     return value
 
 
-def _plain(args: Any, kwargs: Any) -> Callable[[Any], Any]:
-    """Makes arguments that have a place in a key: tensors of this process are sent to the workers."""
+def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
+    """Makes arguments that have a place in a key: tensors of this process are sent to the workers. ``schema``: of the
+    operator that gets them, and nobody else does.
+    """
     first = next((each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)), None)
     if first is None:
         raise TypeError("no argument is a remote tensor")
@@ -173,9 +175,11 @@ def _plain(args: Any, kwargs: Any) -> Callable[[Any], Any]:
         if type(value) is RemoteTensor or not isinstance(value, torch.Tensor):
             return value
         if isinstance(value, HostByRank):
-            return value.sent(workers)
+            return value.sent(workers, schema)
         inner = getattr(value, "elem", None)  # of an AsyncCollectiveTensor
-        return inner if isinstance(inner, RemoteTensor) else workers.put(value)
+        if isinstance(inner, RemoteTensor):
+            return inner
+        return _host_copies.put(workers, schema, _host_copies.source(value), lambda: workers.put(value))
 
     return plain
 

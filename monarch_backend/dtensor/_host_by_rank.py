@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _rank_ints
+from monarch_backend.dtensor import _host_copies, _rank_ints
 
 if TYPE_CHECKING:
+    from monarch_backend.dtensor._host_copies import Source
     from monarch_backend.dtensor._workers import Workers
 
 
@@ -23,6 +24,7 @@ class HostByRank(torch.Tensor):
 
     by_rank: tuple[torch.Tensor | None, ...]
     workers: Workers | None
+    source: Source | None = None  # of the values that differ by rank
 
     @staticmethod
     def __new__(cls, values: Sequence[torch.Tensor | None], workers: Workers | None = None) -> HostByRank:
@@ -74,13 +76,17 @@ class HostByRank(torch.Tensor):
         if func is torch.ops.aten.new_zeros.default and args[0].workers is not None:  # needs none of the values
             return args[0].workers.zeros(args[1], args[0].dtype)
         flat = pytree.tree_leaves((args, kwargs))
+        if func._schema.is_mutable:
+            for each in flat:
+                if isinstance(each, cls):
+                    each.source = None
         workers = next((each.workers for each in flat if isinstance(each, cls) and each.workers), None)
         if workers is None:  # torch has made it from values of this process; it goes where the others are
             workers = next((each._meta.workers for each in flat if hasattr(each, "_meta")), None)
         if workers is None:
             return run(func, args, kwargs or {})
         args, kwargs = pytree.tree_map(
-            lambda each: each.sent(workers) if isinstance(each, cls) else each, (args, kwargs or {})
+            lambda each: each.sent(workers, func._schema) if isinstance(each, cls) else each, (args, kwargs or {})
         )
         return func(*args, **kwargs)
 
@@ -91,8 +97,8 @@ class HostByRank(torch.Tensor):
             for d in range(first.ndim)
         )
 
-    def sent(self, workers: Workers | None = None) -> Any:
-        """On the workers."""
+    def sent(self, workers: Workers | None = None, schema: Any = None) -> Any:
+        """On the workers. ``schema``: of the operator that gets it, and nobody else does."""
         owner = self.workers or workers
         if owner is None:
             raise TypeError("nobody knows the workers of this tensor")
@@ -100,8 +106,8 @@ class HostByRank(torch.Tensor):
             return owner.put_shape(self)
         first = self.by_rank[0]
         if all(each is first for each in self.by_rank) and first is not None:
-            return owner.put(first)
-        return owner.put_by_rank(self.by_rank)
+            return _host_copies.put(owner, schema, _host_copies.source(first), lambda: owner.put(first))
+        return _host_copies.put(owner, schema, self.source, lambda: owner.put_by_rank(self.by_rank))
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """The last thing that torch does with a tensor before it is a DTensor's."""
@@ -140,9 +146,36 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             a, k = pytree.tree_unflatten(mine, spec)
             known[key] = pytree.tree_flatten(function(*a, **k))
         results.append(known[key])
+    source = _source(function, flat)
     form = next(each[1] for each in results if each is not None)
     leaves = zip(*[each[0] if each is not None else [None] * form.num_leaves for each in results], strict=True)
-    return pytree.tree_unflatten([_merged(list(each)) for each in leaves], form)
+    merged = [_merged(list(each)) for each in leaves]
+    for number, each in enumerate(merged):
+        if source is not None and isinstance(each, HostByRank):
+            each.source = source._replace(what=(number, source.what))
+    return pytree.tree_unflatten(merged, form)
+
+
+def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
+    """Of what comes of these arguments, among which there is one tensor."""
+    what: list[Any] = [function]
+    found = None
+    for each in flat:
+        if isinstance(each, torch.Tensor):
+            if found is not None:
+                return None
+            found = each.source if isinstance(each, HostByRank) else _host_copies.source(each)
+            if found is None:
+                return None
+            what.append(found.what)
+        else:
+            values = _rank_ints.values_of(each)
+            what.append((type(each), each) if values is None else tuple(values))
+    try:
+        hash(tuple(what))
+    except TypeError:
+        return None
+    return None if found is None else found._replace(what=tuple(what))
 
 
 def _by_rank(value: Any) -> Sequence[Any] | None:

@@ -1,4 +1,4 @@
-"""Shardings of operators that torch's DTensor has none for, by torch's own public way to add them."""
+"""Shardings of operators that torch's DTensor has none for, or wrong ones, by torch's own public way to add them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from monarch_backend.dtensor import _losses
-
 _aten = torch.ops.aten
+
+CORRECTED = (_aten._adaptive_avg_pool2d_backward.default,)
+"""Those of which torch has other ones, which are wrong."""
 
 
 def install() -> None:
@@ -22,7 +23,7 @@ def install() -> None:
     for operator in (_aten.cumsum.default, _aten.cumprod.default):
         register_sharding(operator)(_along)
     register_sharding(_aten.index_add.default)(_index_add)
-    _losses.install()
+    register_sharding(_aten._adaptive_avg_pool2d_backward.default)(_pooled_backward)
 
 
 def _attention(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any]:
@@ -58,3 +59,8 @@ def _index_add(tensor: Any, dim: int, _index: Any, _source: Any, **_: Any) -> li
     """The gradient of `index_select`: rows of each are added, which are the same rows on all ranks."""
     others = [Shard(each) for each in range(len(tensor.shape)) if each != dim % len(tensor.shape)]
     return [([each], [each, None, Replicate(), each]) for each in (Replicate(), *others)]
+
+
+def _pooled_backward(gradient: Any, _x: Any, **_: Any) -> list[Any]:
+    """By batch and by channels: torch takes the first two dimensions for these, and an image alone has no batch."""
+    return [([each], [each, each]) for each in (Replicate(), *map(Shard, range(gradient.ndim - 2)))]

@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from monarch_backend.dtensor import (
+    _by_parts,
     _by_rank_op,
     _convolution,
     _dispatch,
@@ -84,6 +85,8 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    from monarch_backend.dtensor import _torch_strategies  # which needs this module
+
     for replaced in REPLACED:
         put_in_place(*replaced)
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
@@ -95,7 +98,9 @@ def install() -> None:
     handlers.update({func: _random_operation(handle) for func, handle in _random.handlers.items()})
     for operator, ours in _convolution.HANDLERS.items():
         handlers[operator] = _of_controllers(ours, handlers[operator])
+    handlers.update(_by_parts.HANDLERS)
     _register_lists()
+    _torch_strategies.correct()
     _strategies.install()
     # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
     reductions.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))

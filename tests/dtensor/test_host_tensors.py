@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from monarch_backend.dtensor import shard_batch
+from monarch_backend.dtensor import _host_copies, shard_batch
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
 
@@ -138,6 +139,63 @@ def test_a_local_tensor_beside_a_distributed_one_is_sent_once_and_by_shards(
     once = distribute_tensor(host, mesh, [Shard(0)])
     same(x + once * 2 - once, host + 1)
     assert sent == [[12, 12]]
+
+
+def test_a_backward_is_not_sent_again_what_its_forward_was(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, host, labels = mesh_of("2"), torch.arange(24.0).view(4, 6), torch.tensor([1, 0, 2, 1])
+    for calculate, placement, parts in (
+        (lambda w: nn.functional.cross_entropy(nn.functional.linear(host, w), labels), Shard(0), [24, 4]),
+        (lambda w: nn.functional.mse_loss(w, host), Shard(0), [[12, 12]]),
+        (lambda w: (w.to_local() * host[0]).square().mean(), Replicate(), [6]),
+    ):
+        alone = torch.randn(4, 6, requires_grad=True)
+        w = distribute_tensor(alone.detach(), mesh, [placement]).requires_grad_()
+        with monkeypatch.context() as patch:
+            sent = Sent(mesh, patch)
+            loss = calculate(w)
+            assert sent == parts
+            loss.backward()
+            assert sent == parts
+        alone.to_local = lambda of=alone: of  # type: ignore[attr-defined]
+        calculate(alone).backward()
+        same(w.grad, alone.grad)
+
+
+def test_what_has_changed_without_a_word_is_sent_again(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a batch that a loader fills in place: torch's version of it stays, and each forward gets what is there."""
+    mesh, array = mesh_of("2"), np.ones((4, 3), dtype=np.float32)
+    host, w = torch.from_numpy(array), distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_()
+    sent, version = Sent(mesh, monkeypatch), host._version
+    for value in (1, 2, 3):
+        array[:] = value
+        w.grad = None
+        nn.functional.linear(host, w).sum().backward()
+        same(w.grad, torch.full((2, 3), 4.0 * value))
+    assert (sent, host._version) == ([12] * 3, version)
+
+
+def test_copies_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, host = mesh_of("2"), torch.ones(4, 3)
+    w = distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_()
+    nn.functional.linear(host, w).sum().backward()
+    loss = nn.functional.linear(host, w).sum()
+    copies = workers_of(mesh).kept["host copies"].copies
+    assert len(copies._known) == 1, "older ones are gone with the first forward after a backward"
+    loss.backward()
+    assert not copies._known, "its backward has had it"
+    loss = nn.functional.linear(host, w).sum()
+    del host, loss
+    assert not copies._known, "nobody can go back any more"
+    monkeypatch.setattr(_host_copies, "MOST", 100)
+    hosts = [torch.ones(4, 3) for _ in range(5)]
+    for each in hosts:
+        nn.functional.linear(each, w)
+    assert len(copies._known) == 3, "of many that nobody asks for the last ones"
+    copies.clear()
 
 
 def test_what_a_data_loader_yields_is_sent_by_rows(

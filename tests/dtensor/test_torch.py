@@ -127,6 +127,7 @@ FORMS = {
         "self params modules mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
     ),
     "FSDPState._root_pre_forward": "self module args kwargs",
+    "torch.distributed.tensor._ops._math_ops._infer_reduction_dims": "dims_arg ndim",
     "torch.cuda._lazy_init": "",
     "torch.cuda.current_stream": "device",
     "torch.cuda.default_stream": "device",

@@ -1,0 +1,59 @@
+"""Losses are done by their parts, by torch's own decompositions: on shards torch's DTensor gets them wrong.
+
+torch does a loss on each rank's shard and takes the mean of the ranks'. That is right for the loss of equal shards, and
+for nothing else: a gradient is divided by the number of a shard's elements, and is that of as many losses as there are
+ranks; shards of unequal sizes, or with unequal numbers of ignored labels, count the same. In parts, each of which torch
+does right, the number of elements is the whole tensor's. What is whole on all ranks is one operation, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
+
+
+_aten = torch.ops.aten
+
+OPERATORS = (
+    _aten.mse_loss.default, _aten.mse_loss_backward.default,
+    _aten.smooth_l1_loss.default, _aten.smooth_l1_loss_backward.default,
+    _aten.huber_loss.default, _aten.huber_loss_backward.default,
+    _aten.soft_margin_loss.default, _aten.soft_margin_loss_backward.default,
+    _aten.binary_cross_entropy.default, _aten.binary_cross_entropy_backward.default,
+    _aten.binary_cross_entropy_with_logits.default,
+    _aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default,
+)  # fmt: skip
+_OF_CLASSES = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+
+
+def _handler(func: Any) -> Callable[..., Any]:
+    in_parts = decomposition_table[func]
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+        if any(not placement.is_replicate() for each in given for placement in each.placements):
+            if func in _OF_CLASSES:
+                args = (_with_all_classes(args[0]), *args[1:])
+            return in_parts(*args, **(kwargs or {}))
+        mesh, placements = given[0].device_mesh, given[0].placements
+        args, kwargs = pytree.tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs or {}))
+
+        def whole(local: Any) -> Any:
+            return DTensor.from_local(local, mesh, placements, run_check=False)
+
+        return pytree.tree_map_only(torch.Tensor, whole, func(*args, **kwargs))
+
+    return handle
+
+
+def _with_all_classes(scores: Any) -> Any:
+    dim = min(1, scores.ndim - 1)
+    return scores.redistribute(placements=[Replicate() if each.is_shard(dim) else each for each in scores.placements])
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {operator: _handler(operator) for operator in OPERATORS}

@@ -1,0 +1,79 @@
+"""What torch's own strategies get wrong: shardings with which an operator has another result than in one process.
+
+Operators that need another way to be done, not another sharding, are in _by_parts.py; shardings of our own, in
+_strategies.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor._ops import _math_ops as math_ops
+
+from monarch_backend.dtensor import _strategies
+from monarch_backend.dtensor._torch import Replacement, _replaces
+
+_aten = torch.ops.aten
+
+
+def correct() -> None:
+    """In torch's tables, before _strategies has its own put there."""
+    propagator = api.DTensor._op_dispatcher.sharding_propagator
+    known = propagator.op_strategy_funcs
+    known[_aten.empty_like.default] = known[_aten.zeros_like.default]  # without values, it is no part of a sum
+    known[_aten.gather.default] = _aligned(known[_aten.gather.default])
+    for operator in (_aten.any.dims, _aten.all.dims):
+        known[operator] = _where_none_is_none(known[operator])
+    for operator in _strategies.CORRECTED:
+        propagator.op_single_dim_strategy_funcs.pop(operator, None)
+
+
+def _aligned(own: Replacement) -> Replacement:
+    """Rows of the index belong to the same rows of the input: where there are more of these, shards do not fit."""
+
+    def gather_strategy(op_schema: Any) -> Any:
+        found = own(op_schema)
+        x, dim, index = op_schema.args_schema[:3]
+        gathered = dim % max(x.ndim, 1)
+
+        def fits(each: Any) -> bool:
+            return not each.is_shard() or each.dim == gathered or bool(x.shape[each.dim] == index.shape[each.dim])
+
+        found.strategies = [way for way in found.strategies if all(map(fits, way.input_specs[1].placements))]
+        return found
+
+    return gather_strategy
+
+
+class _Mode(threading.local):
+    none_is_none = False
+
+
+_mode = _Mode()
+
+
+def _where_none_is_none(own: Replacement) -> Replacement:
+    """For an operator that does not take no dimensions for all of them."""
+
+    def strategy(op_schema: Any) -> Any:
+        _mode.none_is_none = True
+        try:
+            return own(op_schema)
+        finally:
+            _mode.none_is_none = False
+
+    return strategy
+
+
+@_replaces(math_ops, "_infer_reduction_dims")
+def _reduced(own: Any) -> Replacement:
+    """No dimensions are all of them. torch itself asks for the gradient of ``amax()`` so."""
+
+    def _infer_reduction_dims(dims_arg: Any, ndim: int) -> Any:
+        is_all = isinstance(dims_arg, (list, tuple)) and not dims_arg and not _mode.none_is_none
+        return None if is_all else own(dims_arg, ndim)
+
+    return _infer_reduction_dims

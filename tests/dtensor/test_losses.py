@@ -1,0 +1,96 @@
+"""Losses of sharded tensors: the values and the gradients of a single process, whatever the shards' sizes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from monarch_backend.dtensor import RemoteTensorError
+from tests.dtensor.conftest import workers_of
+from tests.dtensor.values import same
+
+X, TARGET, WEIGHT = (torch.rand(5, 6) * 0.8 + 0.1 for _ in range(3))
+SIGNS, LABELS = torch.tensor([1.0, -1, 1, 1, -1])[:, None].expand(5, 6), torch.tensor([1, 0, -100, 2, 5])
+
+LOSSES: dict[str, Callable[[Any, str], Any]] = {
+    "mse": lambda x, how: F.mse_loss(x, TARGET[: len(x)], reduction=how),
+    "smooth_l1": lambda x, how: F.smooth_l1_loss(x, TARGET[: len(x)], reduction=how, beta=0.3),
+    "huber": lambda x, how: F.huber_loss(x, TARGET[: len(x)], reduction=how, delta=0.3),
+    "l1": lambda x, how: F.l1_loss(x, TARGET[: len(x)], reduction=how),
+    "soft_margin": lambda x, how: F.soft_margin_loss(x, SIGNS[: len(x)], reduction=how),
+    "bce": lambda x, how: F.binary_cross_entropy(x, TARGET[: len(x)], WEIGHT[: len(x)], reduction=how),
+    "bce_logits": lambda x, how: F.binary_cross_entropy_with_logits(
+        x, TARGET[: len(x)], reduction=how, pos_weight=WEIGHT[0]
+    ),
+    "kl_div": lambda x, how: F.kl_div(x.log(), TARGET[: len(x)], reduction="batchmean" if how == "mean" else how),
+    "nll": lambda x, how: F.nll_loss(x, LABELS[: len(x)], reduction=how),
+    "cross_entropy": lambda x, how: F.cross_entropy(x, LABELS[: len(x)], reduction=how),
+    "weighted": lambda x, how: F.cross_entropy(
+        x, LABELS[: len(x)], weight=WEIGHT[0], reduction=how, label_smoothing=0.1
+    ),
+    "of_pixels": lambda x, how: F.cross_entropy(
+        x[:, :, None, None].expand(-1, -1, 1, 2), LABELS[: len(x), None, None].expand(-1, 1, 2), reduction=how
+    ),
+    "cosine": lambda x, how: F.cosine_embedding_loss(x, TARGET[: len(x)], SIGNS[: len(x), 0], 0.5, reduction=how),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_as_in_a_single_process(mesh_of: Callable[[str], Any], name: str) -> None:
+    mesh, loss = mesh_of("2"), LOSSES[name]
+    for rows in (4, 5):
+        for how in ("mean", "sum", "none"):
+            alone = X[:rows].clone().requires_grad_()
+            expected = loss(alone, how)
+            weights = torch.linspace(0.5, 1.5, expected.numel()).view(expected.shape)
+            (expected * weights).sum().backward()
+            for placement in (Shard(0), Shard(1), Replicate()):
+                x = distribute_tensor(X[:rows], mesh, [placement]).requires_grad_()
+                found = loss(x, how)
+                same(found, expected)
+                (found * weights).sum().backward()
+                same(x.grad, alone.grad)
+
+
+def test_over_two_dimensions(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2x2")
+    for loss in (LOSSES["mse"], LOSSES["cross_entropy"]):
+        alone = X.clone().requires_grad_()
+        loss(alone, "mean").backward()
+        for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(0)]):
+            x = distribute_tensor(X, mesh, placements).requires_grad_()
+            loss(x, "mean").backward()
+            same(x.grad, alone.grad)
+
+
+def test_what_is_whole_on_all_ranks_is_one_operation(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2")
+    x, target = (distribute_tensor(each, mesh, [Replicate()]) for each in (X, TARGET))
+    sink = workers_of(mesh).sink
+
+    def records(calculate: Callable[[Any, Any], Any]) -> int:
+        calculate(x, target)
+        before = sink.records
+        calculate(x, target)
+        return sink.records - before
+
+    assert records(F.mse_loss) == records(torch.add)
+
+
+def test_what_is_filled_into_a_sum_over_ranks(mesh_of: Callable[[str], Any]) -> None:
+    for name in ("2", "3"):
+        mesh = mesh_of(name)
+        total = distribute_tensor(X, mesh, [Shard(1)]).sum(1)
+        assert total.placements == (Partial(),)
+        same(torch.empty_like(total).fill_(3), torch.full((5,), 3.0))
+        same(total.fill_(2), torch.full((5,), 2.0))
+        same(total.fill_(torch.tensor(-1.0)), torch.full((5,), -1.0))
+    counts = distribute_tensor(torch.ones(5, 6, dtype=torch.int64), mesh, [Shard(1)]).sum(1)
+    with pytest.raises(RemoteTensorError, match="full_like"):
+        counts.fill_(7)
+    same(counts, torch.full((5,), 6))
