@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 
@@ -44,7 +45,8 @@ def _handler(func: Any) -> Callable[..., Any]:
         args, kwargs = pytree.tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs or {}))
 
         def whole(local: Any) -> Any:
-            return DTensor.from_local(local, mesh, placements, run_check=False)
+            spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(local.shape, local.stride(), local.dtype))
+            return DTensor(local, spec, requires_grad=False)
 
         return pytree.tree_map_only(torch.Tensor, whole, func(*args, **kwargs))
 

@@ -25,8 +25,7 @@ def correct() -> None:
     known = propagator.op_strategy_funcs
     known[_aten.empty_like.default] = known[_aten.zeros_like.default]  # without values, it is no part of a sum
     known[_aten.gather.default] = _aligned(known[_aten.gather.default])
-    for operator in (_aten.any.dims, _aten.all.dims):
-        known[operator] = _where_none_is_none(known[operator])
+    known[_aten.any.dims] = _where_none_is_none(known[_aten.any.dims])
     for operator in _strategies.CORRECTED:
         propagator.op_single_dim_strategy_funcs.pop(operator, None)
 
@@ -56,7 +55,7 @@ _mode = _Mode()
 
 
 def _where_none_is_none(own: Replacement) -> Replacement:
-    """For an operator that does not take no dimensions for all of them."""
+    """For an operator that does not take no dimensions for all of them; ``all`` is done by this one."""
 
     def strategy(op_schema: Any) -> Any:
         _mode.none_is_none = True

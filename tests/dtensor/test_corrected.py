@@ -1,0 +1,65 @@
+"""Operators of which torch's DTensor has a wrong result or gradient, and a mesh's tensors have the right one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.dtensor.values import same
+
+
+def gradients_are_the_same(mesh: Any, x: torch.Tensor, calculate: Callable[[Any], Any], placement: Any) -> None:
+    alone, ours = x.clone().requires_grad_(), distribute_tensor(x, mesh, [placement]).requires_grad_()
+    expected, found = calculate(alone), calculate(ours)
+    same(found, expected)
+    weights = torch.linspace(0.5, 1.5, expected.numel()).view(expected.shape) if expected.numel() > 1 else 0.5
+    for result in (expected, found):
+        (result * weights).sum().backward()
+    same(ours.grad, alone.grad)
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 6), (2, 4, 5, 7)], ids=["one image", "a batch"])
+def test_adaptive_pooling(mesh_of: Callable[[str], Any], shape: tuple[int, ...]) -> None:
+    for dim in range(len(shape)):
+        gradients_are_the_same(mesh_of("2"), torch.randn(shape), lambda x: F.adaptive_avg_pool2d(x, (5, 3)), Shard(dim))
+
+
+def test_gathering_fewer_rows_than_there_are(mesh_of: Callable[[str], Any]) -> None:
+    mesh, x = mesh_of("2"), torch.randn(10, 5)
+    ways = (Replicate(), Shard(0), Shard(1))
+    for dim, shape in ((0, (10, 2)), (1, (4, 5)), (0, (3, 5)), (-1, (10, 5))):
+        index = torch.randint(x.shape[dim], shape)
+        for of_x, of_index in itertools.product(ways, ways):
+            there = distribute_tensor(index, mesh, [of_index])
+            same(distribute_tensor(x, mesh, [of_x]).gather(dim, there), x.gather(dim, index))
+
+
+def test_what_is_added_to_fewer_rows_than_there_are(mesh_of: Callable[[str], Any]) -> None:
+    """The gradient of what is added is gathered."""
+    mesh, x, index = mesh_of("2"), torch.randn(10, 2), torch.randint(10, (10, 2))
+    there = distribute_tensor(index, mesh, [Shard(1)])
+
+    def calculate(source: Any) -> Any:
+        is_ours = isinstance(source, torch.distributed.tensor.DTensor)
+        zeros = distribute_tensor(torch.zeros(10, 5), mesh, [Replicate()]) if is_ours else torch.zeros(10, 5)
+        return zeros.scatter_add(0, there if is_ours else index, source)
+
+    gradients_are_the_same(mesh, x, calculate, Shard(1))
+
+
+def test_reductions_of_no_dimensions(mesh_of: Callable[[str], Any]) -> None:
+    for shape in ((4,), (5, 2)):
+        for dim in range(len(shape)):
+            for reduce in (
+                lambda x: x.amax(), lambda x: x.amin(), lambda x: x.sum(dim=[]), lambda x: x.mean(dim=()),
+                lambda x: x.sum(dim=[], keepdim=True), lambda x: x.std(dim=[]), lambda x: torch.linalg.norm(x),
+            ):  # fmt: skip
+                gradients_are_the_same(mesh_of("2"), torch.randn(shape), reduce, Shard(dim))
+            x = torch.randn(shape)
+            same(torch.any(distribute_tensor(x, mesh_of("2"), [Shard(dim)]) > 0, dim=[]), torch.any(x > 0, dim=[]))
