@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
-
 _aten = torch.ops.aten
 
 OPERATORS = (

@@ -1,7 +1,7 @@
 """What torch's own strategies get wrong: shardings with which an operator has another result than in one process.
 
-Operators that need another way to be done, not another sharding, are in _by_parts.py; shardings of our own, in
-_strategies.py.
+Operators that need another way to be done, not another sharding, are in _by_parts.py (how they stay in their place is
+here); shardings of our own, in _strategies.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._ops import _math_ops as math_ops
+from torch.distributed.tensor.parallel import loss
 
-from monarch_backend.dtensor import _strategies
+from monarch_backend.dtensor import _by_parts, _strategies
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
 _aten = torch.ops.aten
@@ -76,3 +77,14 @@ def _reduced(own: Any) -> Replacement:
         return None if is_all else own(dims_arg, ndim)
 
     return _infer_reduction_dims
+
+
+@_replaces(loss, "_disable_custom_loss_ops")
+def _given_back(own: Any) -> Replacement:
+    """`loss_parallel` takes away the losses that it has put in place, and with them whose place it was."""
+
+    def _disable_custom_loss_ops() -> None:
+        own()
+        api.DTensor._op_dispatcher._custom_op_handlers.update(_by_parts.HANDLERS)
+
+    return _disable_custom_loss_ops

@@ -58,7 +58,7 @@ def test_reductions_of_no_dimensions(mesh_of: Callable[[str], Any]) -> None:
         for dim in range(len(shape)):
             for reduce in (
                 lambda x: x.amax(), lambda x: x.amin(), lambda x: x.sum(dim=[]), lambda x: x.mean(dim=()),
-                lambda x: x.sum(dim=[], keepdim=True), lambda x: x.std(dim=[]), lambda x: torch.linalg.norm(x),
+                lambda x: x.sum(dim=[], keepdim=True), lambda x: torch.linalg.norm(x),
             ):  # fmt: skip
                 gradients_are_the_same(mesh_of("2"), torch.randn(shape), reduce, Shard(dim))
             x = torch.randn(shape)

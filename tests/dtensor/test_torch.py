@@ -128,6 +128,7 @@ FORMS = {
     ),
     "FSDPState._root_pre_forward": "self module args kwargs",
     "torch.distributed.tensor._ops._math_ops._infer_reduction_dims": "dims_arg ndim",
+    "torch.distributed.tensor.parallel.loss._disable_custom_loss_ops": "",
     "torch.cuda._lazy_init": "",
     "torch.cuda.current_stream": "device",
     "torch.cuda.default_stream": "device",
