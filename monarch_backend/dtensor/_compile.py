@@ -111,10 +111,11 @@ def _graph_for_each(classes: Classes, graph: fx.GraphModule, inputs: Any, induct
 def _refuse_autocast(graph: fx.GraphModule) -> None:
     """A trace has its tensors on the CPU, where this one would do nothing without a word."""
     inside = _torch_compile.autocasts(graph)
-    if "cuda" in inside or torch.is_autocast_enabled("cuda"):
+    found = [kind for kind in ("cuda", "xla") if kind in inside or torch.is_autocast_enabled(kind)]
+    if found:
         raise RemoteTensorError(
-            "torch.autocast('cuda') in a captured step: give it what has the lower precision already (model.to(dtype), "
-            "the MixedPrecisionPolicy of fully_shard), or leave the step to eager code"
+            f"torch.autocast({found[0]!r}) in a captured step: give it what has the lower precision already "
+            "(model.to(dtype), the MixedPrecisionPolicy of fully_shard), or leave the step to eager code"
         )
 
 

@@ -1,12 +1,13 @@
-"""``torch.autocast("cuda")`` of remote tensors.
+"""``torch.autocast("cuda")`` and ``torch.autocast("xla")`` of remote tensors.
 
 torch decides by where C++ has a tensor, which for a remote one is the CPU, and the CPU's lists of operators are others.
-So from the first such block of a controller of GPUs on, kernels of ours are in the place of torch's, which look at the
-workers' device, too. Which operators there are, torch says; what each wants is as torch's documentation lists it.
+So from the first such block of a controller of such devices on, kernels of ours are in the place of torch's, or of
+torch_xla's, which look at the workers' device, too. What each operator wants is _autocast_rules.py's.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -14,86 +15,81 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from monarch_backend._torch_patches import overriding
-from monarch_backend.dtensor import _devices
+from monarch_backend.dtensor import _autocast_rules, _devices
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _is_remote, _replaces
-from monarch_backend.dtensor._torch_devices import controls_gpus
+from monarch_backend.dtensor._torch_devices import controls
 
-LOWER = frozenset(
-    {
-        "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
-        "conv_transpose3d", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "prelu", "addmm",
-        "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
-        "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell",
-        "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
-    }
-)  # fmt: skip
-"""Operators that are done in the lower precision."""
-WIDEST = frozenset(
-    {
-        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "scatter_add",
-        "tensordot",
-    }
-)  # fmt: skip
-"""Operators that want one dtype, the widest of their arguments'. All others are done in float32."""
-_KEY = torch._C.DispatchKey.AutocastCUDA
-_library: list[torch.library.Library] = []
+_RULES = {"cuda": _autocast_rules.CUDA, "xla": _autocast_rules.XLA}
+_KEYS = {"cuda": "AutocastCUDA", "xla": "AutocastXLA"}
+_libraries: dict[str, list[torch.library.Library]] = {}
 _cast: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
 """Parameters, as they have been cast, until the outermost autocast ends."""
 
 
-def operators() -> list[Any]:
-    """Those for which torch has a rule on GPUs."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    return [_operator(name) for name in names if name.startswith("aten::")]
+def operators(kind: str) -> list[Any]:
+    """Those for which torch, or torch_xla, has a rule on this kind of device."""
+    if kind == "xla":
+        return [_operator(name) for name in _autocast_rules.XLA_OPERATORS]
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(_KEYS[kind])
+    return [_operator(name.removeprefix("aten::")) for name in names if name.startswith("aten::")]
+
+
+def _key(kind: str) -> torch._C.DispatchKey:
+    key = torch._C._parse_dispatch_key(_KEYS[kind])
+    assert key is not None, _KEYS[kind]
+    return key
 
 
 def _operator(name: str) -> Any:
-    packet, _, overload = name.removeprefix("aten::").partition(".")
+    packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _register() -> None:
+def _register(kind: str) -> None:
     library = torch.library.Library("aten", "IMPL")
+    _libraries[kind] = [library]
+    if kind == "xla" and "torch_xla" not in sys.modules:  # which brings this
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(torch.library.fallthrough_kernel, _KEYS[kind])
+        _libraries[kind].append(others)
     with overriding():
-        for operator in operators():
-            library.impl(operator, _kernel(operator), "AutocastCUDA")
-    _library.append(library)
+        for operator in operators(kind):
+            library.impl(operator, _kernel(operator, kind), _KEYS[kind])
 
 
-def _kernel(operator: Any) -> Any:
+def _kernel(operator: Any, kind: str) -> Any:
     name = operator._schema.name.removeprefix("aten::")
+    keys = torch._C.DispatchKeySet(_key(kind))
 
     def kernel(*args: Any, **options: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+        with torch._C._ExcludeDispatchKeyGuard(keys):
             tensors = [each for each in pytree.tree_leaves((args, options)) if isinstance(each, torch.Tensor)]
             floating = [each.dtype for each in tensors if each.is_floating_point() and each.dtype != torch.float64]
-            if not floating or not any(map(_is_on_gpu, tensors)):
+            if not floating or not any(_device_of(each).type == kind for each in tensors):
                 return operator(*args, **options)
-            if name == "binary_cross_entropy":
+            if name in _RULES[kind].refused:
                 raise RuntimeError(
-                    "binary_cross_entropy is unsafe in autocast: combine it with the sigmoid before it, "
-                    "binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+                    f"{name} is unsafe in autocast: combine it with the sigmoid before it, {name}_with_logits or "
+                    "BCEWithLogitsLoss"
                 )
-            dtype = _wanted(name, floating)
+            dtype = _wanted(name, kind, floating)
             args, options = pytree.tree_map_only(torch.Tensor, lambda each: _as(each, dtype), (args, options))
             return operator(*args, **options)
 
     return kernel
 
 
-def _wanted(name: str, dtypes: list[torch.dtype]) -> torch.dtype:
-    if name in LOWER:
-        return torch.get_autocast_dtype("cuda")
-    if name in WIDEST:
-        lower = torch.get_autocast_dtype("cuda")
-        return lower if all(each == lower for each in dtypes) else torch.float32
+def _wanted(name: str, kind: str, dtypes: list[torch.dtype]) -> torch.dtype:
+    rules, lower = _RULES[kind], torch.get_autocast_dtype(kind)
+    if name in rules.lower or (name in rules.widest and all(each == lower for each in dtypes)):
+        return lower
     return torch.float32
 
 
-def _is_on_gpu(tensor: Any) -> bool:
+def _device_of(tensor: Any) -> torch.device:
     remote = isinstance(tensor, RemoteTensor) or (isinstance(tensor, DTensor) and _is_remote(tensor))
-    return _devices.of(tensor).type == "cuda" if remote else tensor.is_cuda
+    return _devices.of(tensor) if remote else tensor.device
 
 
 def _as(tensor: Any, dtype: torch.dtype) -> Any:
@@ -111,10 +107,10 @@ def _as(tensor: Any, dtype: torch.dtype) -> Any:
 def _enter(own: Any) -> Replacement:
     def __enter__(self: Any) -> Any:
         found = own(self)
-        if self.device == "cuda" and self._enabled and controls_gpus():
-            if not _library:
-                _register()
-            self._monarch_guard = torch._C._IncludeDispatchKeyGuard(_KEY)
+        if self.device in _KEYS and self._enabled and controls(self.device):
+            if self.device not in _libraries:
+                _register(self.device)
+            self._monarch_guard = torch._C._IncludeDispatchKeyGuard(_key(self.device))
             self._monarch_guard.__enter__()
         return found
 
@@ -128,7 +124,7 @@ def _exit(own: Any) -> Replacement:
         if guard is not None:
             guard.__exit__(None, None, None)
         found = own(self, *error)
-        if not torch.is_autocast_enabled("cuda"):
+        if not any(map(torch.is_autocast_enabled, _KEYS)):
             _cast.clear()
         return found
 

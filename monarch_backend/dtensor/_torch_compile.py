@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorExc
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast
 from torch.distributed import device_mesh
-from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor import DTensor, Shard, placement_types
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor import _dispatch as dispatch
@@ -48,7 +48,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 import monarch_backend
-from monarch_backend import dtensor
+from monarch_backend import _versions, dtensor
 from monarch_backend.dtensor import (
     _random,
     _rank_classes,
@@ -349,10 +349,28 @@ def _view_of(own: Any) -> Any:
 
 
 def _gathered_alike(base: DTensor, target: DTensor) -> DTensor:
-    """Rows taken of what is sharded by rows (``x[1:]``) are no view of a shard: torch gathers it first."""
-    pairs = zip(base.placements, target.placements, strict=True)
-    placements = [new if new.is_replicate() and not old.is_replicate() else old for old, new in pairs]
+    """Rows taken of what is sharded by rows (``x[1:]``) are no view of a shard: torch gathers it first, and may shard
+    it by columns over ranks that all had it (from 2.14 on).
+    """
+    placements = []
+    for old, new in zip(base.placements, target.placements, strict=True):
+        if new.is_replicate():
+            placements.append(new)
+        else:
+            placements.append(Shard(_origin(base, target, new.dim)) if old.is_replicate() else old)  # type: ignore[attr-defined]
     return base if placements == list(base.placements) else base.redistribute(placements=placements)
+
+
+def _origin(base: DTensor, target: DTensor, dim: int) -> int:
+    """The dimension of the base that is sharded where this one of its view is: the outermost of what makes it up."""
+    extent = target.stride(dim) * target.size(dim)
+    for each in range(base.ndim):
+        if base.size(each) > 1 and base.stride(each) * base.size(each) == extent:
+            return each
+    raise RemoteTensorError(
+        f"a captured step returns a view of its input, {list(target.shape)} of {list(base.shape)}, whose dimension "
+        f"{dim} is sharded like none of the input: return a copy, .clone()"
+    )
 
 
 def _is_uneven(tensor: Any) -> bool:
@@ -387,14 +405,18 @@ def _local_of_uneven(own: Any) -> Any:
     return to_local
 
 
+GETATTR = "tp_getattro_impl" if _versions.torch_version() >= (2, 14) else "var_getattr"
+"""What dynamo calls to find an attribute of a tensor."""
+
+
 def _attribute(own: Any) -> Any:
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+    def getattr_of_tensor(self: Any, tx: Any, name: str) -> Any:
         value = self.proxy.node.meta.get("example_value") if name == "_local_tensor" else None
         if isinstance(value, DTensor) and _differs(value._spec):
             _refuse_sizes(value._spec)
         return own(self, tx, name)
 
-    return var_getattr
+    return getattr_of_tensor
 
 
 def _differs(spec: DTensorSpec) -> bool:
@@ -435,12 +457,12 @@ def _seen_arguments(own: Any) -> Any:
 
 
 def _between_devices(own: Any) -> Any:
-    """A trace has the tensors of GPUs where C++ has them, on the CPU, so in it no tensor goes from one to the other."""
+    """A trace has the tensors of GPUs, and XLA's, where C++ has them: on the CPU. In it no tensor goes to the other."""
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         moves = name in ("cpu", "cuda") or (name == "to" and _names_a_device([*args, *kwargs.values()]))
-        if moves and _torch_devices.controls_gpus():
-            break_graph(f".{name}()", RemoteTensorError(f".{name}() moves a tensor of workers that have GPUs"))
+        if moves and _torch_devices.controls_others():
+            break_graph(f".{name}()", RemoteTensorError(f".{name}() moves a tensor of workers that have other devices"))
         return own(self, tx, name, args, kwargs)
 
     return call_method
@@ -449,18 +471,17 @@ def _between_devices(own: Any) -> Any:
 def _names_a_device(values: Sequence[Any]) -> bool:
     """As a program says it, and not as a tensor of the trace does, whose device is torch.device("cpu")."""
     constants = [each.as_python_constant() for each in values if each.is_python_constant()]
-    return any(isinstance(each, str) or (isinstance(each, torch.device) and each.type == "cuda") for each in constants)
+    return any(isinstance(each, str) or (isinstance(each, torch.device) and each.type != "cpu") for each in constants)
 
 
 def _made_there(own: Any) -> Any:
-    """What a trace makes on a GPU that is not here, it makes where it has the tensors of GPUs."""
+    """What a trace makes on a device that is not here, it makes where it has the tensors of such devices."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         device = kwargs.get("device")
-        if device is not None and device.is_python_constant() and device.as_python_constant() is not None:
-            is_there = torch.device(device.as_python_constant()).type == "cuda" and not torch.cuda.is_available()
-            if is_there and _torch_devices.controls_gpus():
-                kwargs = {**kwargs, "device": builder.SourcelessBuilder.create(tx, torch.device("cpu"))}
+        device = device.as_python_constant() if device is not None and device.is_python_constant() else None
+        if device is not None and _torch_devices.is_of_workers(torch.device(device).type):
+            kwargs = {**kwargs, "device": builder.SourcelessBuilder.create(tx, torch.device("cpu"))}
         return own(self, tx, args, kwargs)
 
     return call_function
@@ -503,7 +524,7 @@ REPLACED += [
     (DTensor, "to_local", _local_of_uneven),
     (DTensor, "__tensor_unflatten__", _strided_again),
     (_StridedShard, "local_shard_size_and_offset", _places_of_strided),
-    (TensorVariable, "var_getattr", _attribute),
+    (TensorVariable, GETATTR, _attribute),
     (TensorVariable, "call_method", _between_devices),
     (TorchInGraphFunctionVariable, "call_function", _made_there),
     (TorchScriptObjectVariable, "call_method", _number_of_the_rank),

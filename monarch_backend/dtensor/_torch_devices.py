@@ -35,9 +35,19 @@ def _stands_for_xla() -> bool:
     return _group.is_controller() and "xla" in _libraries
 
 
-def controls_gpus() -> bool:
-    """Whether there are workers with GPUs."""
-    return _group.is_controller() and any(each.device.type == "cuda" for each in _group.owners())
+def controls(device_type: str) -> bool:
+    """Whether there are workers with such devices."""
+    return _group.is_controller() and any(each.device.type == device_type for each in _group.owners())
+
+
+def controls_others() -> bool:
+    """Whether there are workers with devices that C++ takes for the CPU here."""
+    return controls("cuda") or controls("xla")
+
+
+def is_of_workers(device_type: str) -> bool:
+    """Whether only workers have such devices, and some have."""
+    return device_type in ("cuda", "xla") and not _is_here(device_type) and controls(device_type)
 
 
 # Ways between devices -------------------------------------------------------------------------------------------
@@ -177,8 +187,14 @@ def _current_device(own: Any) -> Replacement:
 
 @_replaces(torch_checkpoint, "_get_device_module")
 def _device_module(own: Any) -> Replacement:
-    # It saves the numbers that the workers' GPUs draw, of which torch.cuda would say that there are none.
-    return lambda device="cuda": _checkpointed if device == "cuda" and stands_for_gpus() else own(device)
+    def _get_device_module(device: str = "cuda") -> Any:
+        # It saves the numbers that the workers' GPUs draw, of which torch.cuda would say that there are none.
+        if device == "cuda" and stands_for_gpus():
+            return _checkpointed
+        # XLA's are those of the CPU, which it saves in any case; and there is no module torch.xla.
+        return torch.cpu if device == "xla" and _stands_for_xla() else own(device)
+
+    return _get_device_module
 
 
 class _Checkpointed:
@@ -220,7 +236,7 @@ def _kernels(own: Any) -> Replacement:
     def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
         backends = list(backends)
         # On the CPU, where C++ takes remote tensors to be, one is fused; on GPUs it stands for whichever they have.
-        if controls_gpus() and _FUSED.intersection(backends) and SDPBackend.FLASH_ATTENTION not in backends:
+        if controls("cuda") and _FUSED.intersection(backends) and SDPBackend.FLASH_ATTENTION not in backends:
             backends.append(SDPBackend.FLASH_ATTENTION)
         own(backends, set_priority)
 
@@ -272,9 +288,9 @@ def _with_number(value: Any) -> Any:
 
 @_replaces(torch.cuda.amp.common, "amp_definitely_not_available")
 def _no_amp(own: Any) -> Replacement:
-    return lambda: own() and not controls_gpus()
+    return lambda: own() and not controls("cuda")
 
 
 @_replaces(torch.cuda, "is_bf16_supported")
 def _bf16(own: Any) -> Replacement:
-    return lambda *args, **options: (controls_gpus() and stands_for_gpus()) or own(*args, **options)
+    return lambda *args, **options: (controls("cuda") and stands_for_gpus()) or own(*args, **options)
