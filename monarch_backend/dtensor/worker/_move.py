@@ -26,7 +26,8 @@ def offer(x: DTensor, desk: Desk) -> None:
     rank = dist.get_rank()  # of all; that of this call may count those of a slice
     if rank not in desk.senders:
         return
-    part = ShardedState.register({"x": x.clone()})  # the controller goes on, and may change x
+    copy = _in_memory(x) if _is_elsewhere(x) else x.clone()  # the controller goes on, and may change x
+    part = ShardedState.register({"x": copy})
     boards[x.device_mesh.device_type].keep(desk.parcel, len(desk.readers), part.drop)
     desk.target.deliver.broadcast(desk.parcel, rank, part)
 
@@ -35,7 +36,20 @@ def fill(frame: DTensor, desk: Desk) -> DTensor:
     """On the target: read this rank's part. What is left of the copies when the last has read is let go."""
     try:
         parts = boards[frame.device_mesh.device_type].take(desk.parcel, len(desk.senders))
-        ShardedState.merge(parts).read_into({"x": frame}).get()
+        read = _in_memory(frame) if _is_elsewhere(frame) else frame
+        ShardedState.merge(parts).read_into({"x": read}).get()
+        if read is not frame:
+            frame.to_local().copy_(read.to_local())
     finally:
         desk.source.let_go.broadcast(desk.parcel)
     return frame
+
+
+def _is_elsewhere(x: DTensor) -> bool:
+    """Whether it is in memory that nobody can read but who computes there: XLA's."""
+    return x.to_local().device.type == "xla"
+
+
+def _in_memory(x: DTensor) -> DTensor:
+    """What it has now, in this host's."""
+    return DTensor(x.to_local().cpu(), x._spec, requires_grad=False)
