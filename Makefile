@@ -13,12 +13,10 @@ COUNT ?= 200
 VERBS ?= verbs
 FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
-# Tests that also run on workers with XLA devices: one of each kind, since XLA compiles each graph. Others that do, in
-# ten minutes: make test-xla ON_XLA="-k 'not 2x2' tests/dtensor/test_meshes.py tests/dtensor/test_training.py"
-TRAINING := tests/dtensor/test_training.py::test_
-ON_XLA := tests/dtensor/test_xla_meshes.py "$(TRAINING)plans[2-sequence]" "$(TRAINING)optimizers[AdamW3-foreach]" \
-    "$(TRAINING)gradients_are_clipped[2-False-2.0]" "$(TRAINING)embeddings_by_words_and_by_width[2-0]" \
-    "$(TRAINING)weights_are_made_on_the_workers[2]"
+# Tests that also run on workers with XLA devices, tests/dtensor/on_xla.py says which of these; and how many
+# parametrizations of each, since XLA compiles each graph.
+ON_XLA ?= tests/dtensor
+PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-fast test-slow test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
@@ -64,7 +62,8 @@ test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason wh
 
 test-xla: $(STAMP)  ## the XLA route and meshes of XLA devices, with an environment of torch_xla 2.9 that it builds once
 	$(BIN)/python tools/torch_env.py 2.9.0 --xla --run -- python -m pytest -m xla tests/xla
-	MONARCH_TEST_XLA_PYTHON=$(CURDIR)/.envs/torch-2.9.0-xla/bin/python $(BIN)/python -m pytest -m "not slow and not gpu and not verbs" $(ON_XLA) --durations=10
+	MONARCH_TEST_XLA_PER_TEST=$(PER_TEST) MONARCH_TEST_XLA_PYTHON=$(CURDIR)/.envs/torch-2.9.0-xla/bin/python \
+	    $(BIN)/python -m pytest -m "not slow and not gpu and not verbs" $(ON_XLA) --durations=10
 
 # The guest is prepared at once, so that a machine that cannot have it says so: loudly, and without failing. The wheel
 # stays out of the virtual environment: a process that runs the tests has both packages, and most users have neither.

@@ -55,12 +55,12 @@ XLA_OPERATORS = (
     "bmm", "cat", "cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "conv1d", "conv1d.padding", "conv2d",
     "conv2d.padding", "conv3d", "conv3d.padding", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
     "conv_transpose3d.input", "cosine_embedding_loss", "cross_entropy_loss", "ctc_loss.IntList", "ctc_loss.Tensor",
-    "einsum", "hinge_embedding_loss", "index_copy", "index_copy.dimname", "inverse", "kl_div", "l1_loss",
-    "linalg_inv_ex", "linalg_svd", "linear", "log_softmax.Dimname", "log_softmax.int", "margin_ranking_loss", "matmul",
+    "einsum", "hinge_embedding_loss", "index_copy", "inverse", "kl_div", "l1_loss",
+    "linalg_inv_ex", "linalg_svd", "linear", "log_softmax.int", "margin_ranking_loss", "matmul",
     "max_pool2d", "mm", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward",
-    "nll_loss", "nll_loss2d", "pow.Tensor_Scalar", "prelu", "prod", "prod.dim_Dimname", "prod.dim_int", "qr",
+    "nll_loss", "nll_loss2d", "pow.Tensor_Scalar", "prelu", "prod", "prod.dim_int", "qr",
     "reflection_pad1d", "reflection_pad2d", "relu", "replication_pad1d", "replication_pad2d", "replication_pad3d",
-    "smooth_l1_loss", "soft_margin_loss", "softmax.Dimname", "softmax.int", "stack", "svd", "trace",
+    "smooth_l1_loss", "soft_margin_loss", "softmax.int", "stack", "svd", "trace",
     "triangular_solve", "triplet_margin_loss",
 )  # fmt: skip
-"""All that torch_xla knows. The controller, which has no torch_xla, can't ask."""
+"""All that torch_xla knows, without those of named dimensions. The controller, which has no torch_xla, can't ask."""

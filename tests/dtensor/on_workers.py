@@ -39,6 +39,11 @@ def sum_of_ranks() -> int:
     return int(total)
 
 
+def checked_look_up(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rows of the table, looked up on the CPU, where torch checks an index."""
+    return torch.nn.functional.embedding(indices.cpu(), table.cpu()).to(table.device)
+
+
 def where_it_is(x: Any) -> tuple[str, str, list[Any]]:
     """The device of this worker's part, its torch, and the part."""
     return str(x.to_local().device), torch.__version__[:3], x.to_local().tolist()
@@ -52,6 +57,18 @@ def fails() -> None:
 def doubled_and_summed(x: Any) -> tuple[Any, Any]:
     """By this torch's own DTensor."""
     return x.redistribute(x.device_mesh, [Replicate()]) * 2, x.sum().full_tensor().item()
+
+
+def autocasts_of_xla() -> list[str]:
+    """Operators for which torch_xla has a rule in autocast."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastXLA")
+    return [name.removeprefix("aten::") for name in names]
+
+
+def dtypes_in_autocast(step: Any, x: Any) -> list[str]:
+    """Of what torch_xla's own autocast makes."""
+    with torch.autocast("xla"):
+        return [str(each.dtype) for each in step(x.full_tensor())]
 
 
 def done_so_far() -> int:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from monarch_backend.dtensor import MeshMismatchError, RemoteOpError
+from tests.dtensor.conftest import DEVICE
 from tests.dtensor.values import same, value
 
 ONE = [Shard(0), Shard(1), Replicate()]
@@ -145,7 +146,7 @@ def test_a_stateful_object_saves_and_loads_itself(mesh_of: Callable[[str], Any],
 
 
 def test_a_slice_of_the_processes_saves_by_itself(all_procs: Any, tmp_path: Path) -> None:
-    half = all_procs["2x2"].slice(dp=1).device_mesh("cpu")
+    half = all_procs["2x2"].slice(dp=1).device_mesh(DEVICE)
     whole = torch.randn(5, 2)
     x = distribute_tensor(whole, half, [Shard(0)])
     dcp.save({"x": x}, checkpoint_id=tmp_path)

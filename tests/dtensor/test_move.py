@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, zeros
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
 
 from monarch_backend.actor import _calls
 from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run
 from monarch_backend.transport._bodies import size_of
 from monarch_backend.transport._router import Router
-from tests.dtensor import on_workers
+from tests.dtensor import failing, on_workers
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same, value
 
@@ -113,9 +113,9 @@ def test_no_value_passes_the_controller(mesh_of: Callable[[str], Any], monkeypat
 def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(torch.ones(2, 3), mesh_of("2"), [Replicate()])
     index = distribute_tensor(torch.tensor([7]), mesh_of("2"), [Replicate()])
-    broken = x.index_select(0, index)
+    broken = DTensor.from_local(failing.look_up(index.to_local(), x.to_local()), mesh_of("2"), [Replicate()])
     moved = move(broken, mesh_of("3"), [Replicate()]) + 1
-    with pytest.raises(RemoteOpError, match=r"has not come: .*index_select"):
+    with pytest.raises(RemoteOpError, match=f"has not come: .*{failing.OPERATION}"):
         moved.tolist()
     assert (move(x, mesh_of("3")) + 1).sum().item() == 12
 

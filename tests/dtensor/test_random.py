@@ -29,6 +29,7 @@ from monarch_backend.dtensor import (
     simulated_mesh,
 )
 from monarch_backend.dtensor.worker import _random as worker_random
+from tests.dtensor import failing
 from tests.dtensor.conftest import DEVICE
 from tests.dtensor.test_operations import EVEN, UNEVEN, placements
 from tests.dtensor.values import same, value
@@ -398,9 +399,8 @@ def test_one_record_each_and_the_state_only_where_it_is_another(line: Any, monke
 
 
 def test_a_tensor_that_failed_costs_no_number(line: Any) -> None:
-    bad = distribute_tensor(torch.zeros(3, 3), line, [Replicate()])
-    index = distribute_tensor(torch.tensor([7]), line, [Replicate()])
-    failed = bad.index_select(0, index)
+    table, index = (distribute_tensor(each, line, [Replicate()]) for each in (torch.zeros(3, 3), torch.tensor([7])))
+    failed = DTensor.from_local(failing.look_up(index.to_local(), table.to_local()), line, [Replicate()])
     x = distribute_tensor(torch.zeros(UNEVEN), line, [Shard(0)])
     torch.manual_seed(6)
     failed.normal_()

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import monarch_backend.actor as ma
 from monarch_backend.actor import SupervisionError, ValueMesh, this_host
 from monarch_backend.dtensor import MeshMismatchError, RemoteOpError, RemoteTensorError, run
-from tests.dtensor import on_workers
-from tests.dtensor.conftest import workers_of
+from tests.dtensor import failing, on_workers
+from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same, value
 
 
@@ -147,14 +147,14 @@ def test_meshes_of_several_dimensions_and_their_slices(mesh_of: Callable[[str], 
 
 
 def test_a_slice_of_the_processes_runs_by_itself(all_procs: Any) -> None:
-    half = all_procs["2x2"].slice(dp=1).device_mesh("cpu")
+    half = all_procs["2x2"].slice(dp=1).device_mesh(DEVICE)
     x = distribute_tensor(torch.arange(5.0), half, [Shard(0)])
     total, ranks = run(half, lambda x: (x.sum(), dist.get_rank()), x).get()
     assert (total.item(), values(ranks)) == (10, [2, 3])
     with pytest.raises(RemoteOpError, match="on purpose"):
         run(half, on_workers.fails_on, 3, x).get()
     assert x.sum().item() == 10
-    assert distribute_tensor(torch.ones(4), all_procs["2x2"].device_mesh("cpu"), [Shard(0)] * 2).sum().item() == 4
+    assert distribute_tensor(torch.ones(4), all_procs["2x2"].device_mesh(DEVICE), [Shard(0)] * 2).sum().item() == 4
 
 
 def test_processes_run_a_function(all_procs: Any) -> None:
@@ -275,8 +275,9 @@ def test_captured_steps_go_on_with_the_groups_after_one_that_failed(mesh_of: Cal
 def test_what_an_argument_depends_on_is_what_failed(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(2, 3), mesh, [Replicate()])
-    broken = x.index_select(0, distribute_tensor(torch.tensor([7]), mesh, [Replicate()]))
-    with pytest.raises(RemoteOpError, match=r"index_select.* raised"):
+    index = distribute_tensor(torch.tensor([7]), mesh, [Replicate()])
+    broken = DTensor.from_local(failing.look_up(index.to_local(), x.to_local()), mesh, [Replicate()])
+    with pytest.raises(RemoteOpError, match=f"{failing.OPERATION}.* raised"):
         run(mesh, lambda x: x, broken).get(60)
     assert run(mesh, lambda x: x * 2, x).get().sum().item() == 12
 

@@ -225,7 +225,7 @@ def test_autocast(line: Any) -> None:
     ours = parallelize_module(copy.deepcopy(alone), line, PLAIN_PLAN)
 
     def loss(net: nn.Module, batch: torch.Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE if net is ours else "cpu", torch.bfloat16):
             out = net(batch[:, :-1].contiguous())
         assert out.dtype is torch.bfloat16
         return F.cross_entropy(out.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -234,7 +234,6 @@ def test_autocast(line: Any) -> None:
     equally(ours, mine, alone, theirs, 1e-2)
 
 
-@pytest.mark.skipif(DEVICE == "xla", reason="an activation checkpoint asks for a module torch.xla, which torch has not")
 @pytest.mark.parametrize("plan", [SEQUENCE_PLAN, PLAIN_PLAN], ids=["sequence", "plain"])
 def test_what_is_calculated_again(line: Any, plan: Any) -> None:
     alone = Net(again=True)
@@ -258,12 +257,8 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 """All of torch's that its DTensor can do: Rprop writes into what a mask selects, LBFGS is given other losses."""
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-refused_on_xla = pytest.mark.skipif(DEVICE == "xla", reason="torch has fused=True and foreach=True for no XLA tensor")
 CASES = [
-    pytest.param(
-        kind, {**options, how: on}, id=f"{kind.__name__}{i}-{how if on else 'for-loop'}",
-        marks=[refused_on_xla] if how == "fused" else [],
-    )
+    pytest.param(kind, {**options, how: on}, id=f"{kind.__name__}{i}-{how if on else 'for-loop'}")
     for i, (kind, options) in enumerate(OPTIMIZERS)
     for how, on in (("foreach", False), ("foreach", True), ("fused", True))
     if how != "fused" or kind in FUSED
@@ -282,7 +277,7 @@ def test_optimizers(mesh_of: Any, kind: Any, options: Any) -> None:
 
 
 @pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("foreach", [pytest.param(True, marks=refused_on_xla), False])
+@pytest.mark.parametrize("foreach", [True, False])
 def test_gradients_are_clipped(mesh: Any, norm: float, foreach: bool) -> None:
     alone = Net()
     ours = parallelize_module(copy.deepcopy(alone), last(mesh), SEQUENCE_PLAN)

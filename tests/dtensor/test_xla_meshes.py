@@ -1,10 +1,11 @@
 """Meshes of XLA devices: workers with torch_xla's torch, a controller with a newer one and without torch_xla.
 
-In `make test-xla` the other tests of this folder that it names run on such workers, too. Here is what only these have.
+In `make test-xla` the other tests of this folder run on such workers, too (on_xla.py). Here is what only these have.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -17,16 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from monarch_backend.actor import this_host
-from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, _torch_spmd, run, simulated_mesh
+from monarch_backend.dtensor import (
+    RemoteOpError,
+    RemoteTensor,
+    RemoteTensorError,
+    _autocast_rules,
+    _torch_autocast,
+    _torch_spmd,
+    put_module,
+    run,
+    simulated_mesh,
+)
 from monarch_backend.dtensor import _group as groups
-from tests.dtensor import on_workers
+from tests.dtensor import on_workers, on_xla
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 from tests.support import xla
 
-on_xla = [pytest.mark.xla, pytest.mark.skipif(not xla.PYTHON, reason=xla.NOT_HERE)]
+with_workers = [pytest.mark.xla, pytest.mark.skipif(not xla.PYTHON, reason=xla.NOT_HERE)]
 X = torch.arange(12.0).view(4, 3)
 
 
@@ -78,13 +90,61 @@ def test_shapes_that_torch_finds_on_the_device_only(kind: str) -> None:
         groups._owners.remove(workers_of(mesh))
 
 
+def test_each_exception_names_a_test() -> None:
+    for name in (*on_xla.CANNOT, *on_xla.ALWAYS):
+        file, _, test = name.partition("::")
+        module = importlib.import_module(f"tests.dtensor.{file.removesuffix('.py')}")
+        for part in test.partition("[")[0].split("::"):
+            module = getattr(module, part)
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A mesh of XLA devices with nobody behind it: what stands for its tensors here can be looked at."""
+    monkeypatch.setattr(groups, "_owners", [])  # those of real processes would be the only ones that count
+    return simulated_mesh((2,), ("x",), "xla")
+
+
+def test_autocast_wants_of_each_operator_what_torch_xla_does(nowhere: Any) -> None:
+    rules = _autocast_rules.XLA
+    names = {each._schema.name.removeprefix("aten::") for each in _torch_autocast.operators("xla")}
+    assert names >= rules.lower | rules.widest
+    layer, x = nn.Linear(3, 3), torch.ones(3, 3)
+    put_module(layer, nowhere)
+    there = distribute_tensor(x, nowhere, [Replicate()]).to_local().detach()
+    with torch.autocast("xla"):
+        lower = layer(there)
+        assert lower.dtype == torch.bfloat16 and F.linear(x, x).dtype == torch.float32  # of this process's CPU
+        assert {each.dtype for each in (F.relu(there), F.max_pool2d(there[None], 2))} == {torch.bfloat16}
+        assert {each.dtype for each in (lower.softmax(-1), lower.pow(2), lower.prod())} == {torch.float32}
+        assert torch.cat([lower, lower]).dtype == torch.bfloat16
+        assert torch.cat([lower, there]).dtype == torch.float32
+        assert (there.double() @ there.double()).dtype == torch.float64
+        assert there.exp().dtype == torch.float32 and (lower * 2).dtype == torch.bfloat16  # it has no rule for these
+        with torch.autocast("xla", enabled=False):
+            assert layer(there).dtype == torch.float32
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="leave the step to eager code"):
+            torch.compile(lambda x: x @ x, backend="monarch", fullgraph=True)(there)
+    assert layer(there).dtype == torch.float32
+
+
+def test_a_captured_step_leaves_ways_between_devices_to_eager_code(nowhere: Any) -> None:
+    x = distribute_tensor(torch.ones(4), nowhere, [Replicate()]).to_local()
+    for program, kind in ((lambda x: (x * 2).cpu(), "cpu"), (lambda x: (x * 2).to("xla"), "xla")):
+        torch._dynamo.reset()
+        assert torch.compile(program, backend="monarch")(x).device.type == kind
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: x + torch.arange(4, device="xla"), backend="monarch", fullgraph=True)
+    assert step(x).device.type == "xla"
+
+
 # On XLA devices -------------------------------------------------------------------------------------------------
 
 
 class TestXla:
     """With workers."""
 
-    pytestmark = on_xla
+    pytestmark = with_workers
 
     def test_tensors_are_on_xla_devices_of_another_torch(self, mesh: Any, there: Any) -> None:
         assert there.device == torch.device("xla", 0) and not there.is_cpu
@@ -134,6 +194,29 @@ class TestXla:
         step = torch.compile(lambda x, f: (x * f).sin().sum(), backend="monarch", dynamic=dynamic)
         for factor in (2.0, 3.0):
             same(step(there, factor), (X * factor).sin().sum())
+
+    def test_autocast_is_torch_xlas_own(self, mesh: Any, there: Any) -> None:
+        known, *_ = run(mesh, on_workers.autocasts_of_xla).get().values()
+        assert {each for each in known if "imname" not in each} == set(_autocast_rules.XLA_OPERATORS)
+
+        def step(x: Any) -> list[Any]:
+            lower = x @ x.t()
+            return [lower, lower.softmax(-1), torch.cat([lower, lower]), F.relu(x), x.exp(), lower.pow(2)]
+
+        dtypes, *_ = run(mesh, on_workers.dtypes_in_autocast, step, there).get().values()
+        with torch.autocast("xla"):
+            assert [str(each.dtype) for each in step(there.full_tensor())] == dtypes
+
+    def test_an_activation_checkpoint_draws_the_same_numbers_again(self, mesh: Any) -> None:
+        found = []
+        for x in (X.clone(), distribute_tensor(X, mesh, [Replicate()]).to_local().detach()):
+            torch.manual_seed(3)
+            x.requires_grad_()
+            out = checkpoint(lambda x: F.dropout(x, 0.5).sin(), x, use_reentrant=False)
+            out.sum().backward()
+            found.append([out, x.grad])
+        for reference, ours in zip(*found, strict=True):
+            same(ours, reference)
 
     def test_what_fails_is_told(self, mesh: Any) -> None:
         with pytest.raises(RemoteOpError, match=r"on rank \d \(host .*, pid \d+\): ValueError: on purpose"):

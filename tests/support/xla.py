@@ -19,6 +19,7 @@ from monarch_backend.mesh._hosts import HostMesh
 PYTHON = os.environ.get("MONARCH_TEST_XLA_PYTHON", "")
 NOT_HERE = "no Python with torch_xla is named by MONARCH_TEST_XLA_PYTHON: run `make test-xla`"
 _UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
+_NOT_OPTIMIZED = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 _PATIENCE = 60.0
 _ROOT = Path(__file__).parent.parent.parent
 
@@ -26,7 +27,10 @@ _ROOT = Path(__file__).parent.parent.parent
 def environment() -> dict[str, str]:
     """Of a process of that Python."""
     mine = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return {**mine, "PYTHONPATH": str(_ROOT), "PJRT_DEVICE": "CPU", "PYTHONWARNINGS": "ignore"}  # torch_xla's own
+    # XLA compiles thousands of graphs, each once: what it does not optimize is there in a third of the time.
+    flags = " ".join([mine.get("XLA_FLAGS", ""), *_NOT_OPTIMIZED]).strip()
+    own = {"PYTHONPATH": str(_ROOT), "PJRT_DEVICE": "CPU", "XLA_FLAGS": flags}
+    return {**mine, **own, "PYTHONWARNINGS": "ignore"}  # torch_xla's own
 
 
 @contextmanager

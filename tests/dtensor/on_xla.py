@@ -1,0 +1,75 @@
+"""Which tests of this folder run on workers with XLA devices (`make test-xla`), and which of them can't pass there.
+
+conftest.py applies it where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla. A test of CANNOT that passes fails
+the run, so that the list stays true.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+PER_TEST = int(os.environ.get("MONARCH_TEST_XLA_PER_TEST", "1"))
+"""So many parametrizations of each test, as XLA compiles each graph: `make test-xla PER_TEST=99` runs all."""
+ALWAYS = {
+    "test_training.py::test_optimizers[AdamW3-foreach]",
+    "test_training.py::test_optimizers[AdamW3-fused]",
+    "test_training.py::test_gradients_are_clipped[2-True-2.0]",
+}
+"""Parametrizations that are not left out."""
+_FIXTURES = {"mesh", "line", "cube", "mesh_of"}
+"""Who has one of these, or asks for `all_procs` itself, uses the workers."""
+_ELSEWHERE = {"test_gpu_meshes.py", "test_torch.py", "test_op_db.py"}
+"""Of other devices; what torch's private parts look like; thousands of operators, each of them a graph to compile."""
+_NO_FUSED = "torch has fused=True of optimizers for no XLA tensor"
+_NO_FOREACH = "torch has foreach=True of clip_grad_norm_ for no XLA tensor"
+CANNOT: dict[str, str] = {
+    "test_fsdp.py::test_values_are_those_of_a_single_process[adamw-fused]": _NO_FUSED,
+    "test_training.py::test_optimizers[Adam2-fused]": _NO_FUSED,
+    "test_training.py::test_optimizers[AdamW3-fused]": _NO_FUSED,
+    "test_training.py::test_optimizers[Adagrad4-fused]": _NO_FUSED,
+    **{
+        f"test_training.py::test_gradients_are_clipped[{mesh}-True-{norm}]": _NO_FOREACH
+        for mesh in ("2", "3", "2x2")
+        for norm in ("2.0", "1.0", "inf")
+    },
+    "test_host_tensors.py::test_running_values_of_a_norm_that_stays_here": (
+        "the running variance of torch_xla's batch norm is that of the batch, without Bessel's correction"
+    ),
+}
+"""By the name of a test, all of it or one of its parametrizations: what torch_xla, or its torch, does otherwise."""
+
+
+def choose(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Those that run there, with marks on those that fail."""
+    by_test: dict[tuple[str, str], list[pytest.Item]] = {}
+    for each in items:
+        if _uses_workers(each):
+            by_test.setdefault((str(each.path), names_of(each)[0]), []).append(each)
+    chosen = {id(each) for kinds in by_test.values() for each in _some(kinds)}
+    for each in items:
+        reason = next((CANNOT[name] for name in names_of(each) if name in CANNOT), None)
+        if reason is not None and id(each) in chosen:
+            each.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+    return [each for each in items if id(each) in chosen]
+
+
+def _some(kinds: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the parametrizations of a test the last, then the first, then the others from there; and those of ALWAYS."""
+    ordered = [*kinds[-1:], *kinds[:-1]]
+    return [each for i, each in enumerate(ordered) if i < PER_TEST or names_of(each)[1] in ALWAYS]
+
+
+def names_of(item: pytest.Item) -> tuple[str, str]:
+    """The test as a whole, and with its parameters."""
+    name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+    return name.partition("[")[0], name
+
+
+def _uses_workers(item: pytest.Item) -> bool:
+    if item.get_closest_marker("xla") is not None:
+        return True
+    if item.path.name in _ELSEWHERE or not isinstance(item, pytest.Function):
+        return False
+    return bool(_FIXTURES & set(item.fixturenames)) or "all_procs" in item._fixtureinfo.argnames
