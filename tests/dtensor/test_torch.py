@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.meta_utils import MetaTensorDesc
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._ops import _math_ops as reductions
@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from monarch_backend.dtensor import (
+    RemoteTensorError,
     _convolution,
     _remote_tensor,
     _signatures,
@@ -379,6 +380,23 @@ def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(na
     assert " ".join(inspect.signature(inspect.unwrap(own)).parameters) == FORMS_OF_COMPILE[name]
 
 
+def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_of() -> None:
+    mesh = simulated_mesh((2, 2), ("x", "y"))
+    base = distribute_tensor(torch.ones(4, 6, 8), mesh, [Shard(0), Replicate()])
+
+    def of(view: torch.Tensor, dim: int) -> int:
+        like: Any = types.SimpleNamespace(shape=view.shape, stride=view.stride, size=view.size)
+        return _torch_compile._origin(base, like, dim)
+
+    whole = torch.ones(4, 6, 8)
+    assert [of(whole[1], dim) for dim in (0, 1)] == [1, 2]
+    assert of(whole[1].view(-1), 0) == 1  # its outermost
+    assert [of(whole[2:].transpose(1, 2), dim) for dim in (1, 2)] == [2, 1]
+    assert of(whole.view(4, 2, 3, 8), 1) == 1
+    with pytest.raises(RemoteTensorError, match=r"dimension 1 is sharded like none of the input.*clone"):
+        of(whole.diagonal(), 1)
+
+
 def test_torch_traces_in_a_context_of_its_own_and_says_what_a_trace_changes() -> None:
     """And what `_torch_compile.in_classes` reads of it. Sizes and strides are what a guard of a tensor is made of."""
     assert hasattr(ShapeEnv(), "tracked_fakes")
@@ -420,7 +438,7 @@ def test_tensors_are_made_by_arguments_in_this_order(mesh: Any) -> None:
     wanted = {
         "shape": (4, 6), "stride": (6, 1), "offset": 2, "dtype": torch.float64, "shown": torch.device("cpu"),
     }  # fmt: skip
-    made = _remote_tensor.make(*_remote_tensor.form_of(types.SimpleNamespace(**wanted, classes=None)))  # type: ignore[arg-type]
+    made = _remote_tensor.make(*_remote_tensor.form_of(types.types.SimpleNamespace(**wanted, classes=None)))  # type: ignore[arg-type]
     assert type(made) is RemoteTensor
     assert (tuple(made.shape), made.stride(), made.storage_offset(), made.dtype) == ((4, 6), (6, 1), 2, torch.float64)
     assert torch.Tensor.device.__get__(made) == torch.device("cpu")  # type: ignore[attr-defined]
