@@ -121,6 +121,10 @@ class Endpoint(Generic[R]):
         """
         self._broadcast(self._prefix, args, kwargs)
 
+    def has_room(self) -> bool:
+        """Whether `broadcast` would wait for none of the actors to process what they have been sent before."""
+        return all(self._program.router.has_room(self._core.peer(rank)) for rank in self._ranks)
+
     def send(
         self,
         args: tuple[Any, ...] = (),

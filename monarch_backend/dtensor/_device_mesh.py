@@ -115,6 +115,10 @@ class NoLine:
         """Nobody reads it."""
         return lambda: None
 
+    def has_room(self) -> bool:
+        """Always."""
+        return True
+
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Never: batches are sent when they are full."""
 

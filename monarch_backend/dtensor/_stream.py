@@ -40,6 +40,10 @@ class Line(Protocol):
         """As send. What is returned waits until all have done it; it raises if one can't."""
         ...
 
+    def has_room(self) -> bool:
+        """Whether `send` waits for no worker."""
+        ...
+
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call it then, on another thread."""
         ...
@@ -96,7 +100,8 @@ class Stream:
             return
         if self._sending.acquire(blocking=False):  # else somebody sends just now
             try:
-                if self._handing_over:  # this thread: it waits for room, and reads messages and clocks meanwhile
+                # This thread reads messages, and what makes room is one: here is nobody who could wait for it.
+                if self._handing_over or not self._line.has_room():
                     self.wake()
                 else:
                     self.flush(wait=False)

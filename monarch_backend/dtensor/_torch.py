@@ -537,6 +537,8 @@ def _from_local(own: Any) -> Replacement:
     def from_local(local: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         mesh = device_mesh or api._mesh_resources.get_current_mesh()
         workers = workers_of(mesh)
+        if workers is not None and workers.device.type == "xla" and _torch_traces.is_traced(local):
+            return _from_local_here(local, mesh, placements, **options)
         if workers is None or isinstance(local, DTensor) or _torch_traces.is_traced(local):
             return own(local, device_mesh, placements, **options)
         if isinstance(local, HostByRank):
@@ -546,6 +548,17 @@ def _from_local(own: Any) -> Replacement:
         return own(local, mesh, placements, **{**options, "run_check": False})
 
     return from_local
+
+
+def _from_local_here(
+    local: Any, mesh: Any, placements: Any = None, *, run_check: bool = False, shape: Any = None, stride: Any = None,
+    grad_placements: Any = None,
+) -> Any:  # fmt: skip
+    """As torch's, of a trace, and with no way to the mesh's device, which C++ refuses where torch_xla is not."""
+    placed = [Replicate()] * mesh.ndim if placements is None else placements
+    placed = [Shard(each.dim + local.ndim) if type(each) is Shard and each.dim < 0 else each for each in placed]
+    back = None if grad_placements is None else tuple(grad_placements)
+    return api._FromTorchTensor.apply(local, mesh, tuple(placed), run_check, shape, stride, back)
 
 
 @_replaces(api, "compute_global_tensor_info")

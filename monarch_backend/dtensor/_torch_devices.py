@@ -197,6 +197,19 @@ def _device_module(own: Any) -> Replacement:
     return _get_device_module
 
 
+@_replaces(torch.random, "fork_rng")
+def _fork_rng(own: Any) -> Replacement:
+    def fork_rng(
+        devices: Any = None, enabled: bool = True, _caller: str = "fork_rng", _devices_kw: str = "devices",
+        device_type: Any = None,
+    ) -> Any:  # fmt: skip
+        if device_type == "xla" and _stands_for_xla():  # the CPU's are forked in any case
+            devices, device_type = (), "cpu"
+        return own(devices, enabled, _caller, _devices_kw, device_type)
+
+    return fork_rng
+
+
 class _Checkpointed:
     """As the module torch.cuda, for an activation checkpoint."""
 

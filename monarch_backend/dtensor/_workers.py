@@ -289,6 +289,11 @@ class ActorLine:
         future = self._executors.run_counted.call(batch)
         return lambda: future.get()
 
+    def has_room(self) -> bool:
+        """None of them is so far behind that a message would have to wait."""
+        room: bool = self._executors.run.has_room()
+        return room
+
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """On the thread that reads messages."""
         self._program.pump.later(seconds, call)

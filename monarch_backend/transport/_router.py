@@ -42,6 +42,9 @@ LONG = 10.0
 WINDOW = 1024
 """Places for messages from one process to another, under way or waiting to be processed; then the sender waits."""
 
+SPARE = 16
+"""Of these, as many as other threads may take between a look at what is left and the message that follows."""
+
 PLACE = 1 << 20
 """Bytes after which a message takes one more place: what waits is bounded to a GiB. The last one may go beyond it."""
 
@@ -256,6 +259,11 @@ class Router:
             return
         body, buffers = own(body), own_all(buffers)
         peer.backlog.append(lambda: self._emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
+
+    @staticmethod
+    def has_room(peer: Peer) -> bool:
+        """Whether a message to it would leave at once, also if others that are under way leave before."""
+        return peer.credit > SPARE or peer.gone is not None
 
     def wait_for_credit(self, peer: Peer, kind: int, target: int) -> None:
         """Until it may be sent one more message. Raises PeerGoneError if it is gone."""

@@ -111,3 +111,16 @@ def test_the_gradient_of_a_loss_by_the_weight_that_is_given(shape: Any, weighted
     operator = torch.ops.aten.nll_loss2d_backward if len(shape) == 4 else torch.ops.aten.nll_loss_backward
     args = (gradient, x, target, weight, reduction, -100, torch.tensor(17.0))
     torch.testing.assert_close(_xla_ops.nll_loss_backward(*args), operator(*args))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_keeps_the_variance_that_torch_does(training: bool) -> None:
+    x, weight, bias = torch.randn(6, 4, 3), torch.rand(4), torch.rand(4)
+    found = []
+    for call in (torch.ops.aten.native_batch_norm, _xla_ops.native_batch_norm):
+        kept = [torch.zeros(4), torch.ones(4)]
+        for _ in range(2):
+            results = call(x, weight, bias, *kept, training, 0.1, 1e-5)
+        found.append([*results, *kept])
+    for mine, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, mine)

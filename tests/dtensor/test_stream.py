@@ -19,6 +19,7 @@ class Played:
         self.batches: list[Any] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.may_answer = threading.Semaphore(0)
+        self.room = True
 
     def send(self, batch: bytes) -> None:
         self.batches.append(_wire.decode(batch))
@@ -26,6 +27,9 @@ class Played:
     def send_counted(self, batch: bytes) -> Callable[[], object]:
         self.send(batch)
         return lambda: self.may_answer.acquire(timeout=60)
+
+    def has_room(self) -> bool:
+        return self.room
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         self.timers.append((seconds, call))
@@ -45,6 +49,19 @@ def test_definitions_come_first_and_what_is_unreachable_last(played: Played) -> 
     assert played.batches == [[[[_wire.Define.GROUP, "g", [[0, 1]]]], [7, 0, 1, _wire.DELETE, 1, 1]]]
     stream.flush()
     assert len(played.batches) == 1, "nothing was sent again"
+
+
+def test_the_clock_waits_for_no_worker(played: Played) -> None:
+    """It runs on the thread that reads messages, without which there will never be room."""
+    stream = Stream(played)
+    stream.wake()
+    stream.words += (7, 0, 1)
+    played.room = False
+    played.timers[-1][1]()
+    assert not played.batches and len(played.timers) == 2 and stream.closed is None
+    played.room = True
+    played.timers[-1][1]()
+    assert [words for _, words in played.batches] == [[7, 0, 1]]
 
 
 def test_what_nobody_follows_up_is_sent_by_the_clock(played: Played) -> None:

@@ -147,6 +147,7 @@ FORMS = {
     "torch.cuda.is_bf16_supported": "including_emulation",
     "torch.cuda.amp.common.amp_definitely_not_available": "",
     "torch.utils.checkpoint._get_device_module": "device",
+    "torch.random.fork_rng": "devices enabled _caller _devices_kw device_type",
     "autocast.__enter__": "self",
     "autocast.__exit__": "self exc_type exc_val exc_tb",
     "DTensor.__init__": "args kwargs",

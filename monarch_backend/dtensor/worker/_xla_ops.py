@@ -2,7 +2,7 @@
 
 torch_xla makes operations that write into memory functional, which torch knows how to do for its own operators only:
 those of FSDP write into views, or return some. What they do is torch's, see fsdp/_fully_shard/_fsdp_collectives.py.
-And two that torch_xla has, and that are right in a process that is alone only.
+And two that torch_xla has, and that are right in a process that is alone only; and one that it does otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ REPLACED = {
     "fsdp.split_with_sizes_copy.default": _HERE + "split_with_sizes_copy",
     "fsdp.chunk_cat.default": _HERE + "chunk_cat",
     "monarch_backend.dtensor.worker._storage:resize": _HERE + "resize",
+    "aten.native_batch_norm.default": _HERE + "native_batch_norm",
     "aten.nll_loss_forward.default": _HERE + "nll_loss_forward",
     "aten.nll_loss2d_forward.default": _HERE + "nll_loss_forward",
     "aten.nll_loss_backward.default": _HERE + "nll_loss_backward",
@@ -95,6 +96,20 @@ def nll_loss_backward(
     if reduction == 1:  # the mean
         each = each / total_weight
     return torch.zeros_like(x).scatter(1, classes.unsqueeze(1), each.unsqueeze(1))
+
+
+def native_batch_norm(
+    x: torch.Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """With torch's running variance. torch_xla's is that of the batch, without Bessel's correction."""
+    operator = torch.ops.aten.native_batch_norm
+    if not training or running_var is None:
+        return operator(x, weight, bias, running_mean, running_var, training, momentum, eps)  # type: ignore[no-any-return]
+    channels = x.transpose(0, 1).flatten(1).to(running_var.dtype)
+    running_mean.lerp_(channels.mean(1), momentum)
+    running_var.lerp_(channels.var(1), momentum)
+    return operator(x, weight, bias, None, None, training, momentum, eps)  # type: ignore[no-any-return]
 
 
 def resize(_tensor: torch.Tensor, _nbytes: int) -> None:
