@@ -59,6 +59,11 @@ def doubled_and_summed(x: Any) -> tuple[Any, Any]:
     return x.redistribute(x.device_mesh, [Replicate()]) * 2, x.sum().full_tensor().item()
 
 
+def doubled_in_place(x: Any) -> None:
+    """By this torch's own DTensor."""
+    x.add_(x)
+
+
 def autocasts_of_xla() -> list[str]:
     """Operators for which torch_xla has a rule in autocast."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastXLA")

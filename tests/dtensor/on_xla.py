@@ -22,6 +22,7 @@ _FIXTURES = {"mesh", "line", "cube", "mesh_of"}
 """Who has one of these, or asks for `all_procs` itself, uses the workers."""
 _ELSEWHERE = {"test_gpu_meshes.py", "test_torch.py", "test_op_db.py"}
 """Of other devices; what torch's private parts look like; thousands of operators, each of them a graph to compile."""
+_TOO_LONG = {"test_memory.py::test_a_thousand_steps_hold_no_more_than_three_and_learn_no_signature"}
 _NO_FUSED = "torch has fused=True of optimizers for no XLA tensor"
 _NO_FOREACH = "torch has foreach=True of clip_grad_norm_ for no XLA tensor"
 _NOT_CHECKED = "XLA takes the last row for an index that is out of range"
@@ -37,6 +38,7 @@ CANNOT: dict[str, str] = {
     "test_modules.py::test_functions_on_the_workers_get_it": _NEEDS_MODULE,
     "test_modules.py::test_functions_on_the_workers_get_what_was_not_called_yet": _NEEDS_MODULE,
     "test_run.py::test_a_module_trains_there_and_here": "the module has hooks of a torch that the worker has not",
+    "test_run.py::test_a_pipeline": "the ranks' messages of torch 2.9's PipelineStage do not match",
     "test_run.py::test_autograd_functions_of_ones_own": _NEEDS_MODULE,
     "test_run.py::test_a_data_loader_on_the_workers": _NEEDS_MODULE,
     "test_run.py::test_a_sharded_sampler_on_a_mesh_of_two_dimensions": _NEEDS_MODULE,
@@ -79,6 +81,6 @@ def names_of(item: pytest.Item) -> tuple[str, str]:
 def _uses_workers(item: pytest.Item) -> bool:
     if item.get_closest_marker("xla") is not None:
         return True
-    if item.path.name in _ELSEWHERE or not isinstance(item, pytest.Function):
+    if item.path.name in _ELSEWHERE or names_of(item)[0] in _TOO_LONG or not isinstance(item, pytest.Function):
         return False
     return bool(_FIXTURES & set(item.fixturenames)) or "all_procs" in item._fixtureinfo.argnames

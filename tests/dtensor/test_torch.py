@@ -439,7 +439,7 @@ def test_tensors_are_made_by_arguments_in_this_order(mesh: Any) -> None:
     wanted = {
         "shape": (4, 6), "stride": (6, 1), "offset": 2, "dtype": torch.float64, "shown": torch.device("cpu"),
     }  # fmt: skip
-    made = _remote_tensor.make(*_remote_tensor.form_of(types.types.SimpleNamespace(**wanted, classes=None)))  # type: ignore[arg-type]
+    made = _remote_tensor.make(*_remote_tensor.form_of(types.SimpleNamespace(**wanted, classes=None)))  # type: ignore[arg-type]
     assert type(made) is RemoteTensor
     assert (tuple(made.shape), made.stride(), made.storage_offset(), made.dtype) == ((4, 6), (6, 1), 2, torch.float64)
     assert torch.Tensor.device.__get__(made) == torch.device("cpu")  # type: ignore[attr-defined]

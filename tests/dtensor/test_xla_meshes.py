@@ -158,6 +158,13 @@ class TestXla:
         assert set(totals.values()) == {X.sum().item()}
         same(doubled, X * 2)
 
+    def test_what_a_function_changes_in_place_has_changed_for_all(self, mesh: Any, there: Any) -> None:
+        view = there.view(2, 2, 3)
+        for _ in range(3):
+            run(mesh, on_workers.doubled_in_place, there).get()
+        same(there, X * 8)
+        same(view, (X * 8).view(2, 2, 3))
+
     def test_ways_to_the_cpu_and_back(self, there: Any) -> None:
         here = there.cpu()
         assert here.device.type == "cpu" and there.to("xla") is there

@@ -50,46 +50,27 @@ class NotThereError(RuntimeError):
         self.failure = failure
 
 
-Lent = list[tuple[torch.Tensor, int, torch.Tensor]]
-"""DTensors of XLA's tensors that a function is called with, their versions by then, and what each is a view of."""
-
-
 class _Here(threading.local):
     """The call whose arguments this thread makes."""
 
     executor: Executor
     meshes: list[DeviceMesh | None]
-    lent: Lent
 
 
 _here = _Here()
 
 
-def unpack(
-    executor: Executor, described: list[Any], body: Any, buffers: Any
-) -> tuple[Any, list[DeviceMesh | None], Lent]:
-    """The arguments, the call's meshes, and what `take_back` wants afterwards. Raises NotThereError."""
-    _here.executor, _here.meshes, _here.lent = executor, [], []
+def unpack(executor: Executor, described: list[Any], body: Any, buffers: Any) -> tuple[Any, list[DeviceMesh | None]]:
+    """The arguments, and the call's meshes. Raises NotThereError."""
+    _here.executor, _here.meshes = executor, []
     try:
         for each in described:
             _here.meshes.append(_made(executor, each))
-        return loads(body, buffers), _here.meshes, _here.lent
+        return loads(body, buffers), _here.meshes
     except DeserializationError as error:
         raise (error.__cause__ if isinstance(error.__cause__, NotThereError) else error) from None
     finally:
-        del _here.executor, _here.meshes, _here.lent
-
-
-def take_back(lent: Lent) -> None:
-    """What a function has changed in place has changed for all.
-
-    torch_xla keeps views and what they are of together, but not through a DTensor of its torch: that one changes its
-    view alone.
-    """
-    for made, changes, whose in lent:
-        if made._version != changes:
-            with torch.no_grad():
-                whose.copy_(made.detach().to_local())  # type: ignore[attr-defined]
+        del _here.executor, _here.meshes
 
 
 def _made(executor: Executor, described: Any) -> DeviceMesh | None:
@@ -137,12 +118,10 @@ def dtensor(
     where = _here.meshes[number]
     if where is None:
         return None
-    local = _local(held)
-    made = DTensor.from_local(local, where, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
-    found = _as(made.detach(), requires_grad, is_parameter, grad)
-    if local.device.type == "xla":
-        _here.lent.append((found, found._version, local))
-    return found
+    made = DTensor.from_local(
+        _local(held), where, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+    return _as(made.detach(), requires_grad, is_parameter, grad)
 
 
 def _local(held: int) -> torch.Tensor:

@@ -33,11 +33,10 @@ def execute(executor: Executor, run: int, number: int, site: int, meshes: list[A
     name = "run"
     try:
         executor.board.begin(run)
-        (function, args, kwargs), own, lent = _parcels.unpack(executor, meshes, body, buffers)
+        (function, args, kwargs), own = _parcels.unpack(executor, meshes, body, buffers)
         name = f"run({getattr(function, '__qualname__', function)})"
         with torch.enable_grad():
             result = function(*args, **kwargs)
-        _parcels.take_back(lent)
         body, buffers, kept = _parcels.pack(result, own)
     except (KeyboardInterrupt, CancelledError):  # of the actor, not the function's
         raise
