@@ -37,6 +37,11 @@ CANNOT: dict[str, str] = {
     "test_modules.py::test_what_no_style_takes_is_trained_on_the_workers[{'fused': True}]": _NO_FUSED,
     "test_modules.py::test_functions_on_the_workers_get_it": _NEEDS_MODULE,
     "test_modules.py::test_functions_on_the_workers_get_what_was_not_called_yet": _NEEDS_MODULE,
+    **{
+        f"test_random.py::test_of_other_dtypes[{mesh}-{dtype}]": "torch 2.9 draws other numbers of 16 bits than 2.13"
+        for mesh in ("2", "3")
+        for dtype in ("dtype1", "dtype2")
+    },
     "test_run.py::test_a_module_trains_there_and_here": "the module has hooks of a torch that the worker has not",
     "test_run.py::test_a_pipeline": "the ranks' messages of torch 2.9's PipelineStage do not match",
     "test_run.py::test_autograd_functions_of_ones_own": _NEEDS_MODULE,
