@@ -20,7 +20,7 @@ def install() -> None:
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_attention_backward)
     register_sharding(_aten.fill_.Tensor)(_fill)
     register_sharding(_aten.fill_.Scalar)(_fill)
-    for operator in (_aten.cumsum.default, _aten.cumprod.default):
+    for operator in (_aten.cumsum.default, _aten.cumprod.default, _aten.logcumsumexp.default):
         register_sharding(operator)(_along)
     register_sharding(_aten.index_add.default)(_index_add)
     register_sharding(_aten._adaptive_avg_pool2d_backward.default)(_pooled_backward)

@@ -7,10 +7,13 @@ here); shardings of our own, in _strategies.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import _api as api
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _math_ops as math_ops
 from torch.distributed.tensor.parallel import loss
 
@@ -26,7 +29,11 @@ def correct() -> None:
     known = propagator.op_strategy_funcs
     known[_aten.empty_like.default] = known[_aten.zeros_like.default]  # without values, it is no part of a sum
     known[_aten.gather.default] = _aligned(known[_aten.gather.default])
+    known[_aten.linalg_vector_norm.default] = _of_values(known[_aten.linalg_vector_norm.default])
     known[_aten.any.dims] = _where_none_is_none(known[_aten.any.dims])
+    handlers = api.DTensor._op_dispatcher._custom_op_handlers
+    for operator in (_aten.argmin.default, _aten.argmax.default):
+        handlers[operator] = _from_the_start(handlers[operator])
     for operator in _strategies.CORRECTED:
         propagator.op_single_dim_strategy_funcs.pop(operator, None)
 
@@ -46,6 +53,38 @@ def _aligned(own: Replacement) -> Replacement:
         return found
 
     return gather_strategy
+
+
+def _from_the_start(own: Replacement) -> Replacement:
+    """A dimension counted from the end is not found among those that are sharded."""
+
+    def argminmax_handler(func: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) > 1 and args[1] is not None and args[1] < 0:
+            args = (args[0], args[1] + max(args[0].ndim, 1), *args[2:])
+        return own(func, args, kwargs)
+
+    return argminmax_handler
+
+
+def _of_values(own: Replacement) -> Replacement:
+    """The largest value of several ranks' is not that of the largest magnitude."""
+
+    def norm_strategy(op_schema: Any) -> Any:
+        found = own(op_schema)
+        for way in found.strategies:
+            given = way.input_specs[0]
+            whole = [each.is_partial() for each in given.placements]
+            if any(whole):
+                way.input_specs = (_without(given, whole), *way.input_specs[1:])
+                way.output_specs = _without(way.output_specs, whole)
+        return found
+
+    return norm_strategy
+
+
+def _without(spec: Any, whole: Sequence[bool]) -> Any:
+    placements = [Replicate() if is_whole else each for is_whole, each in zip(whole, spec.placements, strict=True)]
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
 class _Mode(threading.local):

@@ -63,3 +63,19 @@ def test_reductions_of_no_dimensions(mesh_of: Callable[[str], Any]) -> None:
                 gradients_are_the_same(mesh_of("2"), torch.randn(shape), reduce, Shard(dim))
             x = torch.randn(shape)
             same(torch.any(distribute_tensor(x, mesh_of("2"), [Shard(dim)]) > 0, dim=[]), torch.any(x > 0, dim=[]))
+
+
+def test_the_largest_magnitude_of_what_is_largest_over_ranks(mesh_of: Callable[[str], Any]) -> None:
+    x = torch.tensor([[-5.0, 1], [-7, 2], [-4, 0], [-6, -3]])
+    largest = distribute_tensor(x, mesh_of("2"), [Shard(0)]).amax(0)
+    for order in (torch.inf, -torch.inf, 2):
+        same(torch.linalg.vector_norm(largest, order), torch.linalg.vector_norm(x.amax(0), order))
+
+
+@pytest.mark.parametrize("name", ["argmax", "argmin", "cumsum", "cumprod", "logcumsumexp"])
+def test_dimensions_are_counted_from_the_end(mesh_of: Callable[[str], Any], name: str) -> None:
+    x = torch.rand(4, 6)
+    for dim in (-1, -2):
+        for placement in (Shard(0), Shard(1)):
+            found = getattr(distribute_tensor(x, mesh_of("2"), [placement]), name)(dim)
+            same(found, getattr(x, name)(dim))
