@@ -1,4 +1,5 @@
-"""Losses are done by their parts, by torch's own decompositions: on shards torch's DTensor gets them wrong.
+"""Operators that torch's DTensor gets wrong on shards, and that are done in another way: losses by their parts, which
+are torch's own decompositions, and what is added in place not in place.
 
 torch does a loss on each rank's shard and takes the mean of the ranks'. That is right for the loss of equal shards, and
 for nothing else: a gradient is divided by the number of a shard's elements, and is that of as many losses as there are
@@ -25,10 +26,10 @@ OPERATORS = (
     _aten.huber_loss.default, _aten.huber_loss_backward.default,
     _aten.soft_margin_loss.default, _aten.soft_margin_loss_backward.default,
     _aten.binary_cross_entropy.default, _aten.binary_cross_entropy_backward.default,
-    _aten.binary_cross_entropy_with_logits.default,
+    _aten.binary_cross_entropy_with_logits.default, _aten.log_sigmoid_backward.default,
     _aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default,
 )  # fmt: skip
-_OF_CLASSES = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+OF_CLASSES = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 
 
 def _handler(func: Any) -> Callable[..., Any]:
@@ -37,7 +38,7 @@ def _handler(func: Any) -> Callable[..., Any]:
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
         if any(not placement.is_replicate() for each in given for placement in each.placements):
-            if func in _OF_CLASSES:
+            if func in OF_CLASSES:
                 args = (_with_all_classes(args[0]), *args[1:])
             return in_parts(*args, **(kwargs or {}))
         mesh, placements = given[0].device_mesh, given[0].placements
@@ -57,4 +58,12 @@ def _with_all_classes(scores: Any) -> Any:
     return scores.redistribute(placements=[Replicate() if each.is_shard(dim) else each for each in scores.placements])
 
 
-HANDLERS: dict[Any, Callable[..., Any]] = {operator: _handler(operator) for operator in OPERATORS}
+def _index_add(_func: Any, args: Any, kwargs: Any) -> Any:
+    """torch would take the source's shards for those of a tensor that is whole on all ranks."""
+    return args[0].copy_(_aten.index_add.default(*args, **(kwargs or {})))
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{operator: _handler(operator) for operator in OPERATORS},
+    _aten.index_add_.default: _index_add,
+}

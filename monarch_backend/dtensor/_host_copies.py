@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
 
 MOST = 128 << 20
-"""Bytes here of what is kept for a thread's backward, besides the last one: there may never be any."""
+"""Bytes of what is kept for a thread's backward, besides the last one: there may never be any."""
 
 Key = tuple[Any, ...]
 
@@ -46,9 +46,9 @@ class _Copies:
         self.take(key)
         while self._known and self._nbytes > MOST:
             self.take(next(iter(self._known)))
-        gone, nbytes = weakref.ref(source.memory, lambda _: self.take(key)), source.memory.nbytes()
-        self._known[key] = _Copy(tensor, source.version, nbytes, gone)
-        self._nbytes += nbytes
+        gone = weakref.ref(source.memory, lambda _: self.take(key))
+        self._known[key] = _Copy(tensor, source.version, source.nbytes, gone)
+        self._nbytes += source.nbytes
 
     def take(self, key: Key) -> _Copy | None:
         copy = self._known.pop(key, None)
@@ -66,11 +66,14 @@ class _OfWorkers(threading.local):
 
 
 class Source(NamedTuple):
-    """Memory of this process, torch's version of it, and what of it, or what that was made of it."""
+    """Memory of this process, torch's version of it, what of it, or what that was made of it, and how many bytes that
+    is at the most.
+    """
 
     memory: torch.UntypedStorage
     version: int
     what: Key
+    nbytes: int
 
 
 def source(value: torch.Tensor) -> Source | None:
@@ -78,7 +81,7 @@ def source(value: torch.Tensor) -> Source | None:
     if not value.ndim or value.is_inference():
         return None
     of = value.dtype, value.storage_offset(), value.shape, value.stride(), value.is_neg(), value.is_conj()
-    return Source(value.untyped_storage(), value._version, of)
+    return Source(value.untyped_storage(), value._version, of, value.numel() * value.element_size())
 
 
 def put(workers: Workers, schema: Any, source: Source | None, send: Callable[[], RemoteTensor]) -> RemoteTensor:

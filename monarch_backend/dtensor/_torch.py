@@ -104,8 +104,7 @@ def install() -> None:
     _strategies.install()
     # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
     reductions.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
-    # A host's tensor beside distributed ones is the same on all ranks: there is no other rank that could have another.
-    torch._C._set_dtensor_allow_implicit_replication(True)
+    torch._C._set_dtensor_allow_implicit_replication(True)  # in this thread; see _beside_distributed_ones
 
 
 def _divert(function: Any, stand_in: Callable[[Any], Replacement]) -> None:
@@ -823,11 +822,30 @@ def _reading(own: Any) -> Replacement:
 # Random numbers -------------------------------------------------------------------------------------------------
 
 
+@_replaces(op_dispatch.OpDispatcher, "_try_replicate_spec_for_scalar_tensor")
+def _beside_distributed_ones(own: Any) -> Replacement:
+    """A host's tensor is the same on all ranks: there is no other rank that could have another. Each of the program's
+    threads has to be told.
+    """
+
+    def _try_replicate_spec_for_scalar_tensor(self: Any, op_call: Any, tensor_arg: Any, compute_mesh: Any) -> Any:
+        if workers_of(compute_mesh) is not None:
+            torch._C._set_dtensor_allow_implicit_replication(True)
+        return own(self, op_call, tensor_arg, compute_mesh)
+
+    return _try_replicate_spec_for_scalar_tensor
+
+
 def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     def operation(func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [each for each in args if isinstance(each, DTensor)]
         if all(map(_is_remote, tensors)) or (func not in _random.BY_VALUES and all(map(_is_traced, tensors))):
-            return handle(func, args, dict(kwargs))
+            result = handle(func, args, dict(kwargs))
+            if func._schema.is_mutable:
+                from monarch_backend.dtensor import _torch_views  # which needs this module
+
+                _torch_views.written(func, args, kwargs)
+            return result
         if any(map(_is_traced, tensors)):
             if _random.is_bernoulli_on_a_cpu(func, args, kwargs):
                 return _random.bernoulli_in_a_trace(args[0])

@@ -34,6 +34,8 @@ def correct() -> None:
     handlers = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
+    for operator in _by_parts.OF_CLASSES:
+        handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
     for operator in _strategies.CORRECTED:
         propagator.op_single_dim_strategy_funcs.pop(operator, None)
 
@@ -53,6 +55,17 @@ def _aligned(own: Replacement) -> Replacement:
         return found
 
     return gather_strategy
+
+
+def _unless_parallel(parallel: Replacement, own: Replacement) -> Replacement:
+    """`loss_parallel` puts its own in these places, for the time, and would leave none there."""
+    handlers = api.DTensor._op_dispatcher._custom_op_handlers
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        is_parallel = _aten._log_softmax.default in handlers
+        return (parallel if is_parallel else own)(func, args, kwargs)
+
+    return handle
 
 
 def _from_the_start(own: Replacement) -> Replacement:
@@ -116,14 +129,3 @@ def _reduced(own: Any) -> Replacement:
         return None if is_all else own(dims_arg, ndim)
 
     return _infer_reduction_dims
-
-
-@_replaces(loss, "_disable_custom_loss_ops")
-def _given_back(own: Any) -> Replacement:
-    """`loss_parallel` takes away the losses that it has put in place, and with them whose place it was."""
-
-    def _disable_custom_loss_ops() -> None:
-        own()
-        api.DTensor._op_dispatcher._custom_op_handlers.update(_by_parts.HANDLERS)
-
-    return _disable_custom_loss_ops

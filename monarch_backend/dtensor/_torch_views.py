@@ -6,7 +6,8 @@ in ``x``. torch writes it into the copy. Here the tensor that it was taken of is
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,17 +15,31 @@ from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from monarch_backend.dtensor import _torch
+from monarch_backend.dtensor import _signatures, _torch
+from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
 
-class _Taken(NamedTuple):
-    """How a copy was made: ``place`` is its own among several (``x.split(2)``); ``placements``: of the gathered."""
+class _Taken:
+    """How a copy was made: ``place`` is its own among several (``x.split(2)``); ``placements``: of the gathered.
+    ``version``: of what it was taken of, and of what has been written into the copy since.
+    """
 
-    func: Any
-    args: Any
-    placements: Any
-    place: int | None
+    def __init__(self, func: Any, args: Any, placements: Any, place: int | None) -> None:
+        self.func, self.args, self.placements, self.place = func, args, placements, place
+        self.version = _version(args[0])
+
+    def check(self) -> None:
+        """Raises RemoteTensorError where what the copy was taken of has changed: its rows would be written over."""
+        if _version(self.args[0]) > self.version:
+            raise RemoteTensorError(
+                f"these rows were taken of a tensor ({self.func}) which has changed since, and they are a copy: each "
+                "rank had a part of them. Take them again before you change them"
+            )
+
+
+def _version(tensor: Any) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @_replaces(OpDispatcher, "_dispatch_get_local_results_slow_path")
@@ -45,16 +60,29 @@ def _note_copies(own: Any) -> Replacement:
 
 @_replaces(OpDispatcher, "_dispatch_fast_path_python_tail")
 def _write_back(own: Any) -> Replacement:
-    def _dispatch_fast_path_python_tail(self: Any, op_call: Any, args: Any, *rest: Any) -> Any:
-        result = own(self, op_call, args, *rest)
-        changed = args[0] if args and op_call._schema.name.endswith("_") else None
-        taken = getattr(changed._local_tensor, "_taken", None) if isinstance(changed, DTensor) else None
-        if taken is not None:
-            with torch.no_grad():
-                _written(taken, changed)
+    def _dispatch_fast_path_python_tail(self: Any, op_call: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        result = own(self, op_call, args, kwargs, *rest)
+        if _changes(op_call):
+            written(op_call, args, kwargs)
         return result
 
     return _dispatch_fast_path_python_tail
+
+
+@functools.cache
+def _changes(op_call: Any) -> bool:
+    return bool(op_call._schema.is_mutable)
+
+
+def written(op_call: Any, args: Any, kwargs: Any) -> None:
+    """What this operator has changed, of what was taken of another tensor, is in that tensor, too."""
+    for changed in _signatures.written(op_call._schema, args, kwargs or {}):
+        taken = getattr(changed._local_tensor, "_taken", None) if isinstance(changed, DTensor) else None
+        if taken is not None:
+            taken.check()
+            with torch.no_grad():
+                _written(taken, changed)
+            taken.version += 1  # torch counts it when this is over
 
 
 def _written(taken: _Taken, copy: Any) -> None:

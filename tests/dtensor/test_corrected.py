@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from monarch_backend.dtensor import RemoteTensorError
 from tests.dtensor.values import same
 
 
@@ -79,3 +80,44 @@ def test_dimensions_are_counted_from_the_end(mesh_of: Callable[[str], Any], name
         for placement in (Shard(0), Shard(1)):
             found = getattr(distribute_tensor(x, mesh_of("2"), [placement]), name)(dim)
             same(found, getattr(x, name)(dim))
+
+
+def test_the_gradient_of_index_select(mesh_of: Callable[[str], Any]) -> None:
+    index = torch.tensor([0, 2, 2, 3])
+    for shape in ((4, 2), (5, 3)):
+        for dim in range(2):
+            gradients_are_the_same(
+                mesh_of("2"), torch.randn(shape), lambda x: x.index_select(0, index).square(), Shard(dim)
+            )
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "uniform_": lambda rows: rows.uniform_(),
+    "init.normal_": lambda rows: torch.nn.init.normal_(rows),
+    "bernoulli_": lambda rows: rows.bernoulli_(0.5),
+    "foreach": lambda rows: torch._foreach_mul_([rows], 2.0),
+    "out=": lambda rows: torch.add(rows, 1, out=rows),
+    "twice": lambda rows: rows.add_(1).mul_(2).sub_(3),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_into_rows_that_several_ranks_have(mesh_of: Callable[[str], Any], name: str) -> None:
+    x = torch.arange(16.0).view(4, 4)
+    ours = distribute_tensor(x, mesh_of("2"), [Shard(0)])
+    for each in (ours, x):
+        torch.manual_seed(1)
+        WRITES[name](each[1:])
+    same(ours, x)
+
+
+def test_older_rows_are_not_written_over_newer_ones(mesh_of: Callable[[str], Any]) -> None:
+    ours = distribute_tensor(torch.arange(4.0), mesh_of("2"), [Shard(0)])
+    rows, others = ours[1:], ours[1:]
+    ours.add_(10)
+    for each in (rows, others):
+        with pytest.raises(RemoteTensorError, match="Take them again"):
+            each.mul_(2)
+    same(ours, torch.arange(10.0, 14))
+    ours[1:].mul_(2)
+    same(ours, torch.tensor([10.0, 22, 24, 26]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,29 @@ def test_copies_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest
         nn.functional.linear(each, w)
     assert len(copies._known) == 3, "of many that nobody asks for the last ones"
     copies.clear()
+
+
+def test_what_workers_have_of_an_expanded_tensor_counts(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number here, a matrix there."""
+    monkeypatch.setattr(_host_copies, "MOST", 4000)
+    mesh, one = mesh_of("2"), torch.ones(1, 1)
+    x = distribute_tensor(torch.ones(20, 20), mesh, [Replicate()]).requires_grad_()
+    (x * one.expand(20, 20)).sum().backward()
+    for _ in range(10):
+        x + one.expand(20, 20)
+    copies = workers_of(mesh).kept["host copies"].copies
+    assert len(copies._known) <= 3
+    copies.clear()
+
+
+def test_each_thread_may_have_its_own(mesh_of: Callable[[str], Any]) -> None:
+    x, found = distribute_tensor(torch.ones(6, 4), mesh_of("2"), [Shard(0)]), []
+    thread = threading.Thread(target=lambda: found.append(x * torch.full((6, 4), 2.0)))
+    thread.start()
+    thread.join()
+    same(found[0], torch.full((6, 4), 2.0))
 
 
 def test_what_a_data_loader_yields_is_sent_by_rows(
