@@ -104,7 +104,8 @@ def install() -> None:
     _strategies.install()
     # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
     reductions.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
-    torch._C._set_dtensor_allow_implicit_replication(True)  # in this thread; see _beside_distributed_ones
+    # A host's tensor beside distributed ones is the same on all ranks: there is no other rank that could have another.
+    torch._C._set_dtensor_allow_implicit_replication(True)
 
 
 def _divert(function: Any, stand_in: Callable[[Any], Replacement]) -> None:
@@ -820,20 +821,6 @@ def _reading(own: Any) -> Replacement:
 
 
 # Random numbers -------------------------------------------------------------------------------------------------
-
-
-@_replaces(op_dispatch.OpDispatcher, "_try_replicate_spec_for_scalar_tensor")
-def _beside_distributed_ones(own: Any) -> Replacement:
-    """A host's tensor is the same on all ranks: there is no other rank that could have another. Each of the program's
-    threads has to be told.
-    """
-
-    def _try_replicate_spec_for_scalar_tensor(self: Any, op_call: Any, tensor_arg: Any, compute_mesh: Any) -> Any:
-        if workers_of(compute_mesh) is not None:
-            torch._C._set_dtensor_allow_implicit_replication(True)
-        return own(self, op_call, tensor_arg, compute_mesh)
-
-    return _try_replicate_spec_for_scalar_tensor
 
 
 def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:

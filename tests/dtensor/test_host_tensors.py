@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -212,14 +211,6 @@ def test_what_workers_have_of_an_expanded_tensor_counts(
     copies = workers_of(mesh).kept["host copies"].copies
     assert len(copies._known) <= 3
     copies.clear()
-
-
-def test_each_thread_may_have_its_own(mesh_of: Callable[[str], Any]) -> None:
-    x, found = distribute_tensor(torch.ones(6, 4), mesh_of("2"), [Shard(0)]), []
-    thread = threading.Thread(target=lambda: found.append(x * torch.full((6, 4), 2.0)))
-    thread.start()
-    thread.join()
-    same(found[0], torch.full((6, 4), 2.0))
 
 
 def test_what_a_data_loader_yields_is_sent_by_rows(

@@ -152,7 +152,6 @@ FORMS = {
     "DTensor.__init__": "args kwargs",
     "OpDispatcher.wrap": "res spec",
     "OpDispatcher._dispatch_get_local_results_slow_path": "self op_call args op_info",
-    "OpDispatcher._try_replicate_spec_for_scalar_tensor": "self op_call tensor_arg compute_mesh",
     "OpDispatcher._dispatch_fast_path_python_tail": (
         "self op_call args kwargs compute_mesh output_sharding local_results participating is_inplace_op "
         "is_out_variant_op"
