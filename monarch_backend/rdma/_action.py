@@ -120,10 +120,14 @@ class RDMAAction:
 
 
 def _ready(mover: Engine, steps: list[_Step], parts: list[Part | Change], memories: list[LocalMemory]) -> _Ready | None:
-    watches = [watch(step.local, memory) for step, memory in zip(steps, memories, strict=True)]
+    watches: list[Callable[[], bool]] = []
+    for step, memory in zip(steps, memories, strict=True):
+        is_as_it_was = watch(step.local, memory)
+        if is_as_it_was is None:
+            return None
+        watches.append(is_as_it_was)
     again = mover.again(parts, memories)
-    known = [each for each in watches if each is not None]
-    return _Ready(mover, known, again) if again is not None and len(known) == len(steps) else None
+    return None if again is None else _Ready(mover, watches, again)
 
 
 def _eight_bytes(dst: Any) -> LocalMemory:

@@ -28,10 +28,12 @@ class NoWay(VerbsError):
 class Flight:
     """See _route.Flight. ``done`` is called with what becomes of it."""
 
-    __slots__ = ("_done", "_engine", "_over", "_program", "_request", "_token")
+    __slots__ = ("_done", "_engine", "_late", "_over", "_program", "_request", "_token")
 
     def __init__(self, program: Program, engine: Engine, token: str, done: Callable[[Result], None]) -> None:
-        self._program, self._engine, self._token, self._done = program, engine, token, done
+        self._program, self._engine, self._token = program, engine, token
+        self._done: Any = done
+        self._late: Any = None  # a timer
         self._over = 0  # the outcome of one that is not wanted any more
         self._request: Any = None
 
@@ -42,7 +44,10 @@ class Flight:
 
     def landed(self, what: Any) -> None:
         """It is over, says the engine."""
-        self._done(result_of(what, self._over))
+        done, self._done = self._done, None  # or a timer of this would keep alive what is called, and what that knows
+        done(result_of(what, self._over))
+        if self._late is not None:
+            self._late.cancel()
 
     def help(self, spins: float, waits: float) -> None:
         """See _route.Flight."""
@@ -60,7 +65,9 @@ class Flight:
         self._engine.stop(self._token, self._request, "it was given up")
         self._engine.listen(self._request)
         if not self._request.finished:
-            self._program.pump.later(MERCY, self._end_all)
+            self._late = self._program.pump.later(MERCY, self._end_all)
+            if self._request.finished:  # meanwhile, and who heard of it may not have seen the timer
+                self._late.cancel()
 
     def _end_all(self) -> None:
         if not self._request.finished:

@@ -7,8 +7,9 @@ well; what is made for those of many parts, or that fail, or are given up, is ma
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from monarch_backend.actor import CancelledError, Future
 from monarch_backend.actor._future import no_wait
@@ -34,10 +35,12 @@ class TransferFuture(Future[T]):
     def taken_over(self, transfer: _Transfer) -> None:
         """What becomes of it is this transfer's business, from now on."""
         self._wait, self._cancel, self._transfer = transfer.wait, transfer.cancel, transfer
+        if self.ready:  # since a moment ago, and let go before this was written
+            self.let_go()
 
     def let_go(self) -> None:
         """It is done, and has to keep nothing else alive."""
-        self._wait, self._transfer = no_wait, None
+        self._wait, self._cancel, self._transfer = no_wait, None, None
 
     def done(self) -> bool:
         """As Future's; whoever asks looks."""
@@ -78,7 +81,10 @@ class SingleFuture(TransferFuture[T]):
         self.ready = False
         self.gate = self._value = self._error = self._raw = self._cancel = self._callbacks = self._lock = None
         self._transfer, self._wait = None, _wait
-        self._mover, self._part, self._route, self._keep, self._result = mover, part, route, keep, result
+        self._mover: Any = mover  # this, and what follows, is None when it is done
+        self._part: Any = part
+        self._route: Any = route
+        self._keep, self._result = keep, cast(Any, result)
         self._flight: Flight | None = None
         self._ends: dict[str, _Transfer | None] = {}  # "by" whom: None is itself, and the first to say it is right
         self._awaited = False  # somebody sleeps, or has slept, until it is done
@@ -100,13 +106,20 @@ class SingleFuture(TransferFuture[T]):
             self._part.take(result.found)
         mover = self._mover
         self._set(self._result())
-        self._flight = self._keep = None
+        self._drop()
         if self._awaited:
             mover.program.pump.wake()
 
+    def _drop(self) -> None:
+        """What it needs no more, once it is ready: part and result may know the user's memory."""
+        self._flight = self._keep = self._part = self._route = self._result = self._mover = None
+
     def _taken_over(self) -> _Transfer | None:
         """The transfer that sees to its end; None if the future itself has begun to do that."""
-        made = self._mover.taking_over(self, self._part, self._flight, self._keep, self._result)
+        mover, part, flight, keep, result = self._mover, self._part, self._flight, self._keep, self._result
+        if self.ready:  # and what was read may be None by then
+            return None
+        made: _Transfer = mover.taking_over(self, part, flight, keep, result)
         seen_to_by = self._ends.setdefault("by", made)
         if seen_to_by is made:
             self.taken_over(made)
@@ -117,14 +130,24 @@ class SingleFuture(TransferFuture[T]):
     def let_go(self) -> None:
         """As TransferFuture's."""
         super().let_go()
-        self._flight, self._keep, self._ends = None, None, _OVER
+        self._ends = _OVER
+        self._drop()
 
     def done(self) -> bool:
         """As TransferFuture's."""
-        if not self.ready and (flight := self._flight) is not None:
-            self._mover.guard()
-            flight.help(0.0, 0.0)
+        self._look(0.0)
         return self.ready
+
+    def _look(self, most: float) -> None:
+        flight, mover = self._flight, self._mover
+        if not self.ready and flight is not None:
+            mover.guard()
+            flight.help(most, most)
+
+    def _listen(self) -> None:
+        self._awaited = True
+        if (flight := self._flight) is not None:
+            flight.listen()
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
         """As TransferFuture's."""
@@ -134,33 +157,44 @@ class SingleFuture(TransferFuture[T]):
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
         """As TransferFuture's."""
+        mover = self._mover
         if self.ready:
             return False
-        refuse_to_wait(self._mover.program)
+        refuse_to_wait(mover.program)
         seen_to_by = self._taken_over()
-        if seen_to_by is not None:  # else it is done, as good as: nobody touches its memory any more
+        if seen_to_by is not None:
             seen_to_by.cancel(reason)
+        else:  # a thread is about to say that it is done, and may still have to put down what an atomic has found
+            self._awaited = True
+            mover.program.pump.wait(self)
         return isinstance(self._error, CancelledError)
 
 
 def _wait(what: Any, seconds: float | None) -> bool:
-    """Of a SingleFuture that no transfer has taken over. Whoever waits looks himself before he sleeps."""
-    mover, flight = what._mover, what._flight
-    refuse_to_wait(mover.program)
-    if flight is not None:
-        mover.guard()
-        most = math.inf if seconds is None else seconds
-        flight.help(most, most)
-    what._awaited = True
+    """Of a SingleFuture that no transfer has taken over."""
+    mover = what._mover
+    return True if what.ready else look_and_sleep(mover.program, what, seconds, what._look, what._listen)
+
+
+def look_and_sleep(
+    program: Program, what: Any, seconds: float | None, look: Callable[[float], object], listen: Callable[[], object]
+) -> bool:
+    """Until it is ready, and for so long at most in all. Whoever waits looks himself, ``look(most)``, before he sleeps;
+    ``listen`` has him woken. Who may not wait is told so also where it would be a short time.
+    """
+    refuse_to_wait(program)
+    until = None if seconds is None else time.monotonic() + seconds
+    look(math.inf if seconds is None else seconds)
     if what.ready:
         return True
-    if flight is not None:
-        flight.listen()
-    return bool(mover.program.wait(what, seconds))
+    listen()
+    return bool(program.wait(what, None if until is None else max(0.0, until - time.monotonic())))
 
 
 def refuse_to_wait(program: Program) -> None:
-    """On a thread that has to notice what would be waited for: it would wait for ever."""
+    """On a thread that has to notice what would be waited for, or in a fork, where nobody does: that is for ever."""
+    if program.disowned:
+        program.wait(None)  # raises, and says whose it is
     reads = program.pump.reading
     if reads or hears():
         raise RuntimeError(

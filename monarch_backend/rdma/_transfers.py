@@ -8,7 +8,7 @@ touches its memory any more, whatever ended it: then its buffers may be used aga
 from __future__ import annotations
 
 import errno
-import math
+import functools
 import os
 import threading
 import time
@@ -25,7 +25,7 @@ from monarch_backend.rdma import _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._flight import MERCY, MOST_LOOKING
-from monarch_backend.rdma._futures import SingleFuture, TransferFuture, refuse_to_wait
+from monarch_backend.rdma._futures import SingleFuture, TransferFuture, look_and_sleep, refuse_to_wait
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory
 from monarch_backend.rdma._near import QUICK
@@ -387,18 +387,16 @@ class _Transfer:
     # ---- who waits
 
     def wait(self, what: Any, seconds: float | None) -> bool:
-        """Of the future: whoever waits helps first. Who may not wait is told so also where it would be a short time."""
-        refuse_to_wait(self._engine.program)
-        flights = self._look(MOST_LOOKING, math.inf if seconds is None else seconds)
-        if self.future.ready:
-            return True
-        self._awaited = True
-        for flight in flights:
-            flight.listen()
-        return bool(self._engine.program.wait(what, seconds))
+        """Of the future."""
+        look, program = functools.partial(self._look, MOST_LOOKING), self._engine.program
+        return look_and_sleep(program, what, seconds, look, self._listen_awaited)
 
-    def _look(self, spins: float, waits: float) -> list[Flight]:
-        """Those that are still under way after that: seconds for all of them together, see Flight.help."""
+    def _listen_awaited(self) -> None:
+        self._awaited = True
+        self.listen()
+
+    def _look(self, spins: float, waits: float) -> None:
+        """At all that are under way: seconds for all of them together, see Flight.help."""
         self._engine.guard()
         flights = self._under_way()
         began = (
@@ -408,8 +406,7 @@ class _Transfer:
             gone = time.perf_counter() - began if number else 0.0
             flight.help(max(0.0, min(spins, waits) - gone), max(0.0, waits - gone))
             if self.future.ready:
-                return []
-        return flights
+                return
 
     def glance(self) -> None:
         """Somebody wants to know whether it is over."""

@@ -31,11 +31,19 @@ QUIET = 2 << 20
 
 _AT_ONCE = 64
 
-SLEEP, WORTH = 50e-6, 5e-3
-"""Seconds that a sleep and its end take; and of a transfer that takes so long that this is little beside it."""
+SLEEP = 50e-6
+"""Seconds that a sleep and its end take."""
+
+WORTH, WORTH_YIELDING = 1e-3, 5e-3
+"""Seconds of a transfer that takes so long that a sleep is little beside it; the second where whoever looks has the
+kernel give the processor to others each time.
+"""
 
 _LOOKS = 8
 """Of one who waits, before he looks at the clock: in some guests that takes as long as a small transfer."""
+
+_LOOKS_WITH_GIL = 4
+"""Before other threads of Python may go on: they would wait for the GIL for 5 ms each time."""
 
 
 class Completions:
@@ -58,6 +66,9 @@ class Completions:
         self.devices: list[Device] = []
         # A NIC needs nobody's processor; but where there is only one, the kernel may have to do a NIC's work on it.
         self.yields = len(os.sched_getaffinity(0)) == 1
+        self._spinning = (
+            threading.Lock()
+        )  # of who looks for longer than a sleep takes: several would only be in the way
 
     # ---- requests
 
@@ -110,7 +121,7 @@ class Completions:
             if self._announced or self._is_restless():
                 device.nic.arm()  # before looking, or what comes in between would go unheard
                 device.armed = True
-        self.look(device)
+        self.look(device, prompt=True)
 
     def deadline(self) -> float | None:
         """When to sweep."""
@@ -135,11 +146,11 @@ class Completions:
 
     # ---- looking
 
-    def look(self, device: Device) -> None:
+    def look(self, device: Device, prompt: bool = False) -> None:
         """Until there is nothing more."""
         while True:
             with self._lock:
-                found = self._look(device)
+                found = self._look(device, prompt)
             self.tell()
             if found < _AT_ONCE:
                 return
@@ -148,11 +159,13 @@ class Completions:
         for device in self.devices:
             self.look(device)
 
-    def _look(self, device: Device) -> int:
-        """Polling and what it leads to are one step: a lane must hear of its requests in their order."""
+    def _look(self, device: Device, prompt: bool) -> int:
+        """Polling and what it leads to are one step: a lane must hear of its requests in their order. ``prompt``: what
+        is found has come a moment ago.
+        """
         if device not in self.devices:
             return 0
-        self._looking = True
+        self._looking, device.looked_promptly = True, prompt
         try:
             found = device.nic.poll(_AT_ONCE)
             for id_, status, number, vendor in found:
@@ -176,27 +189,40 @@ class Completions:
         for _ in range(_LOOKS if seconds > 0 else 1):
             if self._look_for(request):
                 return
-        until = time.perf_counter() + min(seconds, self._worth_it(request)) if seconds > 0 else 0.0
-        while until and time.perf_counter() < until:
-            if self.yields:
-                os.sched_yield()
-            if self._look_for(request):
-                return
+        if seconds <= 0:
+            return
+        began, worth = time.perf_counter(), min(seconds, self._worth_it(request))
+        if not self._spin(request, began + min(worth, SLEEP)) and worth > SLEEP and self._spinning.acquire(False):
+            try:
+                self._spin(request, began + worth)
+            finally:
+                self._spinning.release()
+
+    def _spin(self, request: Request, until: float) -> bool:
+        """Look until then; True if it has finished."""
+        while time.perf_counter() < until:
+            os.sched_yield()  # lets go of the GIL, too
+            for _ in range(1 if self.yields else _LOOKS_WITH_GIL):
+                if self._look_for(request, prompt=True):
+                    return True
+        return request.finished
 
     def _worth_it(self, request: Request) -> float:
         """Seconds. Twice what the devices have shown that it takes; but no more than a sleep where that is long."""
         taken = 2 * request.nbytes * max((device.pace for device in self.devices), default=0.0)
-        return SLEEP + (taken if taken < WORTH else 0.0)
+        return SLEEP + (taken if taken < (WORTH_YIELDING if self.yields else WORTH) else 0.0)
 
-    def _look_for(self, request: Request) -> bool:
-        """At the devices that do it, if nobody else is at them; True if it has finished."""
+    def _look_for(self, request: Request, prompt: bool = False) -> bool:
+        """At the devices that do it, if nobody else is at them; True if it has finished. ``prompt``: the last look of
+        this thread was a moment ago.
+        """
         if not self._lock.acquire(blocking=False):
             time.sleep(0)  # somebody looks, or posts, and may need the GIL for it
             return request.finished
         try:
             for device in self.devices:
                 if request.is_for(device):
-                    self._look(device)
+                    self._look(device, prompt)
         finally:
             self._lock.release()
         self.tell()

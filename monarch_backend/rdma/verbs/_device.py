@@ -26,7 +26,7 @@ _MOST_READS = 16
 
 FIRST_PACE, SLOWER = 1e-10, 1.25
 """Seconds of a byte before a device has shown its own: 10 GB/s; and by how much it may seem slower after one transfer,
-for nobody may have looked for the end of it at once.
+for who looked may have been kept from it.
 """
 
 _SLOTS = 512
@@ -63,6 +63,7 @@ class Device:
         self.starved = False  # a lane had work, and there was no credit
         self.armed = False  # the next completion is announced
         self.pace = FIRST_PACE
+        self.looked_promptly = False  # who looks now finds what has come a moment ago
         self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []
@@ -84,8 +85,10 @@ class Device:
         )
 
     def took(self, seconds: float, nbytes: int) -> None:
-        """From posting so many bytes on an idle queue pair until somebody has seen that they were done."""
-        self.pace = min(seconds / nbytes, self.pace * SLOWER)
+        """From posting so many bytes on an idle queue pair until somebody has seen that they were done. If that was
+        not prompt, it took no longer than that, and perhaps much less.
+        """
+        self.pace = min(seconds / nbytes, self.pace * (SLOWER if self.looked_promptly else 1.0))
 
     def take_slot(self) -> Slot:
         """Until it is given back. Raises VerbsError."""

@@ -121,6 +121,18 @@ class _Exposed:
         self.registrations, self.owner = [], None
 
 
+class _Wake:
+    """By which the engine's thread is woken. Others may be about to do that, in the midst of anything, without a lock,
+    when the engine is closed: it stays open as long as one of them has it, for its number might be another's then.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
+
+
 class Engine:
     """``dial(peer)`` is called when a connection to a peer is wanted, at first use or after one broke: it has an offer
     taken to the peer and the answer back (:meth:`offer`, there :meth:`accept`, :meth:`connect`), or says that the peer
@@ -146,7 +158,7 @@ class Engine:
         self._regions = itertools.count(1)
         self._soon: deque[Callable[[], None]] = deque()  # for the engine's thread
         self._thread: threading.Thread | None = None
-        self._wake = -1
+        self._wake: _Wake | None = None
         self._closed = False
         self._busy = 0  # threads that use open devices without the lock
         self._idle = threading.Condition(self._lock)
@@ -173,7 +185,7 @@ class Engine:
             if reason is not None:
                 raise VerbsError(f"verbs cannot be used here: {reason}")
             binding = load(self.settings.binding)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = _Wake()
         try:
             self._opened = open_devices(binding, self.settings, self._sweep_soon)
             if not self._opened:
@@ -181,7 +193,7 @@ class Engine:
             self._completions.devices = self._opened
             self._completions.arm()
         except BaseException as error:
-            os.close(self._wake)
+            self._wake = None
             if isinstance(error, OSError) and not isinstance(error, VerbsError):
                 raise VerbsError(
                     f"a verbs device does not open: {error}; is /dev/infiniband in this container?"
@@ -214,10 +226,7 @@ class Engine:
             self._completions.devices = []
             for device in self._opened:
                 device.close()
-            self._opened = []
-            if self._wake >= 0:
-                wake, self._wake = self._wake, -1
-                os.close(wake)
+            self._opened, self._wake = [], None
 
     def settle(self, seconds: float) -> None:
         """Wait, for so long at most, until the engine's thread has done what it was asked for.
@@ -242,9 +251,7 @@ class Engine:
         self._opened, self._links, self._accepted, self._exposed, self._soon = [], {}, {}, {}, deque()
         self._completions.devices = []
         self._lock, self._thread = threading.RLock(), None
-        if self._wake >= 0:
-            wake, self._wake = self._wake, -1  # the parent's thread would wake up
-            os.close(wake)
+        self._wake = None  # the parent's thread would wake up
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[list[Device]]:
@@ -427,10 +434,13 @@ class Engine:
             with self._lock:
                 try:
                     self.devices()
-                    link = self._link(peer)
+                    link = self._links.get(peer) if at_once else self._link(peer)
                 except BaseException:
                     request.close()  # no link and nobody else knows of it
                     raise
+                if link is None or (at_once and link.state is not State.UP):  # since a moment ago
+                    request.close()
+                    return None
                 return self._hand_to(link, request, at_once)
 
     def atomic(
@@ -575,9 +585,10 @@ class Engine:
         self._nudge()
 
     def _nudge(self) -> None:
-        if self._wake >= 0:
+        wake = self._wake
+        if wake is not None:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._wake, 1)
+                os.eventfd_write(wake.fd, 1)
 
     def _sweep(self) -> None:
         for device in self._opened:
@@ -593,14 +604,15 @@ class Engine:
 
     def _run(self) -> None:
         _of_thread.hears = True
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
+        assert self._wake is not None
+        poller, wake = select.poll(), self._wake.fd
+        poller.register(wake, select.POLLIN)
         by_fd = {device.nic.fd: device for device in self._opened}
         for fd in by_fd:
             poller.register(fd, select.POLLIN)
         while True:
             for fd, _ in poller.poll(self._patience()):
-                if fd == self._wake:
+                if fd == wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(fd)
                 elif not self._carefully(self._completions.heard, by_fd[fd]):

@@ -120,10 +120,11 @@ class Request:
     _began = False
 
     def __init__(self, plan: Plan, done: Done) -> None:
-        self.plan, self.done = plan, done
+        # It holds the local memory, which nobody may free before the devices are done with it: None when they are.
+        self.plan: Plan | None = plan
+        self.done = done
         self.kind, self.opcode, self.record, self.operands = plan.kind, plan.opcode, plan.record, plan.operands
         self.nbytes = plan.nbytes
-        self._allocations = plan.allocations  # held: nobody may free them before the devices are done with them
         self._lanes: set[Lane] = set()  # that have had pieces of it
         self._entries: dict[int, list[Entry]] = {}  # by device
         self._devices: dict[int, Device] = {}
@@ -137,6 +138,11 @@ class Request:
         """To be done once, not once or twice."""
         return self.opcode in (FETCH_ADD, COMPARE_SWAP)
 
+    @property
+    def _planned(self) -> Plan:
+        assert self.plan is not None
+        return self.plan
+
     def register(self, device: Device) -> None:
         """So that this device can do it. Raises VerbsError."""
         if device.index in self._devices:
@@ -148,7 +154,7 @@ class Request:
             return
         taken: list[Entry] = []
         try:
-            for allocation in self._allocations:
+            for allocation in self._planned.allocations:
                 taken.append(device.cache.take(allocation, writable=self.opcode == READ))
         except BaseException:
             for entry in taken:
@@ -158,11 +164,11 @@ class Request:
 
     def register_known(self, devices: Sequence[Device]) -> bool:
         """As `register`, with all of these, where that was done before; else False, and with none."""
-        writable = self.opcode == READ
+        writable, allocations = self.opcode == READ, self._planned.allocations
         for device in devices:
             entries = self._entries[device.index] = []
             self._devices[device.index] = device
-            for allocation in self._allocations:
+            for allocation in allocations:
                 entry = device.cache.known(allocation, writable=writable)
                 if entry is None:
                     self._give_back()
@@ -189,7 +195,7 @@ class Request:
         self._lanes = set()  # it may have begun on others, which are gone
         if not self._began:
             self._began = True
-            devices, pieces = len({lane.device.index for lane in lanes}), self.plan.pieces
+            devices, pieces = len({lane.device.index for lane in lanes}), self._planned.pieces
             self._most_lanes = max(1, self.nbytes // devices // LANE_SHARE, len(pieces) // devices // LANE_PIECES)
             most = min(len(lanes), self._most_lanes * devices)
             longest = min(lane.device.max_message for lane in lanes)
@@ -197,9 +203,10 @@ class Request:
 
     def begin_on(self, lane: Lane) -> bool:
         """As `begin`, if it is a single work request, and not more, for this one; else False."""
-        if self._began or not self.plan.is_one_piece or self.nbytes > lane.device.max_message:
+        plan = self._planned
+        if self._began or not plan.is_one_piece or self.nbytes > lane.device.max_message:
             return False
-        self._began, self._next = True, self.plan.pieces[0]
+        self._began, self._next = True, plan.pieces[0]
         return True
 
     def may_use(self, lane: Lane) -> bool:
@@ -256,6 +263,6 @@ class Request:
             outcome = slot.value if outcome is None else outcome
             device.give_slot(slot)
         self._give_back()
-        self._slot, self._allocations, self._lanes = None, (), set()
+        self._slot, self.plan, self._lanes = None, None, set()
         self.done = _done_already  # or it and what it calls would keep each other alive
         return outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import queue
 import signal
 import threading
@@ -16,13 +17,13 @@ import pytest
 
 from monarch_backend.actor import CancelledError
 from monarch_backend.actor._program import program
-from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _flight, _transfers
+from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _action, _flight, _transfers
 from monarch_backend.rdma._memory import memory_of
 from monarch_backend.rdma._route import LATE, UNREACHABLE, Part, Result, patient
 from monarch_backend.rdma._routes import Far
 from monarch_backend.rdma._verbs import _owners
 from monarch_backend.rdma._workers import Workers
-from monarch_backend.rdma.verbs import Settings, _completions, _device, _link
+from monarch_backend.rdma.verbs import Settings, _completions, _device, _engine, _link
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._lane import Lane
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
@@ -142,23 +143,51 @@ def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("yields", [False, True])
-def test_where_there_is_one_processor_whoever_looks_lets_others_have_it(
-    far: Make, monkeypatch: pytest.MonkeyPatch, yields: bool
-) -> None:
+def test_whoever_looks_lets_others_go_on(far: Make, monkeypatch: pytest.MonkeyPatch, yields: bool) -> None:
+    """Where there is one processor, with each look; else now and then, for the GIL."""
     monkeypatch.setattr(_completions, "SLEEP", 10.0)
+    monkeypatch.setattr(_completions, "SWEEP", 60.0)
     owner = far(Fabric(at_once=False), yields=yields)
-    let: list[int] = []
-    monkeypatch.setattr(_completions.os, "sched_yield", lambda: let.append(owner.fabric.run()))
+    said: list[str] = []
+    look = owner.asking._completions._look_for
+
+    def let_go() -> None:
+        said.append("let")
+        if said.count("let") == 4:
+            owner.fabric.run()
+
+    monkeypatch.setattr(_completions.os, "sched_yield", let_go)
+    monkeypatch.setattr(
+        owner.asking._completions, "_look_for", lambda *of, **how: (said.append("look"), look(*of, **how))[1]
+    )
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
-    if yields:
-        future.get(10)
-        assert let, "there is nobody else who would have done it"
-    else:
-        with Worker(owner.fabric):
-            future.get(10)
-        assert not let
+    nobody_is_told(owner)
+    future.get(10)
+    looks = said[said.index("let") : len(said) - said[::-1].index("let")].count("look")
+    assert looks == 3 * (1 if yields else _completions._LOOKS_WITH_GIL)
     assert owner.holds(into, 8)
+
+
+def test_one_at_a_time_looks_for_long(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others sleep, and are told."""
+    owner = far(Fabric(at_once=False), yields=False)
+    completions = owner.asking._completions
+    monkeypatch.setattr(completions, "_worth_it", lambda _: 60.0)
+    into = [bytearray(8), bytearray(8)]
+    futures = [owner.buffer[:8].read_into(each) for each in into]
+    threads = [threading.Thread(target=future.get, args=(30,)) for future in futures]
+    threads[0].start()
+    assert until(completions._spinning.locked)
+    threads[1].start()
+    assert until(lambda: futures[1]._awaited, 10), "it sleeps"
+    assert completions._spinning.locked()
+    assert not futures[0]._awaited
+    owner.fabric.run()
+    for thread in threads:
+        thread.join(30)
+    assert all(owner.holds(each, 8) for each in into)
+    assert not completions._spinning.locked()
 
 
 def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
@@ -182,8 +211,38 @@ def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
     future.get(10)
     assert device.pace < 1e-3, "it was faster, as somebody has seen"
     pace = device.pace
+    device.looked_promptly = True
     device.took(60.0, MI)
-    assert device.pace == pytest.approx(pace * _device.SLOWER), "perhaps nobody has looked"
+    assert device.pace == pytest.approx(pace * _device.SLOWER), "perhaps who looked was kept from it"
+
+
+def test_what_is_found_late_says_nothing_of_a_device_s_pace(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what the engine's thread finds when it sweeps, nor what somebody's first look does."""
+    import torch
+
+    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    owner = far(Fabric(at_once=False))
+    device, into = owner.asking.devices()[0], torch.zeros(MI, dtype=torch.uint8)
+    first = owner.buffer[:MI].read_into(into)  # and it is registered
+    owner.fabric.run()
+    first.get(10)
+    nobody_is_told(owner)
+    heard = threading.Event()
+    owner.asking.soon(heard.set)
+    assert heard.wait(10), "and of what it was told before"
+    nobody_is_told(owner)
+    device.pace = pace = 1e-15
+    for find in (lambda future: future.done(), lambda _: owner.asking._look()):
+        future = owner.buffer[:MI].read_into(into)
+        nobody_is_told(owner)
+        owner.fabric.run()
+        assert until(lambda find=find, future=future: (find(future), future.ready)[1])
+        assert device.pace == pace
+    future = owner.buffer[:MI].read_into(into)
+    nobody_is_told(owner)
+    monkeypatch.setattr(_completions.os, "sched_yield", lambda: owner.fabric.run())  # and its first looks were in vain
+    future.get(10)
+    assert device.pace == pytest.approx(pace * _device.SLOWER)
 
 
 class Counted:
@@ -286,6 +345,8 @@ def test_given_up_while_it_lands(far: Make) -> None:
 
     def give_up(future: Any) -> None:
         cancelled = future.cancel()
+        if not future.ready:
+            outcomes.append("cancel returned too early")
         error = future.exception(10)
         outcomes.append("cancelled" if isinstance(error, CancelledError) else repr(error))
         assert cancelled == isinstance(error, CancelledError)
@@ -301,6 +362,173 @@ def test_given_up_while_it_lands(far: Make) -> None:
     assert len(outcomes) == 80
     assert set(outcomes) <= {"cancelled", "None"}
     assert until(lambda: not program().pending)
+
+
+def test_who_gives_up_what_is_landing_waits_until_it_has(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An atomic's value is put down by the thread that hears of the end, and no longer when `cancel` has returned."""
+    owner = far(Fabric(at_once=False))
+    landing, go_on, put = threading.Event(), threading.Event(), _action._put
+
+    def kept_from_it(*of: Any) -> None:
+        landing.set()
+        assert go_on.wait(30)
+        put(*of)
+
+    monkeypatch.setattr(_action, "_put", kept_from_it)
+    into = bytearray(8)
+    future = RDMAAction().fetch_add(into, owner.buffer[:8], 1).submit()
+    looking = threading.Thread(target=lambda: until(future.done))
+    owner.fabric.run()
+    looking.start()
+    assert landing.wait(30)
+    said: list[tuple[bool, bool]] = []
+    cancelling = threading.Thread(target=lambda: said.append((future.cancel(), future.ready)))
+    cancelling.start()
+    assert until(lambda: future._awaited or bool(said))
+    assert not said, "it has returned, and the memory is written to after that"
+    go_on.set()
+    for thread in (looking, cancelling):
+        thread.join(30)
+    assert said == [(False, True)]
+    assert any(into)
+
+
+@pytest.mark.parametrize("timeout", [None, 1000.0])
+def test_get_s_time_is_that_of_looking_and_of_sleeping(
+    far: Make, monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
+    owner = far(Fabric(at_once=False))
+    future = owner.buffer[:8].read_into(bytearray(8), timeout=timeout)
+    passed, slept = [0.0], []
+    now, wait = time.monotonic, program().wait
+
+    def look(_: Any, __: Any, most: float) -> None:
+        assert most <= 5.0
+        passed[0] += 2.0
+
+    monkeypatch.setattr(_flight.Flight, "help", look)
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
+    monkeypatch.setattr(program(), "wait", lambda what, seconds=None: (slept.append(seconds), wait(what, 0.0))[1])
+    with pytest.raises(TimeoutError):
+        future.get(5.0)
+    monkeypatch.undo()
+    assert 0.0 < slept[0] <= 3.0
+    owner.fabric.run()
+    future.get(10)
+
+
+def test_what_was_given_up_holds_nothing(far: Make) -> None:
+    """Also not for as long as it had to end by itself."""
+    owner = far(Fabric(at_once=False))
+    gc.collect()
+    gc.disable()
+    try:
+        with Worker(owner.fabric):
+            into = bytearray(8)
+            future = owner.buffer[:8].read_into(into)
+            future.cancel()
+            assert until(lambda: not _is_held(into), _flight.MERCY / 2)
+            ended = weakref.ref(future)
+            del future
+            assert until(lambda: ended() is None, _flight.MERCY / 2)
+    finally:
+        gc.enable()
+
+
+def _is_held(data: bytearray) -> bool:
+    try:
+        data.append(1)
+    except BufferError:
+        return True
+    return False
+
+
+def test_a_done_atomic_of_an_action_does_not_keep_where_its_value_went(far: Make) -> None:
+    import numpy as np
+
+    owner, into = far(), np.zeros(1, dtype=np.int64)
+    held = weakref.ref(into)
+    future = RDMAAction().fetch_add(into, owner.buffer, 1).submit()
+    future.get(10)
+    del into
+    gc.collect()
+    assert held() is None
+
+
+def test_an_owner_that_is_gone_while_memory_is_registered_for_it(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody dials it anew: that would take ten seconds to fail."""
+    owner, register, dialed = far(Fabric(at_once=False)), _engine._register, []
+
+    def then_it_is_gone(*of: Any) -> None:
+        register(*of)
+        monkeypatch.setattr(_engine, "_register", register)
+        peer = program().router.peer(owner.token)
+        peer.gone = "killed by signal 9"
+        owner.asking.peer_gone(owner.token, "its process is gone")
+
+    monkeypatch.setattr(owner, "connect", lambda: dialed.append(1))
+    monkeypatch.setattr(_engine, "_register", then_it_is_gone)
+    future = owner.buffer[:8].read_into(bytearray(8))
+    with pytest.raises(OwnerLostError, match="killed by signal 9"):
+        future.get(30)
+    assert not dialed
+
+
+def test_nobody_waits_in_a_fork(far: Make) -> None:
+    owner = far(Fabric(at_once=False))
+    future = owner.buffer[:8].read_into(bytearray(8))
+    there, back = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # it may hang
+        try:
+            for ask in (future.cancel, future.get):
+                try:
+                    ask()
+                except RuntimeError as error:
+                    os.write(back, b"fork " if "is a fork" in str(error) else repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(back)
+    os.waitpid(child, 0)
+    assert os.read(there, 1000) == b"fork fork "
+    os.close(there)
+    owner.fabric.run()
+    future.get(10)
+
+
+def test_who_is_about_to_wake_an_engine_that_is_closed_disturbs_nobody(
+    far: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of what is written to is nobody else's until then."""
+    owner, opened, write, written = far(), [], os.eventfd_write, []
+
+    def closed_meanwhile(fd: int, value: int) -> None:
+        monkeypatch.setattr(os, "eventfd_write", write)
+        owner.asking.close()
+        opened.extend(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8))
+        written.append(fd)
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", closed_meanwhile)
+    owner.asking._nudge()
+    try:
+        assert written
+        assert written[0] not in opened
+    finally:
+        for each in opened:
+            os.close(each)
+    owner.asking.soon(list)  # nobody does it, and nothing is raised
+
+
+def test_no_plan_is_made_for_what_has_to_be_looked_up_each_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, planned = far(), []
+    plan = owner.route.planned
+    monkeypatch.setattr(owner.route, "planned", lambda *of: (planned.append(of), plan(*of))[1])
+    action = RDMAAction().read_remote(bytearray(8), owner.buffer[:8])
+    for _ in range(3):
+        action.submit().get(10)
+    assert len(planned) == 3
 
 
 def test_a_future_that_nobody_asks_is_done_soon(far: Make) -> None:
