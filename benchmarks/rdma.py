@@ -11,7 +11,7 @@ host    two processes of this host: memory of rdma.empty (mapped), ordinary memo
 hosts   two network namespaces, over TCP, with and without TLS, beside sockets and iperf3 with one stream; needs root,
         iproute2 and iperf3
 own     8 bytes by verbs over a NIC that there is not: what our Python takes, beside a bare work request of that NIC
-        ("again" as above)
+        ("again" as above: over verbs that is of one tensor, and without timeout=)
 verbs   two RDMA devices of this machine, beside perftest: its rates with as many in flight, and its latencies
 
 Each size goes round all contenders, round after round and each round from another one on. Cells have the median of all
