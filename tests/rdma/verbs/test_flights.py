@@ -417,8 +417,9 @@ def test_get_s_time_is_that_of_looking_and_of_sleeping(
     future.get(10)
 
 
-def test_what_was_given_up_holds_nothing(far: Make) -> None:
+def test_what_was_given_up_holds_nothing(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not for as long as it had to end by itself."""
+    monkeypatch.setattr(_flight, "MERCY", 60.0)
     owner = far(Fabric(at_once=False))
     gc.collect()
     gc.disable()
@@ -427,10 +428,10 @@ def test_what_was_given_up_holds_nothing(far: Make) -> None:
             into = bytearray(8)
             future = owner.buffer[:8].read_into(into)
             future.cancel()
-            assert until(lambda: not _is_held(into), _flight.MERCY / 2)
+            assert until(lambda: not _is_held(into), 10)
             ended = weakref.ref(future)
             del future
-            assert until(lambda: ended() is None, _flight.MERCY / 2)
+            assert until(lambda: ended() is None, 10)
     finally:
         gc.enable()
 
