@@ -43,9 +43,11 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
         with on_the_cpu():
             return _traced(graph, inputs, inductor)
     except Exception as error:
-        if isinstance(error, (RankDependentError, RemoteTensorError)) or _torch_compile.is_of_aliases(error):
-            raise _torch_compile.LeftToEagerError(str(error)) from error  # type: ignore[arg-type]
-        raise
+        # What there is no graph for, for a reason of ours or of torch's (DTensors that share memory, say), eager code
+        # does, or says in its own words why not.
+        ours = isinstance(error, (RankDependentError, RemoteTensorError))
+        why = str(error) if ours else f"{type(error).__name__}: {error}"
+        raise _torch_compile.LeftToEagerError(why) from error  # type: ignore[arg-type]
 
 
 def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:

@@ -259,15 +259,6 @@ class LeftToEagerError(UnsupportedOperatorException):
         return str(self.func)
 
 
-_NO_GRAPH = ("aliased inputs that are mutated", "two graph outputs\nthat alias one another")
-"""In what torch says of DTensors that share memory: it has no graph for a change of one, or for two as results."""
-
-
-def is_of_aliases(error: Exception) -> bool:
-    """Whether it says that DTensors share memory, for which torch has no graph."""
-    return any(each in str(error) for each in _NO_GRAPH)
-
-
 def _wrap_input(own: Any) -> Any:
     """A graph has sizes that are the same for all ranks, and no mask that is kept beside a tensor."""
 
