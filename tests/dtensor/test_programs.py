@@ -137,6 +137,6 @@ def test_programs(mesh_of: Callable[[str], Any], names: list[str], seed: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(24))
+@pytest.mark.parametrize("seed", seeds(16))
 def test_programs_eager_and_captured(mesh_of: Callable[[str], Any], names: list[str], seed: int) -> None:
     check(seed, mesh_of, names, captured=True)
