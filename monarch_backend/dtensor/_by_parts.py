@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 _aten = torch.ops.aten
 
+OF_CLASSES = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 OPERATORS = (
     _aten.mse_loss.default, _aten.mse_loss_backward.default,
     _aten.smooth_l1_loss.default, _aten.smooth_l1_loss_backward.default,
@@ -27,9 +28,8 @@ OPERATORS = (
     _aten.soft_margin_loss.default, _aten.soft_margin_loss_backward.default,
     _aten.binary_cross_entropy.default, _aten.binary_cross_entropy_backward.default,
     _aten.binary_cross_entropy_with_logits.default, _aten.log_sigmoid_backward.default,
-    _aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default,
+    *OF_CLASSES,
 )  # fmt: skip
-OF_CLASSES = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 
 
 def _handler(func: Any) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
     except Exception as error:
         # What there is no graph for, for a reason of ours or of torch's (DTensors that share memory, say), eager code
         # does, or says in its own words why not.
-        ours = isinstance(error, (RankDependentError, RemoteTensorError))
+        ours = isinstance(error, RemoteTensorError)
         why = str(error) if ours else f"{type(error).__name__}: {error}"
         raise _torch_compile.LeftToEagerError(why) from error  # type: ignore[arg-type]
 

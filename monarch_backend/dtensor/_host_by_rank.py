@@ -171,11 +171,13 @@ def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
         else:
             values = _rank_ints.values_of(each)
             what.append((type(each), each) if values is None else tuple(values))
+    if found is None:
+        return None
     try:
         hash(tuple(what))
     except TypeError:
         return None
-    return None if found is None else found._replace(what=tuple(what))
+    return found._replace(what=tuple(what))
 
 
 def _by_rank(value: Any) -> Sequence[Any] | None:

@@ -65,6 +65,13 @@ class _OfWorkers(threading.local):
         self.copies = _Copies()
 
 
+def _of(workers: Workers) -> _Copies:
+    known: _OfWorkers | None = workers.kept.get("host copies")
+    if known is None:
+        known = workers.kept.setdefault("host copies", _OfWorkers())
+    return known.copies
+
+
 class Source(NamedTuple):
     """Memory of this process, torch's version of it, what of it, or what that was made of it, and how many bytes that
     is at the most.
@@ -90,7 +97,7 @@ def put(workers: Workers, schema: Any, source: Source | None, send: Callable[[],
     keeps = torch.is_grad_enabled()
     if source is None or not _only_reads(schema) or (backward is None and not keeps):
         return send()
-    copies: _Copies = workers.kept.setdefault("host copies", _OfWorkers()).copies
+    copies = _of(workers)
     of = (id(source.memory), source.what)
     if backward is not None:
         copies.went_back = True

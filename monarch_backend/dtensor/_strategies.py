@@ -51,14 +51,17 @@ def _fill(tensor: Any, value: Any) -> list[Any]:
 
 def _along(tensor: Any, dim: int, **_: Any) -> list[Any]:
     """Each row for itself. torch takes -1 for another dimension than the last."""
-    others = [Shard(each) for each in range(len(tensor.shape)) if each != dim % len(tensor.shape)]
-    return [([each], [each, None]) for each in (Replicate(), *others)]
+    return [([each], [each, None]) for each in _but(tensor, dim)]
 
 
 def _index_add(tensor: Any, dim: int, _index: Any, _source: Any, **_: Any) -> list[Any]:
     """The gradient of `index_select`: rows of each are added, which are the same rows on all ranks."""
-    others = [Shard(each) for each in range(len(tensor.shape)) if each != dim % len(tensor.shape)]
-    return [([each], [each, None, Replicate(), each]) for each in (Replicate(), *others)]
+    return [([each], [each, None, Replicate(), each]) for each in _but(tensor, dim)]
+
+
+def _but(tensor: Any, dim: int) -> list[Any]:
+    """Whole, or by another dimension than this."""
+    return [Replicate(), *(Shard(each) for each in range(len(tensor.shape)) if each != dim % len(tensor.shape))]
 
 
 def _pooled_backward(gradient: Any, _x: Any, **_: Any) -> list[Any]:

@@ -31,7 +31,6 @@ from torch.distributed.tensor import _op_schema as schemas
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._ops import _math_ops as reductions
 from torch.distributed.tensor._ops import _pointwise_ops as pointwise
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -102,8 +101,6 @@ def install() -> None:
     _register_lists()
     _torch_strategies.correct()
     _strategies.install()
-    # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
-    reductions.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
     # A host's tensor beside distributed ones is the same on all ranks: there is no other rank that could have another.
     torch._C._set_dtensor_allow_implicit_replication(True)
 
@@ -828,10 +825,9 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
         tensors = [each for each in args if isinstance(each, DTensor)]
         if all(map(_is_remote, tensors)) or (func not in _random.BY_VALUES and all(map(_is_traced, tensors))):
             result = handle(func, args, dict(kwargs))
-            if func._schema.is_mutable:
-                from monarch_backend.dtensor import _torch_views  # which needs this module
+            from monarch_backend.dtensor import _torch_views  # which needs this module
 
-                _torch_views.written(func, args, kwargs)
+            _torch_views.write_back(func, args, kwargs)
             return result
         if any(map(_is_traced, tensors)):
             if _random.is_bernoulli_on_a_cpu(func, args, kwargs):

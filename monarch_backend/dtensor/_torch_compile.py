@@ -56,6 +56,7 @@ from monarch_backend.dtensor import (
     _torch,
     _torch_devices,
     _torch_masks,
+    _torch_slices,
     _torch_traces,
 )
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
@@ -274,7 +275,7 @@ def _wrap_input(own: Any) -> Any:
         if _is_uneven(value) and getattr(options["source"], "member", "") != "_local_tensor":
             size = f"shards of sizes {', '.join(map(str, value.shape))}"
             break_graph(size, RankDependentError(size, "differ by rank"))
-        if local is not value and isinstance(local, RemoteTensor) and _differs_by_slice(value):
+        if local is not value and isinstance(local, RemoteTensor) and _torch_slices.numbers(value._spec):
             size = f"a DTensor of sizes {', '.join(map(str, value.shape))}"
             break_graph(size, RankDependentError(size, "has other sizes on each slice of its mesh"))
         if local is not value and _is_uneven(local) and value._is_view():
@@ -288,10 +289,6 @@ def _wrap_input(own: Any) -> Any:
         return found
 
     return wrap_to_fake_tensor_and_record
-
-
-def _differs_by_slice(tensor: DTensor) -> bool:
-    return any(_rank_ints.values_of(each) is not None for each in (*tensor.shape, *tensor.stride()))
 
 
 def _wrap_value(own: Any) -> Any:

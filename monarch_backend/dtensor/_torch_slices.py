@@ -41,7 +41,7 @@ def _hash(own: Any) -> Replacement:
 @_replaces(ShardingPropagator, "propagate_op_sharding_non_cached")
 def _for_each_slice(own: Any) -> Replacement:
     def propagate_op_sharding_non_cached(self: Any, op_schema: Any) -> Any:
-        found = _numbers(op_schema)
+        found = numbers(op_schema)
         if not found:
             return own(self, op_schema)
         for number in found:
@@ -64,7 +64,7 @@ def _for_each_slice(own: Any) -> Replacement:
 def _not_remembered(own: Any) -> Replacement:
     # torch's propagator, which is older than these replacements, remembers what its own function finds.
     def __call__(self: Any, *args: Any, **options: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], OpSchema) and _numbers(args[0]):
+        if len(args) == 1 and isinstance(args[0], OpSchema) and numbers(args[0]):
             return DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(args[0])
         return own(self, *args, **options)
 
@@ -84,12 +84,12 @@ def _ours_as_raised(own: Any) -> Replacement:
     return _propagate_op_sharding_dispatch_slow_path
 
 
-def _numbers(value: Any) -> list[torch.SymInt]:
+def numbers(value: Any) -> list[torch.SymInt]:
     """The ints that differ by rank in an operation's schema."""
     if type(value) is torch.SymInt:
         return [value] if _rank_ints.values_of(value) is not None else []
     parts = _parts(value)
-    return [] if parts is None else [number for each in parts for number in _numbers(each)]
+    return [] if parts is None else [number for each in parts for number in numbers(each)]
 
 
 def _parts(value: Any) -> Sequence[Any] | None:

@@ -30,6 +30,8 @@ def correct() -> None:
     known[_aten.empty_like.default] = known[_aten.zeros_like.default]  # without values, it is no part of a sum
     known[_aten.gather.default] = _aligned(known[_aten.gather.default])
     known[_aten.linalg_vector_norm.default] = _of_values(known[_aten.linalg_vector_norm.default])
+    # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
+    math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
     known[_aten.any.dims] = _where_none_is_none(known[_aten.any.dims])
     handlers = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):

@@ -59,11 +59,10 @@ def _note_copies(own: Any) -> Replacement:
 
 
 @_replaces(OpDispatcher, "_dispatch_fast_path_python_tail")
-def _write_back(own: Any) -> Replacement:
+def _after_each(own: Any) -> Replacement:
     def _dispatch_fast_path_python_tail(self: Any, op_call: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         result = own(self, op_call, args, kwargs, *rest)
-        if _changes(op_call):
-            written(op_call, args, kwargs)
+        write_back(op_call, args, kwargs)
         return result
 
     return _dispatch_fast_path_python_tail
@@ -74,8 +73,10 @@ def _changes(op_call: Any) -> bool:
     return bool(op_call._schema.is_mutable)
 
 
-def written(op_call: Any, args: Any, kwargs: Any) -> None:
+def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
     """What this operator has changed, of what was taken of another tensor, is in that tensor, too."""
+    if not _changes(op_call):
+        return
     for changed in _signatures.written(op_call._schema, args, kwargs or {}):
         taken = getattr(changed._local_tensor, "_taken", None) if isinstance(changed, DTensor) else None
         if taken is not None:

@@ -66,9 +66,7 @@ class Completions:
         self.devices: list[Device] = []
         # A NIC needs nobody's processor; but where there is only one, the kernel may have to do a NIC's work on it.
         self.yields = len(os.sched_getaffinity(0)) == 1
-        self._spinning = (
-            threading.Lock()
-        )  # of who looks for longer than a sleep takes: several would only be in the way
+        self._spinning = threading.Lock()  # of who looks for longer than a sleep takes: several would be in the way
 
     # ---- requests
 

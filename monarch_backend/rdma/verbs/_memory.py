@@ -155,12 +155,11 @@ class MemoryCache:
 
     def known(self, allocation: Allocation, *, writable: bool) -> Entry | None:
         """As `take`, if it is registered already."""
-        address, nbytes, owner, _ = allocation
-        entry = self._entries.get(id(owner))
-        if entry is None or entry.address != address or entry.nbytes != nbytes or (writable and not entry.writable):
+        entry = self._entries.get(id(allocation.anchor))
+        if entry is None or not entry.covers(allocation, writable=writable):
             return None
         anchor = entry.anchor
-        if anchor is None or anchor() is not owner:  # another object has this id now
+        if anchor is None or anchor() is not allocation.anchor:  # another object has this id now
             return None
         entry.users.append(None)
         if entry.kept:
