@@ -391,6 +391,7 @@ class Engine:
         with self._lock:
             self._completions.arm()  # for the signs of life
             self._link(peer).connect(message)
+            self._nudge()  # there is a deadline now
 
     def connected(self, peer: Peer) -> bool:
         """There is a connection that works, as far as anybody knows."""
@@ -618,10 +619,10 @@ class Engine:
                 elif not self._carefully(self._completions.heard, by_fd[fd]):
                     poller.unregister(fd)
             self._call()
+            self._carefully(self._completions.sweep)  # before links say that a device is silent
             with self._lock:
                 for link in self._links.values():
                     link.tick(self.now())
-            self._carefully(self._completions.sweep)
             self._completions.tell()
             with self._lock:
                 if self._closed and not self._soon and not self._completions.has_calls:

@@ -48,6 +48,7 @@ _NEXT = {
     11: "the peer's device could not do it: look at its kernel log",
     12: "nothing answers: is the peer alive, its link up? See `monarch-backend doctor` on both sides",
     13: "the peer's queue pair never becomes ready: report this, it is a bug",
+    20: "the device has neither done it nor failed for longer than it may take: look at the kernel logs of both sides",
 }
 
 _SEE_LOG = "look at the kernel logs of both sides for this device"

@@ -61,6 +61,7 @@ class Lane:
         self.posted: deque[Posted] = deque()
         self.nbytes = 0  # under way
         self._since, self._timed = 0.0, 0  # when that work request was posted, and its number; 0: none is timed
+        self._oldest, self._seen = 0, 0.0  # the work request that `is_silent` has seen, and when first
         self.their_nic = 0
         self.proved = False
         device.lanes[self.number] = self
@@ -150,6 +151,15 @@ class Lane:
             self.device.took(time.perf_counter() - self._since, done[0].piece.nbytes)
             self._timed = 0
         return done
+
+    def is_silent(self, now: float, patience: float) -> bool:
+        """The device has ended nothing here for so long, and something is posted. To be asked from time to time: the
+        oldest work request is looked at then, so that none has to be timed.
+        """
+        oldest = self.posted[0].id if self.posted else 0
+        if oldest != self._oldest:
+            self._oldest, self._seen = oldest, now
+        return oldest != 0 and now - self._seen >= patience
 
     def _pop(self) -> Posted:
         posted = self.posted.popleft()

@@ -31,11 +31,16 @@ DIAL_SECONDS = 10.0
 DRAIN_SECONDS = 10.0
 """For the other lanes to finish what they have posted, when one has broken."""
 
+LEAST_SILENCE = 10.0
+"""Seconds for which a device may end nothing of what is posted, also where settings say that it should be faster: it may
+be this process that has not run.
+"""
+
 _LOOK_AHEAD = 64
 """Waiting requests that a lane is offered at a time."""
 
-_GENERAL = 21
-"""Of ibv_wc_status: what a queue pair that takes no work requests has."""
+_SILENT, _GENERAL = 20, 21
+"""Of ibv_wc_status: what a queue pair has that ends none of its work requests, and one that takes none."""
 
 
 class State(enum.Enum):
@@ -78,6 +83,7 @@ class Link:
         self._offered: list[Lane] = []
         self._nonce = b""
         self._deadline: float | None = None
+        self._next_look = 0.0  # at lanes that may be silent
         self._trouble: VerbsError | None = None  # for which the lanes are gone
 
     # ---- what is asked
@@ -210,7 +216,7 @@ class Link:
         self._drop_offer()
         self._deadline = None
         if self.lanes:
-            self.state = State.PROVING
+            self.state, self._next_look = State.PROVING, self._host.now() + self._silence / 4
             return
         error_of_all = VerbsError(f"no way from here to {self.peer}: {'; '.join(problems)}", *self._words())
         self.fail(error_of_all)
@@ -223,6 +229,8 @@ class Link:
 
     def tick(self, now: float) -> None:
         """Whoever dials has not come back, or a lane does not end."""
+        if self.lanes and now >= self._next_look:
+            self._look_for_silence(now)
         if self._deadline is None or now < self._deadline:
             return
         if self.state is State.DRAINING:
@@ -235,6 +243,19 @@ class Link:
             self.fail(VerbsError(text, *self._words()))
 
     @property
+    def _silence(self) -> float:
+        return max(LEAST_SILENCE, self._host.settings.silence)
+
+    def _look_for_silence(self, now: float) -> None:
+        """Devices promise to end each work request within some time. After a cut of its cable soft-RoCE's may not, with
+        other queue pairs at work: without this whoever waits would do so for ever.
+        """
+        self._next_look = now + self._silence / 4
+        for lane in list(self.lanes):
+            if lane in self.lanes and lane.is_silent(now, self._silence):
+                self.broke(lane, lane.posted[0].id, _SILENT, 0)
+
+    @property
     def is_restless(self) -> bool:
         """Completions are expected that nobody but the link waits for."""
         return self.state is State.DRAINING or any(not lane.proved for lane in self.lanes)
@@ -242,7 +263,9 @@ class Link:
     @property
     def deadline(self) -> float | None:
         """When to tick."""
-        return self._deadline
+        if not self.lanes:
+            return self._deadline
+        return self._next_look if self._deadline is None else min(self._deadline, self._next_look)
 
     # ---- completions
 

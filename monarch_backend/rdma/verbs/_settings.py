@@ -29,6 +29,13 @@ class Settings:
     cache_entries: int = 1024  # allocations that stay registered, for each device
     cache_bytes: int = 64 << 30
 
+    @property
+    def silence(self) -> float:
+        """Seconds within which a device has to end a work request, one way or the other: twice what it may take for
+        it by the specification.
+        """
+        return 2 * 4 * 4.096e-6 * 2**self.timeout * (1 + self.retries)
+
     def permits(self, device: str, port: int) -> bool:
         """This port may be used."""
         return not self.devices or any(name == device and number in (0, port) for name, number in self.devices)

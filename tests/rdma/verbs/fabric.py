@@ -64,6 +64,7 @@ class FakePair:
         self.unpolled = 0
         self.most = 0
         self.broken = False
+        self.silent = nic.fabric.silent
         self.closed = False
         nic.fabric.pairs[self.number] = self
 
@@ -93,7 +94,7 @@ class FakePair:
 
     def step(self) -> bool:
         """The next work request."""
-        if not self.posted or self.path is None:
+        if not self.posted or self.path is None or (self.silent and self.posted[0].nbytes):
             return False
         work = self.posted.popleft()
         if self.broken:
@@ -218,6 +219,7 @@ class Fabric:
     memory: int = 1 << 40
     message: int = 1 << 30
     dead: bool = False
+    silent: bool = False  # pairs that are made take work requests, and that is all
     gpus: list[tuple[int, int, int]] = field(default_factory=list)  # addresses, bytes, where they really are
     peer_memory: bool = False
     dma_buf: bool = False

@@ -228,7 +228,7 @@ def test_a_connection_that_broke_is_made_again_and_the_transfers_end_well(
     peers.introduce(asking, owner)
     assert asking(_stream, region, 8 * MI)
     cable("down")
-    assert asking.wants(20) == "owner"
+    assert asking.wants() == "owner"
     cable("up")
     peers.introduce(asking, owner)
     assert set(asking(_stop)) == {"None"}

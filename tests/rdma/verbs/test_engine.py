@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, _device
+from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, _device, _link
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
@@ -185,6 +185,47 @@ def test_a_connection_that_breaks_again_is_reported_in_the_completion_s_words(tw
     assert caught.value.status == "transport retry counter exceeded"
     fabric.dead = False
     pair.start([(0, 0, 8)]).wait()  # and the next one begins anew
+
+
+def test_a_queue_pair_that_ends_nothing_any_more_is_replaced(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soft-RoCE's after its cable was cut: it neither does a work request nor fails it."""
+    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.05)
+    fabric = Fabric()
+    pair = two(fabric, timeout=1, retries=1)
+    pair.start([(0, 0, 8)]).wait()
+    assert pair.dialed.acquire(timeout=10)
+    mute, *_ = (each for each in fabric.pairs.values() if each.depth > 1)
+    mute.silent = True
+    both = [pair.start([(8 * i, 8 * i, 8)]) for i in range(2)]  # they take turns
+    for done in both:
+        done.wait()
+    assert pair.dialed.acquire(timeout=10)
+    assert pair.here.view[:16] == pair.there.view[:16]
+
+
+def test_devices_that_stay_silent_are_reported(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.05)
+    pair = two(Fabric(silent=True), timeout=1, retries=1)
+    with pytest.raises(
+        VerbsError, match=r"read failed: response timeout error .* neither done it nor failed"
+    ) as caught:
+        pair.start([(0, 0, 8)]).wait()
+    assert caught.value.peer == "owner"
+
+
+def test_who_is_idle_is_not_silent(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.02)
+    pair = two(Fabric(), timeout=1, retries=1)
+    pair.start([(0, 0, 8)]).wait()
+    link, looks = pair.asking._links["owner"], []
+    look = link._look_for_silence
+    monkeypatch.setattr(link, "_look_for_silence", lambda now: (looks.append(now), look(now)))
+    assert until(lambda: len(looks) > 12)
+    pair.start([(0, 0, 8)]).wait()
+    assert pair.dialed.acquire(timeout=10)
+    assert not pair.dialed.acquire(blocking=False)
 
 
 def test_an_atomic_in_doubt_is_not_repeated(two: Callable[..., Two]) -> None:
