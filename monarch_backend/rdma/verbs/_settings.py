@@ -34,7 +34,7 @@ class Settings:
         """Seconds within which a device has to end a work request, one way or the other: twice what it may take for
         it by the specification.
         """
-        return 2 * 4 * 4.096e-6 * 2**self.timeout * (1 + self.retries)
+        return 2 * 4 * 4.096e-6 * 2.0**self.timeout * (1 + self.retries)
 
     def permits(self, device: str, port: int) -> bool:
         """This port may be used."""
