@@ -32,8 +32,8 @@ DRAIN_SECONDS = 10.0
 """For the other lanes to finish what they have posted, when one has broken."""
 
 LEAST_SILENCE = 10.0
-"""Seconds for which a device may end nothing of what is posted, also where settings want it faster: the machine may have
-been busy.
+"""Seconds for which a device may end nothing of what is posted, also where settings want it faster: a machine may be
+too busy.
 """
 
 _LOOK_AHEAD = 64
