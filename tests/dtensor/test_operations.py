@@ -233,29 +233,6 @@ def test_whether_any_rank_says_so_is_one_answer(mesh: Any) -> None:
             same(x.all(dim).float() + x.any().float(), (whole > 0).all(dim).float() + 1)
 
 
-LOSSES = (
-    "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_and_its_gradient_are_of_the_whole(mesh_of: Callable[[str], Any], name: str) -> None:
-    """torch has the mean of what a rank has, and divides a gradient by how much that is."""
-    loss = getattr(F, name)
-    for rows, reduction in itertools.product((4, 5), ("mean", "sum", "none")):
-        theirs, target = torch.rand(rows, 4, requires_grad=True), torch.rand(rows, 4)
-        reference = loss(theirs, target, reduction=reduction)
-        reference.square().sum().backward()
-        for where, here in (("2", [Shard(0)]), ("2x2", [Shard(1), Shard(0)])):
-            mesh = mesh_of(where)
-            ours = distribute_tensor(theirs.detach(), mesh, here).requires_grad_()
-            found = loss(ours, distribute_tensor(target, mesh, here), reduction=reduction)
-            found.square().sum().backward()
-            same(found, reference)
-            same(ours.grad, theirs.grad)  # type: ignore[arg-type]
-
-
 def test_dimensions_that_are_counted_from_the_end(line: Any) -> None:
     for shape in ((5,), (4, 6)):
         whole = torch.randn(shape)
