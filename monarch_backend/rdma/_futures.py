@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch_backend.actor import CancelledError, Future
 from monarch_backend.actor._future import no_wait
@@ -84,7 +84,8 @@ class SingleFuture(TransferFuture[T]):
         self._mover: Any = mover  # this, and what follows, is None when it is done
         self._part: Any = part
         self._route: Any = route
-        self._keep, self._result = keep, cast(Any, result)
+        self._keep: Any = keep
+        self._result: Any = result
         self._flight: Flight | None = None
         self._ends: dict[str, _Transfer | None] = {}  # "by" whom: None is itself, and the first to say it is right
         self._awaited = False  # somebody sleeps, or has slept, until it is done

@@ -115,8 +115,9 @@ class Request:
     quiet = False  # its end is not announced, see Completions
     _most_lanes = 1  # of a device
     _slot: tuple[Device, Slot] | None = None
-    _cut: Iterator[Piece] = iter(())
+    _cut: Iterator[Piece] | None = None  # None: there is no piece but the next one
     _next: Piece | None = None
+    _again: deque[Piece] | None = None  # pieces that did not get through
     _began = False
 
     def __init__(self, plan: Plan, done: Done) -> None:
@@ -128,7 +129,6 @@ class Request:
         self._lanes: set[Lane] = set()  # that have had pieces of it
         self._entries: dict[int, list[Entry]] = {}  # by device
         self._devices: dict[int, Device] = {}
-        self._again: deque[Piece] = deque()
 
     def __repr__(self) -> str:
         return f"<{self.kind} of {self.nbytes} bytes, {'finished' if self.finished else 'under way'}>"
@@ -224,7 +224,7 @@ class Request:
             return False
         if self._again:
             return True
-        if self._next is None:
+        if self._next is None and self._cut is not None:
             self._next = next(self._cut, None)
         return self._next is not None
 
@@ -241,6 +241,8 @@ class Request:
     def put_back(self, piece: Piece) -> None:
         """It did not get through."""
         self.under_way -= 1
+        if self._again is None:
+            self._again = deque()
         self._again.append(piece)
 
     def where(self, piece: Piece, device: Device) -> tuple[int, int]:
