@@ -60,7 +60,7 @@ def look(count: int = 1000) -> float:
 def together(call: Call, count: int) -> list[float]:
     """The same of all of them with one look at the clock at each end: their mean, once.
 
-    For beside peers that count what they do in a time, where a look at the clock takes long (User-Mode Linux: 15 us).
+    For beside peers that count what they do in a time, where a look at the clock takes long (User-Mode Linux).
     """
     call()
     begun = time.perf_counter()
