@@ -185,7 +185,9 @@ def _cut(rank: int, end: End) -> tuple[int, float]:
             began = time.monotonic()
         end.send(b"%d" % number, 4 * MIB)
         end.receive(b"%d" % number, 4 * MIB)
-    return end.remote.nics.read, time.monotonic() - began
+    took, session = time.monotonic() - began, end.remote.session
+    assert until(lambda: session.acknowledged == session.sent, 60), end  # who closes sends no more
+    return end.remote.nics.read, took
 
 
 @pytest.mark.verbs
