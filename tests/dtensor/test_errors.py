@@ -74,6 +74,19 @@ def test_one_rank_fails_before_a_collective_and_nobody_hangs(mesh_of: Callable[[
     same(distribute_tensor(torch.ones(6), mesh, [Shard(0)]).sum(), torch.tensor(6.0))
 
 
+def test_what_shares_memory_with_what_a_failed_operation_was_to_write_has_failed(
+    mesh_of: Callable[[str], Any],
+) -> None:
+    mesh = mesh_of("2")
+    whole = workers_of(mesh).put(torch.zeros(4, 2))
+    first, rest = whole[:1], whole[1:]
+    first.copy_(out_of_range(mesh, [0, 5]))
+    for each in (first, whole, whole.view(8), whole + 1):
+        with pytest.raises(RemoteOpError, match="raised on rank 1 "):
+            each.tolist()
+    same(rest, torch.zeros(3, 2))
+
+
 def test_what_was_changed_in_place_by_what_failed_has_failed(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     target = workers_of(mesh).put(torch.zeros(1, 2))

@@ -371,10 +371,19 @@ class Executor(Actor):
                 self._stand_in(function, words, i)
         else:
             failure = self._failure(signature, words[i + 1], error)
-        for number in [*function.results(words, i), *(operands[at] for at in signature.writes)]:
-            if number:
-                self._tensors[number] = failure
+        for number in filter(None, (operands[at] for at in signature.writes)):
+            self._spoil(number, failure)
+        self._tensors.update(dict.fromkeys(filter(None, function.results(words, i)), failure))
         return function.length
+
+    def _spoil(self, number: int, failure: Failure) -> None:
+        """What was to be written there is missing in all that shares this memory: in what it is a view of, say."""
+        written = self._tensors.get(number)
+        self._tensors[number] = failure
+        if isinstance(written, torch.Tensor):
+            for each, other in self._tensors.items():
+                if isinstance(other, torch.Tensor) and _storage.overlap(written, other):
+                    self._tensors[each] = failure
 
     def _failure(self, signature: Signature, site: int, error: Exception) -> Failure:
         failure = self.new_failure(signature.target, site, error)

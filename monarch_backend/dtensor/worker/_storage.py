@@ -28,3 +28,20 @@ def live_bytes(tensors: Iterable[object]) -> int:
             if storage.nbytes():
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether what is written into one may be seen in the other."""
+    if one.layout != torch.strided or other.layout != torch.strided:  # others have no storage
+        return False
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    (begin, end), (first, past) = _extent(one), _extent(other)
+    return begin < past and first < end
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """From its first byte in the storage to behind its last."""
+    begin = tensor.storage_offset()
+    size = 0 if not tensor.numel() else 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    return begin * tensor.itemsize, (begin + size) * tensor.itemsize
