@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _torch_patches
-from monarch_backend.process_group import _torch
+from monarch_backend.process_group import _torch, _xla_graphs
 from monarch_backend.process_group._errors import where
 from monarch_backend.process_group._hooks import LateWork
 
@@ -34,6 +34,8 @@ _WRITING = frozenset({
     "alltoall", "alltoall_base", "recv", "recv_anysource",
 })  # fmt: skip
 """What changes its first argument, all tensors in it."""
+_FROM_WHAT_IS_THERE = frozenset({"allreduce", "allreduce_coalesced", "reduce", "broadcast"})
+"""Of these the ones that read it, too. For the others what is in it need not be computed."""
 _NAMES = {
     "_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single",
     "alltoall_base": "all_to_all_single",
@@ -75,13 +77,16 @@ class StagedGroup(NothingToEnd):
         raise AttributeError(f"the XLA route has no {name}")
 
     def _staged(self, name: str, *args: Any) -> Any:
-        return getattr(self._group, name)(*pytree.tree_map(_on_host, args))
+        return getattr(self._group, name)(*_on_host(args))
 
     def _written(self, name: str, outputs: Any, *rest: Any) -> Any:
         group = self._group
         own = getattr(group, _NAMES.get(name, name), None) or getattr(group, name)
-        there = pytree.tree_map(_on_host, outputs)
-        work = own(there, *pytree.tree_map(_on_host, rest))
+        if name in _FROM_WHAT_IS_THERE:
+            there, *rest = _on_host((outputs, *rest))
+        else:
+            there, rest = pytree.tree_map(_room_for, outputs), _on_host(rest)
+        work = own(there, *rest)
 
         def finish() -> None:
             with torch.no_grad():
@@ -96,8 +101,19 @@ class StagedGroup(NothingToEnd):
         return _torch.finished_work(given)
 
 
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) and value.device.type == "xla" else value
+def _is_on_xla(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+
+def _on_host(values: Any) -> Any:
+    """With copies of all XLA tensors in it."""
+    leaves, spec = pytree.tree_flatten(values)
+    copies = iter(_xla_graphs.on_host([each for each in leaves if _is_on_xla(each)]))
+    return pytree.tree_unflatten([next(copies) if _is_on_xla(each) else each for each in leaves], spec)
+
+
+def _room_for(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype) if _is_on_xla(value) else value
 
 
 @functools.cache

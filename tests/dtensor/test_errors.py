@@ -25,7 +25,7 @@ from monarch_backend.dtensor import (
     _group,
 )
 from tests.dtensor import failing
-from tests.dtensor.conftest import workers_of
+from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 
 
@@ -84,7 +84,8 @@ def test_what_shares_memory_with_what_a_failed_operation_was_to_write_has_failed
     for each in (first, whole, whole.view(8), whole + 1):
         with pytest.raises(RemoteOpError, match="raised on rank 1 "):
             each.tolist()
-    same(rest, torch.zeros(3, 2))
+    if DEVICE != "xla":  # whose tensors do not say where in a storage they are
+        same(rest, torch.zeros(3, 2))
 
 
 def test_what_was_changed_in_place_by_what_failed_has_failed(mesh_of: Callable[[str], Any]) -> None:

@@ -283,7 +283,7 @@ def test_a_module_that_nobody_has_parallelized(mesh: Any) -> None:
     alone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     alone[0].bias = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     ours = copy.deepcopy(alone)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, alone)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (ours, alone)]
     assert put_module(ours, mesh) is ours
     x = torch.randn(6, 4)
     for net, optimizer in zip((ours, alone), optimizers, strict=True):

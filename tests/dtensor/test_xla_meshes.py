@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from monarch_backend.actor import this_host
@@ -164,6 +164,23 @@ class TestXla:
             run(mesh, on_workers.doubled_in_place, there).get()
         same(there, X * 8)
         same(view, (X * 8).view(2, 2, 3))
+
+    @pytest.mark.parametrize("how", ["read", "collective", "function"])
+    def test_graphs_that_differ_only_in_which_tensor_is_used_where(self, mesh: Any, how: str) -> None:
+        """torch_xla does the second of each hash by the executable of the first."""
+        given = [torch.rand(3, 5), torch.rand(3, 5)]
+        there = [distribute_tensor(each, mesh, [Replicate()]) for each in given]
+        ends: dict[str, Any] = {
+            "read": lambda x: x,
+            "collective": lambda x: DTensor.from_local(x.to_local(), mesh, [Partial("max")]).redistribute(
+                placements=[Replicate()]
+            ),
+            "function": lambda x: next(iter(run(mesh, lambda x: x.to_local(), x).get().values())),
+        }
+        for places in 2 * [(0, 1, 0), (0, 1, 1), (1, 0, 1), (0, 0, 1), (0, 0, 0)]:
+            a, b, c = (there[at] for at in places)
+            expected = [given[at] for at in places]
+            same(ends[how]((a - b) * c.exp()), (expected[0] - expected[1]) * expected[2].exp())
 
     def test_ways_to_the_cpu_and_back(self, there: Any) -> None:
         here = there.cpu()

@@ -65,7 +65,8 @@ class Executor(Actor):
         ] = {}  # collectives' results that nobody has waited for, and whose
         self._failures = 0
         self._untold: Failure | None = None
-        self._recorded = 0  # words since XLA did what they say
+        self._waiting = 0  # words since XLA did what they say
+        self._recorded: _xla.Recorded | None = None  # what they say
         torch.set_grad_enabled(False)
 
     # What comes from the controller -----------------------------------------------------------------------------
@@ -79,7 +80,7 @@ class Executor(Actor):
     def start(self) -> None:
         """Nothing is missing."""
         if self._device.type == "xla":
-            self._device = _xla.start()
+            self._device, self._recorded = _xla.start(), _xla.Recorded()
 
     @endpoint
     def run(self, batch: bytes) -> None:
@@ -116,6 +117,7 @@ class Executor(Actor):
     def equal(self, one: int, other: int) -> Any:
         """Whether they have the same values; None where this rank has none."""
         values = self._settled(one), self._settled(other)
+        self._sync()
         failed = next((each for each in values if isinstance(each, Failure)), None)
         if failed is not None:
             return self.told(failed)
@@ -134,6 +136,7 @@ class Executor(Actor):
         if any(each.id not in self._tensors for each in held):
             return None
         args, kwargs = pytree.tree_map(lambda v: self._tensors[v.id] if isinstance(v, Held) else v, (args, kwargs))
+        self._sync()
         result = _functions.find(name)(*args, **kwargs)
         results = [result] if isinstance(result, torch.Tensor) else list(result)
         self._tensors.update(zip(numbers, results, strict=False))
@@ -177,6 +180,8 @@ class Executor(Actor):
         """Call a function; its tensors stay here under this id. Returns the rest. Raises RunFailed."""
         for each in list(self._pending):
             self._settled(each)
+        if self._recorded is not None:
+            self._recorded.lose_track()
         return _run.execute(self, run, number, site, meshes, body, buffers)
 
     @endpoint
@@ -215,15 +220,17 @@ class Executor(Actor):
         definitions, words = _wire.decode(batch)
         for definition in definitions:
             self._define(*definition)
+        if self._recorded is not None:
+            self._recorded.note(words, self._functions, self._tensors)
         self._execute(words)
-        self._recorded += len(words)
-        if self._recorded > _xla.MOST:
+        self._waiting += len(words)
+        if self._waiting > _xla.MOST:
             self._sync()
 
     def _sync(self) -> None:
-        self._recorded = 0
-        if self._device.type == "xla":
-            _xla.sync()
+        self._waiting = 0
+        if self._recorded is not None:
+            self._recorded.do(self._tensors.values())
 
     def _execute(self, words: list[Any]) -> None:
         i, end, cursor = 0, len(words), [0]

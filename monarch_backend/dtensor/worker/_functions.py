@@ -168,14 +168,17 @@ def find(target: str) -> Any:
     importlib.import_module(_DEFINED_IN.get(target.split(".")[0], "torch"))
     for part in target.split("."):
         found = getattr(found, part)
-    return found
+    return found if _adapted is None else _adapted(found)
 
 
-def replace(targets: dict[str, str]) -> None:
-    """What `find` finds for these, from now on."""
+def replace(targets: dict[str, str], adapted: Callable[[Any], Any]) -> None:
+    """What `find` finds for these, from now on; and what it makes of operators."""
+    global _adapted
     _REPLACED.update(targets)
+    _adapted = adapted
 
 
+_adapted: Callable[[Any], Any] | None = None
 _DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
 """Operators of torch's that are there once this has been imported."""
 _REPLACED = {

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor.worker._side import boards
+from monarch_backend.process_group import _xla_graphs
 from monarch_backend.rdma import ShardedState
 
 
@@ -52,4 +53,5 @@ def _is_elsewhere(x: DTensor) -> bool:
 
 def _in_memory(x: DTensor) -> DTensor:
     """What it has now, in this host's."""
-    return DTensor(x.to_local().cpu(), x._spec, requires_grad=False)
+    [local] = _xla_graphs.on_host([x.to_local()])
+    return DTensor(local, x._spec, requires_grad=False)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor import _torch_groups
 from monarch_backend.dtensor.worker import _older_torch
+from monarch_backend.process_group import _xla_graphs
 from monarch_backend.transport._serialize import DeserializationError, dumps_by, loads
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ def pack(result: Any, meshes: list[DeviceMesh | None]) -> tuple[bytes, list[memo
                 value.dtype, value.requires_grad, (tuple(at[0]), *at[1:]),
             )  # fmt: skip
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            return _itself, (value.detach().cpu(),)
+            own = value.detach()
+            return _itself, tuple(_xla_graphs.on_host([own]) if own.device.type == "xla" else [own.cpu()])
         return _older_torch.reduce_placement(value)
 
     body, buffers = dumps_by(reduce, result)

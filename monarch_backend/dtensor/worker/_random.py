@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _generator as _generators
 from monarch_backend.dtensor.worker import _functions
+from monarch_backend.process_group import _xla_graphs
 
 _lost: list[BaseException] = []
 """What kept this worker from drawing numbers that the others have drawn: it does not know its place any more."""
@@ -100,7 +101,7 @@ def _beside(function: Any, args: Any, kwargs: Any) -> Any:
     device = next((each.device for each in tensors if each.device.type == "xla"), None)
     if device is None:
         return function(*args, **kwargs)
-    copies = {id(each): each.cpu() for each in tensors}
+    copies = dict(zip(map(id, tensors), _xla_graphs.on_host(tensors), strict=True))
     args, kwargs = pytree.tree_map(lambda v: copies[id(v)] if isinstance(v, torch.Tensor) else v, (args, kwargs))
     result = function(*args, **kwargs)
     moved = {id(copies[id(each)]): each.copy_(copies[id(each)]) for each in tensors}  # it may have changed them

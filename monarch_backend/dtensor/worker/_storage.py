@@ -42,6 +42,6 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """From its first byte in the storage to behind its last."""
-    begin = tensor.storage_offset()
-    size = 0 if not tensor.numel() else 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    begin, steps = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
+    size = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
     return begin * tensor.itemsize, (begin + size) * tensor.itemsize

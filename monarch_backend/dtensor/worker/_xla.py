@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from monarch_backend.dtensor import _wire
+from monarch_backend.process_group import _xla_graphs
 
 MOST = 20_000
 """So many words of records, four or so an operation, are at most recorded before they are done."""
@@ -50,14 +54,58 @@ def start() -> torch.device:
     world._get_backend(device)  # the way for its collectives, while nobody waits for one
     _xla_staged.functional_by_groups()
     _attention.install("XLA")
-    _functions.replace(_xla_ops.REPLACED)
+    _functions.replace(_xla_ops.REPLACED, _xla_ops.adapted)
     _torch_spmd.leave_out_spmd()
     _torch_functional.keep_views_together()
     return device
 
 
-def sync() -> None:
-    """Do what was recorded."""
-    import torch_xla
+class Recorded:
+    """What was recorded since it was last done, as far as it says which tensors meet in it; see `_xla_graphs`.
 
-    torch_xla.sync()
+    Tensors count by the order in which they come up, so that a step is the same each time, whatever their ids are.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._places: dict[int, Any] = {}  # by a tensor's id
+        self._memory: dict[int, int] = {}  # that was there before, by its storage
+        self._said: int | None = 0
+
+    def note(self, words: list[Any], functions: dict[int, Any], tensors: dict[int, Any]) -> None:
+        """These records come next."""
+        said: list[Any] = [self._said]
+        i, places = 0, self._places
+        while i < len(words):
+            number = words[i]
+            if number in (_wire.DELETE, _wire.FORGET):
+                i += 2 + words[i + 1]
+                continue
+            function = functions[number]
+            said.append(number)
+            for each in function.operands(words, i):
+                if each not in places:
+                    places[each] = self._place_of(tensors.get(each))
+                said.append(places[each])
+            places.update((each, len(places)) for each in function.results(words, i))
+            i += function.length
+        if self._said is not None:
+            self._said = hash(tuple(said))
+
+    def _place_of(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return None  # a number, or of no rank's here
+        memory = self._memory.setdefault(tensor.untyped_storage()._cdata, len(self._memory))
+        return len(self._places), memory
+
+    def lose_track(self) -> None:
+        """A function has recorded something that nobody has told of."""
+        self._said = None
+
+    def do(self, tensors: Iterable[Any]) -> None:
+        """All of it. ``tensors``: what this worker holds."""
+        held = [each for each in tensors if isinstance(each, torch.Tensor) and each.device.type == "xla"]
+        _xla_graphs.sync(held, self._said)
+        self._begin()

@@ -3,14 +3,20 @@
 torch_xla makes operations that write into memory functional, which torch knows how to do for its own operators only:
 those of FSDP write into views, or return some. What they do is torch's, see fsdp/_fully_shard/_fsdp_collectives.py.
 And two that torch_xla has, and that are right in a process that is alone only; and one that it does otherwise.
+What it has not at all is said in other operators where torch knows how, else done on the CPU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _torch_decompositions
+from monarch_backend.process_group import _xla_graphs
 
 _HERE = "monarch_backend.dtensor.worker._xla_ops:"
 REPLACED = {
@@ -19,6 +25,7 @@ REPLACED = {
     "fsdp.chunk_cat.default": _HERE + "chunk_cat",
     "monarch_backend.dtensor.worker._storage:resize": _HERE + "resize",
     "aten.native_batch_norm.default": _HERE + "native_batch_norm",
+    "aten.native_batch_norm_backward.default": _HERE + "native_batch_norm_backward",
     "aten.nll_loss_forward.default": _HERE + "nll_loss_forward",
     "aten.nll_loss2d_forward.default": _HERE + "nll_loss_forward",
     "aten.nll_loss_backward.default": _HERE + "nll_loss_backward",
@@ -112,5 +119,45 @@ def native_batch_norm(
     return operator(x, weight, bias, None, None, training, momentum, eps)  # type: ignore[no-any-return]
 
 
+def native_batch_norm_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: Any, running_mean: Any, running_var: Any, save_mean: Any,
+    save_invstd: Any, train: bool, eps: float, output_mask: Any,
+) -> Any:  # fmt: skip
+    """By the running values, if they were used. torch_xla takes what a batch would have left."""
+    operator = torch.ops.aten.native_batch_norm_backward.default
+    call = operator if train else _torch_decompositions.in_others(operator)
+    given = gradient, x, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+    return call(*given)  # type: ignore[misc]
+
+
 def resize(_tensor: torch.Tensor, _nbytes: int) -> None:
     """Nothing: XLA's tensors have no memory that anybody could take away and give back."""
+
+
+# What torch_xla has not -----------------------------------------------------------------------------------------
+
+
+def adapted(operator: Any) -> Any:
+    """For one that torch_xla would do on the CPU, another function.
+
+    torch_xla would do on the spot all that was recorded, by a graph that it may take for another (_xla_graphs).
+    """
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+        return operator
+    schema = operator._schema
+    if any(each.alias_info for each in (*schema.arguments, *schema.returns)):
+        return operator  # it makes views, or changes something: torch says that in other operators first
+    if _torch_decompositions.is_there(operator, "XLA"):
+        return operator
+    return _torch_decompositions.in_others(operator) or functools.partial(_on_the_cpu, operator)
+
+
+def _on_the_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    there = [each for each in leaves if isinstance(each, torch.Tensor) and each.device.type == "xla"]
+    if not there:
+        return operator(*args, **kwargs)
+    device, copies = there[0].device, iter(_xla_graphs.on_host(there))
+    here = [next(copies) if isinstance(each, torch.Tensor) and each.device.type == "xla" else each for each in leaves]
+    args, kwargs = pytree.tree_unflatten(here, spec)
+    return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), operator(*args, **kwargs))
