@@ -16,7 +16,7 @@ CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 # Tests that also run on workers with XLA devices, tests/dtensor/on_xla.py says which of these; and how many
 # parametrizations of each, since XLA compiles each graph. The other modules of the folder have tests that fail there
 # and are not looked into yet: make test-xla ON_XLA=tests/dtensor
-ON_XLA ?= $(patsubst %,tests/dtensor/test_%.py,xla_meshes errors training move checkpoint host_tensors redistribute rank_ints meshes operations run)
+ON_XLA ?= $(patsubst %,tests/dtensor/test_%.py,xla_meshes errors training move checkpoint host_tensors redistribute rank_ints meshes operations run fsdp modules transformer memory threads slices)
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

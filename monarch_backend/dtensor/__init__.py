@@ -21,7 +21,8 @@ _fsdp, _storage and _device_handle (what `fully_shard` needs); _devices (GPUs an
 _wire and _workers (how workers hear of it); _torch*.py (everything that replaces or needs a private part of torch;
 _torch_redistribute: what a redistribution is, found out once; _torch_masks: the rows that a rank has not;
 _torch_slices: sizes that differ by slice; _torch_strategies: what torch's shardings get wrong; _torch_views: rows that
-are gathered; _torch_functional: views of XLA's tensors), _autocast_rules (what autocast does with which operator);
+are gathered; _torch_functional: views of XLA's tensors; _torch_decompositions: operators said in others),
+_autocast_rules (what autocast does with which operator);
 worker/ (what happens in the processes).
 """
 

@@ -26,6 +26,8 @@ _TOO_LONG = {"test_memory.py::test_a_thousand_steps_hold_no_more_than_three_and_
 _NO_FUSED = "torch has fused=True of optimizers for no XLA tensor"
 _NO_FOREACH = "torch has foreach=True of clip_grad_norm_ for no XLA tensor"
 _NOT_CHECKED = "XLA takes the last row for an index that is out of range"
+_NO_MEMORY = "XLA's tensors have no memory that could be freed or measured: whole parameters stay"
+_ROUNDED = "XLA rounds numbers of 16 bits in other places than the CPU does: by 1 % of a gradient"
 _NEEDS_MODULE = "what the worker is given is of a module that needs a controller's torch, and says so"
 CANNOT: dict[str, str] = {
     "test_compile.py::test_a_rank_of_another_class_that_fails": _NOT_CHECKED,
@@ -34,6 +36,10 @@ CANNOT: dict[str, str] = {
     "test_compile.py::test_bernoulli_of_a_tensor_is_that_of_a_single_process": "left to eager code, as on GPUs",
     "test_fsdp.py::test_values_are_those_of_a_single_process[adamw-fused]": _NO_FUSED,
     "test_fsdp.py::test_a_fused_optimizer_sends_no_message_for_a_parameter": _NO_FUSED,
+    "test_fsdp.py::test_mixed_precision": _ROUNDED,
+    "test_fsdp.py::test_workers_have_the_memory_of_one_layer": _NO_MEMORY,
+    "test_fsdp.py::test_what_was_freed_can_not_be_read": _NO_MEMORY,
+    "test_fsdp.py::test_the_memory_is_freed_with_the_model": _NO_MEMORY,
     "test_modules.py::test_what_no_style_takes_is_trained_on_the_workers[{'fused': True}]": _NO_FUSED,
     "test_modules.py::test_functions_on_the_workers_get_it": _NEEDS_MODULE,
     "test_modules.py::test_functions_on_the_workers_get_what_was_not_called_yet": _NEEDS_MODULE,

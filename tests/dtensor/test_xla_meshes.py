@@ -27,6 +27,7 @@ from monarch_backend.dtensor import (
     RemoteTensorError,
     _autocast_rules,
     _torch_autocast,
+    _torch_decompositions,
     _torch_spmd,
     put_module,
     run,
@@ -75,6 +76,18 @@ def test_functions_of_torch_have_one_case_for_spmd() -> None:
         assert own.__code__.co_consts.count("xla") == 1, each
         assert "xla" not in _torch_spmd.without_spmd(own).__code__.co_consts
     assert "_setup_world_group_and_device" in inspect.getsource(_torch_spmd.FUNCTIONS[0])
+
+
+def test_torch_says_operators_in_others_and_which_devices_have_them() -> None:
+    aten, x = torch.ops.aten, torch.rand(4, 3)
+    assert _torch_decompositions.is_there(aten.mm.default, "CPU") and _torch_decompositions.is_there(
+        aten.add.Tensor, ""
+    )
+    assert not _torch_decompositions.is_there(aten.mm.default, "XLA")  # here
+    given = x, x + 1, [3], x.mean(1, keepdim=True), x.std(1, keepdim=True), x[0], x[1], [True] * 3
+    operator = aten.native_layer_norm_backward.default
+    said: Any = _torch_decompositions.in_others(operator)
+    torch.testing.assert_close(said(*given), operator(*given))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xla"])
