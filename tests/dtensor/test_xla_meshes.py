@@ -80,12 +80,11 @@ def test_functions_of_torch_have_one_case_for_spmd() -> None:
 
 def test_torch_says_operators_in_others_and_which_devices_have_them() -> None:
     aten, x = torch.ops.aten, torch.rand(4, 3)
-    assert _torch_decompositions.is_there(aten.mm.default, "CPU") and _torch_decompositions.is_there(
-        aten.add.Tensor, ""
-    )
-    assert not _torch_decompositions.is_there(aten.mm.default, "XLA")  # here
+    for each, device in ((aten.mm.default, "CPU"), (aten.dropout.default, "XLA")):  # torch has the latter for all
+        assert _torch_decompositions.is_there(each, device)
     given = x, x + 1, [3], x.mean(1, keepdim=True), x.std(1, keepdim=True), x[0], x[1], [True] * 3
     operator = aten.native_layer_norm_backward.default
+    assert not _torch_decompositions.is_there(operator, "XLA")
     said: Any = _torch_decompositions.in_others(operator)
     torch.testing.assert_close(said(*given), operator(*given))
 
