@@ -15,8 +15,7 @@ FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 # Tests that also run on workers with XLA devices, tests/dtensor/on_xla.py says which of these; and how many
 # parametrizations of each, since XLA compiles each graph. The other modules of the folder have tests that fail there
-# and are not looked into yet: make test-xla ON_XLA=tests/dtensor. test_run.py is last: its functions that fail on a mesh
-# of the CPU leave the XLA mesh of the same processes without its groups (docs/dtensor.md).
+# and are not looked into yet: make test-xla ON_XLA=tests/dtensor
 ON_XLA ?= $(patsubst %,tests/dtensor/test_%.py,xla_meshes errors training move checkpoint host_tensors redistribute rank_ints meshes operations fsdp modules transformer memory threads slices run)
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -65,7 +65,8 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
         executors = whole.spawn("dtensor", Executor, device_type, timeout)
         if device_type == "xla":
             _begin(core.name, executors)
-        workers = new_workers(core.name, len(whole), device_type, ActorLine(whole, executors, program(), device_type))
+        line = ActorLine(whole, executors, program(), device_type, made)
+        workers = new_workers(core.name, len(whole), device_type, line)
         made[device_type] = workers
 
         def ended(_: Any) -> None:

@@ -276,8 +276,11 @@ class Workers:
 class ActorLine:
     """The way to the executors in the processes of a mesh: messages to actors."""
 
-    def __init__(self, procs: ProcMesh, executors: Any, program: Any, device_type: str) -> None:
+    def __init__(
+        self, procs: ProcMesh, executors: Any, program: Any, device_type: str, made: dict[str, Workers]
+    ) -> None:
         self.procs, self._executors, self._program, self._device_type = procs, executors, program, device_type
+        self._made = made  # in these processes, by the type of their devices
         self._ranks = [executors] if len(executors) == 1 else list(_each(executors))
 
     def send(self, batch: bytes) -> None:
@@ -354,6 +357,15 @@ class ActorLine:
         others = [rank for rank in range(len(self._ranks)) if rank not in set(ranks)]
         if verdict == "failed" and others:
             _those(self._executors, others).meet_again.broadcast(run)
+        if verdict == "failed":
+            for each in list(self._made.values()):
+                if each.line is not self:
+                    each.stream.flush()
+                    each.line.join_again(run)
+
+    def join_again(self, run: int) -> None:
+        """After what was sent before: the executors of another device have ended the groups in this run."""
+        self._executors.join_again.broadcast(run)
 
     def aside(self, call: Callable[[], None]) -> None:
         """On a thread of its own."""

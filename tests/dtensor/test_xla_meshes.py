@@ -259,6 +259,18 @@ class TestXla:
             run(mesh, on_workers.fails).get()
         assert distribute_tensor(X, mesh, [Shard(0)]).sum().item() == X.sum().item()
 
+    def test_a_function_that_fails_on_a_mesh_of_other_devices_of_the_same_processes(
+        self, all_procs: Any, mesh_of: Any
+    ) -> None:
+        mesh, cpus = mesh_of("2x2"), all_procs["2x2"].device_mesh("cpu")
+        for failing, other in ((cpus, mesh), (mesh, cpus)):
+            for each in (failing, other):
+                same(distribute_tensor(X, each, [Shard(1), Shard(0)]).full_tensor(), X)
+            with pytest.raises(RemoteOpError, match="on purpose"):
+                run(failing, on_workers.fails).get()
+            for each in (other, failing):
+                same(distribute_tensor(X, each, [Shard(1), Shard(0)]).full_tensor(), X)
+
     def test_what_nobody_reads_is_done_after_so_many_records(self, mesh: Any) -> None:
         before, *_ = run(mesh, on_workers.do_after, 200).get().values()
         try:

@@ -26,7 +26,7 @@ from monarch_backend.dtensor import _torch_groups, _wire
 from monarch_backend.dtensor._wire import Define, Graph, Held, Signature
 from monarch_backend.dtensor.worker import _attention, _functions, _graphs, _random, _run, _storage, _xla
 from monarch_backend.dtensor.worker._functions import Function
-from monarch_backend.dtensor.worker._side import boards
+from monarch_backend.dtensor.worker._side import boards, meetings
 from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
 
 
@@ -195,6 +195,12 @@ class Executor(Actor):
         """Others have ended their groups in this run."""
         self._meet_again(run)
 
+    @endpoint
+    def join_again(self, run: int) -> None:
+        """The groups were those of all executors in these processes, and one of another device has ended them."""
+        meetings.wait(run)
+        self._join_again()
+
     @property
     def rank(self) -> int:
         """Of this worker."""
@@ -332,6 +338,13 @@ class Executor(Actor):
         dist.destroy_process_group()
         store = dist.PrefixStore(f"after_run_{run}", self._store)
         dist.init_process_group("monarch", store=store, rank=rank, world_size=size, timeout=self._timeout)
+        try:
+            self._join_again()
+        finally:  # not before: torch can't make two groups at once
+            meetings.note(run)
+
+    def _join_again(self) -> None:
+        """The default group is a new one."""
         self.meshes.clear()
         self._joined.clear()
         self._calls.clear()

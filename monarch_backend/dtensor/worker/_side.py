@@ -109,6 +109,30 @@ boards: defaultdict[str, Board] = defaultdict(Board)
 """Of this process, by the type of the executor's device."""
 
 
+class Meetings:
+    """After which runs this process has met the others in a new default group."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._runs: set[int] = set()
+
+    def note(self, run: int) -> None:
+        """It has."""
+        with self._changed:
+            self._runs.add(run)
+            self._changed.notify_all()
+
+    def wait(self, run: int) -> None:
+        """Until it has."""
+        with self._changed:
+            while run not in self._runs:
+                self._changed.wait(LOOK)
+
+
+meetings = Meetings()
+"""Of this process, whatever device its executors are for."""
+
+
 class Side(Actor):
     """One for each executor."""
 
