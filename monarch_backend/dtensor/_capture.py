@@ -220,7 +220,7 @@ class Capturer:
         """On the workers, from now on in each call; what comes of it that is no tensor, now."""
         args, kwargs = self._arguments_there(node)
         fake_args, fake_kwargs = pytree.tree_map(_fake, (args, kwargs))
-        result = _signatures.propagate(_operator(node), fake_args, fake_kwargs)
+        result = _signatures.propagate_there(self.workers, _operator(node), fake_args, fake_kwargs)
         has_tensor = any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result))
         if not has_tensor and result is not None and result != []:
             self.values[node] = result
@@ -279,7 +279,8 @@ class Capturer:
     def _made_there(self, node: fx.Node) -> _There:
         args, kwargs = self._arguments_there(node)
         fake_args, fake_kwargs = pytree.tree_map(_fake, (args, kwargs))
-        return self._add(node, args, kwargs, _signatures.propagate(_operator(node), fake_args, fake_kwargs))
+        fake = _signatures.propagate_there(self.workers, _operator(node), fake_args, fake_kwargs)
+        return self._add(node, args, kwargs, fake)
 
     def _sent(self, value: _Here) -> _There:
         if isinstance(value.fake, float) or (value.fake.ndim == 0 and not value.fake.is_complex()):

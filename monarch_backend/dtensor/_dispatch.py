@@ -164,10 +164,16 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
     """Makes arguments that have a place in a key: tensors of this process are sent to the workers. ``schema``: of the
     operator that gets them, and nobody else does.
     """
-    first = next((each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)), None)
-    if first is None:
+    remote = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    if not remote:
         raise TypeError("no argument is a remote tensor")
-    workers = first._meta.workers
+    workers = remote[0]._meta.workers
+    are_cpus = workers.device.type != "cpu" and all(each._meta.device.type == "cpu" for each in remote)
+
+    def send(value: torch.Tensor) -> RemoteTensor:
+        """To where the others are: a worker's device, or, of those that were brought there, its CPU."""
+        sent = workers.put(value)
+        return _devices().moved(sent, "cpu") if are_cpus else sent
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
@@ -179,7 +185,7 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
         inner = getattr(value, "elem", None)  # of an AsyncCollectiveTensor
         if isinstance(inner, RemoteTensor):
             return inner
-        return _host_copies.put(workers, schema, _host_copies.source(value), lambda: workers.put(value))
+        return _host_copies.put(workers, schema, _host_copies.source(value), lambda: send(value))
 
     return plain
 

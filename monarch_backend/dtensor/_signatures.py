@@ -231,12 +231,12 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     writes += [(i, "") for i in target.writes]
     # First what may be refused; only then workers hear of it.
     if entry.returns is None:
-        _shape_results(workers, entry, *_propagated(workers, target, args, kwargs))
+        _shape_results(workers, entry, *_propagated(workers, target.call, args, kwargs))
         if entry.host is not None:
             entry.number, entry.parts = 0, []
             return entry
     elif target.schema.returns:
-        _propagated(workers, target, args, kwargs)
+        _propagated(workers, target.call, args, kwargs)
     operands: list[Any] = []
 
     def operand(value: Any) -> int | None:
@@ -313,15 +313,26 @@ def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> lis
     return found
 
 
-def _propagated(workers: Workers, target: Target, args: Any, kwargs: Any) -> tuple[Any, torch.device | None]:
+def propagate_there(workers: Workers, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """As propagate, of fake tensors on the workers' device, where the results are, too."""
+    metas = workers.metas
+    result, device = _propagated(workers, call, args, kwargs)
+    if device is None:
+        return result
+    return pytree.tree_map_only(torch.Tensor, lambda each: fake_of(metas.like(each, device)), result)
+
+
+def _propagated(workers: Workers, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, torch.device | None]:
     """What it returns on fake tensors, and where that is, if not where it says."""
     try:
-        return propagate(target.call, args, kwargs), None
+        return propagate(call, args, kwargs), None
     except RuntimeError as error:
         # Some of torch's C++ wants to switch to the device, of which a build that has not got it knows nothing.
         if "not linked with support" not in str(error) or not _are_on(workers.device, args, kwargs):
             raise
-        return propagate(target.call, args, kwargs, _CPU), workers.device
+        metas = workers.metas
+        args, kwargs = pytree.tree_map_only(FakeTensor, lambda each: Operand(metas.like(each)), (args, kwargs))
+        return propagate(call, args, kwargs, _CPU), workers.device
 
 
 def _are_on(device: torch.device, args: Any, kwargs: Any) -> bool:

@@ -163,10 +163,11 @@ def _redistribute(own: Any) -> Replacement:
         use_graph_based_transform: bool | None = None, is_explicit: bool = False,
     ) -> Any:  # fmt: skip
         def by_torch() -> Any:
-            return own(
-                local_tensor, current_spec, target_spec, async_op=async_op,
-                use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
-            )  # fmt: skip
+            with current_spec.mesh:  # what torch makes on a device for it, indices, is made by this mesh's workers
+                return own(
+                    local_tensor, current_spec, target_spec, async_op=async_op,
+                    use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
+                )  # fmt: skip
 
         # A mode is there to see what torch does; a history is made by torch's operators only.
         if (

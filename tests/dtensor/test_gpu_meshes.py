@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -284,6 +285,17 @@ def test_a_module_goes_there_by_the_name_of_the_device(mesh: Any) -> None:
             assert there.cpu().weight.device.type == "cpu"
 
 
+def test_tensors_of_this_process_go_to_where_the_others_are(mesh: Any) -> None:
+    x, here = torch.randn(6, 4), torch.randn(6, 4).requires_grad_()
+    there = distribute_tensor(x, mesh, [Replicate()]).to_local()
+    for ours in (there.cpu(), there):
+        found = ours * here * torch.tensor(2.0)
+        assert found.device == ours.device
+        same(found, x * here * 2)
+    (there.cpu() * here).sum().backward()
+    same(here.grad, x)
+
+
 @without_gpu
 def test_which_mesh_makes_it_must_be_clear(mesh: Any, nowhere: Any) -> None:
     assert torch.zeros(1, device="cuda")._meta.workers is workers_of(mesh)  # type: ignore[attr-defined]
@@ -297,6 +309,8 @@ def test_which_mesh_makes_it_must_be_clear(mesh: Any, nowhere: Any) -> None:
             torch.zeros(1, device="cuda")
         with second:
             assert torch.zeros(1, device="cuda")._meta.workers is workers_of(second)  # type: ignore[attr-defined]
+        rows = distribute_tensor(torch.zeros(4), second, [_StridedShard(0, split_factor=2)])
+        assert rows.full_tensor()._meta.workers is workers_of(second)  # whose places torch makes with a device only
         _group._owners.clear()
         with pytest.raises(RemoteTensorError, match="no mesh has one"):
             torch.zeros(1, device="cuda")

@@ -5,6 +5,7 @@ In `make test-xla` the other tests of this folder run on such workers, too (on_x
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -34,6 +35,7 @@ from monarch_backend.dtensor import (
     simulated_mesh,
 )
 from monarch_backend.dtensor import _group as groups
+from monarch_backend.dtensor.worker import _functions, _xla_corrected
 from tests.dtensor import on_workers, on_xla
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
@@ -100,6 +102,22 @@ def test_shapes_that_torch_finds_on_the_device_only(kind: str) -> None:
         assert x.shape == (7, 5) and x.device == torch.device(kind, 0)
     finally:
         groups._owners.remove(workers_of(mesh))
+
+
+@pytest.mark.parametrize("name", list(_xla_corrected.REPLACED))
+def test_what_is_corrected_is_as_torch_has_it(name: str) -> None:
+    """With its second argument by position and by name."""
+    operator, corrected = _functions.find(name), _functions.find(_xla_corrected.REPLACED[name])
+    names = [each.name for each in operator._schema.arguments]
+    known = {"ord": 2, "k": 1, "dim": [0] if "int[" in str(operator._schema) else 0, "stable": True}
+    named = {each: known[each] for each in names if each in known}
+    for x in (X, X.long()) if name == "aten.cumsum.default" else (X,):
+        assert_close = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+        assert_close(corrected(x, **named), operator(x, **named))
+        if len(names) > 1 and not operator._schema.arguments[1].kwarg_only:
+            second = named.pop(names[1])
+            assert_close(corrected(x, second, **named), operator(x, second, **named))
+            named[names[1]] = second
 
 
 def test_each_exception_names_a_test() -> None:
@@ -253,6 +271,28 @@ class TestXla:
             found.append([out, x.grad])
         for reference, ours in zip(*found, strict=True):
             same(ours, reference)
+
+    def test_rows_are_looked_up_by_what_was_found(self, there: Any) -> None:
+        """torch_xla ends the process, or reduces nothing: worker/_xla_corrected.py."""
+        for find in (
+            lambda x: x.sort(0, descending=True)[1][:2, 0], lambda x: x.topk(2, 0)[1][:, 1], lambda x: x.argsort(0)[0],
+            lambda x: x.max(0)[1], lambda x: x.min(0)[1], lambda x: x.cummax(0)[1][:, 0], lambda x: x.kthvalue(2, 0)[1],
+        ):  # fmt: skip
+            same(there.index_select(0, find(there)), X.index_select(0, find(X)), 0)
+            same(F.embedding(find(there), there), F.embedding(find(X), X), 0)
+        step = torch.compile(lambda x: x[x.argsort(0, descending=True)[:2, 0]] * 2, backend="monarch")
+        same(step(there), X.flip(0)[:2] * 2, 0)
+
+    def test_what_is_reduced_is_what_torch_reduces(self, there: Any) -> None:
+        for reduce in (
+            lambda x: x.amax(), lambda x: x.amin(), lambda x: x.sum([]), lambda x: x.mean([], keepdim=True),
+            lambda x: x.var([]), lambda x: x.std([]), lambda x: torch.linalg.vector_norm(x, dim=[]),
+            lambda x: x.to(torch.int32).cumsum(1), lambda x: (x > 3).cumsum(0), lambda x: x.count_nonzero(0),
+            lambda x: x.long().mean(dtype=torch.float32), lambda x: x.long().mean(0, dtype=torch.float32),
+        ):  # fmt: skip
+            expected = reduce(X)
+            assert reduce(there).dtype == expected.dtype
+            same(reduce(there), expected)
 
     def test_what_fails_is_told(self, mesh: Any) -> None:
         with pytest.raises(RemoteOpError, match=r"on rank \d \(host .*, pid \d+\): ValueError: on purpose"):

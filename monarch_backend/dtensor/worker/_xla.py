@@ -46,7 +46,7 @@ def _device() -> torch.device:
 def start() -> torch.device:
     """This process's device. From here on operations that only a controller's CPU has are done there, too."""
     from monarch_backend.dtensor import _torch_functional, _torch_spmd
-    from monarch_backend.dtensor.worker import _attention, _functions, _xla_ops
+    from monarch_backend.dtensor.worker import _attention, _functions, _xla_corrected, _xla_ops
     from monarch_backend.process_group import _xla_staged
 
     device = _device()
@@ -54,7 +54,7 @@ def start() -> torch.device:
     world._get_backend(device)  # the way for its collectives, while nobody waits for one
     _xla_staged.functional_by_groups()
     _attention.install("XLA")
-    _functions.replace(_xla_ops.REPLACED, _xla_ops.adapted)
+    _functions.replace(_xla_ops.REPLACED | _xla_corrected.REPLACED, _xla_ops.adapted)
     _torch_spmd.leave_out_spmd()
     _torch_functional.keep_views_together()
     return device

@@ -1,0 +1,98 @@
+"""Operators with which torch_xla (2.9) has another result than torch, or ends the process.
+
+Plain torch_xla, in a process that is alone, does the same. What it lacks, or what is another result for several ranks
+only, is in _xla_ops.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_HERE = "monarch_backend.dtensor.worker._xla_corrected:"
+
+
+def _of_all(operator: Any) -> Callable[..., Any]:
+    """No dimensions are all of them. torch_xla reduces none then, and has a result of another shape."""
+    arguments = operator._schema.arguments
+    names = [each.name for each in arguments]
+    default = arguments[names.index("dim")].default_value
+
+    def reduced(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        options.update(zip(names[1:], args, strict=False))
+        dims = options.get("dim", default)
+        if dims is not None and not len(dims):
+            options["dim"] = list(range(x.ndim))
+        return operator(x, **options)
+
+    return reduced
+
+
+amax = _of_all(_aten.amax.default)
+amin = _of_all(_aten.amin.default)
+linalg_vector_norm = _of_all(_aten.linalg_vector_norm.default)
+logsumexp = _of_all(_aten.logsumexp.default)
+std = _of_all(_aten.std.correction)
+std_mean = _of_all(_aten.std_mean.correction)
+sum_dim = _of_all(_aten.sum.dim_IntList)
+var = _of_all(_aten.var.correction)
+var_mean = _of_all(_aten.var_mean.correction)
+_mean_dim = _of_all(_aten.mean.dim)
+
+
+def mean_dim(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """Also of ints, where it is a float's that is asked for: torch_xla raises."""
+    return _mean_dim(x if dtype is None else x.to(dtype), dim, keepdim)
+
+
+def mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """As mean_dim."""
+    return _aten.mean.default(x if dtype is None else x.to(dtype))
+
+
+def count_nonzero(x: torch.Tensor, dim: Any) -> torch.Tensor:
+    """An int, where torch_xla has a float."""
+    return (x != 0).sum(list(dim) or list(range(x.ndim)))
+
+
+def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Ints and bools add up to int64. torch_xla's stay what they are: two that are True are True."""
+    is_int = dtype is None and not (x.is_floating_point() or x.is_complex())
+    return _aten.cumsum.default(x, dim, dtype=torch.int64 if is_int else dtype)
+
+
+def _with_indices(operator: Any) -> Callable[..., Any]:
+    """Values and where they were. By indices that come out of an operation with several results torch_xla can't look
+    up rows: it asks for the shape of all results, and XLA ends the process ("buffer != nullptr"). The sum has but one.
+    """
+
+    def found(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = operator(*args, **options)
+        return values, indices + 0
+
+    return found
+
+
+cummax = _with_indices(_aten.cummax.default)
+kthvalue = _with_indices(_aten.kthvalue.default)
+max_dim = _with_indices(_aten.max.dim)
+min_dim = _with_indices(_aten.min.dim)
+sort = _with_indices(_aten.sort.default)
+sort_stable = _with_indices(_aten.sort.stable)
+topk = _with_indices(_aten.topk.default)
+
+REPLACED = {
+    f"aten.{operator}": _HERE + name
+    for operator, name in {
+        "amax.default": "amax", "amin.default": "amin", "linalg_vector_norm.default": "linalg_vector_norm",
+        "logsumexp.default": "logsumexp", "std.correction": "std", "std_mean.correction": "std_mean",
+        "sum.dim_IntList": "sum_dim", "var.correction": "var", "var_mean.correction": "var_mean",
+        "mean.dim": "mean_dim", "mean.default": "mean", "count_nonzero.dim_IntList": "count_nonzero",
+        "cumsum.default": "cumsum", "cummax.default": "cummax", "kthvalue.default": "kthvalue", "max.dim": "max_dim",
+        "min.dim": "min_dim", "sort.default": "sort", "sort.stable": "sort_stable", "topk.default": "topk",
+    }.items()
+}  # fmt: skip
+"""By what a record names, what is called in a worker of XLA devices."""
