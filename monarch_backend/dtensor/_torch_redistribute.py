@@ -7,6 +7,7 @@ one or two. Others, whose placements have a state of their own (an embedding's m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -162,8 +163,11 @@ def _redistribute(own: Any) -> Replacement:
         local_tensor: Any, current_spec: Any, target_spec: Any, *, async_op: bool = False,
         use_graph_based_transform: bool | None = None, is_explicit: bool = False,
     ) -> Any:  # fmt: skip
+        # Indices that torch makes on a device of the workers': this mesh's make them. A trace's are on the CPU.
+        makes_indices = current_spec.mesh if type(local_tensor) is RemoteTensor else contextlib.nullcontext()
+
         def by_torch() -> Any:
-            with current_spec.mesh:  # what torch makes on a device for it, indices, is made by this mesh's workers
+            with makes_indices:
                 return own(
                     local_tensor, current_spec, target_spec, async_op=async_op,
                     use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,

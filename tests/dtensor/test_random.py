@@ -107,7 +107,7 @@ def test_made_like_another(mesh: Any, size: Any) -> None:
 def test_what_torch_makes_of_several_operations(line: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [
-            F.dropout1d(x), F.dropout2d(x.unsqueeze(0)), F.feature_alpha_dropout(x, 0.5, True), F.gumbel_softmax(x),
+            F.dropout1d(x), F.dropout2d(x.unsqueeze(0)), F.feature_alpha_dropout(x, 0.5, True),
             x.new_empty(x.shape).normal_(), torch.rand_like(x.unsqueeze(0), memory_format=torch.channels_last),
             F.dropout(x, 0.0), F.dropout(x, 1.0),
         ]  # fmt: skip
@@ -115,6 +115,12 @@ def test_what_torch_makes_of_several_operations(line: Any) -> None:
     whole = torch.zeros(6, 8, 10)
     for here in (Shard(0), Shard(1), Replicate()):
         same_program(program, distribute_tensor(whole, line, [here]), whole.clone())
+
+
+def test_gumbel_softmax(line: Any) -> None:
+    whole = torch.zeros(6, 8, 10)
+    for here in (Shard(0), Shard(1), Replicate()):
+        same_program(lambda x: [F.gumbel_softmax(x)], distribute_tensor(whole, line, [here]), whole.clone())
 
 
 def test_shards_in_several_pieces(line: Any) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from monarch_backend.dtensor import RemoteOpError, _rank_ints
+from tests.dtensor import failing
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.torch_suite import common_dtensor
 
@@ -200,8 +201,8 @@ def test_a_barrier_waits_for_the_workers_and_hears_of_failures(mesh_of: Callable
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     dist.barrier(group=mesh.get_group())
-    failed = torch.nn.functional.embedding(workers.put(torch.tensor([5])), workers.put(torch.randn(3, 2)))
-    with pytest.raises(RemoteOpError, match="embedding"):
+    failed = failing.look_up(workers.put(torch.tensor([5])), workers.put(torch.randn(3, 2)))
+    with pytest.raises(RemoteOpError, match=failing.OPERATION):
         dist.barrier()
     dist.barrier()  # it has been told
     del failed

@@ -53,9 +53,10 @@ def mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
     return _aten.mean.default(x if dtype is None else x.to(dtype))
 
 
-def count_nonzero(x: torch.Tensor, dim: Any) -> torch.Tensor:
+def count_nonzero(x: torch.Tensor, dim: Any = None) -> torch.Tensor:
     """An int, where torch_xla has a float."""
-    return (x != 0).sum(list(dim) or list(range(x.ndim)))
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
+    return (x != 0).sum(dims)
 
 
 def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
@@ -65,17 +66,19 @@ def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> An
 
 
 def _with_indices(operator: Any) -> Callable[..., Any]:
-    """Values and where they were. By indices that come out of an operation with several results torch_xla can't look
-    up rows: it asks for the shape of all results, and XLA ends the process ("buffer != nullptr"). The sum has but one.
+    """Where values were, or these, too. By indices that come out of an operation with several results torch_xla looks
+    up no rows: it asks for the shape of all results, and XLA ends the process ("buffer != nullptr"). A sum has but one.
     """
 
-    def found(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        values, indices = operator(*args, **options)
-        return values, indices + 0
+    def found(*args: Any, **options: Any) -> Any:
+        result = operator(*args, **options)
+        return result + 0 if isinstance(result, torch.Tensor) else (result[0], result[1] + 0)
 
     return found
 
 
+argsort = _with_indices(_aten.argsort.default)
+argsort_stable = _with_indices(_aten.argsort.stable)
 cummax = _with_indices(_aten.cummax.default)
 kthvalue = _with_indices(_aten.kthvalue.default)
 max_dim = _with_indices(_aten.max.dim)
@@ -90,9 +93,11 @@ REPLACED = {
         "amax.default": "amax", "amin.default": "amin", "linalg_vector_norm.default": "linalg_vector_norm",
         "logsumexp.default": "logsumexp", "std.correction": "std", "std_mean.correction": "std_mean",
         "sum.dim_IntList": "sum_dim", "var.correction": "var", "var_mean.correction": "var_mean",
-        "mean.dim": "mean_dim", "mean.default": "mean", "count_nonzero.dim_IntList": "count_nonzero",
-        "cumsum.default": "cumsum", "cummax.default": "cummax", "kthvalue.default": "kthvalue", "max.dim": "max_dim",
-        "min.dim": "min_dim", "sort.default": "sort", "sort.stable": "sort_stable", "topk.default": "topk",
+        "mean.dim": "mean_dim", "mean.default": "mean", "count_nonzero.default": "count_nonzero",
+        "count_nonzero.dim_IntList": "count_nonzero", "cumsum.default": "cumsum", "argsort.default": "argsort",
+        "argsort.stable": "argsort_stable", "cummax.default": "cummax", "kthvalue.default": "kthvalue",
+        "max.dim": "max_dim", "min.dim": "min_dim", "sort.default": "sort", "sort.stable": "sort_stable",
+        "topk.default": "topk",
     }.items()
 }  # fmt: skip
 """By what a record names, what is called in a worker of XLA devices."""
