@@ -13,10 +13,9 @@ COUNT ?= 200
 VERBS ?= verbs
 FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
-# Tests that also run on workers with XLA devices, tests/dtensor/on_xla.py says which of these; and how many
-# parametrizations of each, since XLA compiles each graph. The other modules of the folder have tests that fail there
-# and are not looked into yet: make test-xla ON_XLA=tests/dtensor
-ON_XLA ?= $(patsubst %,tests/dtensor/test_%.py,xla_meshes errors training move checkpoint host_tensors redistribute rank_ints meshes operations fsdp modules transformer memory threads slices run)
+# Tests that also run on workers with XLA devices: tests/dtensor/on_xla.py says which of these; and how many
+# parametrizations of each, since XLA compiles each graph.
+ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
