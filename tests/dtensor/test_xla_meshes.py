@@ -109,9 +109,16 @@ def test_what_is_corrected_is_as_torch_has_it(name: str) -> None:
     """With its second argument by position and by name."""
     operator, corrected = _functions.find(name), _functions.find(_xla_corrected.REPLACED[name])
     names = [each.name for each in operator._schema.arguments]
-    known = {"ord": 2, "k": 1, "dim": [0] if "int[" in str(operator._schema) else 0, "stable": True}
+    known: dict[str, Any] = {
+        "ord": 2, "k": 1, "dim": [0] if "int[" in str(operator._schema) else 0, "stable": True, "shifts": [1],
+        "output_size": None if ".vec" in name else [6, 4], "input_size": [1, 1, 4, 3], "align_corners": False,
+        "scales_h": 1.7, "scales_w": 1.4, "scale_factors": [1.7, 1.4],
+    }  # fmt: skip
     named = {each: known[each] for each in names if each in known}
-    for x in (X, X.long()) if name == "aten.cumsum.default" else (X,):
+    inputs = [X, X.long(), X[:0]] if name in ("aten.cumsum.default", "aten.roll.default") else [X]
+    if "upsample" in name:
+        inputs = [torch.randn(1, 1, *((6, 4) if "backward" in name else (4, 3)))]
+    for x in inputs:
         assert_close = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
         assert_close(corrected(x, **named), operator(x, **named))
         if len(names) > 1 and not operator._schema.arguments[1].kwarg_only:
@@ -291,10 +298,27 @@ class TestXla:
             lambda x: x.var([]), lambda x: x.std([]), lambda x: torch.linalg.vector_norm(x, dim=[]),
             lambda x: x.to(torch.int32).cumsum(1), lambda x: (x > 3).cumsum(0), lambda x: x.count_nonzero(0),
             lambda x: x.long().mean(dtype=torch.float32), lambda x: x.long().mean(0, dtype=torch.float32),
+            lambda x: x.sum().sum(0),
         ):  # fmt: skip
             expected = reduce(X)
             assert reduce(there).dtype == expected.dtype
             same(reduce(there), expected)
+
+    def test_images_of_other_sizes(self, mesh: Any) -> None:
+        x = torch.randn(1, 2, 9, 6)
+        for mode, factor in (("bilinear", 0.5), ("bilinear", 2.0), ("nearest", 1.7)):
+            found = []
+            for image in (x.clone(), distribute_tensor(x, mesh, [Replicate()]).to_local()):
+                image.requires_grad_()
+                resized = F.interpolate(image, scale_factor=factor, mode=mode)
+                resized.pow(2).sum().backward()
+                found.append([resized, image.grad])
+            for reference, ours in zip(*found, strict=True):
+                same(ours, reference)
+
+    def test_a_rank_that_has_nothing_to_roll(self, mesh: Any) -> None:
+        row = distribute_tensor(X[:1], mesh, [Shard(0)])
+        same(row.to_local().roll(1, 1), X[:1].roll(1, 1), 0)
 
     def test_what_fails_is_told(self, mesh: Any) -> None:
         with pytest.raises(RemoteOpError, match=r"on rank \d \(host .*, pid \d+\): ValueError: on purpose"):

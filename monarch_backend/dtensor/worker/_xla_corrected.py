@@ -16,7 +16,9 @@ _HERE = "monarch_backend.dtensor.worker._xla_corrected:"
 
 
 def _of_all(operator: Any) -> Callable[..., Any]:
-    """No dimensions are all of them. torch_xla reduces none then, and has a result of another shape."""
+    """No dimensions are all of them. torch_xla reduces none then, and has a result of another shape. And a number has
+    a dimension 0, for torch.
+    """
     arguments = operator._schema.arguments
     names = [each.name for each in arguments]
     default = arguments[names.index("dim")].default_value
@@ -24,7 +26,7 @@ def _of_all(operator: Any) -> Callable[..., Any]:
     def reduced(x: torch.Tensor, *args: Any, **options: Any) -> Any:
         options.update(zip(names[1:], args, strict=False))
         dims = options.get("dim", default)
-        if dims is not None and not len(dims):
+        if dims is not None and not (len(dims) and x.ndim):
             options["dim"] = list(range(x.ndim))
         return operator(x, **options)
 
@@ -61,8 +63,14 @@ def count_nonzero(x: torch.Tensor, dim: Any = None) -> torch.Tensor:
 
 def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """Ints and bools add up to int64. torch_xla's stay what they are: two that are True are True."""
-    is_int = dtype is None and not (x.is_floating_point() or x.is_complex())
-    return _aten.cumsum.default(x, dim, dtype=torch.int64 if is_int else dtype)
+    if dtype is None and not (x.is_floating_point() or x.is_complex()):
+        dtype = torch.int64
+    return _aten.cumsum.default(x, dim, dtype=dtype) if x.numel() else x.to(dtype or x.dtype, copy=True)
+
+
+def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> Any:
+    """Also of nothing, as a shard may be. torch_xla divides by its size then, which ends the process."""
+    return _aten.roll.default(x, shifts, dims) if x.numel() else x.clone()
 
 
 def _with_indices(operator: Any) -> Callable[..., Any]:
@@ -87,6 +95,31 @@ sort = _with_indices(_aten.sort.default)
 sort_stable = _with_indices(_aten.sort.stable)
 topk = _with_indices(_aten.topk.default)
 
+
+def _by_scale(operator: Any) -> Callable[..., Any]:
+    """An image of another size, by the factor that is given. torch_xla takes that of the sizes, which have no fractions
+    of a pixel. Where it is another one, the worker's CPU does it.
+    """
+    names = [each.name for each in operator._schema.arguments]
+
+    def resized(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        options.update(zip(names[1:], args, strict=False))
+        factors = options.get("scale_factors") or (options.get("scales_h"), options.get("scales_w"))
+        sizes = options.get("input_size", x.shape)[2:]
+        if all(each is None or float(size * each).is_integer() for size, each in zip(sizes, factors, strict=True)):
+            return operator(x, **options)
+        return operator(x.cpu(), **options).to(x.device)
+
+    return resized
+
+
+bilinear = _by_scale(_aten.upsample_bilinear2d.default)
+bilinear_vec = _by_scale(_aten.upsample_bilinear2d.vec)
+bilinear_backward = _by_scale(_aten.upsample_bilinear2d_backward.default)
+nearest = _by_scale(_aten.upsample_nearest2d.default)
+nearest_vec = _by_scale(_aten.upsample_nearest2d.vec)
+nearest_backward = _by_scale(_aten.upsample_nearest2d_backward.default)
+
 REPLACED = {
     f"aten.{operator}": _HERE + name
     for operator, name in {
@@ -97,7 +130,11 @@ REPLACED = {
         "count_nonzero.dim_IntList": "count_nonzero", "cumsum.default": "cumsum", "argsort.default": "argsort",
         "argsort.stable": "argsort_stable", "cummax.default": "cummax", "kthvalue.default": "kthvalue",
         "max.dim": "max_dim", "min.dim": "min_dim", "sort.default": "sort", "sort.stable": "sort_stable",
-        "topk.default": "topk",
+        "topk.default": "topk", "roll.default": "roll",
+        "upsample_bilinear2d.default": "bilinear", "upsample_bilinear2d.vec": "bilinear_vec",
+        "upsample_bilinear2d_backward.default": "bilinear_backward",
+        "upsample_nearest2d.default": "nearest", "upsample_nearest2d.vec": "nearest_vec",
+        "upsample_nearest2d_backward.default": "nearest_backward",
     }.items()
 }  # fmt: skip
 """By what a record names, what is called in a worker of XLA devices."""
