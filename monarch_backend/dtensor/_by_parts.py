@@ -1,5 +1,5 @@
 """Operators that torch's DTensor gets wrong on shards, and that are done in another way: losses by their parts, which
-are torch's own decompositions, and what is added in place not in place.
+are torch's own decompositions, what is added in place not in place, and what only looks as if it were in place.
 
 torch does a loss on each rank's shard and takes the mean of the ranks'. That is right for the loss of equal shards, and
 for nothing else: a gradient is divided by the number of a shard's elements, and is that of as many losses as there are
@@ -63,7 +63,16 @@ def _index_add(_func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].copy_(_aten.index_add.default(*args, **(kwargs or {})))
 
 
+def _named(operator: Any) -> Callable[..., Any]:
+    """By another name: torch takes what ends with "_" for an operator that changes its argument, ``x >> 1`` too."""
+    return lambda _func, args, kwargs: operator(*args, **(kwargs or {}))
+
+
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{operator: _handler(operator) for operator in OPERATORS},
     _aten.index_add_.default: _index_add,
+    _aten.__lshift__.Scalar: _named(_aten.bitwise_left_shift.Tensor_Scalar),
+    _aten.__lshift__.Tensor: _named(_aten.bitwise_left_shift.Tensor),
+    _aten.__rshift__.Scalar: _named(_aten.bitwise_right_shift.Tensor_Scalar),
+    _aten.__rshift__.Tensor: _named(_aten.bitwise_right_shift.Tensor),
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor import _torch
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -75,6 +76,29 @@ def put_buffers(modules: Iterable[nn.Module], workers: Workers) -> None:
                 if buffer not in known:
                     known[buffer] = workers.put(buffer)
                 module._buffers[name] = known[buffer]
+
+
+def tied(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """The places of each parameter and buffer that the module has in several: the table it stands in, and its name."""
+    places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
+    for each in module.modules():
+        for table in (each._parameters, each._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    places.setdefault(tensor, []).append((table, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def tie(places: list[list[tuple[dict[str, Any], str]]]) -> None:
+    """What was one tensor is one again; torch distributes it once for each place, of which each is then trained alone.
+    Where the program has said that the places are to be sharded in different ways, they stay several.
+    """
+    for (table, name), *others in places:
+        first = table[name]
+        for other, key in others:
+            same = isinstance(first, DTensor) and isinstance(other[key], DTensor)
+            if same and other[key]._spec == first._spec:
+                other[key] = first
 
 
 class _Sent(torch.autograd.Function):

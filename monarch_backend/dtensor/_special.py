@@ -35,6 +35,11 @@ def _same_handle(_func: Any, args: Any, _kwargs: Any) -> Any:
     return RemoteTensor(args[0]._meta, args[0]._ref)
 
 
+def _as_it_is_padded(_func: Any, _args: Any, _kwargs: Any) -> bool:
+    """Whether `nn.TransformerEncoder` may take a batch with a mask for a nested tensor, of which workers have none."""
+    return False
+
+
 def _itself(_func: Any, args: Any, _kwargs: Any) -> Any:
     return args[0]
 
@@ -49,9 +54,17 @@ def _strides(_func: Any, args: Any, _kwargs: Any) -> Any:
 
 def _size_by_values(func: Any, args: Any, kwargs: Any) -> Any:
     """The result's size depends on the values: the workers are asked for it."""
-    first = next(each for each in args if isinstance(each, RemoteTensor))
+    first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
     args, kwargs = pytree.tree_map(_dispatch._plain(args, kwargs), (list(args), dict(kwargs)))
     return _values.run_and_measure(first._meta.workers, str(func), args, kwargs)
+
+
+def _pack(func: Any, args: Any, kwargs: Any) -> Any:
+    """The sizes of the batches stay here, where the loop over them is."""
+    x, lengths, batch_first = args
+    lengths = _values.as_host(lengths) if isinstance(lengths, RemoteTensor) else lengths
+    sizes = func(torch.empty(*x.shape[:2], 1), lengths, batch_first)[1]
+    return _size_by_values(func, (x, lengths, batch_first), kwargs)[0], sizes
 
 
 def _set_metadata(func: Any, args: Any, kwargs: Any) -> Any:
@@ -149,8 +162,10 @@ _dispatch.special.update(
     {
         _aten._local_scalar_dense.default: _item,
         _aten.equal.default: _equal,
+        _aten._pack_padded_sequence.default: _pack,
         _aten.allclose.default: _allclose,
         _aten.detach.default: _same_handle,
+        _aten._nested_tensor_from_mask_left_aligned.default: _as_it_is_padded,
         _aten.detach_.default: _itself,
         _aten.sym_size.default: _sizes,
         _aten.sym_stride.default: _strides,

@@ -499,7 +499,12 @@ def _distribute_module(own: Any) -> Replacement:
 
     def distribute_module(module: Any, device_mesh: Any = None, *args: Any, **options: Any) -> Any:
         mesh = device_mesh or api._mesh_resources.get_current_mesh()
-        return (own if workers_of(mesh) is None else ours)(module, mesh, *args, **options)
+        if workers_of(mesh) is None:
+            return own(module, mesh, *args, **options)
+        tied = _modules().tied(module)
+        done = ours(module, mesh, *args, **options)
+        _modules().tie(tied)
+        return done
 
     return distribute_module
 
@@ -792,6 +797,59 @@ def _repr(own: Any) -> Replacement:
         return f"DTensor({_values.text_of(self)}, device_mesh={self.device_mesh}, placements={self.placements})"
 
     return __repr__
+
+
+@_replaces(DTensor, "__format__")
+def _format(own: Any) -> Replacement:
+    def __format__(self: Any, spec: str) -> str:
+        return format(self.item(), spec) if _is_remote(self) and self.ndim == 0 and spec else own(self, spec)
+
+    return __format__
+
+
+@_replaces(DTensor, "data")
+def _data(own: Any) -> Any:
+    def set_data(self: Any, other: torch.Tensor) -> None:
+        if _is_remote(self):
+            if not isinstance(other, DTensor):
+                other = api.distribute_tensor(other, self.device_mesh, self.placements)
+            # torch gives it the other's sizes only: the values of a DTensor stand in attributes.
+            self._local_tensor, self._spec = other.detach()._local_tensor, other._spec
+        own.__set__(self, other)
+
+    return property(own.__get__, set_data)
+
+
+@_replaces(op_dispatch.OpDispatcher, "_dispatch_fast_path_python_tail")
+def _of_the_host(own: Any) -> Replacement:
+    def _dispatch_fast_path_python_tail(
+        self: Any, op_call: Any, args: Any, kwargs: Any, mesh: Any, sharding: Any, results: Any, participating: Any,
+        is_inplace_op: Any, is_out_variant_op: Any,
+    ) -> Any:  # fmt: skip
+        if is_inplace_op and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+            return args[0]  # it has been changed; torch takes it for a DTensor
+        return own(
+            self, op_call, args, kwargs, mesh, sharding, results, participating, is_inplace_op, is_out_variant_op
+        )
+
+    return _dispatch_fast_path_python_tail
+
+
+@_replaces(torch.nn.LSTM, "forward")
+def _in_parts(own: Any) -> Replacement:
+    # By its parts: oneDNN's operator for CPUs, a whole layer, leaves out on workers what its backward needs.
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        given = args[0] if args else options.get("input")
+        if not isinstance(getattr(given, "data", None), DTensor):  # a tensor's, or a packed sequence's
+            return own(self, *args, **options)
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags() warns of other flags
+        try:
+            return own(self, *args, **options)
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+
+    return forward
 
 
 @_replaces(DTensor, "__iter__")

@@ -1,12 +1,15 @@
 """Rows taken of what is sharded by rows (``x[1:]``) are no view of a shard: torch gathers them first, into a copy.
 
 To the program, and to autograd, the result is a view nevertheless, and what it writes into one (``x[1:] = 0``) is to be
-in ``x``. torch writes it into the copy. Here the tensor that it was taken of is written, too.
+in ``x``. torch writes it into the copy. Here the tensor that it was taken of is written, too. An index of several parts
+(``x[1:, 0] = 0``), or one of rows (``x[1:][0] = 0``), is a view of such a copy: it has the copy in ``_through``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
 from typing import Any
 
 import torch
@@ -38,6 +41,14 @@ class _Taken:
             )
 
 
+class _Indexing(threading.local):
+    copies: list[DTensor] | None = None
+
+
+_indexing = _Indexing()
+"""``copies``: those that the index has made which this thread does, and that have not been written back."""
+
+
 def _version(tensor: Any) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -50,12 +61,86 @@ def _note_copies(own: Any) -> Replacement:
         if sharding.needs_redistribute and op_call._schema._is_view_op() and _torch.workers_of(op_info.compute_mesh):
             gathered = sharding.redistribute_schema.args_spec[0].placements
             if gathered != args[0].placements:
-                several = isinstance(results, (list, tuple))
-                for place, each in enumerate(results if several else [results]):
-                    each._taken = _Taken(op_call, tuple(args), gathered, place if several else None)
+                note(_Taken(op_call, tuple(args), gathered, None), results, sharding.output_spec)
         return results
 
     return _dispatch_get_local_results_slow_path
+
+
+def note(taken: _Taken, locals_: Any, specs: Any) -> None:
+    """That these, the local tensors of one result or of several, are copies."""
+    if isinstance(locals_, (list, tuple)):
+        for place, (local, spec) in enumerate(zip(locals_, specs, strict=True)):
+            note(_Taken(taken.func, taken.args, taken.placements, place), local, spec)
+        return
+    locals_._taken = taken
+    if _indexing.copies is not None:
+        _indexing.copies.append(DTensor(locals_, specs, requires_grad=False))
+
+
+@_replaces(DTensor, "__getitem__")
+def _get(own: Any) -> Replacement:
+    def __getitem__(self: Any, index: Any) -> Any:
+        if not _torch._is_remote(self):
+            return own(self, index)
+        before, _indexing.copies = _indexing.copies, []
+        try:
+            found = own(self, index)
+            copies = _indexing.copies
+        finally:
+            _indexing.copies = before
+        for earlier, later in itertools.pairwise(copies):
+            between = later._local_tensor._taken.args[0]._local_tensor
+            if _source(between) is None:
+                between._through = earlier
+        last = copies[-1] if copies else self if _source(self._local_tensor) else None
+        is_copy = hasattr(found._local_tensor, "_taken") or not (found._is_view() or found.is_inference())
+        if last is not None and not is_copy and found is not self:
+            found._local_tensor._through = last
+        return found
+
+    return __getitem__
+
+
+@_replaces(DTensor, "__setitem__")
+def _set(own: Any) -> Replacement:
+    def __setitem__(self: Any, index: Any, value: Any) -> None:
+        if not _torch._is_remote(self):
+            own(self, index, value)
+            return
+        before, _indexing.copies = _indexing.copies, []
+        chain = _chain(self)
+        for taken, _ in chain:
+            taken.check()
+        try:
+            own(self, index, value)
+            copies = _indexing.copies
+        finally:
+            _indexing.copies = before
+        with torch.no_grad():
+            for copy in reversed(copies):
+                _written(copy._local_tensor._taken, copy)
+            for taken, copy in chain:
+                _written(taken, copy)
+                taken.version = _version(taken.args[0])
+
+    return __setitem__
+
+
+def _source(local: Any) -> Any:
+    return getattr(local, "_taken", None) or getattr(local, "_through", None)
+
+
+def _chain(tensor: Any) -> list[tuple[_Taken, Any]]:
+    """What is to be written when this has been: how a copy was made, and the copy; up to what is none."""
+    found = []
+    while (source := _source(tensor._local_tensor)) is not None:
+        if isinstance(source, _Taken):
+            found.append((source, tensor))
+            tensor = source.args[0]
+        else:
+            tensor = source
+    return found
 
 
 @_replaces(OpDispatcher, "_dispatch_fast_path_python_tail")
@@ -78,12 +163,36 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
     if not _changes(op_call):
         return
     for changed in _signatures.written(op_call._schema, args, kwargs or {}):
-        taken = getattr(changed._local_tensor, "_taken", None) if isinstance(changed, DTensor) else None
-        if taken is not None:
+        if not isinstance(changed, DTensor) or not _torch._is_remote(changed):
+            continue
+        chain = _chain(changed)
+        if not chain and _indexing.copies is None:
+            _write_through(changed)
+        for taken, _ in chain:
             taken.check()
+        for taken, copy in chain:
             with torch.no_grad():
-                _written(taken, changed)
+                _written(taken, copy)
             taken.version += 1  # torch counts it when this is over
+            if _indexing.copies is not None:
+                _indexing.copies = [each for each in _indexing.copies if each._local_tensor is not copy._local_tensor]
+
+
+def _write_through(changed: Any) -> None:
+    """A view that C++ has made of others, as autograd does in the backward of ``x[1:, 0] = 0``: they are made again."""
+    base = changed._base if changed._is_view() else None
+    if not isinstance(base, DTensor) or not _torch._is_remote(base) or all(p.is_replicate() for p in base.placements):
+        return
+    _indexing.copies = []
+    try:
+        again = changed._view_func_unsafe(base)
+        copies = _indexing.copies
+    finally:
+        _indexing.copies = None
+    if copies:
+        again._local_tensor.copy_(_as_placed(changed, again.placements)._local_tensor)
+    for copy in reversed(copies):
+        _written(copy._local_tensor._taken, copy)
 
 
 def _written(taken: _Taken, copy: Any) -> None:

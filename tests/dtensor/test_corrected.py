@@ -111,6 +111,68 @@ def test_what_is_written_into_rows_that_several_ranks_have(mesh_of: Callable[[st
     same(ours, x)
 
 
+INDEXED: dict[str, Callable[[Any], Any]] = {
+    "rows and columns": lambda x: x.__setitem__((slice(1, 3), slice(2, None)), 0.0),
+    "one number": lambda x: x.__setitem__((2, 1), 50.0),
+    "a row, then a column": lambda x: x[2].__setitem__(1, 50.0),
+    "rows of rows": lambda x: x[1:][1:].mul_(2),
+    "columns of rows, changed": lambda x: x[1:3, 1:].add_(7),
+    "with a list": lambda x: x.__setitem__((slice(1, 4), [0, 2]), -1.0),
+    "and back": lambda x: x.__setitem__((slice(0, 3), 1), x[1:4, 2] * 2),
+    "another view": lambda x: x[1:].view(-1).add_(1),
+    "a new dimension": lambda x: x[1:, None, 2].zero_(),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_what_is_written_through_an_index_of_several_parts(mesh_of: Callable[[str], Any], name: str) -> None:
+    x = torch.arange(16.0).view(4, 4)
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Replicate()]):
+        ours, alone = distribute_tensor(x, mesh_of("2x2"), placements), x.clone()
+        for each in (ours, alone):
+            INDEXED[name](each)
+        same(ours, alone)
+
+
+def test_the_gradient_of_what_was_written_over(mesh_of: Callable[[str], Any]) -> None:
+    def calculate(x: Any) -> Any:
+        y = x * 2
+        y[1:3, 2:] = 0
+        y[2:, 1] *= 3
+        return y.square()
+
+    gradients_are_the_same(mesh_of("2"), torch.randn(4, 4), calculate, Shard(0))
+
+
+def test_bits_are_shifted(mesh_of: Callable[[str], Any]) -> None:
+    x = torch.arange(8)
+    ours = distribute_tensor(x, mesh_of("2"), [Shard(0)])
+    for found, expected in ((ours >> 1, x >> 1), (ours << 2, x << 2), (ours << ours, x << x), (ours >> ours, x >> x)):
+        same(found, expected)
+    same(ours, x)
+
+
+MASKS = {
+    "by batch": ((4, 1, 3, 3), Shard(0)), "by heads": ((4, 2, 3, 3), Shard(1)), "of all": ((3, 3), Replicate()),
+    "by queries": ((1, 1, 3, 3), Shard(2)), "of heads": ((1, 2, 3, 3), Replicate()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_with_a_mask(mesh_of: Callable[[str], Any], name: str) -> None:
+    shape, of_mask = MASKS[name]
+    mask = torch.randn(shape)
+
+    def calculate(x: Any) -> Any:
+        there = isinstance(x, torch.distributed.tensor.DTensor)
+        q, k, v = x, x * 2, x.sin()
+        given = distribute_tensor(mask, mesh_of("2"), [of_mask]) if there else mask
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=given).transpose(1, 2).reshape(4, 3, -1)
+
+    for dim in (0, 1, 2):
+        gradients_are_the_same(mesh_of("2"), torch.randn(4, 2, 3, 4), calculate, Shard(dim))
+
+
 def test_older_rows_are_not_written_over_newer_ones(mesh_of: Callable[[str], Any]) -> None:
     ours = distribute_tensor(torch.arange(4.0), mesh_of("2"), [Shard(0)])
     rows, others = ours[1:], ours[1:]

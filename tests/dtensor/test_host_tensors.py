@@ -45,6 +45,28 @@ def test_lists(remote: Any) -> None:
     assert [each.tolist() for each in hosts] == [[1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5]]
 
 
+def test_sums_of_a_programs_own(mesh_of: Any) -> None:
+    """A loss that is added up, a table of counts, a DTensor into rows of a host's: with history, where there is one."""
+    weight = distribute_tensor(torch.arange(4.0), mesh_of("2"), [Shard(0)]).requires_grad_()
+    loss, counts, rows = torch.zeros(()), torch.zeros(3, dtype=torch.long), torch.zeros(2, 4)
+    for _ in range(2):
+        loss += (weight * 2).sum()
+    classes = distribute_tensor(torch.tensor([2, 0, 2, 1]), mesh_of("2"), [Shard(0)])
+    counts.index_put_((classes,), torch.tensor(1), accumulate=True)
+    rows[1] = weight.detach()
+    loss.backward()
+    assert (loss.item(), counts.tolist(), rows.tolist()) == (24, [1, 1, 2], [[0] * 4, [0, 1, 2, 3]])
+    same(weight.grad, torch.full((4,), 4.0))
+
+
+def test_rows_of_a_table_here_by_indices_there(mesh_of: Any) -> None:
+    table, index = torch.randn(5, 2), torch.tensor([3, 0, 4, 3])
+    there = distribute_tensor(index, mesh_of("2"), [Shard(0)])
+    same(table[there], table[index])
+    same(table[: len(index)][there > 2], table[: len(index)][index > 2])
+    same(table[:, 0].gather(0, there.to_local()[:1]), table[:, 0].gather(0, index[:1]))
+
+
 def test_results_that_are_given(remote: Any) -> None:
     out = torch.empty(6)
     assert torch.mul(remote, 2, out=out) is out

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.variables import builder
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from monarch_backend.dtensor import RemoteTensor, _torch_compile, put_module, run, shard_batch
@@ -277,6 +277,38 @@ def test_dynamo_has_the_table_where_plain_tensors_are_noted() -> None:
 
 
 # By hand --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_tied_weights_stay_tied(mesh_of: Callable[[str], Any], sharded: bool) -> None:
+    def shard(_name: str, module: nn.Module, mesh: Any) -> None:
+        for name, each in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(each.data, mesh, [Shard(0)])))
+
+    mesh, alone = mesh_of("2"), nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    alone[1].weight = alone[0].weight  # type: ignore[assignment]
+    ours = distribute_module(copy.deepcopy(alone), mesh, shard if sharded else None)
+    assert ours[1].weight is ours[0].weight and len(list(ours.parameters())) == 1
+    index = torch.tensor([0, 3, 3, 5])
+    for net, given in ((ours, distribute_tensor(index, mesh, [Replicate()])), (alone, index)):
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(given).square().mean().backward()
+            optimizer.step()
+    same(ours[1].weight, alone[1].weight)
+
+
+def test_places_of_a_tied_weight_that_are_sharded_differently(mesh_of: Callable[[str], Any]) -> None:
+    def shard(name: str, module: nn.Module, mesh: Any) -> None:
+        if name:
+            whole = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(int(name))]))  # type: ignore[arg-type]
+            module.register_parameter("weight", whole)
+
+    net = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    net[1].weight = net[0].weight  # type: ignore[assignment]
+    distribute_module(net, mesh_of("2"), shard)
+    assert [each.weight.placements for each in net] == [(Shard(0),), (Shard(1),)]
 
 
 def test_a_module_that_nobody_has_parallelized(mesh: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from monarch_backend.actor import ProcMesh
 from monarch_backend.dtensor import MeshClosedError, NotReadableError, RemoteOpError, RemoteTensor, RemoteTensorError
@@ -75,6 +75,30 @@ def test_new_data_are_the_values(mesh_of: Callable[[str], Any]) -> None:
     same(x + 0, torch.full((1, 3), 2.0))
     x.data = torch.zeros(5)
     same(x, torch.zeros(5))
+
+
+def test_new_data_of_a_dtensor_are_the_values(mesh_of: Callable[[str], Any]) -> None:
+    weight = torch.nn.Parameter(distribute_tensor(torch.arange(6.0), mesh_of("2"), [Shard(0)]))
+    weight.data = weight.data * 2
+    weight.data = weight.data.clamp(max=8).redistribute(placements=[Replicate()])
+    same(weight * 1, torch.tensor([0.0, 2, 4, 6, 8, 8]))
+    assert weight.placements == (Replicate(),)
+    weight.data[1:3] = 1
+    same(weight, torch.tensor([0.0, 1, 1, 6, 8, 8]))
+    weight.data = torch.ones(6)
+    (weight * 3).sum().backward()
+    same(weight, torch.ones(6))
+    weight.grad.data = weight.grad.data / 3  # type: ignore[union-attr]
+    same(weight.grad, torch.ones(6))
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector([weight]) * 5, [weight])
+    same(weight, torch.full((6,), 5.0))
+
+
+def test_one_number_is_written_as_a_format_says(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(torch.arange(6.0), mesh_of("2"), [Shard(0)])
+    assert f"{x.mean():.2f} {x.argmax():d} {x.sum().full_tensor():6.1f}" == "2.50 5   15.0"
+    with pytest.raises(TypeError, match="format"):
+        f"{x:.2f}"
 
 
 def test_copies_are_on_the_same_processes_and_pickles_are_refused(mesh_of: Callable[[str], Any]) -> None:

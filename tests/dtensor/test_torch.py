@@ -23,8 +23,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _dispatch as op_dispatch
 from torch.distributed.tensor import _redistribute as redistribution
+from torch.distributed.tensor import _sharding_prop as sharding_prop
 from torch.distributed.tensor._ops import _math_ops as reductions
+from torch.distributed.tensor._ops import utils
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _MaskPartial
@@ -38,6 +41,7 @@ from monarch_backend.dtensor import (
     _torch,
     _torch_compile,
     _torch_groups,
+    _torch_unsharded,
     simulated_mesh,
 )
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -162,6 +166,8 @@ FORMS = {
     "SymInt.__hash__": "self",
     "DTensor.__repr__": "self",
     "DTensor.__iter__": "self",
+    "DTensor.__format__": "self format_spec",
+    "LSTM.forward": "self input hx",
     "torch.cuda.manual_seed": "seed",
     "torch.cuda.manual_seed_all": "seed",
     "torch.cuda.get_rng_state": "device",
@@ -172,6 +178,7 @@ FORMS = {
 """Parameters of torch's own function, by the name of the place. What a type of C has inherited has none to look at."""
 OF_C = {
     "DTensor.tolist", "DTensor.numpy", "DTensor.__array__",
+    "DTensor.__getitem__", "DTensor.__setitem__", "DTensor.data",
     "DTensor.device", "DTensor.is_cpu", "DTensor.is_cuda", "DTensor.is_meta",
     "DTensor.to", "DTensor.cpu", "DTensor.cuda", "DTensor.type_as", "DTensor.pin_memory", "DTensor.record_stream",
     "torch.distributed.tensor._api.compute_global_tensor_info",
@@ -202,6 +209,15 @@ def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
         assert own in (torch._C._cuda_exchangeDevice, torch._C._cuda_maybeExchangeDevice)
         return
     assert " ".join(inspect.signature(own).parameters) == FORMS[place]
+
+
+def test_torch_says_that_it_has_no_sharding_in_the_way_that_is_looked_for() -> None:
+    """By the class of the error, and, where something would have to stay where it is, by its words."""
+    assert "raise NotImplementedError(" in inspect.getsource(sharding_prop.ShardingPropagator)
+    assert _torch_unsharded._STAYS in inspect.getsource(utils.expand_to_full_mesh_op_strategy)
+    slow = inspect.getsource(op_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path)
+    assert "out = op_call.decompose(*args, **kwargs)" in slow, "what it returns may be the result itself"
+    assert slow.rstrip().endswith(") from e")
 
 
 def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:

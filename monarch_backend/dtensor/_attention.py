@@ -1,0 +1,80 @@
+"""Attention of DTensors on CPUs with a mask: by batch, by heads, or whole, and the mask as that wants it.
+
+torch takes a sharding for what an operator is given by position. The mask is given by name, and stays as it is: with
+rows of queries that another rank has.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from monarch_backend.dtensor import _rank_ints
+
+_aten = torch.ops.aten
+
+TENSORS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
+}
+"""The operators, and how many tensors each has before its other arguments."""
+
+
+def masked(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result, or the gradients, for a mask that is a tensor. ``args``: with at least one DTensor."""
+    count, mask = TENSORS[func], kwargs["attn_mask"]
+    mesh = next(each.device_mesh for each in (*args[:count], mask) if isinstance(each, DTensor))
+    given = [_distributed(each, mesh) for each in args[:count]]
+    mask = _distributed(mask, mesh)
+    query, key = given[-3:-1] if count == 3 else given[1:3]  # behind its result's gradient
+    there = [_kept(each, query, key) for each in query.placements]
+    of_mask = [each if _has(mask, each, query) else Replicate() for each in there]
+    local = [_local(each, there) for each in given]
+    found = func(*local, *args[count:], **{**kwargs, "attn_mask": _local(mask, of_mask)})
+    wholes = _shapes(func, count, *map(_shape, (*given, mask)), *args[count:], *kwargs.items())
+    return tuple(
+        DTensor(each, DTensorSpec(mesh, tuple(there), tensor_meta=whole), requires_grad=False)
+        for each, whole in zip(found, wholes, strict=True)
+    )
+
+
+def _kept(placement: Any, query: Any, key: Any) -> Any:
+    """By batch, or by heads, where each rank has some."""
+    if not (placement.is_shard(0) or placement.is_shard(1)):
+        return Replicate()
+    size = query._local_tensor.size(placement.dim)
+    alike = query.shape[placement.dim] == key.shape[placement.dim]
+    return placement if alike and 0 not in (_rank_ints.values_of(size) or (size,)) else Replicate()
+
+
+def _has(mask: Any, placement: Any, query: Any) -> bool:
+    """Other values for other batches, or heads; else it is the same for all of them."""
+    return placement.is_shard() and mask.ndim == 4 and mask.shape[placement.dim] == query.shape[placement.dim]
+
+
+def _distributed(tensor: Any, mesh: Any) -> Any:
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _local(tensor: Any, placements: Any) -> Any:
+    return tensor.redistribute(placements=placements)._local_tensor
+
+
+def _shape(tensor: Any) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+@functools.cache
+def _shapes(func: Any, count: int, *rest: Any) -> list[TensorMeta]:
+    """Of the whole results."""
+    made = [torch.empty_strided(shape, stride, dtype=kind, device="meta") for shape, stride, kind in rest[: count + 1]]
+    named = dict(each for each in rest[count + 1 :] if isinstance(each, tuple))
+    others = [each for each in rest[count + 1 :] if not isinstance(each, tuple)]
+    found = func(*made[:count], *others, **{**named, "attn_mask": made[count]})
+    return [TensorMeta(each.shape, each.stride(), each.dtype) for each in found]

@@ -1,0 +1,143 @@
+"""Operators for which torch's DTensor has no sharding at all, or none for these arguments: each rank does all of it.
+
+An LSTM, attention's fast path, `nonzero`, `bincount`, rows that a mask takes (`x[x > 0]`), most of linear algebra:
+torch says that there is no strategy, and a program would have to gather its tensors itself. That is what is done here:
+what is sharded, or a sum over ranks, is gathered, each rank does the operation on whole tensors, and has the whole
+result. What the operator has changed goes back to where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from monarch_backend.dtensor import _attention, _signatures, _torch, _torch_traces, _torch_views
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._torch import Replacement, _replaces
+
+log = logging.getLogger("monarch_backend")
+
+_aten = torch.ops.aten
+_BY_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
+_STAYS = "in-place operations that require placement changes"
+"""torch's words where what is changed would have to be gathered for it."""
+_PARTS = "_local_tensor", "_spec"
+_said: set[Any] = set()
+_OUT_OF_PLACE = {
+    _aten.transpose_.default: _aten.transpose.int, _aten.swapdims_.default: _aten.transpose.int,
+    _aten.swapaxes_.default: _aten.transpose.int, _aten.t_.default: _aten.t.default,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}  # fmt: skip
+"""What gives a tensor other sizes, and what gives a view of these sizes."""
+
+
+@_replaces(OpDispatcher, "_propagate_op_sharding_dispatch_slow_path")
+def _or_whole(own: Any) -> Replacement:
+    def _propagate_op_sharding_dispatch_slow_path(
+        self: Any, op_call: Any, args: Any, kwargs: Any, *rest: Any, **options: Any
+    ) -> Any:
+        if op_call in _attention.TENSORS and (kwargs or {}).get("attn_mask") is not None and _are_ours(args, kwargs):
+            return _attention.masked(op_call, args, kwargs)
+        try:
+            return own(self, op_call, args, kwargs, *rest, **options)
+        except (NotImplementedError, RuntimeError, *_BY_VALUES) as error:
+            if not _can_be_whole(op_call, args, kwargs, error):
+                raise
+        if op_call in _OUT_OF_PLACE:
+            return _with_other_sizes(op_call, args, kwargs)
+        return _whole(op_call, args, kwargs)
+
+    return _propagate_op_sharding_dispatch_slow_path
+
+
+def _given(args: Any, kwargs: Any) -> list[Any]:
+    return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+
+
+def _are_ours(args: Any, kwargs: Any) -> bool:
+    """A controller's."""
+    return all(_torch.workers_of(each.device_mesh) is not None for each in _given(args, kwargs))
+
+
+def _can_be_whole(op_call: Any, args: Any, kwargs: Any, error: BaseException) -> bool:
+    if not _are_ours(args, kwargs):
+        return False
+    given = _given(args, kwargs)
+    if torch.Tag.inplace_view in op_call.tags and op_call not in _OUT_OF_PLACE:
+        return False
+    if any(each.device_mesh != given[0].device_mesh for each in given):
+        return False
+    if isinstance(error, NotImplementedError) or _STAYS in str(error):
+        return True
+    is_by_values = isinstance(error, _BY_VALUES) or isinstance(error.__cause__, _BY_VALUES)
+    return is_by_values and not any(_torch_traces.is_traced(each._local_tensor) for each in given)
+
+
+def _whole(op_call: Any, args: Any, kwargs: Any) -> Any:
+    leaves, form = pytree.tree_flatten((args, dict(kwargs or {})))
+    given = [each for each in leaves if isinstance(each, DTensor)]
+    _say(op_call, given)
+    mesh = given[0].device_mesh
+    placements = (Replicate(),) * mesh.ndim
+    gathered = {id(each): _torch_views._as_placed(each, placements)._local_tensor for each in given}
+    local_args, local_kwargs = form.unflatten([gathered.get(id(each), each) for each in leaves])
+    result = op_call(*local_args, **local_kwargs)
+    changed = _signatures.written(op_call._schema, args, kwargs or {})
+    for each in changed:
+        if isinstance(each, DTensor):
+            _put_back(each, gathered[id(each)], placements)
+    of_local = {id(gathered.get(id(each), each)): each for each in changed}
+
+    def wrapped(local: Any) -> Any:
+        if id(local) in of_local or not (isinstance(local, RemoteTensor) or _torch_traces.is_traced(local)):
+            return of_local.get(id(local), local)
+        return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=_meta(local)), requires_grad=False)
+
+    found = pytree.tree_map_only(torch.Tensor, wrapped, result)
+    if op_call._schema._is_view_op():
+        return _as_view(op_call, args, kwargs, found, placements)
+    _torch_views.write_back(op_call, args, kwargs)
+    return found
+
+
+def _say(op_call: Any, given: list[Any]) -> None:
+    if op_call not in _said and any(not each.is_replicate() for of in given for each in of.placements):
+        _said.add(op_call)
+        log.info("torch's DTensor has no sharding for %s: each rank does all of it, of gathered tensors", op_call)
+
+
+def _meta(local: Any) -> TensorMeta:
+    return TensorMeta(local.shape, local.stride(), local.dtype)
+
+
+def _put_back(changed: Any, local: Any, placements: Any) -> None:
+    if changed.placements != placements:  # else it was the tensor itself
+        whole = DTensor(
+            local, DTensorSpec(changed.device_mesh, placements, tensor_meta=_meta(local)), requires_grad=False
+        )
+        changed._local_tensor.copy_(_torch_views._as_placed(whole, changed.placements)._local_tensor)
+
+
+def _as_view(op_call: Any, args: Any, kwargs: Any, found: Any, placements: Any) -> Any:
+    """To autograd it is one; what is written into what had to be gathered is written back as that of other rows is."""
+    if args[0].placements != placements:
+        taken = _torch_views._Taken(op_call, tuple(args), placements, None)
+        locals_, specs = (pytree.tree_map(lambda each, name=name: getattr(each, name), found) for name in _PARTS)
+        _torch_views.note(taken, locals_, specs)
+    return return_and_correct_aliasing(op_call, args, kwargs or {}, found)
+
+
+def _with_other_sizes(op_call: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    view = _OUT_OF_PLACE[op_call](*args, **(kwargs or {}))
+    _torch.set_metadata(op_call, args, kwargs or {})
+    tensor._local_tensor, tensor._spec = view._local_tensor, view._spec
+    return tensor

@@ -1,0 +1,170 @@
+"""Operators for which torch's DTensor has no sharding: each rank does all of it, as a single process would."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+
+from monarch_backend.dtensor import _torch_unsharded
+from tests.dtensor.values import same
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+PLACEMENTS = {"rows": (Shard(0), Replicate()), "both": (Shard(0), Shard(1)), "a sum": (Partial(), Shard(0))}
+
+
+def placed(mesh: Any, x: torch.Tensor, placements: Any) -> Any:
+    if not placements[0].is_partial():
+        return distribute_tensor(x, mesh, placements)
+    halves = distribute_tensor(torch.stack([x * 0.25, x * 0.75]), mesh, [Shard(0), Shard(1)]).sum(0)
+    assert halves.placements == placements
+    return halves
+
+
+CALCULATED: dict[str, Callable[[Any], Any]] = {
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "rows of a mask": lambda x: x[x[:, 0] > 0],
+    "values of a mask": lambda x: x[x > 0],
+    "masked_select": lambda x: torch.masked_select(x, x < 0),
+    "unique": lambda x: (x * 2).int().unique(),
+    "bincount": lambda x: torch.bincount((x.abs() * 2).int().flatten(), minlength=12),
+    "histogram": lambda x: torch.histogram(x, 4, range=(-2.0, 2.0)).hist,
+    "cdist": lambda x: torch.cdist(x, x[:3]),
+    "quantile": lambda x: x.quantile(0.3, dim=0),
+    "renorm": lambda x: x.renorm(2, 0, 0.5),
+    "transpose_": lambda x: (x * 1).transpose_(0, 1) + 1,
+    "tril_": lambda x: (x * 1).tril_(),
+    "a mask is written": lambda x: (x * 1).index_put_((x > 0,), torch.tensor(0.0)),
+    "unfold": lambda x: x.unfold(0, 3, 2) * 2,
+}
+
+
+@pytest.mark.parametrize("name", CALCULATED)
+def test_values(mesh_of: Callable[[str], Any], name: str) -> None:
+    for placements in PLACEMENTS.values():
+        same(CALCULATED[name](placed(mesh_of("2x2"), X, placements)), CALCULATED[name](X))
+
+
+def test_what_is_changed_stays_where_it_is(mesh_of: Callable[[str], Any]) -> None:
+    for placements in PLACEMENTS.values():
+        ours, alone = placed(mesh_of("2x2"), X, placements), X.clone()
+        for each in (ours, alone):
+            each[each > 0.5] = 0
+            torch._foreach_clamp_min_([each], -0.5)
+        assert ours.placements == placements
+        same(ours, alone)
+
+
+def test_what_is_written_into_a_gathered_view_is_in_the_tensor(mesh_of: Callable[[str], Any]) -> None:
+    ours, alone = distribute_tensor(X, mesh_of("2"), [Shard(0)]), X.clone()
+    for each in (ours, alone):
+        each.unfold(0, 2, 3).mul_(2)
+    same(ours, alone)
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(6, 5, 2, batch_first=True, bidirectional=True)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, dropout=0.0), 2)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lstm,
+    "GRU": lambda: nn.GRU(6, 5, batch_first=True),
+    "encoder": encoder,
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)),
+    "pooling": lambda: nn.Sequential(nn.AvgPool1d(2), nn.AdaptiveMaxPool1d(2)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(mesh_of: Callable[[str], Any], name: str) -> None:
+    """In training, and in the other mode, in which attention takes a fast path."""
+    x, found = X.view(4, 2, 6), []
+    for there in (False, True):
+        torch.manual_seed(1)
+        module = MODULES[name]()
+        given = distribute_tensor(x, mesh_of("2"), [Shard(0)]) if there else x.clone()
+        if there:
+            module = distribute_module(module, mesh_of("2"))
+        given.requires_grad_()
+        result = module(given)
+        result = result[0] if isinstance(result, tuple) else result
+        result.square().sum().backward()
+        with torch.no_grad():
+            later = module.eval()(given)
+        later = later[0] if isinstance(later, tuple) else later
+        found.append([result, later, given.grad, *(each.grad for each in module.parameters())])
+    for ours, alone in zip(found[1], found[0], strict=True):
+        same(ours, alone)
+
+
+def test_sequences_of_unequal_lengths(mesh_of: Callable[[str], Any]) -> None:
+    module, found = nn.LSTM(3, 5, batch_first=True), []
+    for x in (X.view(4, 4, 3), distribute_tensor(X.view(4, 4, 3), mesh_of("2"), [Shard(0)])):
+        if isinstance(x, DTensor):
+            module = distribute_module(module, mesh_of("2"))
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 3, 1, 1]), batch_first=True)
+        result, lengths = nn.utils.rnn.pad_packed_sequence(module(packed)[0], batch_first=True)
+        module.zero_grad()
+        result.square().sum().backward()
+        found.append([result, lengths, module.weight_ih_l0.grad])
+    for alone, ours in zip(*found, strict=True):
+        same(ours, alone)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_mask_of_the_encoder_does_not_make_it_nested(mesh_of: Callable[[str], Any]) -> None:
+    module, x = encoder().eval(), X.view(4, 2, 6)
+    mask = torch.tensor([[False, True], [False, False], [False, True], [False, False]])
+    with torch.no_grad():
+        alone = module(x, src_key_padding_mask=mask)
+        there = distribute_module(module, mesh_of("2"))
+        ours = there(distribute_tensor(x, mesh_of("2"), [Shard(0)]), src_key_padding_mask=mask)
+    same(ours * ~mask[..., None], alone * ~mask[..., None])
+
+
+def test_distributions_look_at_their_arguments(mesh_of: Callable[[str], Any]) -> None:
+    found = []
+    for x in (distribute_tensor(X, mesh_of("2"), [Shard(0)]), X):
+        torch.manual_seed(2)
+        normal, categories = torch.distributions.Normal(x, x.exp()), torch.distributions.Categorical(logits=x)
+        found.append([normal.rsample(), categories.sample(), categories.entropy()])
+        with pytest.raises(ValueError, match="Normal"):
+            torch.distributions.Normal(x, x)
+    for ours, alone in zip(*found, strict=True):
+        same(ours, alone)
+
+
+def test_it_is_said_once(
+    mesh_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_unsharded, "_said", set())
+    x = distribute_tensor(X, mesh_of("2"), [Shard(0)])
+    with caplog.at_level(logging.INFO, "monarch_backend"):
+        for _ in range(2):
+            x.renorm(2, 0, 0.5)
+    assert [each.args for each in caplog.records] == [(torch.ops.aten.renorm.default,)]
+
+
+def test_what_has_no_sharding_with_wrong_arguments_raises_torchs_error(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(X, mesh_of("2"), [Shard(0)])
+    with pytest.raises(RuntimeError, match="same number of columns"):
+        torch.cdist(x, x[:, :2])
+
+
+def test_captured_steps_have_it(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(X, mesh_of("2"), [Shard(0)])
+
+    def step(x: Any) -> Any:
+        return F.avg_pool1d(x, 2).renorm(2, 0, 0.5).sum()
+
+    same(torch.compile(step, backend="monarch", fullgraph=True, options={"inductor": False})(x), step(X))
