@@ -189,8 +189,6 @@ def install() -> None:
     _leave_alone()
     _have_nothing_captured()
     _take_plain_tensors()
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(dict.fromkeys(_torch_masks.MASKED, _torch_masks.masked_at_once))
     # Dynamo finds functions of torch by their names, once: what has been replaced is to be found as what it is now.
     trace_rules.clear_lru_cache()
 

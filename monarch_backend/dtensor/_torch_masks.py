@@ -14,7 +14,7 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _MaskPartial
 
-from monarch_backend.dtensor import _torch, _torch_traces
+from monarch_backend.dtensor import _torch
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
 MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
@@ -42,17 +42,18 @@ def _local_results(own: Any) -> Replacement:
 
 
 def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """In a trace, rows that a rank has not are 0 from the beginning.
+    """Rows that a rank has not are 0 from the beginning.
 
-    torch writes these zeros when the ranks' rows are added up. Where a trace ends in between, its mask, without values,
-    would be found by the next trace, and by real tensors.
+    torch writes these zeros when the ranks' rows are added up. Operators in between that keep sums, as ``t()`` and
+    ``sum(0)`` do, have other rows by then, and wrong ones become 0. Where a trace ends in between, its mask, without
+    values, would be found by the next trace, and by real tensors.
     """
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(func, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
     spec: Any = info.output_sharding.output_spec  # type: ignore[union-attr]
     local: Any = dispatcher._dispatch_get_local_results_slow_path(func, args, info)
-    if _torch_traces.is_traced(local) and _torch.workers_of(spec.mesh):
+    if _torch.workers_of(spec.mesh) and isinstance(local, torch.Tensor):
         placements = tuple(_without_mask(each, local) for each in spec.placements)
         spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     return dispatcher.wrap(local, spec)

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _math_ops as math_ops
 from torch.distributed.tensor.parallel import loss
 
-from monarch_backend.dtensor import _by_parts, _strategies
+from monarch_backend.dtensor import _by_parts, _strategies, _torch_masks
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
 _aten = torch.ops.aten
@@ -36,6 +36,7 @@ def correct() -> None:
     handlers = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
+    handlers.update(dict.fromkeys(_torch_masks.MASKED, _torch_masks.masked_at_once))
     for operator in _by_parts.OF_CLASSES:
         handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
     for operator in _strategies.CORRECTED:

@@ -152,6 +152,20 @@ def test_bits_are_shifted(mesh_of: Callable[[str], Any]) -> None:
     same(ours, x)
 
 
+def test_rows_of_a_table_that_a_rank_has_not(mesh_of: Callable[[str], Any]) -> None:
+    """What keeps a sum over ranks is done with them before they are added up."""
+    index = torch.tensor([0, 3, 3, 5])
+
+    def calculate(table: Any) -> Any:
+        there = isinstance(table, torch.distributed.tensor.DTensor)
+        given = distribute_tensor(index, mesh_of("2"), [Replicate()]) if there else index
+        rows, taken = F.embedding(given, table), table.gather(0, given[:, None].expand(4, 3))
+        return rows.t().sum(0) + rows.sum(1) + taken.t().sum(0) * rows.view(2, 6).t().sum()
+
+    for dim in (0, 1):
+        gradients_are_the_same(mesh_of("2"), torch.randn(6, 3), calculate, Shard(dim))
+
+
 MASKS = {
     "by batch": ((4, 1, 3, 3), Shard(0)), "by heads": ((4, 2, 3, 3), Shard(1)), "of all": ((3, 3), Replicate()),
     "by queries": ((1, 1, 3, 3), Shard(2)), "of heads": ((1, 2, 3, 3), Replicate()),
