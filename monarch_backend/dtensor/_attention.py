@@ -53,7 +53,7 @@ def _kept(placement: Any, query: Any, key: Any) -> Any:
 
 def _has(mask: Any, placement: Any, query: Any) -> bool:
     """Other values for other batches, or heads; else it is the same for all of them."""
-    return placement.is_shard() and mask.ndim == 4 and mask.shape[placement.dim] == query.shape[placement.dim]
+    return bool(placement.is_shard() and mask.ndim == 4 and mask.shape[placement.dim] == query.shape[placement.dim])
 
 
 def _distributed(tensor: Any, mesh: Any) -> Any:
@@ -74,7 +74,7 @@ def _shape(tensor: Any) -> tuple[Any, ...]:
 def _shapes(func: Any, count: int, *rest: Any) -> list[TensorMeta]:
     """Of the whole results."""
     made = [torch.empty_strided(shape, stride, dtype=kind, device="meta") for shape, stride, kind in rest[: count + 1]]
-    named = dict(each for each in rest[count + 1 :] if isinstance(each, tuple))
+    named: dict[str, Any] = dict(each for each in rest[count + 1 :] if isinstance(each, tuple))
     others = [each for each in rest[count + 1 :] if not isinstance(each, tuple)]
     found = func(*made[:count], *others, **{**named, "attn_mask": made[count]})
     return [TensorMeta(each.shape, each.stride(), each.dtype) for each in found]

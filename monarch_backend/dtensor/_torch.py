@@ -809,7 +809,7 @@ def _format(own: Any) -> Replacement:
 
 @_replaces(DTensor, "data")
 def _data(own: Any) -> Any:
-    def set_data(self: Any, other: torch.Tensor) -> None:
+    def set_data(self: Any, other: Any) -> None:
         if _is_remote(self):
             if not isinstance(other, DTensor):
                 other = api.distribute_tensor(other, self.device_mesh, self.placements)

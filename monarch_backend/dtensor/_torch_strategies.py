@@ -33,7 +33,7 @@ def correct() -> None:
     # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
     math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
     known[_aten.any.dims] = _where_none_is_none(known[_aten.any.dims])
-    handlers = api.DTensor._op_dispatcher._custom_op_handlers
+    handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
     handlers.update(dict.fromkeys(_torch_masks.MASKED, _torch_masks.masked_at_once))

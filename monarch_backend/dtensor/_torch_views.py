@@ -42,7 +42,7 @@ class _Taken:
 
 
 class _Indexing(threading.local):
-    copies: list[DTensor] | None = None
+    copies: list[Any] | None = None
 
 
 _indexing = _Indexing()

@@ -96,7 +96,7 @@ def test_what_is_filled_into_a_sum_over_ranks(mesh_of: Callable[[str], Any]) -> 
     total = distribute_tensor(X, mesh_of("3"), [Shard(1)]).sum(1)
     assert total.placements == (Partial(),)
     same(torch.empty_like(total).fill_(3), torch.full((5,), 3.0))
-    for value in (2, torch.tensor(2.0)):
-        with pytest.raises(RuntimeError, match="placement"):  # ranks would each have all of it
-            total.fill_(value)
-    same(total, X.sum(1))
+    for value in (2, torch.tensor(3.0)):
+        total.fill_(value)  # not by each rank, of which each would have all of it
+        assert total.placements == (Partial(),)
+        same(total, torch.full((5,), float(value)))

@@ -136,10 +136,11 @@ def test_distributions_look_at_their_arguments(mesh_of: Callable[[str], Any]) ->
     found = []
     for x in (distribute_tensor(X, mesh_of("2"), [Shard(0)]), X):
         torch.manual_seed(2)
-        normal, categories = torch.distributions.Normal(x, x.exp()), torch.distributions.Categorical(logits=x)
+        normal = torch.distributions.Normal(x, x.exp(), validate_args=True)
+        categories = torch.distributions.Categorical(logits=x, validate_args=True)
         found.append([normal.rsample(), categories.sample(), categories.entropy()])
         with pytest.raises(ValueError, match="Normal"):
-            torch.distributions.Normal(x, x)
+            torch.distributions.Normal(x, x, validate_args=True)
     for ours, alone in zip(*found, strict=True):
         same(ours, alone)
 
