@@ -81,7 +81,7 @@ def note(taken: _Taken, locals_: Any, specs: Any) -> None:
 @_replaces(DTensor, "__getitem__")
 def _get(own: Any) -> Replacement:
     def __getitem__(self: Any, index: Any) -> Any:
-        if not _torch._is_remote(self):
+        if not _is_ours(self):
             return own(self, index)
         before, _indexing.copies = _indexing.copies, []
         try:
@@ -105,7 +105,7 @@ def _get(own: Any) -> Replacement:
 @_replaces(DTensor, "__setitem__")
 def _set(own: Any) -> Replacement:
     def __setitem__(self: Any, index: Any, value: Any) -> None:
-        if not _torch._is_remote(self):
+        if not _is_ours(self):
             own(self, index, value)
             return
         before, _indexing.copies = _indexing.copies, []
@@ -125,6 +125,10 @@ def _set(own: Any) -> Replacement:
                 taken.version = _version(taken.args[0])
 
     return __setitem__
+
+
+def _is_ours(tensor: Any) -> bool:
+    return _torch._is_remote(tensor) or _torch._is_traced(tensor)
 
 
 def _source(local: Any) -> Any:
@@ -163,7 +167,7 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
     if not _changes(op_call):
         return
     for changed in _signatures.written(op_call._schema, args, kwargs or {}):
-        if not isinstance(changed, DTensor) or not _torch._is_remote(changed):
+        if not isinstance(changed, DTensor) or not _is_ours(changed):
             continue
         chain = _chain(changed)
         if not chain and _indexing.copies is None:
@@ -181,7 +185,7 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
 def _write_through(changed: Any) -> None:
     """A view that C++ has made of others, as autograd does in the backward of ``x[1:, 0] = 0``: they are made again."""
     base = changed._base if changed._is_view() else None
-    if not isinstance(base, DTensor) or not _torch._is_remote(base) or all(p.is_replicate() for p in base.placements):
+    if not isinstance(base, DTensor) or not _is_ours(base) or all(p.is_replicate() for p in base.placements):
         return
     _indexing.copies = []
     try:

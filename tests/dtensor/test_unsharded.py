@@ -162,6 +162,20 @@ def test_what_has_no_sharding_with_wrong_arguments_raises_torchs_error(mesh_of: 
         torch.cdist(x, x[:, :2])
 
 
+def test_captured_steps_write_through_an_index_and_break_at_sizes_that_are_values(
+    mesh_of: Callable[[str], Any],
+) -> None:
+    def step(x: Any) -> Any:
+        y = x * 1
+        y[1:3, 2:] = 0
+        y[5:] += 1
+        return y * 2, y[y > 0].sum()
+
+    there = torch.compile(step, backend="monarch", options={"inductor": False})
+    for ours, alone in zip(there(distribute_tensor(X, mesh_of("2"), [Shard(0)])), step(X), strict=True):
+        same(ours, alone)
+
+
 def test_captured_steps_have_it(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(X, mesh_of("2"), [Shard(0)])
 
