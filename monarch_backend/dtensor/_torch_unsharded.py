@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from monarch_backend.dtensor import _attention, _signatures, _torch, _torch_traces, _torch_views
-from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
@@ -80,9 +79,7 @@ def _can_be_whole(op_call: Any, args: Any, kwargs: Any, error: BaseException) ->
         return True
     is_by_values = isinstance(error, _BY_VALUES) or isinstance(error.__cause__, _BY_VALUES)
     if is_by_values and any(_torch_traces.is_traced(each._local_tensor) for each in given):
-        from monarch_backend.dtensor import _torch_compile  # with dynamo, which is there now
-
-        _torch_compile.break_graph(str(op_call), RemoteTensorError(f"the sizes of what {op_call} returns are values"))
+        raise error if isinstance(error, _BY_VALUES) else error.__cause__ or error  # dynamo knows it: a graph break
     return is_by_values
 
 
