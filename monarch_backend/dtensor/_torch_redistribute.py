@@ -20,7 +20,7 @@ from torch.distributed.tensor import _redistribute as redistribution
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monarch_backend.dtensor import _dispatch
+from monarch_backend.dtensor import _dispatch, _torch_traces
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
@@ -163,8 +163,10 @@ def _redistribute(own: Any) -> Replacement:
         local_tensor: Any, current_spec: Any, target_spec: Any, *, async_op: bool = False,
         use_graph_based_transform: bool | None = None, is_explicit: bool = False,
     ) -> Any:  # fmt: skip
-        # Indices that torch makes on a device of the workers': this mesh's make them. A trace's are on the CPU.
-        makes_indices = current_spec.mesh if type(local_tensor) is RemoteTensor else contextlib.nullcontext()
+        # Indices that torch makes on a device of the workers': this mesh's make them. A trace's are on the CPU; and
+        # torch keeps a trace's specs, in which the mesh is the trace's own object, and uses them for real tensors.
+        mesh = _torch_traces.real(current_spec.mesh)
+        makes_indices = mesh if type(local_tensor) is RemoteTensor else contextlib.nullcontext()
 
         def by_torch() -> Any:
             with makes_indices:
@@ -181,7 +183,6 @@ def _redistribute(own: Any) -> Replacement:
             or (local_tensor.requires_grad and torch.is_grad_enabled())
         ):
             return by_torch()
-        mesh = current_spec.mesh
         settings = (
             use_graph_based_transform,
             redistribution._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION,
