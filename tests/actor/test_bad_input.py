@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from monarch_backend.actor import (
 from monarch_backend.actor._program import program
 from monarch_backend.mesh import _limits
 from tests.actor.harm import AsyncVictim, BadBirth, Victim
-from tests.actor.support import PATIENCE, Faults, begun
+from tests.actor.support import PATIENCE, Faults, begun, gate
 
 
 @pytest.fixture(scope="module")
@@ -556,12 +557,16 @@ def test_log_options_that_mean_nothing(faults: Faults, capfd: pytest.CaptureFixt
 # Waiting in the wrong place
 
 
-def test_get_in_a_running_loop_warns(one: ActorMesh, alive: None) -> None:
-    async def holds_the_loop_up() -> Any:
-        with pytest.warns(RuntimeWarning, match="await the future instead"):
-            return one.echo.call_one(1).get(PATIENCE)
+def test_get_in_a_running_loop_warns(one: ActorMesh, alive: None, tmp_path: Path) -> None:
+    async def holds_the_loop_up(name: str, open_gate: Callable[[], None]) -> Any:
+        future = one.wait.call_one(None, name)
+        with pytest.warns(RuntimeWarning, match="await the future instead"), pytest.raises(TimeoutError):
+            future.get(0.001)
+        open_gate()
+        return await future
 
-    assert asyncio.run(holds_the_loop_up()) == 1
+    with gate(tmp_path) as (name, open_gate):
+        assert asyncio.run(holds_the_loop_up(name, open_gate)) == "waited"
 
     async def does_not() -> Any:
         with warnings.catch_warnings():
@@ -599,9 +604,7 @@ def test_a_timeout_that_is_none(one: ActorMesh, alive: None) -> None:
             one.echo.options(timeout=wrong)  # type: ignore[arg-type]
 
 
-def test_a_wait_that_is_too_short_can_be_repeated(one: ActorMesh, tmp_path: Any, alive: None) -> None:
-    from tests.actor.support import gate
-
+def test_a_wait_that_is_too_short_can_be_repeated(one: ActorMesh, tmp_path: Path, alive: None) -> None:
     with gate(tmp_path) as (name, open_gate):
         future = begun(one.wait.call_one, name)
         for _ in range(2):
