@@ -70,7 +70,7 @@ def _shape(tensor: Any) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
-@functools.cache
+@functools.lru_cache(1024)  # a program may have other lengths each time
 def _shapes(func: Any, count: int, *rest: Any) -> list[TensorMeta]:
     """Of the whole results."""
     made = [torch.empty_strided(shape, stride, dtype=kind, device="meta") for shape, stride, kind in rest[: count + 1]]

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 _texts: dict[bytes, list[bytes]] = {}
 """By torch_xla's hash the texts of the graphs that have it, as digests."""
@@ -28,6 +29,18 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [each.cpu() for each in given]
     found: list[torch.Tensor] = native._xla_get_cpu_tensors([*given, *_mark(given, None)])
     return found[: len(given)]
+
+
+def is_on_xla(value: Any) -> bool:
+    """Whether it is a tensor of an XLA device."""
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+
+def all_on_host(values: Any) -> Any:
+    """The tree with such copies in the place of all XLA tensors in it."""
+    leaves, spec = pytree.tree_flatten(values)
+    copies = iter(on_host([each for each in leaves if is_on_xla(each)]))
+    return pytree.tree_unflatten([next(copies) if is_on_xla(each) else each for each in leaves], spec)
 
 
 def sync(held: Iterable[torch.Tensor], said: Hashable) -> None:

@@ -77,15 +77,15 @@ class StagedGroup(NothingToEnd):
         raise AttributeError(f"the XLA route has no {name}")
 
     def _staged(self, name: str, *args: Any) -> Any:
-        return getattr(self._group, name)(*_on_host(args))
+        return getattr(self._group, name)(*_xla_graphs.all_on_host(args))
 
     def _written(self, name: str, outputs: Any, *rest: Any) -> Any:
         group = self._group
         own = getattr(group, _NAMES.get(name, name), None) or getattr(group, name)
         if name in _FROM_WHAT_IS_THERE:
-            there, *rest = _on_host((outputs, *rest))
+            there, *rest = _xla_graphs.all_on_host((outputs, *rest))
         else:
-            there, rest = pytree.tree_map(_room_for, outputs), _on_host(rest)
+            there, rest = pytree.tree_map(_room_for, outputs), _xla_graphs.all_on_host(rest)
         work = own(there, *rest)
 
         def finish() -> None:
@@ -101,19 +101,8 @@ class StagedGroup(NothingToEnd):
         return _torch.finished_work(given)
 
 
-def _is_on_xla(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "xla"
-
-
-def _on_host(values: Any) -> Any:
-    """With copies of all XLA tensors in it."""
-    leaves, spec = pytree.tree_flatten(values)
-    copies = iter(_xla_graphs.on_host([each for each in leaves if _is_on_xla(each)]))
-    return pytree.tree_unflatten([next(copies) if _is_on_xla(each) else each for each in leaves], spec)
-
-
 def _room_for(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype) if _is_on_xla(value) else value
+    return torch.empty(value.shape, dtype=value.dtype) if _xla_graphs.is_on_xla(value) else value
 
 
 @functools.cache

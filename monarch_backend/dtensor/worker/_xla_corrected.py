@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from monarch_backend.dtensor.worker import _xla_ops
+
 _aten = torch.ops.aten
 _HERE = "monarch_backend.dtensor.worker._xla_corrected:"
 
@@ -108,7 +110,7 @@ def _by_scale(operator: Any) -> Callable[..., Any]:
         sizes = options.get("input_size", x.shape)[2:]
         if all(each is None or float(size * each).is_integer() for size, each in zip(sizes, factors, strict=True)):
             return operator(x, **options)
-        return operator(x.cpu(), **options).to(x.device)
+        return _xla_ops.on_the_cpu(operator, x, **options)
 
     return resized
 

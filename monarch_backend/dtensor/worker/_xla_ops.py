@@ -149,15 +149,14 @@ def adapted(operator: Any) -> Any:
         return operator  # it makes views, or changes something: torch says that in other operators first
     if _torch_decompositions.is_there(operator, "XLA"):
         return operator
-    return _torch_decompositions.in_others(operator) or functools.partial(_on_the_cpu, operator)
+    return _torch_decompositions.in_others(operator) or functools.partial(on_the_cpu, operator)
 
 
-def _on_the_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    there = [each for each in leaves if isinstance(each, torch.Tensor) and each.device.type == "xla"]
-    if not there:
+def on_the_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call it with copies, and bring back what it returns."""
+    tensors = filter(_xla_graphs.is_on_xla, pytree.tree_leaves((args, kwargs)))
+    device = next((each.device for each in tensors), None)
+    if device is None:
         return operator(*args, **kwargs)
-    device, copies = there[0].device, iter(_xla_graphs.on_host(there))
-    here = [next(copies) if isinstance(each, torch.Tensor) and each.device.type == "xla" else each for each in leaves]
-    args, kwargs = pytree.tree_unflatten(here, spec)
+    args, kwargs = _xla_graphs.all_on_host((args, kwargs))
     return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), operator(*args, **kwargs))
