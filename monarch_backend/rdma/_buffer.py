@@ -6,12 +6,14 @@ from typing import Any
 
 from monarch_backend.actor import Future
 from monarch_backend.actor._future import DoneFuture
+from monarch_backend.rdma._again import Again, after
 from monarch_backend.rdma._errors import RDMAError
+from monarch_backend.rdma._futures import SingleFuture
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory, frozen, memory_of, writable
 from monarch_backend.rdma._registry import registry
 from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend.rdma._transfers import Change, Part, engine
+from monarch_backend.rdma._transfers import Change, Engine, Part, engine
 
 _64_BITS = (1 << 64) - 1
 
@@ -42,15 +44,18 @@ class RDMABuffer:
     >>> buffer.drop()
     """
 
-    __slots__ = ("_handle",)
+    __slots__ = ("_handle", "_last_read", "_last_write")
 
     def __init__(self, data: Any) -> None:
         self._handle: Handle = registry().add(frozen(memory_of(data, "the memory to register")))
+        self._last_read: Again | None = None
+        self._last_write: Again | None = None
 
     @classmethod
     def _of(cls, handle: Handle) -> RDMABuffer:
         made = cls.__new__(cls)
         made._handle = handle
+        made._last_read = made._last_write = None
         return made
 
     # ---- what it is
@@ -102,12 +107,25 @@ class RDMABuffer:
         gone, RDMAError for the rest; a part may have been copied by then. Cancelling the future ends the transfer.
         ``dst`` must not be used until the future is done. Raises ValueError for a ``dst`` that does not do.
         """
-        return self._move(False, self._to_read(dst), self.size(), timeout)
+        last, mover = self._last_read, engine()
+        if last is not None and timeout is None and (again := last.start(mover, dst)) is not None:
+            return again
+        memory = self._to_read(dst)
+        future = self._move(mover, False, memory, self.size(), timeout)
+        if type(future) is SingleFuture:
+            self._last_read = after(last, mover, self._part(False, memory, self.size()), dst, memory)
+        return future
 
     def write_from(self, src: Any, *, timeout: float | None = None) -> Future[None]:
         """Copy all of ``src`` to its beginning. A Future of None. As `read_into`."""
+        last, mover = self._last_write, engine()
+        if last is not None and timeout is None and (again := last.start(mover, src)) is not None:
+            return again
         memory = self._to_write(src)
-        return self._move(True, memory, memory.nbytes, timeout)
+        future = self._move(mover, True, memory, memory.nbytes, timeout)
+        if type(future) is SingleFuture:
+            self._last_write = after(last, mover, self._part(True, memory, memory.nbytes), src, memory)
+        return future
 
     def fetch_add(self, add: int, offset: int = 0, *, timeout: float | None = None) -> Future[int]:
         """Add to the 64-bit integer at byte ``offset``, modulo 2**64, in one step; a Future of what was there before.
@@ -155,12 +173,15 @@ class RDMABuffer:
                 "the same kind of device first"
             )
 
-    def _move(self, write: bool, memory: LocalMemory, nbytes: int, timeout: float | None) -> Future[None]:
-        handle, mover = self._handle, engine()
-        if (timeout is None or timeout > 0) and mover.at_once(handle, write, memory, nbytes):
+    def _move(
+        self, mover: Engine, write: bool, memory: LocalMemory, nbytes: int, timeout: float | None
+    ) -> Future[None]:
+        if (timeout is None or timeout > 0) and mover.at_once(self._handle, write, memory, nbytes):
             return DoneFuture()
-        part = Part(handle, write, ((handle.offset, memory.address, nbytes),))
-        return mover.start((part,), (memory,), timeout)
+        return mover.start((self._part(write, memory, nbytes),), (memory,), timeout)
+
+    def _part(self, write: bool, memory: LocalMemory, nbytes: int) -> Part:
+        return Part(self._handle, write, ((self._handle.offset, memory.address, nbytes),))
 
     def _change(self, access: int, offset: int, operand: int, expected: int, timeout: float | None) -> Future[int]:
         return engine().change(self._atomic(access, offset, operand, expected), timeout)

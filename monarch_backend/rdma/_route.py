@@ -121,6 +121,12 @@ class NicRoute(FlyingRoute, Protocol):
         """What `begin` finds out, for `begin_planned` as long as the local memory is where it is. None: it can't."""
         ...
 
+    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+        """The same, where the local memory is in this: its address, its bytes, its owner. With () it is to be kept, and
+        keeps no memory alive.
+        """
+        ...
+
     def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
         """As `begin`."""
         ...

@@ -166,6 +166,10 @@ class Far:
         """See NicRoute."""
         return self._verbs.planned(part, keep)
 
+    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+        """See NicRoute."""
+        return self._verbs.planned_for(plan, memory)
+
     def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
         """See NicRoute."""
         return None if self._why else self._verbs.begin_planned(part, plan, done)

@@ -75,7 +75,7 @@ SOON = 1.0
 T = TypeVar("T")
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """What a transfer gives."""
 
 
@@ -93,7 +93,7 @@ class Engine:
         parts: Sequence[Part | Change],
         keep: Any,
         timeout: float | None,
-        result: Callable[[], Any] = _nothing,
+        result: Callable[[], Any] = nothing,
     ) -> Future[Any]:
         """Do all of it; a Future of ``result()``. ``keep`` is what the local addresses are of.
 
@@ -105,7 +105,7 @@ class Engine:
             nics = of_nics(route)
             if nics is None and _is_quick(part, route):
                 return self._at_once(part, route, keep, timeout, result)
-            if nics is not None and timeout is None and (single := self._single(part, nics, keep, result)) is not None:
+            if nics is not None and timeout is None and (single := self.single(part, nics, keep, result)) is not None:
                 return single
         self.guard()
         transfer = _Transfer(self, len(routed), keep, timeout, result)
@@ -121,7 +121,7 @@ class Engine:
                 self.movers.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
         return transfer.future
 
-    def _single(
+    def single(
         self, part: Part | Change, route: NicRoute, keep: Any, result: Callable[[], T], plan: Any = None
     ) -> Future[T] | None:
         """By NICs, begun on the caller's thread; None if it takes another one. ``plan``: the route's, if it has one."""
@@ -183,7 +183,7 @@ class Engine:
         plan = None if route is None else route.planned(part, keep)
         if route is None or plan is None:
             return None
-        return lambda timeout: self._single(part, route, keep, _nothing, plan) if timeout is None else None
+        return lambda timeout: self.single(part, route, keep, nothing, plan) if timeout is None else None
 
     def _copies(self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]) -> Any:
         """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them."""

@@ -38,11 +38,13 @@ from monarch_backend.rdma._route import (
     Segment,
 )
 from monarch_backend.rdma.verbs import (
+    Allocation,
     Engine,
     Plan,
     Region,
     UnreachableMemoryError,
     VerbsError,
+    allocation_of,
     available,
     plan_atomic,
     plan_transfer,
@@ -145,6 +147,10 @@ class Verbs:
             return None if _refusal(part, region) else _plan(part, region, keep)
         except (VerbsError, ValueError, TypeError):  # who does it by `move` will hear that again, and say it
             return None
+
+    def planned_for(self, plan: Plan, memory: tuple[int, int, Any] | tuple[()]) -> Plan:
+        """See NicRoute."""
+        return plan.over((Allocation(*memory),) if memory else ())
 
     def begin_planned(self, part: Part | Change, plan: Plan, done: Callable[[Result], None]) -> Flight | None:
         """See NicRoute."""
@@ -265,8 +271,6 @@ def _owners(segments: Sequence[Segment], keep: Any) -> Any:
     each_one = [memory.keep if isinstance(memory, LocalMemory) else memory for memory in keep]
     if len(each_one) == 1:
         return each_one[0]
-    from monarch_backend.rdma.verbs._memory import allocation_of
-
     found = sorted(((allocation_of(each), each) for each in each_one), key=lambda pair: pair[0][:2])
     starts = [allocation.address for allocation, _ in found]
 

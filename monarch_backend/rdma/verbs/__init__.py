@@ -21,10 +21,12 @@ _errors.py       what is raised
 from monarch_backend.rdma.verbs._devices import Fact, available, describe
 from monarch_backend.rdma.verbs._engine import Engine, Region, hears, plan_atomic, plan_transfer
 from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
+from monarch_backend.rdma.verbs._memory import Allocation, allocation_of
 from monarch_backend.rdma.verbs._request import Plan
 from monarch_backend.rdma.verbs._settings import Settings, from_environment
 
 __all__ = [
+    "Allocation",
     "Engine",
     "Fact",
     "Plan",
@@ -32,6 +34,7 @@ __all__ = [
     "Settings",
     "UnreachableMemoryError",
     "VerbsError",
+    "allocation_of",
     "available",
     "describe",
     "from_environment",

@@ -99,6 +99,14 @@ class Plan:
         # A single work request, that is, where a device's messages may be as long.
         self.is_one_piece = len(pieces) == 1 and self.nbytes <= LEAST_PIECE
 
+    def over(self, allocations: Sequence[Allocation]) -> Plan:
+        """The same, of these: the same memory, or none, for a plan that is kept and must not keep it alive."""
+        made = Plan.__new__(Plan)
+        made.kind, made.opcode, made.record, made.operands = self.kind, self.opcode, self.record, self.operands
+        made.pieces, made.allocations = self.pieces, allocations
+        made.nbytes, made.is_one_piece = self.nbytes, self.is_one_piece
+        return made
+
 
 class Request:
     """Under way or waiting, until `done` is called: once, with None, an atomic's old value, or the error.
@@ -254,7 +262,9 @@ class Request:
     @property
     def is_over(self) -> bool:
         """Nothing of it is under way, and nothing will be."""
-        return not self.under_way and not self.has_more
+        if self.under_way:
+            return False
+        return (self._next is None and self._cut is None and not self._again) or not self.has_more
 
     def close(self) -> Any:
         """The devices are done with it: what `done` is called with."""

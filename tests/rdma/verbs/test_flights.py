@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from monarch_backend.actor import CancelledError
 from monarch_backend.actor._program import program
@@ -191,8 +192,6 @@ def test_one_at_a_time_looks_for_long(far: Make, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
-    import torch
-
     owner = far(Fabric(at_once=False))
     device, completions = owner.asking.devices()[0], owner.asking._completions
     into = torch.zeros(MI, dtype=torch.uint8)
@@ -218,8 +217,6 @@ def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
 
 def test_what_is_found_late_says_nothing_of_a_device_s_pace(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what the engine's thread finds when it sweeps, nor what somebody's first look does."""
-    import torch
-
     monkeypatch.setattr(_completions, "SWEEP", 60.0)
     owner = far(Fabric(at_once=False))
     device, into = owner.asking.devices()[0], torch.zeros(MI, dtype=torch.uint8)
@@ -269,8 +266,6 @@ class Counted:
 
 def test_a_small_one_takes_a_lock_twice_and_looks_at_no_clock(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either is a system call in guests without a vdso, and each takes as long as the transfer there."""
-    import torch
-
     monkeypatch.setattr(_completions, "SWEEP", 60.0)
     owner, into = far(), torch.zeros(8, dtype=torch.uint8)
     action = RDMAAction().read_remote(into, owner.buffer[:8])
@@ -295,8 +290,6 @@ def test_a_small_one_takes_a_lock_twice_and_looks_at_no_clock(far: Make, monkeyp
 
 
 def test_an_action_s_plan_is_made_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     owner, into = far(), torch.zeros(64, dtype=torch.uint8)
     planned: list[Any] = []
     plan = owner.route.planned
@@ -320,6 +313,74 @@ def test_an_action_s_plan_is_made_once(far: Make, monkeypatch: pytest.MonkeyPatc
     into.zero_()
     action.submit().get(10)
     assert owner.holds(into.numpy(), 64)
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+def test_one_tensor_again_and_again(far: Make, monkeypatch: pytest.MonkeyPatch, write: bool) -> None:
+    """What its transfer has to find out is found out twice, and once more after each change."""
+    owner, mine = far(), torch.zeros(4, 16, dtype=torch.uint8)
+    there = torch.frombuffer(owner.memory.view, dtype=torch.uint8)[:64].view(4, 16)
+    buffer, planned, plan = owner.buffer[:64], [], owner.route.planned
+    monkeypatch.setattr(owner.route, "planned", lambda *of: (planned.append(of), plan(*of))[1])
+
+    def moves(count: int = 1) -> int:
+        """All bytes, to which another number is added each time; how many plans were made for it."""
+        before = len(planned)
+        for number in range(count):
+            source = mine if write else there
+            source += number + 1
+            (buffer.write_from if write else buffer.read_into)(mine).get(10)
+            assert torch.equal(mine, there)
+        return len(planned) - before
+
+    assert moves(6) == 3, "the first, and the second, which learns for the third"
+    mine.data = torch.zeros(4, 16, dtype=torch.uint8)
+    assert moves() == 2
+    assert moves(3) == 0
+    other = torch.zeros(64, dtype=torch.uint8)
+    mine.set_(other.untyped_storage(), 0, (4, 16), (16, 1))
+    assert moves() == 2
+    mine.t_()
+    with pytest.raises(ValueError, match="not contiguous"):
+        moves()
+    mine.t_()
+    mine.untyped_storage().resize_(32)
+    with pytest.raises(ValueError, match="was freed"):
+        (buffer.write_from if write else buffer.read_into)(mine)
+    mine.untyped_storage().resize_(1 << 20)  # to other memory, perhaps
+    assert moves(3) <= 2
+    assert buffer.read_into(mine, timeout=10).get() is None, "with a timeout it is another kind of transfer"
+    owner.asking.give_up(owner.token, "a connection may be gone by then")
+    assert moves() <= 2
+
+
+def test_two_tensors_in_turns(far: Make) -> None:
+    owner, tensors = far(), [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    buffer = owner.buffer[:64]
+    for number in range(8):
+        owner.memory.view[0] = number
+        buffer.read_into(tensors[number % 2]).get(10)
+        assert tensors[number % 2][0] == number
+        buffer.write_from(tensors[1 - number % 2]).get(10)
+        assert owner.holds(tensors[1 - number % 2].numpy(), 64)
+        owner.memory.view[0] = number
+    assert [int(each[0]) for each in tensors] == [6, 7]
+
+
+def test_a_buffer_keeps_no_tensor_and_no_memory_alive(far: Make) -> None:
+    owner = far()
+    buffer, mine = owner.buffer[:64], torch.zeros(64, dtype=torch.uint8)
+    for _ in range(4):
+        buffer.read_into(mine).get(10)
+        buffer.write_from(mine).get(10)
+    tensor, storage = weakref.ref(mine), weakref.ref(mine.untyped_storage())
+    mine.data = torch.zeros(64, dtype=torch.uint8)
+    assert storage() is None, "the memory that it had"
+    storage = weakref.ref(mine.untyped_storage())
+    del mine
+    assert tensor() is None
+    assert storage() is None
+    assert until(lambda: not any(len(device.cache) for device in owner.asking.devices()), 5), "nor its registration"
 
 
 def test_a_single_one_that_is_over_keeps_nothing_alive(far: Make) -> None:
@@ -703,8 +764,6 @@ def test_many_from_many_threads(far: Make) -> None:
 
 
 def test_what_takes_long_to_register_takes_a_thread_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     owner = far()
     by_threads = moved_by_threads(owner, monkeypatch)
     into = torch.zeros(2 * MI, dtype=torch.uint8)
@@ -719,8 +778,6 @@ def test_what_takes_long_to_register_takes_a_thread_once(far: Make, monkeypatch:
 
 
 def test_cancel_returns_when_what_is_posted_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(_flight, "MERCY", 60.0)
     owner = far(Fabric(at_once=False), nbytes=32 * MI)
     into = torch.zeros(32 * MI, dtype=torch.uint8)
@@ -1050,8 +1107,6 @@ def test_tcp_is_taken_where_the_devices_stop_to_reach_each_other(far: Make, capl
 
 @pytest.mark.parametrize(("nbytes", "lanes"), [(MI, 1), (16 * MI, 1), (64 * MI, 2)])
 def test_several_queue_pairs_share_what_is_large(far: Make, nbytes: int, lanes: int) -> None:
-    import torch
-
     assert Settings().queue_pairs == 2
     owner = far(Fabric(at_once=False), nbytes=nbytes)
     assert until(lambda: owner.fabric.run() == 0 and all(pair.most <= 1 for pair in owner.fabric.pairs.values()))
