@@ -78,7 +78,7 @@ class Speaker(Actor):
         import torch
 
         data = torch.utils.data.TensorDataset(torch.arange(8.0))
-        loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork")
+        loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")
         return [batch.sum().item() for (batch,) in loader]
 
     @endpoint
