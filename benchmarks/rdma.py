@@ -11,7 +11,8 @@ host    two processes of this host: memory of rdma.empty (mapped), ordinary memo
 hosts   two network namespaces, over TCP, with and without TLS, beside sockets and iperf3 with one stream; needs root,
         iproute2 and iperf3
 own     8 bytes by verbs over a NIC that there is not: what our Python takes, beside a bare work request of that NIC
-        ("again" as above: over verbs that is of one tensor, and without timeout=)
+        ("again" as above: over verbs that is of one tensor, and without timeout=; in all other cases of verbs, too,
+        the tensor is that of the last time, but for those of "two tensors", in turns)
 verbs   two RDMA devices of this machine, beside perftest: its rates with as many in flight, and its latencies
 
 Each size goes round all contenders, round after round and each round from another one on. Cells have the median of all
@@ -63,6 +64,7 @@ ONCE = {"read": "read", "write": "write"}
 PEERS = {"read": "ib_read_lat", "write": "ib_write_bw -t 1"}
 """For ib_write_lat two processes write to each other in turns, which takes 11 ms where both share a processor."""
 AGAIN = {"read, again": "read_again", "write, again": "write_again"}
+TURNS = {"read, two tensors": "read_turns", "write, two tensors": "write_turns"}
 BARE = {"bare read": "bare", "bare write": "write_bare"}
 LARGE = 1 << 20  # from here on iperf3 is a floor
 IN_FLIGHT = 16  # as rdma_stations/ours.py
@@ -280,9 +282,9 @@ def verbs(sizes: Sequence[int], count: int) -> Route:
         nowhere = make(0, sys.executable, STATIONS / "pretended.py", SMALL)
         made = [station_of("read, 1 in flight", ours, route)]
         made += [_many(ours, kind, n) for kind, n in (("read", IN_FLIGHT), ("write", 1), ("write", IN_FLIGHT))]
-        made += [_small(name, ours, case) for name, case in {**AGAIN, **BARE}.items()]
+        made += [_small(name, ours, case) for name, case in {**AGAIN, **TURNS, **BARE}.items()]
         heard_of(nowhere)
-        made += [_small(f"{name}, no NIC", nowhere, case) for name, case in {**ONCE, **AGAIN, **BARE}.items()]
+        made += [_small(f"{name}, no NIC", nowhere, case) for name, case in {**ONCE, **AGAIN, **TURNS, **BARE}.items()]
         if why := perftest.missing():
             route.notes.append(f"perftest: {why}")
         else:
@@ -290,7 +292,8 @@ def verbs(sizes: Sequence[int], count: int) -> Route:
         rounds(route, made, sizes, count)
     for kind in ("read", "write"):
         route.notes += _latency(route, kind, f"{kind}, 1 in flight", kind)
-        route.notes += _latency(route, kind, f"{kind}, again", f"{kind}, again")
+        for case in ("again", "two tensors"):
+            route.notes += _latency(route, kind, f"{kind}, {case}", f"{kind}, {case}")
     return route
 
 
@@ -300,8 +303,8 @@ def _small(name: str, station: Station, case: str) -> Contender:
 
 def own_part(count: int) -> Route:
     """Over a NIC that there is not."""
-    names = {**ONCE, **AGAIN, **BARE}
-    floors = {name: f"bare {name.split(',')[0]}" for name in {**ONCE, **AGAIN}}
+    names = {**ONCE, **AGAIN, **TURNS, **BARE}
+    floors = {name: f"bare {name.split(',')[0]}" for name in {**ONCE, **AGAIN, **TURNS}}
     route = Route("Verbs' own Python", floors)
     with stations(Alone(), **COMMON) as make:  # type: ignore[arg-type]
         station = make(0, sys.executable, STATIONS / "pretended.py", SMALL)

@@ -6,6 +6,7 @@ OWNER_DEVICES which NICs the owner has.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from typing import Any
@@ -97,6 +98,16 @@ class Ours:
     def _write_many(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         fill(into)
         return lambda: [future.get() for future in [buffer.write_from(into) for _ in range(IN_FLIGHT)]]
+
+    def _read_turns(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        """Never into the tensor of the last time."""
+        turns = itertools.cycle((into, torch.zeros_like(into)))
+        return lambda: buffer.read_into(next(turns)).get()
+
+    def _write_turns(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
+        self._write(buffer, into)
+        turns = itertools.cycle((into, into.clone()))
+        return lambda: buffer.write_from(next(turns)).get()
 
     def _write_again(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         self._write(buffer, into)

@@ -14,21 +14,19 @@ import torch
 
 from monarch_backend.actor import Future
 from monarch_backend.rdma._memory import CPU, LocalMemory
-from monarch_backend.rdma._route import NicRoute, Part, of_nics
+from monarch_backend.rdma._route import Part, of_nics
 
 if TYPE_CHECKING:
     from monarch_backend.rdma._transfers import Engine
 
 
 def after(last: Again | None, mover: Engine, part: Part, local: Any, memory: LocalMemory) -> Again | None:
-    """What to keep when a part has begun that ``last`` did not do."""
-    route = of_nics(mover.routes.to(part.handle))
-    if route is None or not isinstance(local, torch.Tensor) or memory.device != CPU:
-        return None  # memory of a GPU has more to be asked each time
-    if last is None or not last.is_of(local):
-        return Again(local)
-    last.learn(mover, route, part, memory)
-    return last
+    """What to keep when NICs have begun a part that ``last`` did not begin."""
+    if last is not None and last.is_of(local):
+        last.learn(mover, part, memory)
+        return last
+    # Memory of a GPU has more to be asked each time.
+    return Again(local) if isinstance(local, torch.Tensor) and memory.device == CPU else None
 
 
 class Again:
@@ -40,14 +38,15 @@ class Again:
         self._local = weakref.ref(local)
         self._known: tuple[Any, ...] | None = None  # one object: several threads may read into one tensor
 
-    def is_of(self, local: torch.Tensor) -> bool:
+    def is_of(self, local: Any) -> bool:
         """This is the tensor."""
         return self._local() is local
 
-    def learn(self, mover: Engine, route: NicRoute, part: Part, memory: LocalMemory) -> None:
+    def learn(self, mover: Engine, part: Part, memory: LocalMemory) -> None:
         """How it is done; nothing, if it is not done like this."""
-        plan = route.planned(part, (memory,))
-        if plan is not None:
+        route = of_nics(mover.routes.to(part.handle))
+        plan = None if route is None else route.planned(part, (memory,))
+        if route is not None and plan is not None:
             storage = weakref.ref(memory.keep)
             self._known = mover, route, part, route.planned_for(plan, ()), storage, memory.address, memory.nbytes
 

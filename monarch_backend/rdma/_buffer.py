@@ -13,7 +13,7 @@ from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory, frozen, memory_of, writable
 from monarch_backend.rdma._registry import registry
 from monarch_backend.rdma._route import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend.rdma._transfers import Change, Engine, Part, engine
+from monarch_backend.rdma._transfers import Change, Part, engine
 
 _64_BITS = (1 << 64) - 1
 
@@ -44,18 +44,17 @@ class RDMABuffer:
     >>> buffer.drop()
     """
 
-    __slots__ = ("_handle", "_last_read", "_last_write")
+    __slots__ = ("_handle", "_last")
 
     def __init__(self, data: Any) -> None:
         self._handle: Handle = registry().add(frozen(memory_of(data, "the memory to register")))
-        self._last_read: Again | None = None
-        self._last_write: Again | None = None
+        self._last: list[Again | None] = [None, None]  # read, written
 
     @classmethod
     def _of(cls, handle: Handle) -> RDMABuffer:
         made = cls.__new__(cls)
         made._handle = handle
-        made._last_read = made._last_write = None
+        made._last = [None, None]
         return made
 
     # ---- what it is
@@ -107,25 +106,11 @@ class RDMABuffer:
         gone, RDMAError for the rest; a part may have been copied by then. Cancelling the future ends the transfer.
         ``dst`` must not be used until the future is done. Raises ValueError for a ``dst`` that does not do.
         """
-        last, mover = self._last_read, engine()
-        if last is not None and timeout is None and (again := last.start(mover, dst)) is not None:
-            return again
-        memory = self._to_read(dst)
-        future = self._move(mover, False, memory, self.size(), timeout)
-        if type(future) is SingleFuture:
-            self._last_read = after(last, mover, self._part(False, memory, self.size()), dst, memory)
-        return future
+        return self._move(False, dst, timeout)
 
     def write_from(self, src: Any, *, timeout: float | None = None) -> Future[None]:
         """Copy all of ``src`` to its beginning. A Future of None. As `read_into`."""
-        last, mover = self._last_write, engine()
-        if last is not None and timeout is None and (again := last.start(mover, src)) is not None:
-            return again
-        memory = self._to_write(src)
-        future = self._move(mover, True, memory, memory.nbytes, timeout)
-        if type(future) is SingleFuture:
-            self._last_write = after(last, mover, self._part(True, memory, memory.nbytes), src, memory)
-        return future
+        return self._move(True, src, timeout)
 
     def fetch_add(self, add: int, offset: int = 0, *, timeout: float | None = None) -> Future[int]:
         """Add to the 64-bit integer at byte ``offset``, modulo 2**64, in one step; a Future of what was there before.
@@ -173,15 +158,19 @@ class RDMABuffer:
                 "the same kind of device first"
             )
 
-    def _move(
-        self, mover: Engine, write: bool, memory: LocalMemory, nbytes: int, timeout: float | None
-    ) -> Future[None]:
-        if (timeout is None or timeout > 0) and mover.at_once(self._handle, write, memory, nbytes):
+    def _move(self, write: bool, local: Any, timeout: float | None) -> Future[None]:
+        handle, mover, last = self._handle, engine(), self._last[write]
+        if last is not None and timeout is None and (again := last.start(mover, local)) is not None:
+            return again
+        memory = self._to_write(local) if write else self._to_read(local)
+        nbytes = memory.nbytes if write else handle.nbytes
+        if (timeout is None or timeout > 0) and mover.at_once(handle, write, memory, nbytes):
             return DoneFuture()
-        return mover.start((self._part(write, memory, nbytes),), (memory,), timeout)
-
-    def _part(self, write: bool, memory: LocalMemory, nbytes: int) -> Part:
-        return Part(self._handle, write, ((self._handle.offset, memory.address, nbytes),))
+        part = Part(handle, write, ((handle.offset, memory.address, nbytes),))
+        future = mover.start((part,), (memory,), timeout)
+        if type(future) is SingleFuture:
+            self._last[write] = after(last, mover, part, local, memory)
+        return future
 
     def _change(self, access: int, offset: int, operand: int, expected: int, timeout: float | None) -> Future[int]:
         return engine().change(self._atomic(access, offset, operand, expected), timeout)
