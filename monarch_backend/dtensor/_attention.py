@@ -6,14 +6,12 @@ rows of queries that another rank has.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from monarch_backend.dtensor import _rank_ints
+from monarch_backend.dtensor import _rank_ints, _results
 
 _aten = torch.ops.aten
 
@@ -28,18 +26,15 @@ def masked(func: Any, args: Any, kwargs: Any) -> Any:
     """The result, or the gradients, for a mask that is a tensor. ``args``: with at least one DTensor."""
     count, mask = TENSORS[func], kwargs["attn_mask"]
     mesh = next(each.device_mesh for each in (*args[:count], mask) if isinstance(each, DTensor))
-    given = [_distributed(each, mesh) for each in args[:count]]
-    mask = _distributed(mask, mesh)
+    given = [_results.distributed(each, mesh) for each in args[:count]]
+    mask = _results.distributed(mask, mesh)
     query, key = given[-3:-1] if count == 3 else given[1:3]  # behind its result's gradient
     there = [_kept(each, query, key) for each in query.placements]
     of_mask = [each if _has(mask, each, query) else Replicate() for each in there]
     local = [_local(each, there) for each in given]
     found = func(*local, *args[count:], **{**kwargs, "attn_mask": _local(mask, of_mask)})
-    wholes = _shapes(func, count, *map(_shape, (*given, mask)), *args[count:], *kwargs.items())
-    return tuple(
-        DTensor(each, DTensorSpec(mesh, tuple(there), tensor_meta=whole), requires_grad=False)
-        for each, whole in zip(found, wholes, strict=True)
-    )
+    wholes = _results.wholes(func, (*given, *args[count:]), {**kwargs, "attn_mask": mask})
+    return tuple(_results.of_parts(each, whole, mesh, there) for each, whole in zip(found, wholes, strict=True))
 
 
 def _kept(placement: Any, query: Any, key: Any) -> Any:
@@ -56,25 +51,5 @@ def _has(mask: Any, placement: Any, query: Any) -> bool:
     return bool(placement.is_shard() and mask.ndim == 4 and mask.shape[placement.dim] == query.shape[placement.dim])
 
 
-def _distributed(tensor: Any, mesh: Any) -> Any:
-    if isinstance(tensor, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def _local(tensor: Any, placements: Any) -> Any:
     return tensor.redistribute(placements=placements)._local_tensor
-
-
-def _shape(tensor: Any) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
-@functools.lru_cache(1024)  # a program may have other lengths each time
-def _shapes(func: Any, count: int, *rest: Any) -> list[TensorMeta]:
-    """Of the whole results."""
-    made = [torch.empty_strided(shape, stride, dtype=kind, device="meta") for shape, stride, kind in rest[: count + 1]]
-    named: dict[str, Any] = dict(each for each in rest[count + 1 :] if isinstance(each, tuple))
-    others = [each for each in rest[count + 1 :] if not isinstance(each, tuple)]
-    found = func(*made[:count], *others, **{**named, "attn_mask": made[count]})
-    return [TensorMeta(each.shape, each.stride(), each.dtype) for each in found]

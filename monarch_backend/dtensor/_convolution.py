@@ -6,15 +6,13 @@ rank; it takes no notice of sharded weights. An image that is sharded by height 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from monarch_backend.dtensor import _rank_ints
+from monarch_backend.dtensor import _rank_ints, _results
 
 _aten = torch.ops.aten
 
@@ -62,27 +60,27 @@ class _Options(NamedTuple):
 def forward(func: Any, args: Any, _kwargs: Any) -> Any:
     """``aten.convolution`` of remote DTensors."""
     mesh = _mesh_of(args)
-    x, w, b = (_distributed(each, mesh) for each in args[:3])
+    x, w, b = (_results.distributed(each, mesh) for each in args[:3])
     options = _Options(*args[3:])
     ways = options.ways(x, w, b is not None)
     locals_ = [_local(each, mesh, ways, letter) for each, letter in zip((x, w, b), "xwb", strict=True)]
-    (whole,) = _shapes(func, _shape(x), _shape(w), None if b is None else _shape(b), *map(_frozen, args[3:]))
-    return _wrapped(func(*locals_, *args[3:]), whole, mesh, [way["y"] for way in ways])
+    (whole,) = _results.wholes(func, (x, w, b, *args[3:]))
+    return _results.of_parts(func(*locals_, *args[3:]), whole, mesh, [way["y"] for way in ways])
 
 
 def backward(func: Any, args: Any, _kwargs: Any) -> Any:
     """``aten.convolution_backward`` of remote DTensors."""
     mesh = _mesh_of(args)
-    y, x, w = (_distributed(each, mesh) for each in args[:3])
+    y, x, w = (_results.distributed(each, mesh) for each in args[:3])
     bias_sizes, wanted = args[3], args[10]
     options = _Options(*args[4:10])
     ways = options.ways(x, w, bool(wanted[2]))
     local = [_local(each, mesh, ways, letter) for each, letter in zip((y, x, w), "yxw", strict=True)]
     sizes = None if bias_sizes is None else [local[0].size(1)]
-    wholes = _shapes(func, _shape(y), _shape(x), _shape(w), *map(_frozen, args[3:]))
+    wholes = _results.wholes(func, (y, x, w, *args[3:]))
     found = func(*local, sizes, *args[4:])
     return tuple(
-        None if each is None else _wrapped(each, whole, mesh, [_gradient(way, letter) for way in ways])
+        None if each is None else _results.of_parts(each, whole, mesh, [_gradient(way, letter) for way in ways])
         for each, whole, letter in zip(found, wholes, "xwb", strict=True)
     )
 
@@ -115,38 +113,3 @@ def _local(tensor: Any, mesh: Any, ways: list[Way], letter: str) -> Any:
 
 def _mesh_of(args: Any) -> Any:
     return next(each.device_mesh for each in args if isinstance(each, DTensor))
-
-
-def _distributed(tensor: Any, mesh: Any) -> Any:
-    if tensor is None or isinstance(tensor, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _wrapped(local: Any, whole: TensorMeta, mesh: Any, placements: list[Any]) -> Any:
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=whole)
-    return DTensor(local, spec, requires_grad=False)
-
-
-def _shape(tensor: Any) -> tuple[Any, ...]:
-    return ("tensor", tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-@functools.cache
-def _shapes(func: Any, *args: Any) -> tuple[Any, ...]:
-    """Of the whole results."""
-
-    def thawed(value: Any) -> Any:
-        if not isinstance(value, tuple):
-            return value
-        if value and value[0] == "tensor":
-            return torch.empty_strided(value[1], value[2], dtype=value[3], device="meta")
-        return list(value)
-
-    found = func(*map(thawed, args))
-    results = found if isinstance(found, tuple) else (found,)
-    return tuple(None if each is None else TensorMeta(each.shape, each.stride(), each.dtype) for each in results)

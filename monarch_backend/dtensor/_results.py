@@ -1,0 +1,57 @@
+"""What operators that are done by hand (_attention, _convolution) start from and end with: DTensors of one mesh, and
+results of which each rank has its part, with the size that the whole has. Which placements those are is theirs to say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree as pytree
+
+
+class _Tensor(NamedTuple):
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+def distributed(tensor: Any, mesh: Any) -> Any:
+    """A DTensor of the mesh: a plain tensor is the same on all ranks. None stays None."""
+    if tensor is None or isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def of_parts(local: Any, whole: TensorMeta, mesh: Any, placements: Sequence[Any]) -> Any:
+    """The DTensor of which each rank has this part."""
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
+
+
+def wholes(func: Any, args: Any, kwargs: Any = None) -> tuple[Any, ...]:
+    """TensorMetas of what the operator returns if each of these tensors is in one piece; None where it returns none.
+    Found out once.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+    return _wholes(func, spec, *map(_said, leaves))
+
+
+def _said(leaf: Any) -> Any:
+    return _Tensor(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+# By type, too: 1 and True are equal. Not for ever: a program may have other lengths each time.
+@functools.lru_cache(1024, typed=True)
+def _wholes(func: Any, spec: pytree.TreeSpec, *leaves: Any) -> tuple[Any, ...]:
+    made = [
+        torch.empty_strided(*each[:2], dtype=each.dtype, device="meta") if type(each) is _Tensor else each
+        for each in leaves
+    ]
+    args, kwargs = pytree.tree_unflatten(made, spec)
+    found = func(*args, **kwargs)
+    results = found if isinstance(found, tuple) else (found,)
+    return tuple(None if each is None else TensorMeta(each.shape, each.stride(), each.dtype) for each in results)
