@@ -339,7 +339,7 @@ def _many(station: Station, kind: str, depth: int) -> Contender:
     case = kind if depth == 1 else f"{kind}_many"
 
     def times(size: int) -> list[float]:
-        station.tell(case, max(FEWEST, min(20, (16 << 20) // (size * depth))), size)
+        station.tell(case, max(FEWEST, min(MOST, BATCH // (size * depth))), size)
         return [seconds / depth for seconds in heard(station)]
 
     return Contender(f"{kind}, {depth} in flight", times)

@@ -29,6 +29,9 @@ FIRST_PACE, SLOWER = 1e-10, 1.25
 for who looked may have been kept from it.
 """
 
+_UNTIMED = 15
+"""After one that was as fast as the device is known to be: in some guests a look at the clock is a system call."""
+
 _SLOTS = 512
 _VALUE = struct.Struct("=Q")
 
@@ -63,6 +66,7 @@ class Device:
         self.starved = False  # a lane had work, and there was no credit
         self.armed = False  # the next completion is announced
         self.pace = FIRST_PACE
+        self.untimed = 0  # transfers that need not be timed
         self.looked_promptly = False  # who looks now finds what has come a moment ago
         self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
@@ -88,7 +92,9 @@ class Device:
         """From posting so many bytes on an idle queue pair until somebody has seen that they were done. If that was
         not prompt, it took no longer than that, and perhaps much less.
         """
-        self.pace = min(seconds / nbytes, self.pace * (SLOWER if self.looked_promptly else 1.0))
+        found = seconds / nbytes
+        self.untimed = _UNTIMED if self.pace / SLOWER < found < self.pace * SLOWER else 0
+        self.pace = min(found, self.pace * (SLOWER if self.looked_promptly else 1.0))
 
     def take_slot(self) -> Slot:
         """Until it is given back. Raises VerbsError."""

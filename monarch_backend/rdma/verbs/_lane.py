@@ -125,8 +125,8 @@ class Lane:
     def post_one(self, request: Request) -> None:
         """Its next piece, for which there is `room`. Raises OSError."""
         id_, piece = next(_ids), request.take(self)
-        if not self.posted and piece.nbytes >= _TIMED:
-            self._since, self._timed = time.perf_counter(), id_
+        if piece.nbytes >= _TIMED and not self.posted:
+            self._time(id_)
         self.posted.append(Posted(id_, request, piece))
         self.nbytes += piece.nbytes
         self.device.credit -= 1
@@ -140,12 +140,18 @@ class Lane:
 
     def _post(self, batch: list[Posted], works: list[Work]) -> None:
         if not self.posted and (first := batch[0].piece) is not None and first.nbytes >= _TIMED and len(batch) == 1:
-            self._since, self._timed = time.perf_counter(), batch[0].id
+            self._time(batch[0].id)
         for posted in batch:
             self.posted.append(posted)
             self.nbytes += posted.piece.nbytes if posted.piece else 0
         self.device.credit -= len(batch)
         self.pair.post(works)
+
+    def _time(self, id_: int) -> None:
+        if self.device.untimed:
+            self.device.untimed -= 1
+        else:
+            self._since, self._timed = time.perf_counter(), id_
 
     def retire(self, id_: int) -> list[Posted]:
         """All up to this one are done."""

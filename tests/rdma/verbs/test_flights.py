@@ -215,6 +215,25 @@ def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
     assert device.pace == pytest.approx(pace * _device.SLOWER), "perhaps who looked was kept from it"
 
 
+def test_a_device_that_stays_as_fast_is_not_timed_each_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, into = far(), torch.zeros(MI, dtype=torch.uint8)
+    for _ in range(3):
+        owner.buffer[:MI].read_into(into).get(10)  # registered
+    device = owner.asking.devices()[0]
+    device.took(device.pace * MI, MI)
+    looks: list[int] = []
+    clock = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: (looks.append(threading.get_ident()), clock())[1])
+    for _ in range(_device._UNTIMED):
+        owner.buffer[:MI].read_into(into).get(10)
+    assert threading.get_ident() not in looks
+    device.pace = 1.0
+    owner.buffer[:MI].read_into(into).get(10)
+    assert threading.get_ident() in looks
+    assert device.pace < 1e-3
+    assert device.untimed == 0, "it was another pace, so the next one is timed"
+
+
 def test_what_is_found_late_says_nothing_of_a_device_s_pace(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what the engine's thread finds when it sweeps, nor what somebody's first look does."""
     monkeypatch.setattr(_completions, "SWEEP", 60.0)
