@@ -8,16 +8,14 @@ alive, and nothing here is a transfer: those are _transfers.py's.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from monarch_backend.actor import Future
 from monarch_backend.rdma._memory import CPU, LocalMemory
 from monarch_backend.rdma._route import Part, of_nics
-
-if TYPE_CHECKING:
-    from monarch_backend.rdma._transfers import Engine
+from monarch_backend.rdma._transfers import Engine, nothing
 
 
 def after(last: Again | None, mover: Engine, part: Part, local: Any, memory: LocalMemory) -> Again | None:
@@ -66,9 +64,5 @@ class Again:
         if address + nbytes > start + size:
             return None
         plan = route.planned_for(plan, (start, size, storage))
-        begun: Future[None] | None = mover.single(part, route, (storage,), _nothing, plan)
+        begun: Future[None] | None = mover.single(part, route, (storage,), nothing, plan)
         return begun
-
-
-def _nothing() -> None:
-    """What it gives."""
