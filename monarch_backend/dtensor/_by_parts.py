@@ -60,7 +60,10 @@ def _with_all_classes(scores: Any) -> Any:
 
 def _index_add(_func: Any, args: Any, kwargs: Any) -> Any:
     """torch would take the source's shards for those of a tensor that is whole on all ranks."""
-    return args[0].copy_(_aten.index_add.default(*args, **(kwargs or {})))
+    added = _aten.index_add.default(*args, **(kwargs or {}))
+    if any(placement.is_partial() for placement in args[0].placements):  # no shard becomes a part of a sum
+        added = added.redistribute(placements=[Replicate()] * added.device_mesh.ndim)
+    return args[0].copy_(added)
 
 
 def _named(operator: Any) -> Callable[..., Any]:

@@ -6,18 +6,19 @@ here); shardings of our own, in _strategies.py.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _math_ops as math_ops
 from torch.distributed.tensor.parallel import loss
 
-from monarch_backend.dtensor import _by_parts, _strategies, _torch_masks
+from monarch_backend.dtensor import _by_parts, _strategies, _torch_masks, _torch_unsharded
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
 _aten = torch.ops.aten
@@ -36,9 +37,15 @@ def correct() -> None:
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
+    handlers[_aten.as_strided.default] = _torch_unsharded.strided(handlers[_aten.as_strided.default])
     handlers.update(dict.fromkeys(_torch_masks.MASKED, _torch_masks.masked_at_once))
     for operator in _by_parts.OF_CLASSES:
         handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
+    for operator in (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default):
+        known_one = propagator.op_single_dim_strategy_funcs[operator]
+        propagator.op_single_dim_strategy_funcs[operator] = dataclasses.replace(
+            known_one, func=_by_masks(known_one.func)
+        )
     for operator in _strategies.CORRECTED:
         propagator.op_single_dim_strategy_funcs.pop(operator, None)
 
@@ -58,6 +65,18 @@ def _aligned(own: Replacement) -> Replacement:
         return found
 
     return gather_strategy
+
+
+def _by_masks(own: Replacement) -> Replacement:
+    """A mask has as many of a tensor's dimensions as it has itself, not one: its shards would not fit the tensor's."""
+
+    def index_put_strategy(op: Any, args: Any, kwargs: Any) -> Any:
+        found = own(op, args, kwargs)
+        masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
+        is_wide = any(len(each.shape) > 1 for each in masks)
+        return [way for way in found if isinstance(way[0], Partial)] if is_wide else found
+
+    return index_put_strategy
 
 
 def _unless_parallel(parallel: Replacement, own: Replacement) -> Replacement:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -27,8 +28,12 @@ log = logging.getLogger("monarch_backend")
 
 _aten = torch.ops.aten
 _BY_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
-_STAYS = "in-place operations that require placement changes"
-"""torch's words where what is changed would have to be gathered for it."""
+_GATHERED = (
+    "in-place operations that require placement changes", "min() arg is an empty sequence",
+    "Attempted to unbind along the sharded dimension", "Cannot flatten unevenly sharded tensor",
+    "Cannot unflatten unevenly sharded tensor", "Cannot shard unevenly distributed tensor",
+)  # fmt: skip
+"""torch's words where an argument, or what is changed or written (``out=``), would have to be gathered for it."""
 _PARTS = "_local_tensor", "_spec"
 _said: set[Any] = set()
 _OUT_OF_PLACE = {
@@ -47,7 +52,9 @@ def _or_whole(own: Any) -> Replacement:
         if op_call in _attention.TENSORS and (kwargs or {}).get("attn_mask") is not None and _are_ours(args, kwargs):
             return _attention.masked(op_call, args, kwargs)
         try:
-            return own(self, op_call, args, kwargs, *rest, **options)
+            found = own(self, op_call, args, kwargs, *rest, **options)
+            if not (_is_moved(op_call, args, found) and _are_ours(args, kwargs)):
+                return found
         except (NotImplementedError, RuntimeError, *_BY_VALUES) as error:
             if not _can_be_whole(op_call, args, kwargs, error):
                 raise
@@ -75,12 +82,46 @@ def _can_be_whole(op_call: Any, args: Any, kwargs: Any, error: BaseException) ->
         return False
     if any(each.device_mesh != given[0].device_mesh for each in given):
         return False
-    if isinstance(error, NotImplementedError) or _STAYS in str(error):
+    if isinstance(error, NotImplementedError) or any(words in str(error) for words in _GATHERED):
         return True
     is_by_values = isinstance(error, _BY_VALUES) or isinstance(error.__cause__, _BY_VALUES)
     if is_by_values and any(_torch_traces.is_traced(each._local_tensor) for each in given):
         raise error if isinstance(error, _BY_VALUES) else error.__cause__ or error  # dynamo knows it: a graph break
     return is_by_values
+
+
+def _is_moved(op_call: Any, args: Any, found: Any) -> bool:
+    """Whether torch would change a copy: what an operator in place changes, placed in another way for it."""
+    if not isinstance(found, OutputSharding) or torch.Tag.inplace_view in op_call.tags:
+        return False
+    first = op_call._schema.arguments[0] if args else None
+    if first is None or first.alias_info is None or not first.alias_info.is_write:
+        return False
+    given = [each.placements for each in pytree.tree_leaves(args[0]) if isinstance(each, DTensor)]
+    moved = found.redistribute_schema and found.redistribute_schema.args_schema[0]
+    for specs in (moved, found.output_spec):
+        now = [each.placements for each in pytree.tree_leaves(specs) if isinstance(each, DTensorSpec)]
+        if len(now) == len(given) and now != given:
+            return True
+    return False
+
+
+def strided(own: Replacement) -> Replacement:
+    """Torch has a view by strides (`fill_diagonal_` makes one) of nothing but all of a tensor."""
+
+    def as_strided_handler(func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return own(func, args, kwargs)
+        except RuntimeError:
+            tensor = args[0]
+            if not _are_ours(args, kwargs):
+                raise
+            whole = _torch_views._as_placed(tensor, (Replicate(),) * tensor.device_mesh.ndim)
+            if whole._local_tensor.stride() != tensor.stride():
+                raise
+            return _whole(func, args, kwargs)
+
+    return as_strided_handler
 
 
 def _whole(op_call: Any, args: Any, kwargs: Any) -> Any:

@@ -170,8 +170,6 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
         if not isinstance(changed, DTensor) or not _is_ours(changed):
             continue
         chain = _chain(changed)
-        if not chain and _indexing.copies is None:
-            _write_through(changed)
         for taken, _ in chain:
             taken.check()
         for taken, copy in chain:
@@ -180,6 +178,9 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
             taken.version += 1  # torch counts it when this is over
             if _indexing.copies is not None:
                 _indexing.copies = [each for each in _indexing.copies if each._local_tensor is not copy._local_tensor]
+        if _indexing.copies is None:
+            with torch.no_grad():
+                _write_through(chain[-1][0].args[0] if chain else changed)
 
 
 def _write_through(changed: Any) -> None:

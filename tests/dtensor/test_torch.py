@@ -27,6 +27,8 @@ from torch.distributed.tensor import _dispatch as op_dispatch
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor import _sharding_prop as sharding_prop
 from torch.distributed.tensor._ops import _math_ops as reductions
+from torch.distributed.tensor._ops import _tensor_ops as tensor_ops
+from torch.distributed.tensor._ops import _view_ops as view_ops
 from torch.distributed.tensor._ops import utils
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
@@ -41,6 +43,7 @@ from monarch_backend.dtensor import (
     _torch,
     _torch_compile,
     _torch_groups,
+    _torch_strategies,
     _torch_unsharded,
     simulated_mesh,
 )
@@ -214,10 +217,20 @@ def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
 def test_torch_says_that_it_has_no_sharding_in_the_way_that_is_looked_for() -> None:
     """By the class of the error, and, where something would have to stay where it is, by its words."""
     assert "raise NotImplementedError(" in inspect.getsource(sharding_prop.ShardingPropagator)
-    assert _torch_unsharded._STAYS in inspect.getsource(utils.expand_to_full_mesh_op_strategy)
+    said = "".join(map(inspect.getsource, (utils.expand_to_full_mesh_op_strategy, tensor_ops, view_ops)))
+    assert not [words for words in _torch_unsharded._GATHERED if words not in said]
+    assert "costs.index(min(costs))" in inspect.getsource(sharding_prop), "what raises that, where no way is left"
     slow = inspect.getsource(op_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path)
     assert "out = op_call.decompose(*args, **kwargs)" in slow, "what it returns may be the result itself"
     assert slow.rstrip().endswith(") from e")
+
+
+def test_an_index_of_masks_is_sharded_by_what_we_correct() -> None:
+    known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[torch.ops.aten.index_put_.default]
+    assert dataclasses.is_dataclass(known) and known.func.__module__ == _torch_strategies.__name__
+    own = inspect.signature(tensor_ops.index_put_single_dim_strategy)
+    assert " ".join(own.parameters) == "op args kwargs"
+    assert callable(op_dispatch.as_strided_handler)
 
 
 def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:

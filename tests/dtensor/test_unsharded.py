@@ -42,7 +42,36 @@ CALCULATED: dict[str, Callable[[Any], Any]] = {
     "tril_": lambda x: (x * 1).tril_(),
     "a mask is written": lambda x: (x * 1).index_put_((x > 0,), torch.tensor(0.0)),
     "unfold": lambda x: x.unfold(0, 3, 2) * 2,
+    "unbind": lambda x: torch.stack([row * 2 for row in x.unbind(0)] + [row + 1 for row in x[:6].T.unbind(0)]),
+    "uneven rows beside each other": lambda x: (x[1:] * 2).view(-1) + (x[1:, :3] + x[:7, 3:]).flatten().sum(),
+    "a diagonal is filled": lambda x: (x @ x.T).fill_diagonal_(float("-inf")) + (x * 1).fill_diagonal_(3)[0, 0],
 }
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "index_copy_": lambda x: x.index_copy_(0, torch.tensor([4, 1]), torch.ones(2, 6)),
+    "scatter_add_": lambda x: x.scatter_add_(0, torch.tensor([[0, 7, 2], [0, 0, 0]]), torch.ones(2, 3)),
+    "rows of the last dimension": lambda x: x.scatter_add_(1, torch.tensor([[0, 0]] * 8), torch.ones(8, 2)),
+    "masked_fill_": lambda x: x.masked_fill_(X > 0, torch.tensor(4.0)),
+    "a mask": lambda x: x.__setitem__(X.T.T > 0.2, 0.0),
+    "a mask of its own": lambda x: x.__setitem__(x > 0.2, 0.0),
+    "index_add_": lambda x: x.index_add_(0, torch.tensor([0, 0, 6]), torch.ones(3, 6)),
+    "out=": lambda x: torch.exp(x, out=x),
+    "diagonal": lambda x: x.fill_diagonal_(5),
+    "a view": lambda x: x[:7].view(-1)[3:9].mul_(2),
+    "rows": lambda x: x.unbind(0)[3].mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_changed_in_place_is_no_copy(mesh_of: Callable[[str], Any], name: str) -> None:
+    """Where torch would place it in another way first."""
+    for placements in (*PLACEMENTS.values(), (Shard(1), Replicate()), (Shard(0), Shard(0))):
+        ours, alone = placed(mesh_of("2x2"), X, placements), X.clone()
+        for each in (ours, alone):
+            WRITTEN[name](each)
+        assert ours.placements == placements
+        same(ours, alone)
 
 
 @pytest.mark.parametrize("name", CALCULATED)
