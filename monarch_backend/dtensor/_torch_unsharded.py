@@ -39,9 +39,12 @@ _said: set[Any] = set()
 _OUT_OF_PLACE = {
     _aten.transpose_.default: _aten.transpose.int, _aten.swapdims_.default: _aten.transpose.int,
     _aten.swapaxes_.default: _aten.transpose.int, _aten.t_.default: _aten.t.default,
-    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default, _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim, _aten.squeeze_.dims: _aten.squeeze.dims,
 }  # fmt: skip
 """What gives a tensor other sizes, and what gives a view of these sizes."""
+_SQUEEZED = _aten.squeeze_.default, _aten.squeeze_.dim, _aten.squeeze_.dims
+"""Those that torch has a sharding for: it leaves the old sizes to autograd where the placements stay the same."""
 
 
 @_replaces(OpDispatcher, "_propagate_op_sharding_dispatch_slow_path")
@@ -49,6 +52,8 @@ def _or_whole(own: Any) -> Replacement:
     def _propagate_op_sharding_dispatch_slow_path(
         self: Any, op_call: Any, args: Any, kwargs: Any, *rest: Any, **options: Any
     ) -> Any:
+        if op_call in _SQUEEZED and _are_ours(args, kwargs):
+            return _with_other_sizes(op_call, args, kwargs)
         if op_call in _attention.TENSORS and (kwargs or {}).get("attn_mask") is not None and _are_ours(args, kwargs):
             return _attention.masked(op_call, args, kwargs)
         try:

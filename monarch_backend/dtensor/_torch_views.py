@@ -93,7 +93,7 @@ def _get(own: Any) -> Replacement:
             between = later._local_tensor._taken.args[0]._local_tensor
             if _source(between) is None:
                 between._through = earlier
-        last = copies[-1] if copies else self if _source(self._local_tensor) else None
+        last = copies[-1] if copies else self if _source(self._local_tensor) is not None else None
         is_copy = hasattr(found._local_tensor, "_taken") or not (found._is_view() or found.is_inference())
         if last is not None and not is_copy and found is not self:
             found._local_tensor._through = last

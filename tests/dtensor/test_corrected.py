@@ -120,6 +120,7 @@ INDEXED: dict[str, Callable[[Any], Any]] = {
     "with a list": lambda x: x.__setitem__((slice(1, 4), [0, 2]), -1.0),
     "and back": lambda x: x.__setitem__((slice(0, 3), 1), x[1:4, 2] * 2),
     "another view": lambda x: x[1:].view(-1).add_(1),
+    "rows of columns, with a new dimension": lambda x: x[1:3, :3][None].transpose(1, 2).add_(1),
     "a new dimension": lambda x: x[1:, None, 2].zero_(),
 }
 

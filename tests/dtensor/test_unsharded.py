@@ -48,6 +48,16 @@ CALCULATED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("dims", [(), (1,), ((1,),)], ids=["all", "one", "some"])
+def test_sizes_after_squeezing_in_place_are_those_of_the_gradient(mesh_of: Callable[[str], Any], dims: Any) -> None:
+    ours, alone = distribute_tensor(X, mesh_of("2"), [Shard(0)]).requires_grad_(), X.clone().requires_grad_()
+    for each in (ours, alone):
+        squeezed = (each[:, :1] * 2).squeeze_(*dims)
+        assert squeezed.shape == (8,)
+        squeezed.square().sum().backward()
+    same(ours.grad, alone.grad)
+
+
 WRITTEN: dict[str, Callable[[Any], Any]] = {
     "index_copy_": lambda x: x.index_copy_(0, torch.tensor([4, 1]), torch.ones(2, 6)),
     "scatter_add_": lambda x: x.scatter_add_(0, torch.tensor([[0, 7, 2], [0, 0, 0]]), torch.ones(2, 3)),
