@@ -1,7 +1,8 @@
 """Rows taken of what is sharded by rows (``x[1:]``) are no view of a shard: torch gathers them first, into a copy.
 
 To the program, and to autograd, the result is a view nevertheless, and what it writes into one (``x[1:] = 0``) is to be
-in ``x``. torch writes it into the copy. Here the tensor that it was taken of is written, too. An index of several parts
+in ``x``. torch writes it into the copy. Here the tensor that it was taken of is written, too, and what is written into
+that one, by itself or through another copy, is in all copies of it that there are. An index of several parts
 (``x[1:, 0] = 0``), or one of rows (``x[1:][0] = 0``), is a view of such a copy: it has the copy in ``_through``.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils.weak import WeakIdKeyDictionary
 
-from monarch_backend.dtensor import _signatures, _torch
+from monarch_backend.dtensor import _signatures, _torch, _torch_traces
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
@@ -31,6 +35,7 @@ class _Taken:
     def __init__(self, func: Any, args: Any, placements: Any, place: int | None) -> None:
         self.func, self.args, self.placements, self.place = func, args, placements, place
         self.version = _version(args[0])
+        self.spec: Any = None  # of the copy
 
     def check(self) -> None:
         """Raises RemoteTensorError where what the copy was taken of has changed: its rows would be written over."""
@@ -39,6 +44,10 @@ class _Taken:
                 f"these rows were taken of a tensor ({self.func}) which has changed since, and they are a copy: each "
                 "rank had a part of them. Take them again before you change them"
             )
+
+
+_copies: Any = WeakIdKeyDictionary()
+"""Of what tensor, in the end, by its local one: weak references to the local tensors of copies, the oldest first."""
 
 
 class _Indexing(threading.local):
@@ -73,7 +82,9 @@ def note(taken: _Taken, locals_: Any, specs: Any) -> None:
         for place, (local, spec) in enumerate(zip(locals_, specs, strict=True)):
             note(_Taken(taken.func, taken.args, taken.placements, place), local, spec)
         return
-    locals_._taken = taken
+    locals_._taken, taken.spec = taken, specs
+    if not _torch_traces.is_traced(locals_):
+        _copies.setdefault(_base(taken.args[0])._local_tensor, []).append(weakref.ref(locals_))
     if _indexing.copies is not None:
         _indexing.copies.append(DTensor(locals_, specs, requires_grad=False))
 
@@ -123,6 +134,7 @@ def _set(own: Any) -> Replacement:
             for taken, copy in chain:
                 _written(taken, copy)
                 taken.version = _version(taken.args[0])
+            _renew(self, 0, [each._local_tensor for each in (*copies, *(copy for _, copy in chain))])
 
     return __setitem__
 
@@ -181,6 +193,30 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
         if _indexing.copies is None:
             with torch.no_grad():
                 _write_through(chain[-1][0].args[0] if chain else changed)
+                _renew(changed, 1, [copy._local_tensor for _, copy in chain])
+
+
+def _base(tensor: Any) -> Any:
+    """What it is a view of, to autograd; what it was taken of, too, whose rows it may have."""
+    base = tensor._base if tensor._is_view() else tensor
+    return base if isinstance(base, DTensor) else tensor
+
+
+def _renew(changed: Any, behind: int, but: Iterable[Any]) -> None:
+    """Copies, other than these, get the values of what they were taken of. ``behind``: changes that autograd has not
+    counted yet.
+    """
+    kept = _copies.get(_base(changed)._local_tensor) if _copies else None
+    if kept is None:
+        return
+    kept[:] = [each for each in kept if each() is not None]
+    known = set(map(id, but))
+    for copy in [each() for each in kept]:
+        if copy is not None and id(copy) not in known:
+            taken = copy._taken
+            view = _retaken(taken, _as_placed(taken.args[0], taken.placements))
+            copy.copy_(_as_placed(view, taken.spec.placements)._local_tensor)
+            taken.version = _version(taken.args[0]) + behind
 
 
 def _write_through(changed: Any) -> None:
@@ -202,12 +238,16 @@ def _write_through(changed: Any) -> None:
 
 def _written(taken: _Taken, copy: Any) -> None:
     """Below autograd, which has a gradient for this already: it takes the copy for a view."""
-    source, *rest = taken.args
+    source = taken.args[0]
     whole = _as_placed(source, taken.placements)
-    view = taken.func(whole, *rest)
-    view = view if taken.place is None else view[taken.place]
+    view = _retaken(taken, whole)
     view._local_tensor.copy_(_as_placed(copy, view.placements)._local_tensor)
     source._local_tensor.copy_(_as_placed(whole, source.placements)._local_tensor)
+
+
+def _retaken(taken: _Taken, whole: Any) -> Any:
+    view = taken.func(whole, *taken.args[1:])
+    return view if taken.place is None else view[taken.place]
 
 
 def _as_placed(tensor: Any, placements: Any) -> Any:
