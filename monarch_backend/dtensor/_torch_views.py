@@ -22,7 +22,7 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
-from monarch_backend.dtensor import _signatures, _torch, _torch_traces
+from monarch_backend.dtensor import _signatures, _torch
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
@@ -83,8 +83,7 @@ def note(taken: _Taken, locals_: Any, specs: Any) -> None:
             note(_Taken(taken.func, taken.args, taken.placements, place), local, spec)
         return
     locals_._taken, taken.spec = taken, specs
-    if not _torch_traces.is_traced(locals_):
-        _copies.setdefault(_base(taken.args[0])._local_tensor, []).append(weakref.ref(locals_))
+    _copies.setdefault(_base(taken.args[0])._local_tensor, []).append(weakref.ref(locals_))
     if _indexing.copies is not None:
         _indexing.copies.append(DTensor(locals_, specs, requires_grad=False))
 

@@ -821,6 +821,23 @@ def test_remote_tensors_by_themselves(two: Any) -> None:
     assert records(two, lambda: step(there)) == 1
 
 
+def test_rows_see_later_changes_of_what_they_were_taken_of(two: Any) -> None:
+    def calculate(x: torch.Tensor) -> Any:
+        given = x[1:]
+        x.add_(1)
+        made = x * 2
+        rows, last = made[1:], made[3]
+        made.mul_(3)
+        rows.sub_(1)
+        return given, rows, last, made
+
+    x = torch.arange(5.0)
+    there = distribute_tensor(x, two, [Shard(0)])
+    for found, expected in zip(whole(calculate)(there), calculate(x), strict=True):
+        same(found, expected)
+    same(there, x)
+
+
 def test_other_dtypes_and_devices_are_captured(two: Any) -> None:
     x = torch.randn(4, 4)
     there = distribute_tensor(x, two, [Replicate()])
