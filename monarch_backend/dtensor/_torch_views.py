@@ -47,7 +47,7 @@ class _Taken:
 
 
 _copies: Any = WeakIdKeyDictionary()
-"""Of what tensor, in the end, by its local one: weak references to the local tensors of copies, the oldest first."""
+"""Of what tensor, in the end, by its local one: the local tensors of its copies, weakly, by id, the oldest first."""
 
 
 class _Indexing(threading.local):
@@ -83,9 +83,14 @@ def note(taken: _Taken, locals_: Any, specs: Any) -> None:
             note(_Taken(taken.func, taken.args, taken.placements, place), local, spec)
         return
     locals_._taken, taken.spec = taken, specs
-    _copies.setdefault(_base(taken.args[0])._local_tensor, []).append(weakref.ref(locals_))
+    _keep(_copies.setdefault(_base(taken.args[0])._local_tensor, {}), locals_)
     if _indexing.copies is not None:
         _indexing.copies.append(DTensor(locals_, specs, requires_grad=False))
+
+
+def _keep(kept: dict[int, Any], copy: Any) -> None:
+    key = id(copy)
+    kept[key] = weakref.ref(copy, lambda _: kept.pop(key, None))
 
 
 @_replaces(DTensor, "__getitem__")
@@ -208,9 +213,8 @@ def _renew(changed: Any, behind: int, but: Iterable[Any]) -> None:
     kept = _copies.get(_base(changed)._local_tensor) if _copies else None
     if kept is None:
         return
-    kept[:] = [each for each in kept if each() is not None]
     known = set(map(id, but))
-    for copy in [each() for each in kept]:
+    for copy in [each() for each in list(kept.values())]:
         if copy is not None and id(copy) not in known:
             taken = copy._taken
             view = _retaken(taken, _as_placed(taken.args[0], taken.placements))
