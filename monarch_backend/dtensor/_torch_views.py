@@ -182,7 +182,7 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
     """What this operator has changed, of what was taken of another tensor, is in that tensor, too."""
     if not _changes(op_call):
         return
-    for changed in _signatures.written(op_call._schema, args, kwargs or {}):
+    for changed in {id(each): each for each in _signatures.written(op_call._schema, args, kwargs or {})}.values():
         if not isinstance(changed, DTensor) or not _is_ours(changed):
             continue
         chain = _chain(changed)
@@ -213,11 +213,14 @@ def _renew(changed: Any, behind: int, but: Iterable[Any]) -> None:
     kept = _copies.get(_base(changed)._local_tensor) if _copies else None
     if kept is None:
         return
-    known = set(map(id, but))
+    known, gathered = set(map(id, but)), dict[Any, Any]()
     for copy in [each() for each in list(kept.values())]:
         if copy is not None and id(copy) not in known:
             taken = copy._taken
-            view = _retaken(taken, _as_placed(taken.args[0], taken.placements))
+            key = id(taken.args[0]), taken.placements  # of a copy it has been made anew by now: that one is older
+            if key not in gathered:
+                gathered[key] = _as_placed(taken.args[0], taken.placements)
+            view = _retaken(taken, gathered[key])
             copy.copy_(_as_placed(view, taken.spec.placements)._local_tensor)
             taken.version = _version(taken.args[0]) + behind
 

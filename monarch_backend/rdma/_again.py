@@ -57,11 +57,11 @@ class Again:
         storage = storage_of()
         if storage is None or learnt_from is not mover:
             return None
-        # It may have other memory since then (`data`, `set_`), or less (`resize_`).
-        if local.data_ptr() != address or local.nbytes != nbytes or not local.is_contiguous():
+        # It may have other memory since then (`data`, `set_`), less (`resize_`), or become what has to be resolved.
+        if local.untyped_storage() is not storage or local.data_ptr() != address or local.nbytes != nbytes:
             return None
         start, size = storage.data_ptr(), storage.nbytes()
-        if address + nbytes > start + size:
+        if address + nbytes > start + size or not local.is_contiguous() or local.is_conj() or local.is_neg():
             return None
         plan = route.planned_for(plan, (start, size, storage))
         begun: Future[None] | None = mover.single(part, route, (storage,), nothing, plan)

@@ -66,8 +66,13 @@ def watch(value: Any, memory: LocalMemory) -> Callable[[], bool] | None:
     if not isinstance(keep, torch.UntypedStorage):
         return None
     data_ptr, is_contiguous, start, size = value.data_ptr, value.is_contiguous, keep.data_ptr, keep.nbytes
+    is_conj, is_neg = value.is_conj, value.is_neg
     return lambda: (
-        data_ptr() == address and value.nbytes == nbytes and is_contiguous() and size() - (address - start()) >= nbytes
+        data_ptr() == address
+        and value.nbytes == nbytes
+        and is_contiguous()
+        and size() - (address - start()) >= nbytes
+        and not (is_conj() or is_neg())
     )
 
 

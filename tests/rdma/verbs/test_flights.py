@@ -363,6 +363,10 @@ def test_one_tensor_again_and_again(far: Make, monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ValueError, match="not contiguous"):
         moves()
     mine.t_()
+    mine.data = torch._neg_view(mine)
+    with pytest.raises(ValueError, match="resolve_neg"):
+        (buffer.write_from if write else buffer.read_into)(mine)
+    mine.data = torch._neg_view(mine)
     mine.untyped_storage().resize_(32)
     with pytest.raises(ValueError, match="was freed"):
         (buffer.write_from if write else buffer.read_into)(mine)
