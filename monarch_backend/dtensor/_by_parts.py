@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _results
 
 _aten = torch.ops.aten
 
@@ -45,8 +46,7 @@ def _handler(func: Any) -> Callable[..., Any]:
         args, kwargs = pytree.tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs or {}))
 
         def whole(local: Any) -> Any:
-            spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(local.shape, local.stride(), local.dtype))
-            return DTensor(local, spec, requires_grad=False)
+            return _results.of_parts(local, _results.meta_of(local), mesh, placements)
 
         return pytree.tree_map_only(torch.Tensor, whole, func(*args, **kwargs))
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 
-from monarch_backend.dtensor import _dispatch
+from monarch_backend.dtensor import _dispatch, _results
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
@@ -45,8 +45,7 @@ def make(workers: Workers, init_op: Any, size: Any, mesh: Any, placements: Any, 
     device = torch.device(mesh.device_type)
     local = _dispatch.create(workers, _OPERATORS[init_op], args, {"dtype": dtype, "device": device})
     strides = torch._prims_common.make_contiguous_strides_for(size)
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, strides, local.dtype))
-    made: Any = DTensor(local, spec, requires_grad=False)
+    made = _results.of_parts(local, TensorMeta(size, strides, local.dtype), mesh, placements)
     if init_op is torch.rand:
         made.uniform_()
     elif init_op is torch.randn:

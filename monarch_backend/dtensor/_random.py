@@ -29,6 +29,7 @@ from monarch_backend.dtensor import (
     _generator,
     _philox,
     _rank_ints,
+    _results,
     _sites,
     _torch_traces,
     _wire,
@@ -421,8 +422,7 @@ def _replicated(tensor: Any) -> Any:
 
 def _distributed(local: Any, mesh: Any) -> Any:
     meta = TensorMeta(torch.Size(local._meta.shape), tuple(local._meta.stride), local._meta.dtype)
-    spec = DTensorSpec(mesh, tuple([Replicate()] * mesh.ndim), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return _results.of_parts(local, meta, mesh, [Replicate()] * mesh.ndim)
 
 
 def _as_before(tensor: Any, like: Any) -> Any:

@@ -1,5 +1,6 @@
-"""What operators that are done by hand (_attention, _convolution) start from and end with: DTensors of one mesh, and
-results of which each rank has its part, with the size that the whole has. Which placements those are is theirs to say.
+"""What operators done by hand (_attention, _convolution, others) start from and end with: DTensors of one mesh,
+and results of which each rank has its part, with the size that the whole has. Which placements they have is theirs to
+say.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ def of_parts(local: Any, whole: TensorMeta, mesh: Any, placements: Sequence[Any]
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
 
 
+def meta_of(tensor: Any) -> TensorMeta:
+    """Of this tensor, as if it were all."""
+    return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
 def wholes(func: Any, args: Any, kwargs: Any = None) -> tuple[Any, ...]:
     """TensorMetas of what the operator returns if each of these tensors is in one piece; None where it returns none.
     Found out once.
@@ -54,4 +60,4 @@ def _wholes(func: Any, spec: pytree.TreeSpec, *leaves: Any) -> tuple[Any, ...]:
     args, kwargs = pytree.tree_unflatten(made, spec)
     found = func(*args, **kwargs)
     results = found if isinstance(found, tuple) else (found,)
-    return tuple(None if each is None else TensorMeta(each.shape, each.stride(), each.dtype) for each in results)
+    return tuple(None if each is None else meta_of(each) for each in results)

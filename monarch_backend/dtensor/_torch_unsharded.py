@@ -15,12 +15,12 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dispatch import OpDispatcher
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from monarch_backend.dtensor import _attention, _signatures, _torch, _torch_traces, _torch_views
+from monarch_backend.dtensor import _attention, _results, _signatures, _torch, _torch_traces, _torch_views
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
@@ -147,7 +147,7 @@ def _whole(op_call: Any, args: Any, kwargs: Any) -> Any:
     def wrapped(local: Any) -> Any:
         if id(local) in of_local or not (isinstance(local, RemoteTensor) or _torch_traces.is_traced(local)):
             return of_local.get(id(local), local)
-        return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=_meta(local)), requires_grad=False)
+        return _results.of_parts(local, _results.meta_of(local), mesh, placements)
 
     found = pytree.tree_map_only(torch.Tensor, wrapped, result)
     if op_call._schema._is_view_op():
@@ -162,15 +162,9 @@ def _say(op_call: Any, given: list[Any]) -> None:
         log.info("torch's DTensor has no sharding for %s: each rank does all of it, of gathered tensors", op_call)
 
 
-def _meta(local: Any) -> TensorMeta:
-    return TensorMeta(local.shape, local.stride(), local.dtype)
-
-
 def _put_back(changed: Any, local: Any, placements: Any) -> None:
     if changed.placements != placements:  # else it was the tensor itself
-        whole = DTensor(
-            local, DTensorSpec(changed.device_mesh, placements, tensor_meta=_meta(local)), requires_grad=False
-        )
+        whole = _results.of_parts(local, _results.meta_of(local), changed.device_mesh, placements)
         changed._local_tensor.copy_(_torch_views._as_placed(whole, changed.placements)._local_tensor)
 
 

@@ -125,12 +125,7 @@ class Lane:
     def post_one(self, request: Request) -> None:
         """Its next piece, for which there is `room`. Raises OSError."""
         id_, piece = next(_ids), request.take(self)
-        if piece.nbytes >= _TIMED and not self.posted:
-            self._time(id_)
-        self.posted.append(Posted(id_, request, piece))
-        self.nbytes += piece.nbytes
-        self.device.credit -= 1
-        self.pair.post([self._work(id_, request, piece, True)])
+        self._post([Posted(id_, request, piece)], [self._work(id_, request, piece, True)])
 
     def _work(self, id_: int, request: Request, piece: Piece, signaled: bool) -> Work:
         local, lkey = request.where(piece, self.device)

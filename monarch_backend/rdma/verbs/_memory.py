@@ -176,7 +176,7 @@ class MemoryCache:
     def give(self, entry: Entry) -> None:
         """One user less."""
         entry.users.pop()
-        if entry.kept and len(self._entries) <= self._most_entries and self.nbytes <= self._most_bytes:
+        if entry.kept and not self._is_full:
             return
         with self._lock:
             if not entry.users and not entry.kept:

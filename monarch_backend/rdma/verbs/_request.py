@@ -262,9 +262,7 @@ class Request:
     @property
     def is_over(self) -> bool:
         """Nothing of it is under way, and nothing will be."""
-        if self.under_way:
-            return False
-        return (self._next is None and self._cut is None and not self._again) or not self.has_more
+        return not self.under_way and not self.has_more
 
     def close(self) -> Any:
         """The devices are done with it: what `done` is called with."""
