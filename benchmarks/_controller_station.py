@@ -72,8 +72,8 @@ def plain() -> dict[str, Case]:
 
 
 def ours() -> dict[str, Case]:
-    """Remote tensors and DTensors on two workers."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    """Remote tensors and DTensors on two workers. "redistribute, ours": by what is in the place of torch's planner."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 
     from monarch_backend.actor import this_host
     from monarch_backend.dtensor import _torch
@@ -84,10 +84,16 @@ def ours() -> dict[str, Case]:
     a, b = workers.put(torch.randn(8, 16)), workers.put(torch.randn(8, 16))
     x, y = (DTensor.from_local(each, mesh, [Shard(0)]) for each in (a, b))
     pids = workers.ask("pid")
+    target = x.redistribute(mesh, [Replicate()])._spec
+
+    def planned() -> Any:
+        return _redistribute.redistribute_local_tensor(a, x._spec, target)
+
     return {
         "add": loop(lambda: a + b, workers.synchronize, pids),
         "dtensor": loop(lambda: x + y, workers.synchronize, pids),
         "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), workers.synchronize, pids),
+        "redistribute, ours": loop(planned, workers.synchronize, pids),
         "item": loop(lambda: a.sum().item(), workers.synchronize, pids),
     }
 

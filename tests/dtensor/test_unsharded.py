@@ -152,10 +152,12 @@ def test_sequences_of_unequal_lengths(mesh_of: Callable[[str], Any]) -> None:
         if isinstance(x, DTensor):
             module = distribute_module(module, mesh_of("2"))
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 3, 1, 1]), batch_first=True)
-        result, lengths = nn.utils.rnn.pad_packed_sequence(module(packed)[0], batch_first=True)
+        found.append([packed.data, packed.batch_sizes])
+        with mesh_of("2"):  # the first state is made on the device, of which there are other meshes
+            result, lengths = nn.utils.rnn.pad_packed_sequence(module(packed)[0], batch_first=True)
         module.zero_grad()
         result.square().sum().backward()
-        found.append([result, lengths, module.weight_ih_l0.grad])
+        found[-1] += [result, lengths, module.weight_ih_l0.grad]
     for alone, ours in zip(*found, strict=True):
         same(ours, alone)
 
@@ -177,7 +179,8 @@ def test_distributions_look_at_their_arguments(mesh_of: Callable[[str], Any]) ->
         torch.manual_seed(2)
         normal = torch.distributions.Normal(x, x.exp(), validate_args=True)
         categories = torch.distributions.Categorical(logits=x, validate_args=True)
-        found.append([normal.rsample(), categories.sample(), categories.entropy()])
+        with mesh_of("2"):  # numbers are drawn on the device, of which there are other meshes
+            found.append([normal.rsample(), categories.sample(), categories.entropy()])
         with pytest.raises(ValueError, match="Normal"):
             torch.distributions.Normal(x, x, validate_args=True)
     for ours, alone in zip(*found, strict=True):

@@ -75,6 +75,15 @@ def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> Any:
     return _aten.roll.default(x, shifts, dims) if x.numel() else x.clone()
 
 
+def pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+    """Step by step. torch_xla takes other rows where sequences end at different steps."""
+    # Sizes, and what torch says of lengths that are none, are those of a tensor without values.
+    like = torch.zeros(*x.shape[:2], 1) if x.ndim > 1 else torch.zeros(x.shape)
+    _, sizes = _aten._pack_padded_sequence.default(like, lengths.cpu(), batch_first)
+    steps = x.transpose(0, 1) if batch_first else x
+    return torch.cat([steps[at, :size] for at, size in enumerate(sizes.tolist())]), sizes
+
+
 def _with_indices(operator: Any) -> Callable[..., Any]:
     """Where values were, or these, too. By indices that come out of an operation with several results torch_xla looks
     up no rows: it asks for the shape of all results, and XLA ends the process ("buffer != nullptr"). A sum has but one.
@@ -132,7 +141,7 @@ REPLACED = {
         "count_nonzero.dim_IntList": "count_nonzero", "cumsum.default": "cumsum", "argsort.default": "argsort",
         "argsort.stable": "argsort_stable", "cummax.default": "cummax", "kthvalue.default": "kthvalue",
         "max.dim": "max_dim", "min.dim": "min_dim", "sort.default": "sort", "sort.stable": "sort_stable",
-        "topk.default": "topk", "roll.default": "roll",
+        "topk.default": "topk", "roll.default": "roll", "_pack_padded_sequence.default": "pack_padded_sequence",
         "upsample_bilinear2d.default": "bilinear", "upsample_bilinear2d.vec": "bilinear_vec",
         "upsample_bilinear2d_backward.default": "bilinear_backward",
         "upsample_nearest2d.default": "nearest", "upsample_nearest2d.vec": "nearest_vec",
