@@ -62,7 +62,8 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
         from monarch_backend.dtensor.worker import Executor
 
         whole = ProcMesh(core)
-        whole.process_group("monarch", timeout).get()
+        if not made:  # else workers of another device have groups already, which new ones would end
+            whole.process_group("monarch", timeout).get()
         executors = whole.spawn("dtensor", Executor, device_type, timeout)
         if device_type == "xla":
             _begin(core.name, executors)

@@ -328,7 +328,9 @@ class TestXla:
     def test_a_function_that_fails_on_a_mesh_of_other_devices_of_the_same_processes(
         self, all_procs: Any, mesh_of: Any
     ) -> None:
-        mesh, cpus = mesh_of("2x2"), all_procs["2x2"].device_mesh("cpu")
+        mesh = mesh_of("2x2")
+        same(distribute_tensor(X, mesh, [Shard(1), Shard(0)]).full_tensor(), X)
+        cpus = all_procs["2x2"].device_mesh("cpu")  # whose workers are new, and must leave the groups of the others
         for failing, other in ((cpus, mesh), (mesh, cpus)):
             for each in (failing, other):
                 same(distribute_tensor(X, each, [Shard(1), Shard(0)]).full_tensor(), X)
