@@ -112,7 +112,8 @@ def test_what_is_corrected_is_as_torch_has_it(name: str) -> None:
     known: dict[str, Any] = {
         "ord": 2, "k": 1, "dim": [0] if "int[" in str(operator._schema) else 0, "stable": True, "shifts": [1],
         "output_size": None if ".vec" in name else [6, 4], "input_size": [1, 1, 4, 3], "align_corners": False,
-        "scales_h": 1.7, "scales_w": 1.4, "scale_factors": [1.7, 1.4],
+        "scales_h": 1.7, "scales_w": 1.4, "scale_factors": [1.7, 1.4], "lengths": torch.tensor([3, 2, 1]),
+        "batch_first": False,
     }  # fmt: skip
     named = {each: known[each] for each in names if each in known}
     inputs = [X, X.long(), X[:0]] if name in ("aten.cumsum.default", "aten.roll.default") else [X]
@@ -125,6 +126,24 @@ def test_what_is_corrected_is_as_torch_has_it(name: str) -> None:
             second = named.pop(names[1])
             assert_close(corrected(x, second, **named), operator(x, second, **named))
             named[names[1]] = second
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("lengths", [[5, 3, 1, 1], [2, 2, 2, 1], [1, 1, 1, 1]])
+def test_sequences_are_packed_as_torch_does(lengths: list[int], batch_first: bool) -> None:
+    x = torch.arange(40.0).view(4, 5, 2)
+    given = x if batch_first else x.transpose(0, 1), torch.tensor(lengths), batch_first
+    operator = torch.ops.aten._pack_padded_sequence.default
+    torch.testing.assert_close(_xla_corrected.pack_padded_sequence(*given), operator(*given), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [[1, 3], [2, 0], [1]])
+def test_lengths_that_torch_refuses(lengths: list[int]) -> None:
+    given = torch.zeros(2, 5, 1), torch.tensor(lengths), True
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.ops.aten._pack_padded_sequence.default(*given)
+    with pytest.raises(RuntimeError, match=re.escape(str(of_torch.value))):
+        _xla_corrected.pack_padded_sequence(*given)
 
 
 def test_each_exception_names_a_test() -> None:
