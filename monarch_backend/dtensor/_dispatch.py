@@ -15,7 +15,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
-from monarch_backend.dtensor import _host_copies, _rank_ints, _remote_tensor, _signatures, _values
+from monarch_backend.dtensor import (
+    _host_copies,
+    _rank_ints,
+    _remote_tensor,
+    _signatures,
+    _torch_decompositions,
+    _values,
+)
 from monarch_backend.dtensor._errors import MeshMismatchError
 from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -115,6 +122,9 @@ def _plan(func: Any) -> _native.Plan:
     if known is not None:
         return known
     own = special.get(func)
+    if own is None:
+        by_others = _torch_decompositions.made_of_others(func)
+        own = by_others and (lambda _func, args, kwargs: by_others(*args, **kwargs))
     if own is None:
         own = next((found for found in (choose(func) for choose in specials) if found is not None), None)
     target = Target(str(func), func, func._schema)

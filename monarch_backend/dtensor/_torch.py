@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import threading
 import types
@@ -48,6 +49,7 @@ from monarch_backend.dtensor import (
     _random,
     _rank_classes,
     _rank_ints,
+    _scaler,
     _strategies,
     _torch_traces,
     _values,
@@ -95,7 +97,7 @@ def install() -> None:
     for diverted in DIVERTED:
         _divert(*diverted)
     handlers.update({func: _random_operation(handle) for func, handle in _random.handlers.items()})
-    for operator, ours in _convolution.HANDLERS.items():
+    for operator, ours in {**_convolution.HANDLERS, **_scaler.HANDLERS}.items():
         handlers[operator] = _of_controllers(ours, handlers[operator])
     handlers.update(_by_parts.HANDLERS)
     _register_lists()
@@ -753,7 +755,8 @@ def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
     """For an operator that torch's DTensor does by talking from rank to rank."""
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
-        remote = any(isinstance(each, DTensor) and _is_remote(each) for each in args)
+        given = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in args)
+        remote = any(isinstance(each, DTensor) and _is_remote(each) for each in given)
         return ours(func, args, kwargs) if remote else own(func, args, kwargs)
 
     return handle

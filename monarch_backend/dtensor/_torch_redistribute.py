@@ -2,13 +2,15 @@
 
 torch plans one, and asks the mesh, groups and placements, in some 60 us of Python; the result depends on nothing but
 the metadata of the shards, the two placements and the mesh. What comes of it are operations on remote tensors, mostly
-one or two. Others, whose placements have a state of their own (an embedding's mask), are torch's each time.
+one or two. Others, whose placements have a state of their own (an embedding's mask), are torch's each time. And what
+torch has no way for, from one kind of partial values to another, goes by the whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,10 +19,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _dispatch as op_dispatch
 from torch.distributed.tensor import _redistribute as redistribution
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monarch_backend.dtensor import _dispatch, _torch_traces
+from monarch_backend.dtensor import _dispatch, _torch, _torch_traces
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
@@ -155,6 +158,25 @@ class Recorder(TorchDispatchMode):
         return Recorded(mesh, _groups_of(mesh), steps, places[-1])
 
 
+def _on_the_way(current: DTensorSpec, target: DTensorSpec) -> DTensorSpec | None:
+    """What to be first, where torch's own sharding of an operator wants a step that its redistribution has not."""
+    pairs = list(zip(current.placements, target.placements, strict=True))
+    if not any(_has_no_way(*pair) for pair in pairs):
+        return None
+    placements = tuple(Replicate() if _has_no_way(*pair) else pair[0] for pair in pairs)
+    if any(type(each) not in _STATELESS for each in placements) or not _is_in_order(current):
+        placements = (Replicate(),) * len(pairs)
+    return DTensorSpec(current.mesh, placements, tensor_meta=current.tensor_meta)
+
+
+def _has_no_way(current: Any, target: Any) -> bool:
+    return type(target) is Partial and current != target and not current.is_replicate()
+
+
+def _is_in_order(spec: DTensorSpec) -> bool:
+    return DTensorSpec.is_default_device_order(spec.shard_order)  # False, where a placement has its own order
+
+
 @_replaces(redistribution, "redistribute_local_tensor")
 @_replaces(api, "redistribute_local_tensor")
 @_replaces(op_dispatch, "redistribute_local_tensor")
@@ -169,11 +191,16 @@ def _redistribute(own: Any) -> Replacement:
         makes_indices = mesh if type(local_tensor) is RemoteTensor else contextlib.nullcontext()
 
         def by_torch() -> Any:
+            first = _on_the_way(current_spec, target_spec) if _torch.workers_of(mesh) is not None else None
+            steps = [current_spec, target_spec] if first is None else [current_spec, first, target_spec]
+            result = local_tensor
             with makes_indices:
-                return own(
-                    local_tensor, current_spec, target_spec, async_op=async_op,
-                    use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
-                )  # fmt: skip
+                for before, after in itertools.pairwise(steps):
+                    result = own(
+                        result, before, after, async_op=async_op and after is target_spec,
+                        use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
+                    )  # fmt: skip
+            return result
 
         # A mode is there to see what torch does; a history is made by torch's operators only.
         if (

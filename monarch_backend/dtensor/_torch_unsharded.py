@@ -8,19 +8,30 @@ result. What the operator has changed goes back to where it was.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from monarch_backend.dtensor import _attention, _results, _signatures, _torch, _torch_traces, _torch_views
+from monarch_backend.dtensor import (
+    _attention,
+    _results,
+    _signatures,
+    _torch,
+    _torch_decompositions,
+    _torch_traces,
+    _torch_views,
+)
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
@@ -43,6 +54,8 @@ _OUT_OF_PLACE = {
     _aten.squeeze_.dim: _aten.squeeze.dim, _aten.squeeze_.dims: _aten.squeeze.dims,
 }  # fmt: skip
 """What gives a tensor other sizes, and what gives a view of these sizes."""
+_OTHER_SIZES = _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default
+"""What has a tensor's values in other sizes."""
 _SQUEEZED = _aten.squeeze_.default, _aten.squeeze_.dim, _aten.squeeze_.dims
 """Those that torch has a sharding for: it leaves the old sizes to autograd where the placements stay the same."""
 
@@ -56,9 +69,13 @@ def _or_whole(own: Any) -> Replacement:
             return _with_other_sizes(op_call, args, kwargs)
         if op_call in _attention.TENSORS and (kwargs or {}).get("attn_mask") is not None and _are_ours(args, kwargs):
             return _attention.masked(op_call, args, kwargs)
+        by_others = _torch_decompositions.made_of_others(op_call)
+        if by_others is not None and _are_ours(args, kwargs):  # torch takes another version, with other random numbers
+            return by_others(*args, **(kwargs or {}))
         try:
             found = own(self, op_call, args, kwargs, *rest, **options)
-            if not (_is_moved(op_call, args, found) and _are_ours(args, kwargs)):
+            is_wrong = _is_moved(op_call, args, found) or _is_of_other_sizes(op_call, args, found)
+            if not (is_wrong and _are_ours(args, kwargs)):
                 return found
         except (NotImplementedError, RuntimeError, *_BY_VALUES) as error:
             if not _can_be_whole(op_call, args, kwargs, error):
@@ -109,6 +126,32 @@ def _is_moved(op_call: Any, args: Any, found: Any) -> bool:
         if len(now) == len(given) and now != given:
             return True
     return False
+
+
+def _is_of_other_sizes(op_call: Any, args: Any, found: Any) -> bool:
+    """Whether a rank's shard can't have these sizes: where a dimension is shared by two of a mesh, torch looks whether
+    each of them shares it evenly, not both.
+    """
+    if op_call not in _OTHER_SIZES or not isinstance(found, OutputSharding) or not isinstance(args[0], DTensor):
+        return False
+    before, after = args[0]._spec, found.output_spec
+    if not isinstance(after, DTensorSpec) or not (_is_nested(before) or _is_nested(after)):
+        return False
+    each_rank = itertools.product(*map(range, before.mesh.shape))
+    return any(_numel_on(before, rank) != _numel_on(after, rank) for rank in each_rank)
+
+
+def _is_nested(spec: DTensorSpec) -> bool:
+    dims = [each.dim for each in spec.placements if isinstance(each, Shard)]
+    return len(dims) > len(set(dims))
+
+
+def _numel_on(spec: DTensorSpec, rank: Sequence[int]) -> int:
+    sizes = list(spec.shape)
+    for each, size, at in zip(spec.placements, spec.mesh.shape, rank, strict=True):
+        if isinstance(each, Shard):
+            sizes[each.dim] = Shard.local_shard_size_and_offset(sizes[each.dim], size, at)[0]
+    return math.prod(sizes)
 
 
 def strided(own: Replacement) -> Replacement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,19 @@ def test_views(mesh: Any) -> None:
         same(torch.stack(list(x)), whole)
 
 
+@pytest.mark.parametrize("size", [(10, 7), (12, 6), (6, 2, 2), (2, 6, 4)], ids=str)
+def test_other_sizes_of_what_two_dimensions_of_the_mesh_share(mesh_of: Callable[[str], Any], size: Any) -> None:
+    """torch looks whether each of them shares it evenly, not both."""
+    mesh, x = mesh_of("2x2"), torch.randn(size)
+    count = x.numel()
+    for sizes in [(-1,), (2, -1), (2, 2, -1), (count // 2, 2), (6, 2, -1), (-1, 3), (4, -1)]:
+        if count % abs(math.prod(sizes)):
+            continue
+        for dim in range(x.ndim):
+            there = distribute_tensor(x, mesh, [Shard(dim), Shard(dim)])
+            same((there * 2).reshape(sizes), (x * 2).reshape(sizes), 0)
+
+
 def test_changed_in_place(mesh: Any) -> None:
     whole = torch.randn(12, 16)
     for here in placements(mesh):
@@ -172,6 +186,47 @@ def test_host_tensors_beside_distributed_ones(mesh: Any) -> None:
         same(x + other, whole + other)
         same(other * x, whole * other)
         same(x * torch.tensor(3.0), whole * 3)
+
+
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    "item": lambda x: x.max().item(),
+    "float": lambda x: float(x.min()),
+    "bool": lambda x: bool(x.max() > 0),
+    "linear": lambda x: F.linear(x, x, x.sum(1)),
+    "reshape": lambda x: (x * 2).reshape(-1)[3:],
+    "matmul": lambda x: x @ x.T,
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "to": lambda x: x.to(torch.float64).sum(0),
+    "mask": lambda x: (x * 1)[x > 0],
+    "norm": lambda x: F.layer_norm(x, x.shape[1:]).norm(),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout1d": lambda x: F.dropout1d(x * 1, 0.5),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "attention": lambda x: F.scaled_dot_product_attention(*[(x * 1)[None]] * 3),
+    "cross_entropy": lambda x: F.cross_entropy(x, x.argmax(1)).item(),
+}
+"""Operators that torch's autograd says in others."""
+
+
+@pytest.mark.parametrize("name", list(WHOLE))
+def test_in_inference_mode(mesh: Any, name: str) -> None:
+    """Where there is no autograd, they come as they are."""
+    x, of = torch.randn(UNEVEN), WHOLE[name]
+    for here in placements(mesh):
+        there = distribute_tensor(x, mesh, here)
+        with torch.inference_mode():
+            torch.manual_seed(5)
+            expected = of(x)
+            torch.manual_seed(5)
+            found = of(there)
+            of_local = None if "dropout" in name or name == "rrelu" else of(there.full_tensor())
+            if not isinstance(expected, torch.Tensor):
+                assert (found, of_local) == (pytest.approx(expected),) * 2
+                continue
+        same(found, expected)
+        if of_local is not None:
+            same(of_local, expected)
 
 
 def test_gradients(mesh: Any) -> None:

@@ -67,6 +67,23 @@ def test_partial_values(line: Any, repeated: list[int]) -> None:
     assert repeated
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("name", ["3", "2x2"])
+def test_from_one_kind_of_partial_to_another(mesh_of: Any, name: str, compiled: bool) -> None:
+    """torch joins sums and averages as one kind of them, and has no way from the other."""
+    mesh = mesh_of(name)
+
+    def together(x: Any) -> Any:
+        return torch.cat([x.sum(0), x.mean(0)]), torch.stack([x.mean(0), x.amax(0), x.sum(0)]), x.mean(0) + x.sum(0)
+
+    step = torch.compile(together, backend="monarch", fullgraph=True) if compiled else together
+    for placements in [[Shard(0)] * mesh.ndim] if compiled else itertools.product(ONE, repeat=mesh.ndim):
+        for _ in range(TRIES + 1):
+            x = torch.randn(UNEVEN)
+            for found, expected in zip(step(distribute_tensor(x, mesh, placements)), together(x), strict=True):
+                same(found, expected)
+
+
 def test_one_operation_for_even_shards_that_are_gathered(repeated: list[int]) -> None:
     mesh = simulated_mesh((4,), ("x",))
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -290,6 +290,60 @@ def test_gradients_are_clipped(mesh: Any, norm: float, foreach: bool) -> None:
     both(ours, alone, lambda parameters: torch.optim.SGD(parameters, lr=1.0), between=clip)
     for mine, theirs in zip(seen[True], seen[False], strict=True):
         same(mine, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["for-loop", "fused"])
+def test_what_overflows_in_one_shard_is_not_done(mesh: Any, fused: bool) -> None:
+    """As one process does it: the others' shards stay as they were, too, whichever of the gradients comes first."""
+    names = {"bias": [Replicate()] * mesh.ndim, "first": [Shard(0)] * mesh.ndim, "second": [Shard(1)] * mesh.ndim}
+    values = {"bias": torch.randn(5), "first": torch.randn(8, 5), "second": torch.randn(5, 8)}
+    overflows = [None, ("first", (7, 0)), None, ("second", (0, 7)), ("bias", (2,)), None]
+
+    def trained(parameters: dict[str, Any]) -> tuple[list[float], Any]:
+        optimizer = torch.optim.AdamW(list(parameters.values()), lr=0.1, fused=fused)
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2), []
+        for overflow in overflows:
+            optimizer.zero_grad()
+            factors = {name: torch.ones(each.shape) for name, each in values.items()}
+            if overflow is not None:
+                factors[overflow[0]][overflow[1]] = float("inf")
+            before = {name: value(each).clone() for name, each in parameters.items()}
+            loss = sum((each * each * factors[name]).sum() for name, each in parameters.items())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            for name, each in parameters.items():
+                assert torch.equal(value(each), before[name]) == (overflow is not None), name
+        return scales, optimizer
+
+    ours = {name: nn.Parameter(distribute_tensor(each, mesh, names[name])) for name, each in values.items()}
+    alone = {name: nn.Parameter(each.clone()) for name, each in values.items()}
+    assert trained(ours)[0] == trained(alone)[0] == [64.0, 32.0, 32.0, 16.0, 8.0, 8.0]
+    for name, each in ours.items():
+        same(each, alone[name])
+
+
+def test_a_sum_that_overflows_where_no_part_does(mesh: Any) -> None:
+    """The gradient of a replicated weight is one of partial values, until somebody needs the sum."""
+    weight, x = torch.full((2, 1), 1.0), torch.full((12, 2), 2e38 / 6)
+    ours, alone = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()] * mesh.ndim)), nn.Parameter(weight.clone())
+    rows = distribute_tensor(x, mesh, [Shard(0)] * mesh.ndim)
+    for parameter, batch in ((ours, rows), (alone, x)):
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1.0), torch.optim.SGD([parameter], lr=1e-38)
+        scaler.scale((batch @ parameter).sum() * 0.5).backward()
+        if parameter is ours:
+            assert parameter.grad.placements == (Partial(),) * mesh.ndim
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 1.0
+        same(parameter, torch.full((2, 1), -1.0))
+        optimizer.zero_grad()
+        scaler.scale((batch @ parameter).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 0.5
+        same(parameter, torch.full((2, 1), -1.0))
 
 
 SCHEDULES: list[Callable[[Any], Any]] = [

@@ -1,0 +1,44 @@
+"""GradScaler's operator on lists of gradients: each is looked at and scaled on the ranks that have it, and what one of
+them finds is known to all. torch's own takes the first gradient's placements for those of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+
+from monarch_backend.dtensor import _results
+
+_check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
+    """``args``: the gradients, which are changed in place, the flag that is 1 after an overflow, and 1 / scale."""
+    gradients, found, inverse = args
+    by_mesh: dict[Any, list[Any]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
+    for mesh, of_mesh in by_mesh.items():
+        flag, factor = (_results.distributed(each, mesh).to_local() for each in (found, inverse))
+        of_rank = flag.clone()
+        _check([_to_look_at(each, factor) for each in of_mesh], of_rank, factor, **(kwargs or {}))
+        parts = _results.of_parts(of_rank, _results.meta_of(of_rank), mesh, [Partial("max")] * mesh.ndim)
+        found.copy_(parts.full_tensor())
+
+
+def _to_look_at(gradient: Any, factor: Any) -> Any:
+    """This rank's part, which is scaled with the looking. Of partial values the sum may overflow where none of them
+    does, or be finite where one is not a number yet: those are scaled here, and a reduced copy is looked at.
+    """
+    whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
+    if whole == list(gradient.placements):
+        return gradient._local_tensor
+    reduced = gradient.redistribute(placements=whole)._local_tensor
+    gradient._local_tensor.mul_(factor)
+    return reduced
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {_check: _check_and_unscale}
