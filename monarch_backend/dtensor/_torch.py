@@ -45,6 +45,7 @@ from monarch_backend.dtensor import (
     _dispatch,
     _group,
     _host_by_rank,
+    _norms,
     _philox,
     _random,
     _rank_classes,
@@ -99,6 +100,7 @@ def install() -> None:
     handlers.update({func: _random_operation(handle) for func, handle in _random.handlers.items()})
     for operator, ours in {**_convolution.HANDLERS, **_scaler.HANDLERS}.items():
         handlers[operator] = _of_controllers(ours, handlers[operator])
+    handlers.update({func: _or_torchs(handle) for func, handle in _norms.HANDLERS.items()})
     handlers.update(_by_parts.HANDLERS)
     _register_lists()
     _torch_strategies.correct()
@@ -751,6 +753,27 @@ def _device_for_whom(own: Any) -> Replacement:
 # Shardings ------------------------------------------------------------------------------------------------------
 
 
+def _or_torchs(ours: Replacement) -> Replacement:
+    """For an operator that torch has no handler for."""
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        given = [each for each in args if isinstance(each, DTensor)]
+        is_ours = all(_is_remote(each) or _is_traced(each) for each in given)
+        return (ours if is_ours else _in_torchs_way)(func, args, kwargs)
+
+    return handle
+
+
+def _in_torchs_way(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of meshes that are no controller's."""
+    handlers = api.DTensor._op_dispatcher._custom_op_handlers
+    mine = handlers.pop(func)
+    try:
+        return func(*args, **(kwargs or {}))
+    finally:
+        handlers[func] = mine
+
+
 def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
     """For an operator that torch's DTensor does by talking from rank to rank."""
 
@@ -896,12 +919,7 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
             from monarch_backend.dtensor import _torch_compile  # with dynamo, which is there now
 
             _torch_compile.break_graph(str(func), RemoteTensorError(f"{func} draws as many numbers as its values say"))
-        handlers = api.DTensor._op_dispatcher._custom_op_handlers
-        mine = handlers.pop(func)  # of meshes that are no controller's: torch's own way
-        try:
-            return func(*args, **kwargs)
-        finally:
-            handlers[func] = mine
+        return _in_torchs_way(func, args, kwargs)
 
     return operation
 

@@ -50,6 +50,25 @@ def correct() -> None:
         propagator.op_single_dim_strategy_funcs.pop(operator, None)
 
 
+@_replaces(math_ops, "common_reduction_strategy")
+def _of_norms(own: Any) -> Replacement:
+    def common_reduction_strategy(
+        input_strategy: Any, reduce_dims: Any, keep_dim: bool = False, reduction_linear: bool = True,
+        reduction_op: Any = "sum",
+    ) -> Any:  # fmt: skip
+        # Norms of which each rank has a part: the norm of their sum is not the sum of the norms.
+        norms = {
+            each.norm_type
+            for way in input_strategy.strategies
+            for each in way.output_spec.placements
+            if isinstance(each, math_ops._NormPartial)
+        }
+        is_same = isinstance(reduction_op, math_ops.NormReduction) and norms <= {reduction_op.norm_type}
+        return own(input_strategy, reduce_dims, keep_dim, reduction_linear and (is_same or not norms), reduction_op)
+
+    return common_reduction_strategy
+
+
 def _aligned(own: Replacement) -> Replacement:
     """Rows of the index belong to the same rows of the input: where there are more of these, shards do not fit."""
 
