@@ -52,6 +52,12 @@ def _strides(_func: Any, args: Any, _kwargs: Any) -> Any:
     return tuple(args[0]._meta.stride)
 
 
+def _offset(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Of one rank, where they differ: a DTensor of it has plain sizes, and no C++ asks it for them by another way."""
+    meta = args[0]._meta
+    return meta.offset if meta.classes is None else meta.classes[0].offset
+
+
 def _size_by_values(func: Any, args: Any, kwargs: Any) -> Any:
     """The result's size depends on the values: the workers are asked for it."""
     first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
@@ -168,6 +174,7 @@ _dispatch.special.update(
         _aten._nested_tensor_from_mask_left_aligned.default: _as_it_is_padded,
         _aten.detach_.default: _itself,
         _aten.sym_size.default: _sizes,
+        _aten.sym_storage_offset.default: _offset,
         _aten.sym_stride.default: _strides,
         _functional.wait_tensor.default: _itself,
         _functional._wrap_tensor_autograd.default: _itself,

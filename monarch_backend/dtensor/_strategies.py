@@ -23,6 +23,8 @@ def install() -> None:
     for operator in (_aten.cumsum.default, _aten.cumprod.default, _aten.logcumsumexp.default):
         register_sharding(operator)(_along)
     register_sharding(_aten.index_add.default)(_index_add)
+    register_sharding(_aten.pixel_shuffle.default)(_images)
+    register_sharding(_aten.pixel_unshuffle.default)(_images)
     register_sharding(_aten._adaptive_avg_pool2d_backward.default)(_pooled_backward)
 
 
@@ -62,6 +64,11 @@ def _index_add(tensor: Any, dim: int, _index: Any, _source: Any, **_: Any) -> li
 def _but(tensor: Any, dim: int) -> list[Any]:
     """Whole, or by another dimension than this."""
     return [Replicate(), *(Shard(each) for each in range(len(tensor.shape)) if each != dim % len(tensor.shape))]
+
+
+def _images(x: Any, *_: Any, **__: Any) -> list[Any]:
+    """Each image for itself: its channels, height and width belong together."""
+    return [([each], [each, None]) for each in (Replicate(), *map(Shard, range(len(x.shape) - 3)))]
 
 
 def _pooled_backward(gradient: Any, _x: Any, **_: Any) -> list[Any]:

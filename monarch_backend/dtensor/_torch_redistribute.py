@@ -169,6 +169,19 @@ def _on_the_way(current: DTensorSpec, target: DTensorSpec) -> DTensorSpec | None
     return DTensorSpec(current.mesh, placements, tensor_meta=current.tensor_meta)
 
 
+def _in_order(local: Any, spec: DTensorSpec) -> Any:
+    """With its dimensions in memory as the whole tensor says: by its strides ``view`` is allowed, or not. What was
+    gathered is contiguous.
+    """
+    strides: Any = spec.tensor_meta.stride  # type: ignore[union-attr]
+    if not all(type(each) is int and each > 0 for each in strides):
+        return local
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])  # stable
+    if order == list(range(len(strides))) or local.permute(order).is_contiguous():
+        return local
+    return local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+
+
 def _has_no_way(current: Any, target: Any) -> bool:
     return type(target) is Partial and current != target and not current.is_replicate()
 
@@ -200,7 +213,7 @@ def _redistribute(own: Any) -> Replacement:
                         result, before, after, async_op=async_op and after is target_spec,
                         use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
                     )  # fmt: skip
-            return result
+            return _in_order(result, target_spec) if _torch.workers_of(mesh) is not None else result
 
         # A mode is there to see what torch does; a history is made by torch's operators only.
         if (

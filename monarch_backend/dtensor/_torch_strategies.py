@@ -50,18 +50,29 @@ def correct() -> None:
         propagator.op_single_dim_strategy_funcs.pop(operator, None)
 
 
+def has_nothing(spec: DTensorSpec, dim: int) -> bool:
+    """Whether there is a rank without any of this dimension."""
+    sizes: Any = spec.shape
+    least = sizes[dim]
+    for each, count in zip(spec.placements, spec.mesh.shape, strict=True):
+        if each.is_shard(dim):
+            least = max(least - (count - 1) * -(-least // count), 0)
+    return bool(least == 0 and sizes[dim] != 0)
+
+
 @_replaces(math_ops, "common_reduction_strategy")
 def _of_norms(own: Any) -> Replacement:
     def common_reduction_strategy(
         input_strategy: Any, reduce_dims: Any, keep_dim: bool = False, reduction_linear: bool = True,
         reduction_op: Any = "sum",
     ) -> Any:  # fmt: skip
-        # Norms of which each rank has a part: the norm of their sum is not the sum of the norms.
+        # A rank that has nothing has no largest value. Norms of which each has a part: their sum is not the sum of the
+        # norms.
+        specs = [way.output_spec for way in input_strategy.strategies]
+        if reduction_op != "sum" and any(has_nothing(spec, dim) for spec in specs for dim in reduce_dims):
+            reduction_linear = False
         norms = {
-            each.norm_type
-            for way in input_strategy.strategies
-            for each in way.output_spec.placements
-            if isinstance(each, math_ops._NormPartial)
+            each.norm_type for spec in specs for each in spec.placements if isinstance(each, math_ops._NormPartial)
         }
         is_same = isinstance(reduction_op, math_ops.NormReduction) and norms <= {reduction_op.norm_type}
         return own(input_strategy, reduce_dims, keep_dim, reduction_linear and (is_same or not norms), reduction_op)
@@ -80,7 +91,24 @@ def _aligned(own: Replacement) -> Replacement:
         def fits(each: Any) -> bool:
             return not each.is_shard() or each.dim == gathered or bool(x.shape[each.dim] == index.shape[each.dim])
 
-        found.strategies = [way for way in found.strategies if all(map(fits, way.input_specs[1].placements))]
+        def has_all_it_masks(way: Any) -> bool:
+            """The mask is made of all of the index, and of rows that there are."""
+            given, rows = (each.placements for each in way.input_specs)
+            masked = [_torch_masks.is_masked(each) for each in rows]
+            if not any(masked):
+                return True
+            others = [
+                each
+                for pair, is_one in zip(zip(given, rows, strict=True), masked, strict=True)
+                if not is_one
+                for each in pair
+            ]
+            is_whole = all(each.is_replicate() for each in others) and masked.count(True) == 1
+            return is_whole and not has_nothing(way.input_specs[0], gathered)
+
+        found.strategies = [
+            way for way in found.strategies if all(map(fits, way.input_specs[1].placements)) and has_all_it_masks(way)
+        ]
         return found
 
     return gather_strategy
@@ -115,6 +143,12 @@ def _from_the_start(own: Replacement) -> Replacement:
     def argminmax_handler(func: Any, args: Any, kwargs: Any) -> Any:
         if len(args) > 1 and args[1] is not None and args[1] < 0:
             args = (args[0], args[1] + max(args[0].ndim, 1), *args[2:])
+        x = args[0]
+        dims = range(x.ndim) if len(args) < 2 or args[1] is None else [args[1]]
+        empty = [dim for dim in dims if has_nothing(x._spec, dim)]
+        if empty:  # torch asks each rank for its largest
+            whole = [Replicate() if each.is_shard() and each.dim in empty else each for each in x.placements]
+            args = (x.redistribute(placements=whole), *args[1:])
         return own(func, args, kwargs)
 
     return argminmax_handler

@@ -8,6 +8,7 @@ result. What the operator has changed goes back to where it was.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -56,6 +57,11 @@ _OUT_OF_PLACE = {
 """What gives a tensor other sizes, and what gives a view of these sizes."""
 _OTHER_SIZES = _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default
 """What has a tensor's values in other sizes."""
+_NEVER_EMPTY = (
+    "_adaptive_", "_fft_", "_upsample_", "adaptive_", "aminmax", "avg_pool", "fractional_max_pool", "grid_sampler",
+    "max_pool", "reflection_pad", "replication_pad", "upsample_",
+)  # fmt: skip
+"""How the names of operators begin whose kernels take no tensor without channels, or without anything at all."""
 _SQUEEZED = _aten.squeeze_.default, _aten.squeeze_.dim, _aten.squeeze_.dims
 """Those that torch has a sharding for: it leaves the old sizes to autograd where the placements stay the same."""
 
@@ -69,6 +75,8 @@ def _or_whole(own: Any) -> Replacement:
             return _with_other_sizes(op_call, args, kwargs)
         if op_call in _attention.TENSORS and (kwargs or {}).get("attn_mask") is not None and _are_ours(args, kwargs):
             return _attention.masked(op_call, args, kwargs)
+        if _is_never_empty(op_call) and _are_ours(args, kwargs) and any(map(_has_nothing, _given(args, kwargs))):
+            return _whole(op_call, args, kwargs)
         by_others = _torch_decompositions.made_of_others(op_call)
         if by_others is not None and _are_ours(args, kwargs):  # torch takes another version, with other random numbers
             return by_others(*args, **(kwargs or {}))
@@ -85,6 +93,18 @@ def _or_whole(own: Any) -> Replacement:
         return _whole(op_call, args, kwargs)
 
     return _propagate_op_sharding_dispatch_slow_path
+
+
+@functools.cache
+def _is_never_empty(op_call: Any) -> bool:
+    return op_call._schema.name.removeprefix("aten::").startswith(_NEVER_EMPTY)  # type: ignore[no-any-return]
+
+
+def _has_nothing(tensor: Any) -> bool:
+    """On some rank."""
+    from monarch_backend.dtensor._torch_strategies import has_nothing  # which needs this module
+
+    return any(has_nothing(tensor._spec, dim) for dim in range(tensor.ndim))
 
 
 def _given(args: Any, kwargs: Any) -> list[Any]:
@@ -105,6 +125,8 @@ def _can_be_whole(op_call: Any, args: Any, kwargs: Any, error: BaseException) ->
     if any(each.device_mesh != given[0].device_mesh for each in given):
         return False
     if isinstance(error, NotImplementedError) or any(words in str(error) for words in _GATHERED):
+        return True
+    if op_call is _aten.expand.default and isinstance(error.__cause__, KeyError):  # of a dimension of size 1
         return True
     is_by_values = isinstance(error, _BY_VALUES) or isinstance(error.__cause__, _BY_VALUES)
     if is_by_values and any(_torch_traces.is_traced(each._local_tensor) for each in given):
