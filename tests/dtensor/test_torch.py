@@ -42,6 +42,7 @@ from monarch_backend.dtensor import (
     _signatures,
     _torch,
     _torch_compile,
+    _torch_decompositions,
     _torch_groups,
     _torch_strategies,
     _torch_unsharded,
@@ -116,6 +117,9 @@ FORMS = {
         )
         for where in ("_redistribute", "_api", "_dispatch")
     },
+    "torch.distributed.tensor._ops._math_ops.common_reduction_strategy": (
+        "input_strategy reduce_dims keep_dim reduction_linear reduction_op"
+    ),
     "Shard._shard_tensor": "self tensor mesh mesh_dim src_data_rank",
     "_StridedShard._shard_tensor": "self tensor mesh mesh_dim src_data_rank",
     "Replicate._make_replicate_tensor": "cls tensor mesh mesh_dim src_data_rank",
@@ -494,3 +498,19 @@ def test_schemas_say_which_arguments_are_numbers() -> None:
     assert _signatures.scalars_of(aten.clamp.default._schema) == (0b111, {"self", "min", "max"})
     assert _signatures.scalars_of(aten.select.int._schema) == (0b1, {"self"})
     assert _signatures.scalars_of(aten.arange.start._schema) == (0, frozenset())
+
+
+def test_what_an_operator_is_made_of() -> None:
+    """Without autograd it comes as it is, and its own kernel for autograd is called."""
+    linear = _torch_decompositions.made_of_others(torch.ops.aten.linear.default)
+    x = torch.randn(3, 2)
+    assert linear is not None
+    torch.testing.assert_close(linear(x, x), x @ x.T)
+    for whole in (torch.ops.aten.mm.default, torch.ops.aten.sym_size.default, torch.ops.aten.is_contiguous.default):
+        assert _torch_decompositions.made_of_others(whole) is None
+
+
+def test_parts_of_a_norm() -> None:
+    placement = reductions._NormPartial(3)
+    assert placement.norm_type == 3 and placement.is_partial("sum") and placement != Partial()
+    assert reductions.NormReduction(3).norm_type == 3
