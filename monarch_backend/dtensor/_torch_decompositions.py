@@ -33,8 +33,9 @@ def made_of_others(operator: Any) -> Callable[..., Any] | None:
     Without autograd, in `torch.inference_mode`, such an operator comes as it is.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    of_others = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
-    if not of_others or operator._schema.name in _OF_METADATA:
+    if operator._schema.name in _OF_METADATA:  # some of which the dispatcher does not even know
+        return None
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
         return None
     # Not `operator.decompose`: that prefers a version in Python for compilers, whose dropout draws other numbers.
     return functools.partial(operator._op_dk, key)
