@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from monarch_backend.dtensor import _rank_ints, _results
+from monarch_backend.dtensor import _rank_ints, _results, _torch_traces
 
 _aten = torch.ops.aten
 _RUNNING = slice(3, 5)
@@ -24,8 +24,11 @@ def _batch_norm(func: Any, args: Any, _kwargs: Any) -> Any:
     mesh, by_channel = x.device_mesh, _by_channel(x)
     whole = [_results.distributed(each, mesh) for each in args[:5]]
     placed = [_placed(each, Shard(0 if i else 1), by_channel) for i, each in enumerate(whole)]
+    keeps = bool(args[5]) and None not in args[_RUNNING]
+    if keeps and _torch_traces.is_traced(_local_of(x)):
+        func = _aten._native_batch_norm_legit.default  # which says what it writes, and a graph is to have it
     found = func(*map(_local_of, placed), *args[5:])
-    if args[5]:
+    if keeps:
         for running, there in zip(args[_RUNNING], placed[_RUNNING], strict=True):
             _keep(running, there)
     y = _results.wholes(func, (*whole, *args[5:]))[0]
@@ -69,7 +72,7 @@ def _local_of(tensor: Any) -> Any:
 
 def _keep(running: Any, there: Any) -> None:
     """What the operation has written is where the program has it."""
-    if running is None or (isinstance(running, DTensor) and running.placements == there.placements):
+    if isinstance(running, DTensor) and running.placements == there.placements:
         return
     if isinstance(running, DTensor):
         running._local_tensor.copy_(there.redistribute(placements=running.placements)._local_tensor)

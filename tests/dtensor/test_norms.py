@@ -41,10 +41,18 @@ KEPT: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kept", list(KEPT))
-@pytest.mark.parametrize("name", list(NORMS))
-def test_of_all_of_a_batch(mesh: Any, name: str, kept: str) -> None:
-    make, size = NORMS[name]
+MESHES = ["3", "2x2"]
+CASES = [
+    pytest.param(name, kept, marks=[] if kept == "replicated" or name in ("batch2d", "group") else pytest.mark.slow)
+    for name in NORMS
+    for kept in KEPT
+]
+
+
+@pytest.mark.parametrize(("name", "kept"), CASES)
+@pytest.mark.parametrize("on", MESHES)
+def test_of_all_of_a_batch(mesh_of: Callable[[str], Any], on: str, name: str, kept: str) -> None:
+    (make, size), mesh = NORMS[name], mesh_of(on)
     for placements in itertools.product(ONE, repeat=mesh.ndim):
         alone, x = make(), torch.randn(size)
         ours = KEPT[kept](copy.deepcopy(alone), mesh)
@@ -85,7 +93,9 @@ LENGTHS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
-def test_norms_of_what_several_ranks_have_are_not_added(mesh: Any, name: str) -> None:
+@pytest.mark.parametrize("on", MESHES)
+def test_norms_of_what_several_ranks_have_are_not_added(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
+    mesh = mesh_of(on)
     for placements in itertools.product(ONE, repeat=mesh.ndim):
         x = torch.randn(5, 4)
         same(LENGTHS[name](distribute_tensor(x, mesh, placements)), LENGTHS[name](x))

@@ -210,8 +210,10 @@ WHOLE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(WHOLE))
-def test_in_inference_mode(mesh: Any, name: str) -> None:
+@pytest.mark.parametrize("on", ["3", "2x2"])
+def test_in_inference_mode(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
     """Where there is no autograd, they come as they are."""
+    mesh = mesh_of(on)
     x, of = torch.randn(UNEVEN), WHOLE[name]
     for here in placements(mesh):
         there = distribute_tensor(x, mesh, here)

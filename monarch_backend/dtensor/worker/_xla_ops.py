@@ -25,6 +25,7 @@ REPLACED = {
     "fsdp.chunk_cat.default": _HERE + "chunk_cat",
     "monarch_backend.dtensor.worker._storage:resize": _HERE + "resize",
     "aten.native_batch_norm.default": _HERE + "native_batch_norm",
+    "aten._native_batch_norm_legit_functional.default": _HERE + "batch_norm_functional",
     "aten.native_batch_norm_backward.default": _HERE + "native_batch_norm_backward",
     "aten.nll_loss_forward.default": _HERE + "nll_loss_forward",
     "aten.nll_loss2d_forward.default": _HERE + "nll_loss_forward",
@@ -117,6 +118,16 @@ def native_batch_norm(
     running_mean.lerp_(channels.mean(1), momentum)
     running_var.lerp_(channels.var(1), momentum)
     return operator(x, weight, bias, None, None, training, momentum, eps)  # type: ignore[no-any-return]
+
+
+def batch_norm_functional(
+    x: torch.Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """As a captured step has it: with new running values instead of changed ones."""
+    running_mean, running_var = running_mean.clone(), running_var.clone()
+    found = native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
+    return *found, running_mean, running_var
 
 
 def native_batch_norm_backward(
