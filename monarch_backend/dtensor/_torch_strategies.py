@@ -53,6 +53,8 @@ def correct() -> None:
 def has_nothing(spec: DTensorSpec, dim: int) -> bool:
     """Whether there is a rank without any of this dimension."""
     sizes: Any = spec.shape
+    if not sizes:  # a number, which has a dimension 0 for torch
+        return False
     least = sizes[dim]
     for each, count in zip(spec.placements, spec.mesh.shape, strict=True):
         if each.is_shard(dim):

@@ -21,6 +21,8 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "argmax": ((5, 4), lambda x: x.argmax(1)),
     "argmax of all": ((4, 5), lambda x: x.argmax()),
     "argmin": ((4, 5), lambda x: x.argmin(0)),
+    "argmin of a number": ((), lambda x: x.argmin(0)),
+    "amax of a number": ((), lambda x: x.amax(0)),
     "amax": ((4, 5), lambda x: x.amax(0)),
     "max": ((4, 5), lambda x: x.max()),
     "aminmax": ((4, 5), lambda x: torch.stack(list(x.aminmax()))),
