@@ -43,6 +43,7 @@ from monarch_backend.mesh._spawner import (
 from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._frames import KNOCK, MOST_REPLACED, Replaced, Setting, Stop
 from monarch_backend.transport._peer import Peer
+from monarch_backend.transport._serialize import dumps_in_band
 
 if TYPE_CHECKING:
     from monarch_backend.actor._program import Program
@@ -775,10 +776,9 @@ def _check_start(bootstrap: Any, env: Mapping[str, str] | None) -> None:
 
 def _packed(bootstrap: Any) -> bytes:
     try:
-        packed: bytes = cloudpickle.dumps(bootstrap)
+        return dumps_in_band(bootstrap)
     except Exception as error:
         raise TypeError(f"bootstrap can't be sent to the new processes: {type(error).__name__}: {error}") from error
-    return packed
 
 
 def _pipes() -> tuple[int, int, int, int]:

@@ -7,6 +7,7 @@ Objects are pickled as Python does it, except that
 
 - functions and classes that the receiver can import go by name; those of ``__main__``, of a notebook, nested ones,
   lambdas and modules registered with ``cloudpickle.register_pickle_by_value`` go by value, through cloudpickle;
+- code that goes by value keeps the name of its file, which cloudpickle leaves out;
 - buffers of at least `OUT_OF_BAND` bytes are handed out without a copy instead of being written into the pickle;
 - ``bytes`` objects of 64 KiB and more become chunks of the body, without a copy; ``bytearray`` objects are copied.
 """
@@ -20,7 +21,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FunctionType, ModuleType, NoneType
+from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -273,10 +274,26 @@ def _build_memoryview(buffer: Buffer, format_: Any, shape: tuple[int, ...] | Non
     return flat.cast(format_) if shape is None else flat.cast(format_, shape)
 
 
-# Exact types with a way of their own: cloudpickle's (cells, code, modules, methods, properties, ...), ours, and those
+_CLOUDPICKLES = cloudpickle.Pickler.dispatch_table.maps[0]
+
+
+def _reduce_code(code: CodeType) -> Any:
+    """cloudpickle's way, but since 3.1.3 that says "<dynamic-code>" in place of the file, of which tracebacks tell, and
+    in which inspect, debuggers and torch.jit look for the source.
+    """
+    _, arguments = _CLOUDPICKLES[CodeType](code)
+    return _build_code, (code.co_filename, *arguments)
+
+
+def _build_code(file: str, *arguments: Any) -> CodeType:
+    return CodeType(*arguments).replace(co_filename=file)
+
+
+# Exact types with a way of their own: cloudpickle's (cells, modules, methods, properties, ...), ours, and those
 # of the modules below once their library is loaded.
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
-    **cloudpickle.Pickler.dispatch_table.maps[0],
+    **_CLOUDPICKLES,
+    CodeType: _reduce_code,
     memoryview: _reduce_memoryview,
 }
 _LATER = {"numpy": "_arrays", "torch": "_tensors"}

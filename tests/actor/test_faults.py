@@ -328,7 +328,9 @@ def test_a_failing_bootstrap_is_a_death_whose_last_words_say_why(faults: Faults)
         assert isinstance(procs.initialized.exception(PATIENCE), MeshFailure)
         failure = faults.next()
     assert failure.deaths[0].returncode == 1
-    assert "RuntimeError: no accelerator here" in failure.report()
+    report = failure.report()
+    assert "RuntimeError: no accelerator here" in report
+    assert re.search(rf'File "{re.escape(__file__)}", line \d+, in bootstrap', report)
 
 
 def test_a_kill_for_want_of_memory_is_called_so(
@@ -511,6 +513,7 @@ def test_exceptions_that_do_not_pickle_come_all_the_same(kind: type, lasting: Pr
         actors = lasting.slice(gpus=0).spawn("raisers", raising(make))
         error = as_endpoint(actors.plain).call_one().exception(PATIENCE)
         assert isinstance(error, ActorError) and text in str(error)
+        assert re.search(rf'File "{re.escape(__file__)}", line \d+, in plain', str(error)), "also of a class by value"
         assert type(error.__cause__).__name__ == text.split(":")[0]
         assert actors.echo.call_one(1).get(PATIENCE) == 1
         actors.stop().get(PATIENCE)

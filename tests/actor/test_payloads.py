@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -304,6 +305,22 @@ def test_more_than_what_goes_in_one_piece(fresh: ActorMesh) -> None:
     reply = one.ones.call_one(n).get(PATIENCE)
     assert len(reply) == n
     assert bool((reply == 1).all())
+
+
+def test_code_that_goes_by_value_keeps_its_file(one: ActorMesh) -> None:
+    """There and back, of a function and of one within it: tracebacks tell of it, inspect reads it."""
+
+    def outer() -> Callable[[], str]:
+        def inner() -> str:
+            return "found"
+
+        return inner
+
+    came = one.echo.call_one(outer).get(PATIENCE)
+    for copy, original in ((came, outer), (came(), outer())):
+        assert copy.__code__ is not original.__code__
+        assert copy.__code__.co_filename == __file__
+        assert inspect.getsource(copy) == inspect.getsource(original)
 
 
 def test_what_cannot_be_read_is_an_error_and_the_actor_lives(one: ActorMesh) -> None:

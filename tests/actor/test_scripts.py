@@ -383,7 +383,8 @@ def test_the_traceback_of_an_actor_that_died_is_in_the_report(finish: Start) -> 
     said = ended.err.splitlines()
     assert said[0] == "monarch_backend: unhandled failure of mesh 'broken'; the program ends"
     assert said[1] == "root cause: RuntimeError: no accelerator here"
-    assert "in build" in ended.err and 'script.py", line' in ended.err
+    assert "in build" in ended.err
+    assert 'script.py", line' in ended.err
 
 
 def test_the_root_cause_comes_first_also_from_far_below(finish: Start) -> None:
