@@ -3,11 +3,11 @@
 import sys
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 # Shared memory, channels and registered memory stand on what Linux has.
-linux = ["csrc/shm", "csrc/shm/python", "csrc/channel", "csrc/channel/python", "csrc/memory", "csrc/memory/python"]
+linux = [f"csrc/{room}{part}" for room in ("shm", "channel", "memory", "verbs") for part in ("", "/python")]
 folders = ["csrc", "csrc/records", *(linux if sys.platform == "linux" else [])]
 
 native = Pybind11Extension(
@@ -21,4 +21,5 @@ native = Pybind11Extension(
     extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"],
 )
 
+ParallelCompile("MONARCH_BUILD_JOBS").install()  # as many as there are processors
 setup(ext_modules=[native], cmdclass={"build_ext": build_ext})

@@ -11,5 +11,6 @@ void bind_channels(pybind11::module_& m);       // csrc/channel/, Linux only: it
 void bind_memory(pybind11::module_& m);         // csrc/memory/, Linux only: it stands on csrc/shm
 void bind_memory_streams(pybind11::module_& m);  // its part that goes over TCP
 void bind_gpu_memory(pybind11::module_& m);      // its part that knows GPUs
+void bind_verbs(pybind11::module_& m);           // csrc/verbs/, Linux only: it asks the kernel for its own memory
 
 }  // namespace monarch

@@ -54,5 +54,6 @@ PYBIND11_MODULE(_native, m) {
   monarch::bind_memory(m);
   monarch::bind_memory_streams(m);
   monarch::bind_gpu_memory(m);
+  monarch::bind_verbs(m);
 #endif
 }

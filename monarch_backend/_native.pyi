@@ -586,3 +586,30 @@ class MemoryClient:
 
     def abandon(self) -> None:
         """In a forked child: close what belongs to the parent, without a word to anybody."""
+
+class VerbsCompletionQueue:
+    """A completion queue that a package for libibverbs has made, asked without its Python. Raises OSError."""
+
+    @staticmethod
+    def find(owner: object, fd: int, entries: int) -> VerbsCompletionQueue | None:
+        """Of this object of a package; None where that can't be told."""
+
+    def arm(self) -> None: ...
+    def poll(self, most: int) -> list[Any]:
+        """Tuples as _binding.py's Completion, 64 at most."""
+
+    def forget(self) -> None:
+        """It is about to be destroyed."""
+
+class VerbsQueuePair:
+    """The same of a queue pair. Raises OSError."""
+
+    @staticmethod
+    def find(owner: object, number: int, queue: VerbsCompletionQueue) -> VerbsQueuePair | None:
+        """Of this object of a package; None where that can't be told."""
+
+    def post(self, works: Sequence[tuple[int, ...]]) -> None:
+        """Tuples as _binding.py's Work, in one go."""
+
+    def forget(self) -> None:
+        """It is about to be destroyed."""

@@ -8,6 +8,7 @@ from typing import Any
 import ibverbs
 
 from monarch_backend.rdma.verbs import _binding as verbs
+from monarch_backend.rdma.verbs import _queues
 from monarch_backend.rdma.verbs._binding import Completion, Limits, Path, Port, Work
 
 _ETHERNET, _ACTIVE = 2, 4
@@ -33,19 +34,19 @@ class _Nic:
         self._channel = self._context.create_comp_channel()
         self.fd: int = self._channel.fd
         self._cq = self._context.create_cq(self.limits.completions, self._channel)
+        self._queue = queue = _queues.completion_queue(self._cq, self.fd, self._cq.cqe)
+        self.arm: Callable[[], None] = self._cq.req_notify if queue is None else queue.arm
+        self.poll: Callable[[int], Sequence[Completion]] = self._poll if queue is None else queue.poll
 
     def port(self, number: int) -> Port:
         a = self._context.query_port(number)
         return Port(a.state == _ACTIVE, a.link_layer == _ETHERNET, a.lid, int(a.active_mtu), a.max_msg_sz)
 
-    def arm(self) -> None:
-        self._cq.req_notify()
-
     def take_event(self) -> None:
         self._channel.get_cq_event()
         self._cq.ack_events(1)
 
-    def poll(self, most: int) -> list[Completion]:
+    def _poll(self, most: int) -> list[Completion]:
         return [Completion(wc.wr_id, int(wc.status), wc.qp_num, wc.vendor_err) for wc in self._cq.poll(most)]
 
     def register(self, address: int, nbytes: int, access: int) -> Any:
@@ -65,18 +66,21 @@ class _Nic:
             max_recv_sge=1,
             sq_sig_all=False,
         )
-        return _QueuePair(self._pd.create_qp(asked))
+        return _QueuePair(self._pd.create_qp(asked), self._queue)
 
     def close(self) -> None:
+        if self._queue is not None:
+            self._queue.forget()
         for part in (self._cq, self._channel, self._pd, self._context):
             part.close()
 
 
 class _QueuePair:
-    def __init__(self, qp: Any) -> None:
+    def __init__(self, qp: Any, queue: Any) -> None:
         self._qp = qp
         self.number: int = qp.qp_num
-        self.close: Callable[[], None] = qp.close
+        self._pair = pair = _queues.queue_pair(qp, self.number, queue)
+        self.post: Callable[[Sequence[Work]], None] = self._post if pair is None else pair.post
 
     def initialize(self, port: int, access: int) -> None:
         self._qp.modify(verbs.RESET_TO_INIT, qp_state=verbs.INIT, pkey_index=0, port_num=port, qp_access_flags=access)
@@ -111,7 +115,12 @@ class _QueuePair:
             max_rd_atomic=path.reads_out,
         )
 
-    def post(self, works: Sequence[Work]) -> None:
+    def close(self) -> None:
+        if self._pair is not None:
+            self._pair.forget()
+        self._qp.close()
+
+    def _post(self, works: Sequence[Work]) -> None:
         self._qp.post_send([_request(work) for work in works])
 
 

@@ -20,6 +20,7 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, SendWR
 
 from monarch_backend.rdma.verbs import _binding as verbs
+from monarch_backend.rdma.verbs import _queues
 from monarch_backend.rdma.verbs._binding import Completion, Limits, Path, Port, Work
 
 _ETHERNET, _ACTIVE = 2, 4
@@ -87,13 +88,16 @@ class _Nic:
         except BaseException:
             self._context.close()
             raise
+        self._queue = queue = _queues.completion_queue(self._cq, self.fd, self._cq.cqe)
+        self.arm: Callable[[], None] = self._arm if queue is None else queue.arm
+        self.poll: Callable[[int], Sequence[Completion]] = self._poll if queue is None else queue.poll
 
     def port(self, number: int) -> Port:
         with _os_errors():
             a = self._context.query_port(number)
         return Port(a.state == _ACTIVE, a.link_layer == _ETHERNET, a.lid, a.active_mtu, a.max_msg_sz)
 
-    def arm(self) -> None:
+    def _arm(self) -> None:
         with _os_errors():
             self._cq.req_notify()
 
@@ -102,7 +106,7 @@ class _Nic:
             self._channel.get_cq_event(self._cq)
             self._cq.ack_events(1)
 
-    def poll(self, most: int) -> list[Completion]:
+    def _poll(self, most: int) -> list[Completion]:
         try:
             _, found = self._cq.poll(most)
         except PyverbsError as error:
@@ -123,9 +127,11 @@ class _Nic:
         cap = QPCap(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
         asked = QPInitAttr(qp_type=verbs.RELIABLE, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0)
         with _os_errors():
-            return _QueuePair(QP(self._pd, asked))
+            return _QueuePair(QP(self._pd, asked), self._queue)
 
     def close(self) -> None:
+        if self._queue is not None:
+            self._queue.forget()
         with _os_errors():
             self._cq.close()
             self._channel.close()
@@ -134,11 +140,12 @@ class _Nic:
 
 
 class _QueuePair:
-    def __init__(self, qp: Any) -> None:
+    def __init__(self, qp: Any, queue: Any) -> None:
         self._qp = qp
         self._made: dict[tuple[int, int, int, bool], Any] = {}  # work requests, by what is not changed in them
         self.number: int = qp.qp_num
-        self.close: Callable[[], None] = qp.close
+        self._pair = pair = _queues.queue_pair(qp, self.number, queue)
+        self.post: Callable[[Sequence[Work]], None] = self._post if pair is None else pair.post
 
     def initialize(self, port: int, access: int) -> None:
         asked = QPAttr(qp_state=verbs.INIT, port_num=port)
@@ -166,7 +173,12 @@ class _QueuePair:
             self._qp.modify(to_rtr, verbs.INIT_TO_RTR)
             self._qp.modify(to_rts, verbs.RTR_TO_RTS)
 
-    def post(self, works: Sequence[Work]) -> None:
+    def close(self) -> None:
+        if self._pair is not None:
+            self._pair.forget()
+        self._qp.close()
+
+    def _post(self, works: Sequence[Work]) -> None:
         if len(works) == 1 and works[0].nbytes:
             self._post_one(works[0])
             return

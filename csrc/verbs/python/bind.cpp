@@ -1,0 +1,91 @@
+// The Python face of queues of libibverbs: bindings only, no logic.
+#include "bind.h"
+
+#include <algorithm>
+#include <system_error>
+#include <vector>
+
+#include "verbs/queues.h"
+
+namespace py = pybind11;
+
+namespace monarch {
+
+namespace {
+
+using verbs::CompletionQueue;
+using verbs::QueuePair;
+
+// An object's own memory behind its head, as words.
+std::span<const std::uintptr_t> words_of(py::handle object) {
+  constexpr std::size_t head = sizeof(PyObject) / sizeof(std::uintptr_t);
+  const auto bytes = static_cast<std::size_t>(Py_TYPE(object.ptr())->tp_basicsize);
+  const auto* const words = reinterpret_cast<const std::uintptr_t*>(object.ptr());
+  return {words + head, std::max(bytes / sizeof(std::uintptr_t), head) - head};
+}
+
+// With its number and text, as Python's own.
+template <class Call>
+auto with_os_error(Call&& call) -> decltype(call()) {
+  try {
+    return call();
+  } catch (const std::system_error& error) {
+    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
+    throw py::error_already_set();
+  }
+}
+
+template <class T>
+T number(PyObject* work, Py_ssize_t place) {
+  return static_cast<T>(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(work, place)));
+}
+
+verbs::Work work_of(py::handle object) {
+  PyObject* const work = object.ptr();
+  if (!PyTuple_Check(work) || PyTuple_GET_SIZE(work) != 10) throw py::type_error("a work request is a tuple of ten numbers");
+  return {number<std::uint64_t>(work, 0), number<int>(work, 1),           number<int>(work, 2) != 0,      number<std::uint64_t>(work, 3),
+          number<std::uint32_t>(work, 4), number<std::uint32_t>(work, 5), number<std::uint64_t>(work, 6), number<std::uint32_t>(work, 7),
+          number<std::uint64_t>(work, 8), number<std::uint64_t>(work, 9)};
+}
+
+// The GIL stays: on hardware this takes less than to let go of it, and who posts has the engine's lock.
+void post(QueuePair& pair, const py::sequence& works) {
+  if (works.size() == 1) {
+    const verbs::Work work = work_of(works[0]);
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return with_os_error([&] { pair.post({&work, 1}); });
+  }
+  std::vector<verbs::Work> all;
+  all.reserve(works.size());
+  for (const py::handle work : works) all.push_back(work_of(work));
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  with_os_error([&] { pair.post(all); });
+}
+
+py::list poll(CompletionQueue& queue, int most) {
+  const std::span<const verbs::Wc> found = with_os_error([&] { return queue.poll(most); });
+  py::list completions(found.size());
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    completions[i] = py::make_tuple(found[i].wr_id, found[i].status, found[i].qp_num, found[i].vendor_err);
+  }
+  return completions;
+}
+
+}  // namespace
+
+void bind_verbs(py::module_& m) {
+  py::class_<CompletionQueue, std::shared_ptr<CompletionQueue>>(m, "VerbsCompletionQueue", "A package's completion queue.")
+      .def_static("find", [](const py::object& object, int fd, int entries) { return CompletionQueue::find(words_of(object), fd, entries); },
+                  py::arg("owner"), py::arg("fd"), py::arg("entries"), "Of this object of a package; None where that can't be told.")
+      .def("arm", [](CompletionQueue& queue) { with_os_error([&] { queue.arm(); }); })
+      .def("poll", &poll, py::arg("most"))
+      .def("forget", &CompletionQueue::forget);
+  py::class_<QueuePair, std::shared_ptr<QueuePair>>(m, "VerbsQueuePair", "A package's queue pair.")
+      .def_static("find", [](const py::object& object, std::uint32_t number, const CompletionQueue& queue) {
+        return QueuePair::find(words_of(object), number, queue);
+      }, py::arg("owner"), py::arg("number"), py::arg("queue"), "Of this object of a package; None where that can't be told.")
+      .def("post", &post, py::arg("works"))
+      .def("forget", &QueuePair::forget);
+}
+
+}  // namespace monarch
