@@ -15,6 +15,7 @@ _reach.py        which port can talk to which
 _devices.py      what /sys says; whether verbs can be used; lines for the doctor
 _settings.py     what the environment says
 _binding.py      the one door to libibverbs; _pyverbs.py and _ibverbs.py are its two adapters
+_queues.py       posting and polling without the packages' Python
 _errors.py       what is raised
 """
 
