@@ -2,7 +2,7 @@
 
 While torch.compile traces, torch's functions for "the rank that I am" (see _torch.py) meet tensors without values and
 ints that differ by rank. Such a call becomes one node here; a captured step (see _capture.py) has in its place the
-function itself and each rank's numbers. Nothing here runs on real tensors.
+function itself and each rank's numbers. On real tensors, which are this process's, it runs for each rank (`here`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _rank_classes, _rank_ints, _torch_traces
+from monarch_backend.dtensor import _host_by_rank, _rank_classes, _rank_ints, _torch_traces
 from monarch_backend.dtensor._errors import RankDependentError
 
 
@@ -64,6 +64,13 @@ def arguments(number: int, tensors: Any) -> tuple[Call, Any, Any]:
     mine = iter(tensors)
     args, kwargs = pytree.tree_unflatten([next(mine) if each is _TENSOR else each for each in made.leaves], made.spec)
     return made, args, kwargs
+
+
+def here(tensors: Any, number: int) -> list[torch.Tensor]:
+    """What the operator returns for tensors of this process: of each rank's numbers, each a HostByRank."""
+    made, args, kwargs = arguments(number, tensors)
+    result = _host_by_rank.run(made.function, args, kwargs)
+    return [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
 
 
 def tensors_of(result: Any, inputs: Any) -> list[torch.Tensor]:

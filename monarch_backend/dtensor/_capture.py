@@ -71,10 +71,11 @@ class _There:
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """A value of this process, which each call may have another of."""
+    """A value of this process, which each call may have another of. ``by_rank``: it has one for each rank."""
 
     node: fx.Node
     fake: Any
+    by_rank: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +89,17 @@ class Capturer:
     """Makes one `Capture`, of a graph for arguments like these, as this rank has them.
 
     ``returned``: positions of results that are arguments and are given back as such; None: of all that are arguments.
-    ``constants``: tensors of this graph and of others for other ranks: the record has them all.
+    ``by_rank``: positions of results that other ranks' graphs calculate in another way: they are the workers', also
+    where this process could. ``constants``: tensors of this graph and of others for other ranks, which the record has
+    all of.
     """
 
     def __init__(
         self, workers: Workers, graph: fx.GraphModule, args: list[Any], *, inductor: bool, rank: int = 0,
-        returned: Sequence[int] | None = None, constants: Sequence[tuple[torch.Tensor, RemoteTensor]] = (),
+        returned: Sequence[int] | None = None, by_rank: Sequence[int] = (),
+        constants: Sequence[tuple[torch.Tensor, RemoteTensor]] = (),
     ) -> None:  # fmt: skip
-        self.rank, self.returned, self.shared = rank, returned, constants
+        self.rank, self.returned, self.by_rank, self.shared = rank, returned, by_rank, constants
         self.constants: list[tuple[torch.Tensor, _There]] = []
         self.workers, self.graph, self.args, self.inductor = workers, graph, args, inductor
         self.values: dict[fx.Node, Any] = {}
@@ -237,8 +241,13 @@ class Capturer:
         fake = _fake_here(node, {each: self._fake_of(each) for each in node.all_input_nodes})
         for each in node.all_input_nodes:
             self._copy_here(each)
-        self.here_nodes[node] = self.here.node_copy(node, lambda each: self.here_nodes[each])
-        self.values[node] = _Here(node, fake)
+        made = self.here_nodes[node] = self.here.node_copy(node, lambda each: self.here_nodes[each])
+        is_by_rank = node.target is torch.ops.monarch_backend.by_rank.default
+        if is_by_rank:
+            made.target = _by_rank_op.here
+        inputs = [self.values[each] for each in node.all_input_nodes]
+        by_rank = is_by_rank or any(isinstance(each, _Here) and each.by_rank for each in inputs)
+        self.values[node] = _Here(node, fake, by_rank)
 
     def _copy_here(self, node: fx.Node) -> None:
         """What is needed of it in this process's graph: constants and tensors from nothing."""
@@ -283,7 +292,8 @@ class Capturer:
         return self._add(node, args, kwargs, fake)
 
     def _sent(self, value: _Here) -> _There:
-        if isinstance(value.fake, float) or (value.fake.ndim == 0 and not value.fake.is_complex()):
+        is_number = isinstance(value.fake, float) or (value.fake.ndim == 0 and not value.fake.is_complex())
+        if is_number and not value.by_rank:
             dtype = "" if isinstance(value.fake, float) else str(value.fake.dtype).removeprefix("torch.")
             self.numbers.append((value.node, dtype))
             return _There(("number", len(self.numbers) - 1), value.fake)
@@ -299,7 +309,8 @@ class Capturer:
         wanted: list[fx.Node] = []
         for each in results:
             value = self.values[each] if isinstance(each, fx.Node) else each
-            value = self._as_there(each) if isinstance(value, _Factory) else value
+            differs = isinstance(value, _Here) and (value.by_rank or len(outs) in self.by_rank)
+            value = self._as_there(each) if isinstance(value, _Factory) or differs else value
             at = self.arguments.get(each, -1) if isinstance(each, fx.Node) else -1
             if at >= 0 and (self.returned is None or len(outs) in self.returned or isinstance(value, _Here)):
                 outs.append(Result(None, at, -1, None))

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor import _draw_op, _wire
 from monarch_backend.dtensor._capture import MEETS, Capture, Result, attribute, is_same
 from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._workers import Workers
 
@@ -44,6 +45,25 @@ def made_of_arguments(graphs: Sequence[fx.GraphModule]) -> list[int]:
     return found
 
 
+def by_rank(graphs: Sequence[fx.GraphModule]) -> list[int]:
+    """Positions of results that these graphs calculate in other ways, of the same arguments."""
+    known: dict[Any, int] = {}
+    columns = zip(*[_ways(graph.graph, known) for graph in graphs], strict=True)
+    return [position for position, column in enumerate(columns) if len(set(column)) > 1]
+
+
+def _ways(graph: fx.Graph, known: dict[Any, int]) -> list[Any]:
+    """How each result is calculated of the arguments, as a number: the same in all graphs that share ``known``."""
+    numbers: dict[fx.Node, int] = {}
+    for at, node in enumerate(graph.nodes):
+        if node.op == "output":
+            return [numbers[each] if isinstance(each, fx.Node) else repr(each) for each in node.args[0]]
+        given = fx.map_arg((node.args, node.kwargs), lambda each: f"<value {numbers[each]}>")
+        way = ("argument", at) if node.op == "placeholder" else (node.op, str(node.target), repr(given))
+        numbers[node] = known.setdefault(way, len(known))
+    return []
+
+
 def constants(workers: Workers, graphs: Sequence[fx.GraphModule]) -> list[tuple[torch.Tensor, RemoteTensor]]:
     """The tensors in any of these graphs, and where they have been put: each record has all of them."""
     found: list[tuple[torch.Tensor, RemoteTensor]] = []
@@ -66,6 +86,7 @@ def combine(workers: Workers, captures: Sequence[Capture], of_rank: Sequence[int
     numbers = [each.number for each in captures]
     return first._replace(
         number=workers.define_by_rank(numbers, of_rank) if first.number else 0,
+        here=_here(workers, captures, of_rank),
         results=[_result(workers, each, of_rank) for each in zip(*[each.results for each in captures], strict=True)],
         writes=sorted({at for each in captures for at in each.writes}),
     )
@@ -74,6 +95,60 @@ def combine(workers: Workers, captures: Sequence[Capture], of_rank: Sequence[int
 def _form(capture: Capture) -> Any:
     kept = [id(each) for each in capture.kept]
     return bool(capture.number), capture.tensors, kept, capture.own, capture.sent, capture.numbers, capture.created
+
+
+def _here(workers: Workers, captures: Sequence[Capture], of_rank: Sequence[int]) -> Any:
+    """What this process does, for all classes: once, but for what it does for some of them in another way."""
+    functions: list[Any] = [each.here for each in captures]
+    first = functions[0]
+    if first is None:
+        return None
+    known: dict[Any, int] = {}
+    columns = zip(*[_ways(each.graph, known) for each in functions], strict=True)
+    differ = [place for place, column in enumerate(columns) if len(set(column)) > 1]
+    if not differ:
+        return first
+    if differ[-1] >= captures[0].sent:
+        raise RemoteTensorError(
+            "ranks whose shards have other sizes need other numbers out of a tensor of this process, in a captured "
+            "step: make it a DTensor first (distribute_tensor)"
+        )
+    others = [_only(each, differ) for each in functions[1:]]
+
+    def each_way(*own: Any) -> list[Any]:
+        ways = [other(*own) for other in others]  # before the first one, which may change its arguments
+        made = list(first(*own))
+        for place, *rest in zip(differ, *ways, strict=True):
+            values = [made[place], *rest]
+            each = [None if number < 0 else _of_rank(values[number], rank) for rank, number in enumerate(of_rank)]
+            made[place] = HostByRank(each, workers)
+        return made
+
+    return each_way
+
+
+def _of_rank(value: torch.Tensor, rank: int) -> torch.Tensor | None:
+    return value.by_rank[rank] if type(value) is HostByRank else value
+
+
+def _only(function: fx.GraphModule, places: Sequence[int]) -> fx.GraphModule:
+    """What it does for these of its results, of all its arguments."""
+    (output,) = _nodes(function, "output")
+    results: Any = output.args[0]
+    wanted = [results[place] for place in places]
+    needed: set[fx.Node] = set()
+    waiting = [each for each in wanted if isinstance(each, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in function.graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            copies[node] = graph.node_copy(node, lambda each: copies[each])
+    graph.output(tuple(copies[each] if isinstance(each, fx.Node) else each for each in wanted))
+    return fx.GraphModule(function, graph)
 
 
 def _result(workers: Workers, results: Sequence[Result], of_rank: Sequence[int]) -> Result:

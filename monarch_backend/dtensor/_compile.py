@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from monarch_backend.dtensor import _capture, _class_graphs, _rank_classes, _signatures, _sites, _torch_compile
 from monarch_backend.dtensor._capture import Capture, Capturer
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
+from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._metadata import Meta
 from monarch_backend.dtensor._rank_classes import Classes
 from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor, on_the_cpu
@@ -155,14 +156,15 @@ class _Graph:
             classes = self._classes.parted(classes.of_rank)
         elif classes.is_one:
             return Capturer(workers, self.graphs[0], args, inductor=self._inductor).make()
-        returned = _class_graphs.made_of_arguments(self.graphs)
+        returned, by_rank = _class_graphs.made_of_arguments(self.graphs), _class_graphs.by_rank(self.graphs)
         constants = _class_graphs.constants(workers, self.graphs)
         captures = []
         for rank, *_ in classes.members:
             graph = self.graphs[0 if self._classes is None else self._classes.of_rank[rank]]
             capturer = Capturer(
-                workers, graph, args, inductor=self._inductor, rank=rank, returned=returned, constants=constants
-            )
+                workers, graph, args, inductor=self._inductor, rank=rank, returned=returned, by_rank=by_rank,
+                constants=constants,
+            )  # fmt: skip
             captures.append(capturer.make())
         return _class_graphs.combine(workers, captures, classes.of_rank)
 
@@ -206,7 +208,7 @@ def _run(workers: Workers, capture: Capture, args: Any) -> list[Any]:
                     f"a captured step changes argument {at}, and has the same tensor as another argument: torch "
                     "could not see that they are one. Give it once, or leave this step to eager code"
                 )
-        sent = [workers.put(each) for each in here[: capture.sent]]
+        sent = [each.sent(workers) if type(each) is HostByRank else workers.put(each) for each in here[: capture.sent]]
         numbers = [float(each) for each in here[capture.sent : capture.sent + capture.numbers]]
         statistics["calls"] += 1
         ids = [each._ref.id for each in sent]

@@ -68,6 +68,6 @@ class OnWorkers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in (torch.empty, torch.zeros, torch.ones):
             return func(*args, **kwargs)
-        size = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+        size = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         options = {"dtype": kwargs.get("dtype") or torch.get_default_dtype(), "device": self._workers.device}
         return _dispatch.create(self._workers, _OPERATORS[func], [list(size)], options)

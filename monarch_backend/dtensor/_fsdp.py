@@ -5,6 +5,7 @@ torch's `fully_shard` is the user's function, and unchanged; where it calls this
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,18 @@ class Chunks:
             [None if at is None else each.narrow(self._dim, at, size) for each, at, size in parts],
             getattr(self._tensor, "workers", None),
         )
+
+
+class Sizes(tuple[Any, ...]):
+    """As torch.Size, whose own `numel` knows no sizes that differ by rank: of layers that tensor parallelism has split
+    unevenly.
+    """
+
+    __slots__ = ()
+
+    def numel(self) -> Any:
+        """Elements."""
+        return math.prod(self)
 
 
 def put_inputs(inputs: Any, workers: Workers) -> Any:

@@ -128,6 +128,10 @@ class RankInts:
         """As add."""
         return self._each("mod", other, operator.mod)
 
+    def int_truediv(self, other: Any) -> RankRatio:
+        """Of which torch takes the next int."""
+        return RankRatio(self, other)
+
     def sym_max(self, other: Any) -> Any:
         """As add."""
         return self._each("max", other, max)
@@ -206,6 +210,55 @@ class RankInts:
     def guard_int(self, _file: str, _line: int) -> int:
         """As int_."""
         return self.int_()
+
+
+class RankRatio:
+    """What torch calls the node of a SymFloat: an int that differs by rank, divided. It can be rounded, and no more."""
+
+    __slots__ = ("_above", "_below")
+
+    def __init__(self, above: RankInts, below: Any) -> None:
+        self._above, self._below = above, below
+
+    def is_float(self) -> bool:
+        """As all of these: asked by torch."""
+        return True
+
+    def is_int(self) -> bool:
+        """No."""
+        return False
+
+    is_bool = is_nested_int = is_symbolic = is_constant = has_hint = is_int
+
+    def maybe_as_float(self) -> None:
+        """Not one."""
+
+    def _str(self) -> str:
+        return f"{self._above} / {self._below}"
+
+    __str__ = __repr__ = _graph_repr = _str
+
+    def ceil(self) -> Any:
+        """The node of the ints above."""
+        return self._above._each("ceil", self._below, lambda above, below: -(-above // below))
+
+    def floor(self) -> Any:
+        """The node of the ints below."""
+        return self._above.floordiv(self._below)
+
+    def float_(self) -> float:
+        """There is no one float."""
+        raise RankDependentError(f"float({self})", "has another value on each rank")
+
+    def guard_float(self, _file: str, _line: int) -> float:
+        """As float_."""
+        return self.float_()
+
+    def wrap_float(self, _number: float) -> float:
+        """As torch wants the other side of a calculation, which there is none of."""
+        return self.float_()
+
+    wrap_int = wrap_float
 
 
 class AgreedBool:
@@ -360,7 +413,12 @@ class RankBool:
         return False
 
 
-for _kind in (RankInts, AgreedBool, RankBool):  # torch's C++ asks for it; inside a class it would hide Python's own
+for _kind in (
+    RankInts,
+    RankRatio,
+    AgreedBool,
+    RankBool,
+):  # torch's C++ asks for it; inside a class it would hide Python's own
     setattr(_kind, "str", _kind._str)  # noqa: B010  (mypy knows of no such attribute)
 
 

@@ -161,6 +161,14 @@ def _communicate(own: Any) -> Replacement:
     return communicate
 
 
+@_replaces(_fsdp_collectives, "_get_dim0_padded_size")
+def _padded_size(own: Any) -> Replacement:
+    def _get_dim0_padded_size(tensor_size: Any, dim0_factor: int) -> Any:
+        return _fsdp.Sizes(own(tensor_size, dim0_factor)) if _group.is_controller() else own(tensor_size, dim0_factor)
+
+    return _get_dim0_padded_size
+
+
 @_replaces(_fsdp_collectives, "_get_gradient_divide_factors")
 def _divide_factors(own: Any) -> Replacement:
     def _get_gradient_divide_factors(

@@ -181,6 +181,11 @@ def train_lm(monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["train_lm"]
 
 
+def _gradient(results: Any, of: torch.Tensor) -> torch.Tensor:
+    parts = [each.sum() for each in pytree.tree_leaves(results) if each.requires_grad]
+    return torch.autograd.grad(sum(parts[1:], start=parts[0]), of)[0]
+
+
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_the_language_model_is_four_records_a_step(two: Any, train_lm: Any, inductor: bool) -> None:
     """Vocabulary, heads and hidden units sharded, activations by tokens: all of them in the two graphs."""
@@ -852,3 +857,55 @@ def test_gradients_of_remote_tensors_by_themselves(two: Any) -> None:
     whole(lambda x: x.sin().pow(2).sum())(there).backward()
     x.sin().pow(2).sum().backward()
     same(there.grad, x.grad)  # type: ignore[arg-type]
+
+
+WITH_HOSTS = {
+    "sum": lambda z, t, n: z + t,
+    "columns": lambda z, t, n: torch.where(t[:, :1] > 3, z, t[:, :1] * 2 + 1),
+    "other results": lambda z, t, n: (z * t, t[1:] + 1, t.sum(), (z * t).sum(0)),
+    "a number": lambda z, t, n: z * t.sum() + t,
+    "counted": lambda z, t, n: (n.add_(1), z * n + t * n)[1],
+}
+
+
+@pytest.mark.parametrize("name", list(WITH_HOSTS))
+@pytest.mark.parametrize(
+    ("mesh_name", "placements"),
+    [("2", (Shard(0),)), ("2", (Shard(1),)), ("3", (Shard(0),)), ("2x2", (Shard(0), Shard(1)))],
+    ids=["rows", "columns", "of three", "both"],
+)
+def test_a_hosts_tensor_is_each_ranks_own_part(mesh_of: Any, mesh_name: str, placements: Any, name: str) -> None:
+    """In a captured step: of shards of equal sizes, of others, and where some ranks have nothing."""
+    mesh, calculate = mesh_of(mesh_name), WITH_HOSTS[name]
+    for rows in (4, 3, 1):
+        torch._dynamo.reset()
+        step = whole(calculate)
+        x, there_count, count = torch.randn(rows, 7), torch.tensor(1.0), torch.tensor(1.0)
+        for _ in range(3):
+            host = torch.arange(rows * 7.0).view(rows, 7) + torch.rand(())
+            there = distribute_tensor(x, mesh, placements).requires_grad_()
+            here = x.clone().requires_grad_()
+            found, expected = step(there, host, there_count), calculate(here, host, count)
+            for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+                same(one, other)
+            same(_gradient(found, there), _gradient(expected, here))
+        assert there_count.item() == count.item()
+
+
+def _gradient(results: Any, of: torch.Tensor) -> torch.Tensor:
+    parts = [each.sum() for each in pytree.tree_leaves(results) if each.requires_grad]
+    return torch.autograd.grad(sum(parts[1:], start=parts[0]), of)[0]
+
+
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("words", [8, 19])
+def test_embeddings_of_a_hosts_words(two: Any, words: int, inductor: bool) -> None:
+    reference = nn.Embedding(words, 4)
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    model = parallelize_module(copy.deepcopy(reference), two, style)
+    host = torch.tensor([0, 3, 7, words - 1])
+    found, expected = captured(model, inductor)(host), reference(host)
+    same(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    same(model.weight.grad, reference.weight.grad)  # type: ignore[arg-type]

@@ -164,8 +164,9 @@ def test_replicas_whose_gradients_are_reduced_later(mesh_of: Any) -> None:
         same(mine.grad, other.grad)
 
 
-def test_with_tensor_parallelism(mesh_of: Any) -> None:
-    mesh, reference = mesh_of("2x2"), Net(hidden=12)
+@pytest.mark.parametrize("hidden", [12, HIDDEN, 3], ids=["even", "uneven", "a rank has nothing"])
+def test_with_tensor_parallelism(mesh_of: Any, hidden: int) -> None:
+    mesh, reference = mesh_of("2x2"), Net(hidden=hidden)
     model = copy.deepcopy(reference)
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

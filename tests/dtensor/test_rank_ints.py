@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -26,6 +27,18 @@ def test_calculating(sizes: bool) -> None:
     assert torch.sym_max(one, 5).node.values == (5, 7)
     assert _rank_ints.values_of(one - of(3, 6, sizes=sizes)) is None  # 1 everywhere: a plain number
     assert one - of(3, 6, sizes=sizes) == 1
+
+
+@pytest.mark.parametrize("sizes", [True, False])
+def test_what_is_divided_is_rounded_and_no_more(sizes: bool) -> None:
+    ratio = of(4, 7, sizes=sizes) / 2
+    assert str(ratio) == "{4 7} / 2"
+    assert [_rank_ints.values_of(each) for each in (math.ceil(ratio), math.floor(ratio))] == [(2, 4), (2, 3)]
+    assert math.ceil(of(3, 4, sizes=sizes) / 2) == 2
+    assert _rank_ints.values_of(math.ceil(of(4, 7) / of(3, 7))) == (2, 1)
+    for ask in (float, lambda each: each + 1.0, lambda each: each * 2, lambda each: 1.0 - each):
+        with pytest.raises(RankDependentError):
+            ask(ratio)
 
 
 def test_a_branch_on_a_coordinate_raises(mesh_of: Any) -> None:
