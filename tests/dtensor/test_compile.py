@@ -868,13 +868,16 @@ WITH_HOSTS = {
 }
 
 
-@pytest.mark.parametrize("name", list(WITH_HOSTS))
 @pytest.mark.parametrize(
-    ("mesh_name", "placements"),
-    [("2", (Shard(0),)), ("2", (Shard(1),)), ("3", (Shard(0),)), ("2x2", (Shard(0), Shard(1)))],
-    ids=["rows", "columns", "of three", "both"],
+    ("name", "mesh_name", "placements"),
+    [
+        *((name, "2", (Shard(0),)) for name in WITH_HOSTS),
+        ("other results", "2", (Shard(1),)),
+        ("other results", "3", (Shard(0),)),
+        ("other results", "2x2", (Shard(0), Shard(1))),
+    ],
 )
-def test_a_hosts_tensor_is_each_ranks_own_part(mesh_of: Any, mesh_name: str, placements: Any, name: str) -> None:
+def test_a_hosts_tensor_is_each_ranks_own_part(mesh_of: Any, name: str, mesh_name: str, placements: Any) -> None:
     """In a captured step: of shards of equal sizes, of others, and where some ranks have nothing."""
     mesh, calculate = mesh_of(mesh_name), WITH_HOSTS[name]
     for rows in (4, 3, 1):
