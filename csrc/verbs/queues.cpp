@@ -3,7 +3,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <optional>
 #include <system_error>
@@ -65,23 +64,25 @@ void CompletionQueue::arm() {
   check(queue.context->req_notify_cq(&queue, 0), "ibv_req_notify_cq");
 }
 
-std::span<const Wc> CompletionQueue::poll(int most) {
+std::size_t CompletionQueue::poll(std::span<Wc> into) {
   Cq& queue = open();
-  const int count = queue.context->poll_cq(&queue, std::clamp(most, 0, most_), found_);
+  errno = 0;
+  const int count = queue.context->poll_cq(&queue, static_cast<int>(into.size()), into.data());
   if (count < 0) throw std::system_error(errno != 0 ? errno : EIO, std::generic_category(), "ibv_poll_cq");
-  return {found_, static_cast<std::size_t>(count)};
+  return static_cast<std::size_t>(count);
 }
 
-std::shared_ptr<QueuePair> QueuePair::find(std::span<const std::uintptr_t> object, std::uint32_t number, const CompletionQueue& queue) {
-  const Cq& completes_in = queue.open();
+std::shared_ptr<QueuePair> QueuePair::find(std::span<const std::uintptr_t> object, std::uint32_t number, std::shared_ptr<const CompletionQueue> queue) {
+  const Cq& completes_in = queue->open();
   Qp* const pair = find_in<Qp>(object, [&](const Qp& found) {
     return found.qp_num == number && found.qp_type == reliable && found.send_cq == &completes_in && found.context == completes_in.context;
   });
-  return pair == nullptr ? nullptr : std::shared_ptr<QueuePair>(new QueuePair(pair));
+  return pair == nullptr ? nullptr : std::shared_ptr<QueuePair>(new QueuePair(pair, std::move(queue)));
 }
 
 void QueuePair::post(std::span<const Work> works) {
   if (pair_ == nullptr) throw std::system_error(EBADF, std::generic_category(), "the queue pair is closed");
+  queue_->open();
   if (works.empty()) return;
   struct Entry {
     SendWr request{};

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 
 #include "verbs/abi.h"
 
@@ -33,32 +34,31 @@ class CompletionQueue {
   static std::shared_ptr<CompletionQueue> find(std::span<const std::uintptr_t> object, int fd, int entries);
 
   void arm();
-  std::span<const Wc> poll(int most);  // until the next call
-  void forget() { queue_ = nullptr; }  // it is about to be destroyed
+  std::size_t poll(std::span<Wc> into);  // how many have completed
+  void forget() { queue_ = nullptr; }    // it is about to be destroyed
 
  private:
   friend class QueuePair;
   explicit CompletionQueue(Cq* queue) : queue_(queue) {}
   Cq& open() const;
 
-  static constexpr int most_ = 64;
   Cq* queue_;
-  Wc found_[most_];
 };
 
 class QueuePair {
  public:
   // The reliable connection of this number that completes in that queue. nullptr: not found.
-  static std::shared_ptr<QueuePair> find(std::span<const std::uintptr_t> object, std::uint32_t number, const CompletionQueue& queue);
+  static std::shared_ptr<QueuePair> find(std::span<const std::uintptr_t> object, std::uint32_t number, std::shared_ptr<const CompletionQueue> queue);
 
   // In one go.
   void post(std::span<const Work> works);
   void forget() { pair_ = nullptr; }
 
  private:
-  explicit QueuePair(Qp* pair) : pair_(pair) {}
+  QueuePair(Qp* pair, std::shared_ptr<const CompletionQueue> queue) : pair_(pair), queue_(std::move(queue)) {}
 
   Qp* pair_;
+  std::shared_ptr<const CompletionQueue> queue_;  // with which it ends
 };
 
 }  // namespace monarch::verbs

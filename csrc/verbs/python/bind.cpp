@@ -2,6 +2,7 @@
 #include "bind.h"
 
 #include <algorithm>
+#include <array>
 #include <system_error>
 #include <vector>
 
@@ -15,6 +16,8 @@ namespace {
 
 using verbs::CompletionQueue;
 using verbs::QueuePair;
+
+constexpr int most_polled = 64;
 
 // An object's own memory behind its head, as words.
 std::span<const std::uintptr_t> words_of(py::handle object) {
@@ -51,21 +54,28 @@ verbs::Work work_of(py::handle object) {
 // The GIL stays: on hardware this takes less than to let go of it, and who posts has the engine's lock.
 void post(QueuePair& pair, const py::sequence& works) {
   if (works.size() == 1) {
-    const verbs::Work work = work_of(works[0]);
+    const py::object only = works[0];
+    const verbs::Work work = work_of(only);
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     return with_os_error([&] { pair.post({&work, 1}); });
   }
   std::vector<verbs::Work> all;
   all.reserve(works.size());
-  for (const py::handle work : works) all.push_back(work_of(work));
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    const py::object work = works[i];  // which a sequence may make only now
+    all.push_back(work_of(work));
+  }
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   with_os_error([&] { pair.post(all); });
 }
 
+// Not into memory of the queue's: to make a tuple may call a finalizer, which may poll it, too.
 py::list poll(CompletionQueue& queue, int most) {
-  const std::span<const verbs::Wc> found = with_os_error([&] { return queue.poll(most); });
-  py::list completions(found.size());
-  for (std::size_t i = 0; i < found.size(); ++i) {
+  std::array<verbs::Wc, most_polled> found;
+  const auto room = static_cast<std::size_t>(std::clamp(most, 0, most_polled));
+  const std::size_t count = with_os_error([&] { return queue.poll(std::span(found).first(room)); });
+  py::list completions(count);
+  for (std::size_t i = 0; i < count; ++i) {
     completions[i] = py::make_tuple(found[i].wr_id, found[i].status, found[i].qp_num, found[i].vendor_err);
   }
   return completions;
@@ -81,8 +91,8 @@ void bind_verbs(py::module_& m) {
       .def("poll", &poll, py::arg("most"))
       .def("forget", &CompletionQueue::forget);
   py::class_<QueuePair, std::shared_ptr<QueuePair>>(m, "VerbsQueuePair", "A package's queue pair.")
-      .def_static("find", [](const py::object& object, std::uint32_t number, const CompletionQueue& queue) {
-        return QueuePair::find(words_of(object), number, queue);
+      .def_static("find", [](const py::object& object, std::uint32_t number, const std::shared_ptr<CompletionQueue>& queue) {
+        return with_os_error([&] { return QueuePair::find(words_of(object), number, queue); });
       }, py::arg("owner"), py::arg("number"), py::arg("queue"), "Of this object of a package; None where that can't be told.")
       .def("post", &post, py::arg("works"))
       .def("forget", &QueuePair::forget);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import subprocess
@@ -259,6 +260,66 @@ def test_what_is_about_to_be_destroyed_is_not_touched() -> None:
             call()
         assert closed.value.errno == errno.EBADF
     assert not driver.posted and not driver.armed
+
+
+def test_a_pair_ends_with_its_queue() -> None:
+    driver = Driver()
+    queue = driver.queue()
+    pair = _queues.queue_pair(holder(driver.qp), NUMBER, queue)
+    assert pair is not None
+    queue.forget()
+    for call in (
+        lambda: pair.post([Work(1, READ, True, 1, 1, 1, 1, 1)]),
+        lambda: _queues.queue_pair(holder(driver.qp), NUMBER, queue),
+    ):
+        with pytest.raises(OSError, match="the completion queue is closed"):
+            call()
+    assert not driver.posted
+
+
+def test_a_finalizer_that_polls_loses_nothing() -> None:
+    """Tuples are made of what was polled, which may start a collection, in which anything may happen."""
+    driver = Driver()
+    queue, inner = driver.queue(), []
+
+    class Polls:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            inner.extend(queue.poll(64))
+
+    for round_ in range(50):
+        driver.completions = [(round_ * 1000 + i, 0, NUMBER, 0) for i in range(128)]
+        inner.clear()
+        before = gc.get_threshold()
+        Polls()
+        gc.set_threshold(1)
+        try:
+            found = queue.poll(64)
+        finally:
+            gc.set_threshold(*before)
+        gc.collect()
+        rest = queue.poll(64) + queue.poll(64)
+        assert sorted(each[0] for each in (*found, *inner, *rest)) == [round_ * 1000 + i for i in range(128)]
+
+
+class MadeNow:
+    """A sequence of work requests that nobody keeps."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> Work:
+        if i >= 3:
+            raise IndexError
+        return Work(i, READ, i == 2, 7000 + i, 8, 1, 9000 + i, 2)
+
+
+def test_work_requests_that_are_made_while_they_are_read() -> None:
+    driver, works = Driver(), MadeNow()
+    driver.pair().post(works)  # type: ignore[arg-type]
+    assert [it["local"] for it in driver.posted] == [(7000 + i, 8, 1) for i in range(3)]
 
 
 @pytest.mark.parametrize("works", [[(1, 2, 3)], [7], [("a",) * 10], [Work(1, READ, True, 1, 1, 1, 1, 1), None]])
