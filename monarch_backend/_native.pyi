@@ -40,6 +40,10 @@ class Sink:
     """In words: more are a batch."""
     records: int
     """So many have been written."""
+    made: int
+    """Bytes of results since what is unreachable was last deleted."""
+    most: int
+    """From so many on it is deleted before the next record."""
     debug: bool
     """Each record is a batch."""
 

@@ -9,12 +9,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <unordered_map>
 #include <vector>
 
 namespace monarch::records {
 namespace {
 
+constexpr long kDelete = 0;                 // as _wire.DELETE
 enum Kind { kNone = 0, kOne = 1, kMany = 2 };  // as _wire.Kind
 
 // Types ------------------------------------------------------------------------------------------------------------
@@ -24,6 +26,7 @@ struct Sink {
   PyObject_HEAD
   PyObject *words, *unreachable, *ids, *wake, *full;
   Py_ssize_t limit, records;
+  long long made, most;  // bytes of results since what is unreachable was last deleted; from `most` on that is done first
   char debug;
 };
 
@@ -37,6 +40,7 @@ struct Entry {
   PyObject *workers, *outs, *number, *sequence, *returns, *host, *parts;
   PyObject *sink, *forms;  // once there was a record: the Sink, and of each result what makes the tensor
   int kind;
+  long long bytes;  // of its results, on a rank
   Py_ssize_t at;  // of what it changes and returns, the position among the arguments; -1: `returns` says
   std::int64_t used;
 };
@@ -115,12 +119,15 @@ PyObject* sink_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (made == nullptr) return nullptr;
   made->words = Py_NewRef(words), made->unreachable = Py_NewRef(unreachable), made->ids = Py_NewRef(ids);
   made->wake = Py_NewRef(wake), made->full = Py_NewRef(full), made->limit = limit;
+  made->most = std::numeric_limits<long long>::max();
   return reinterpret_cast<PyObject*>(made);
 }
 
 PyMemberDef sink_members[] = {
     {"limit", T_PYSSIZET, offsetof(Sink, limit), 0, nullptr},
     {"records", T_PYSSIZET, offsetof(Sink, records), 0, nullptr},
+    {"made", T_LONGLONG, offsetof(Sink, made), 0, nullptr},
+    {"most", T_LONGLONG, offsetof(Sink, most), 0, nullptr},
     {"debug", T_BOOL, offsetof(Sink, debug), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
@@ -222,7 +229,7 @@ struct Told {
   PyObject *yes, *no;  // True and False in a key: 1 == True, and they are not the same argument
 } told;
 
-PyObject *name_ref, *name_meta, *name_form, *name_sink;
+PyObject *name_ref, *name_meta, *name_form, *name_sink, *name_nbytes;
 std::unordered_map<PyObject*, Plan*>& plans() {  // operators live for ever, and their own hash is slow
   static auto* known = new std::unordered_map<PyObject*, Plan*>;
   return *known;
@@ -348,6 +355,13 @@ Owned tensor_of(PyObject* form, PyObject* meta, const Owned& ref) {
 
 Sink* sink_of(Entry* entry) { return reinterpret_cast<Sink*>(entry->sink); }
 
+bool add_bytes(PyObject* meta, long long& total) {
+  if (meta == Py_None) return true;
+  const Owned bytes = own(PyObject_GetAttr(meta, name_nbytes));
+  total += bytes ? PyLong_AsLongLong(bytes.get()) : 0;
+  return PyErr_Occurred() == nullptr;
+}
+
 // Once for each entry.
 bool prepare(Entry* entry) {
   if (entry->workers == nullptr) return PyErr_SetString(PyExc_TypeError, "an entry without workers"), false;
@@ -358,8 +372,10 @@ bool prepare(Entry* entry) {
   if (!is_right) return PyErr_SetString(PyExc_TypeError, "an entry has a Sink, and a tuple of results"), false;
   const Py_ssize_t count = PyTuple_GET_SIZE(entry->outs);
   Owned forms = own(PyTuple_New(count));
+  entry->bytes = 0;
   for (Py_ssize_t i = 0; forms && i < count; ++i) {
     PyObject* meta = PyTuple_GET_ITEM(entry->outs, i);
+    if (!add_bytes(meta, entry->bytes)) return false;
     PyObject* form = meta == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(meta, name_form);
     if (form == nullptr) return false;
     PyTuple_SET_ITEM(forms.get(), i, form);
@@ -368,6 +384,19 @@ bool prepare(Entry* entry) {
   Py_XSETREF(entry->forms, forms.release());
   Py_XSETREF(entry->sink, sink.release());
   return true;
+}
+
+// Behind all words of what is unreachable, before those of what comes now: or a batch of large results would have all of
+// them in memory at a time.
+bool delete_first(Sink* sink) {
+  const Py_ssize_t count = PyList_GET_SIZE(sink->unreachable);
+  sink->made = 0;
+  if (count == 0) return true;
+  const Owned kind = own(PyLong_FromLong(kDelete)), how_many = own(PyLong_FromSsize_t(count));
+  if (!kind || !how_many) return false;
+  if (PyList_Append(sink->words, kind.get()) < 0 || PyList_Append(sink->words, how_many.get()) < 0) return false;
+  const Py_ssize_t end = PyList_GET_SIZE(sink->words);
+  return PyList_SetSlice(sink->words, end, end, sink->unreachable) == 0 && PyList_SetSlice(sink->unreachable, 0, count, nullptr) == 0;
 }
 
 // The ids of the results are Refs from here on: whatever happens, the workers drop what nobody has.
@@ -436,6 +465,7 @@ PyObject* emit(const Owned& held, const Owned& place, Operands& operands, PyObje
   Operands refs;
   if (!make_refs(entry, refs)) return nullptr;
   const bool is_first = PyList_GET_SIZE(sink->words) == 0;
+  if (entry->bytes != 0 && (sink->made += entry->bytes) >= sink->most && !delete_first(sink)) return nullptr;
   if (!append_record(entry, place.get(), operands, refs)) return nullptr;
   ++sink->records;
   if (is_first && !own(PyObject_CallNoArgs(sink->wake))) return nullptr;
@@ -540,11 +570,12 @@ bool add_issue(PyObject* module) {
   name_meta = PyUnicode_InternFromString("_meta");
   name_form = PyUnicode_InternFromString("form");
   name_sink = PyUnicode_InternFromString("sink");
+  name_nbytes = PyUnicode_InternFromString("nbytes");
   sink_type = add_type<Sink>(module, "monarch_backend._native.Sink", sink_new, sink_members);
   ref_type = add_type<Ref>(module, "monarch_backend._native.Ref", ref_new, ref_members, ref_clear, ref_free);
   entry_type = add_type<Entry>(module, "monarch_backend._native.Entry", entry_new, entry_members);
   plan_type = add_type<Plan>(module, "monarch_backend._native.Plan", plan_new, plan_members);
-  return name_sink && sink_type && ref_type && entry_type && plan_type && PyModule_AddFunctions(module, functions) == 0;
+  return name_sink && name_nbytes && sink_type && ref_type && entry_type && plan_type && PyModule_AddFunctions(module, functions) == 0;
 }
 
 }  // namespace monarch::records

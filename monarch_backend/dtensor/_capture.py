@@ -60,6 +60,11 @@ class Capture(NamedTuple):
     """Positions among the record's tensors of what is changed."""
     draws: _random.Draws | None
 
+    @property
+    def nbytes(self) -> int:
+        """Of the results, on a worker."""
+        return sum(each.meta.nbytes for each in self.results if each.meta is not None)
+
 
 @dataclass(frozen=True, eq=False)
 class _There:

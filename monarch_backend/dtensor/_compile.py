@@ -214,9 +214,9 @@ def _run(workers: Workers, capture: Capture, args: Any) -> list[Any]:
         ids = [each._ref.id for each in sent]
         record = (capture.number, _sites.here(), *operands, *ids, *numbers, *created)
         if capture.draws is None:
-            workers.write(record)
+            workers.write(record, capture.nbytes)
         else:
-            capture.draws.around(lambda: workers.write(record))
+            capture.draws.around(lambda: workers.write(record, capture.nbytes))
     elif capture.created:
         raise RemoteTensorError("a captured step without operations has results of the workers")
     numbered = iter(created)

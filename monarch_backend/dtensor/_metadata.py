@@ -5,6 +5,7 @@ No ids and no messages here. Shards of unequal sizes are classes of ranks with e
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,8 @@ class Meta:
     """
 
     __slots__ = (
-        "__weakref__", "classes", "device", "dtype", "form", "of_rank", "offset", "shape", "shown", "stride", "workers",
+        "__weakref__", "classes", "device", "dtype", "form", "nbytes", "of_rank", "offset", "shape", "shown", "stride",
+        "workers",
     )  # fmt: skip
 
     workers: Workers
@@ -43,6 +45,8 @@ class Meta:
     of_rank: tuple[int, ...]
     form: tuple[Any, ...]
     """What makes a tensor of this metadata."""
+    nbytes: int
+    """Of its elements, on the rank that has the most; 0 where they have no memory."""
 
     def on(self, rank: int) -> Meta | None:
         """What this rank has."""
@@ -76,6 +80,7 @@ class Metas:
             found.shape, found.stride, found.offset, found.dtype, found.device = key
             found.shown = device if device.type == "meta" else _CPU
             found.form = _remote_tensor.form_of(found)
+            found.nbytes = 0 if device.type == "meta" else math.prod(shape) * dtype.itemsize
             self._same[key] = found
         return found
 
@@ -112,6 +117,7 @@ class Metas:
         found.stride = tuple(_int(metas, lambda meta, d=d: meta.stride[d]) for d in range(len(first.shape)))
         found.offset = _int(metas, lambda meta: meta.offset)
         found.form = _remote_tensor.form_of(found)
+        found.nbytes = max(each.nbytes for each in classes)
         return found
 
 

@@ -25,6 +25,8 @@ COUNTED = 6400
 """After so many words a batch is answered when it has been done."""
 LEAST = 400
 """So many words a batch counts at least."""
+DEAD = 32 << 20
+"""Bytes of new tensors after which those that are unreachable are deleted in the midst of a batch, on each worker."""
 AHEAD = 8
 """So many answers may be missing: then the controller waits."""
 

@@ -22,7 +22,7 @@ from monarch_backend.dtensor import _sites, _wire
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
 from monarch_backend.dtensor._metadata import Metas
 from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor
-from monarch_backend.dtensor._stream import FIRST, MOST, Stream
+from monarch_backend.dtensor._stream import DEAD, FIRST, MOST, Stream
 from monarch_backend.dtensor._wire import Define, Graph, Signature, Step
 from monarch_backend.mesh._extent import Extent, Shape
 
@@ -52,6 +52,7 @@ class Workers:
         self.sink = _native.Sink(
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
         )  # for csrc/records/issue.cpp
+        self.sink.most = DEAD
         self.debug = os.environ.get("MONARCH_DEBUG", "") not in ("", "0")
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
@@ -82,9 +83,13 @@ class Workers:
 
     # Writing ----------------------------------------------------------------------------------------------------
 
-    def write(self, record: tuple[Any, ...]) -> None:
-        """One record, behind all others."""
+    def write(self, record: tuple[Any, ...], nbytes: int = 0) -> None:
+        """One record, behind all others. ``nbytes``: of what it makes on a worker."""
         words = self._words
+        self.sink.made += nbytes
+        if self.sink.made >= DEAD:
+            self.sink.made = 0
+            self.stream.delete()
         if not words:
             self.stream.wake()
         words += record

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from monarch_backend.dtensor import _dispatch
+from monarch_backend.dtensor import _dispatch, run
 from tests.dtensor.conftest import workers_of
 
 
@@ -34,6 +36,39 @@ def test_an_unreachable_tensor_is_gone_with_the_next_batch(mesh_of: Callable[[st
     assert held(mesh) == [n + 1 for n in before]
     del y
     assert held(mesh) == before
+
+
+def _peak_from_now() -> int:
+    """Forget the process's peak; its memory now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _in_status("VmRSS")
+
+
+def _in_status(name: str) -> int:
+    lines = dict(each.split(":", 1) for each in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) << 10
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_large_tensors_that_are_unreachable_do_not_wait_for_the_end_of_a_batch(
+    mesh_of: Callable[[str], Any], captured: bool
+) -> None:
+    mesh, mi = mesh_of("2"), 1 << 20
+    x = distribute_tensor(torch.ones(2, mi), mesh, [Shard(0)])  # 4 MiB on each worker
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        return (x * 0.5 + 1).clamp(0, 4)
+
+    step = torch.compile(change, backend="monarch", options={"inductor": False}) if captured else change
+    step(step(x)).sum().item()  # its signatures
+    before = run(mesh, _peak_from_now).get().values()
+    y = x
+    for _ in range(120):
+        y = step(y)
+    assert y.min().item() == 2  # hundreds of MiB have been made of it, in few batches
+    peaks = run(mesh, _in_status, "VmHWM").get().values()
+    for peak, memory in zip(peaks, before, strict=True):
+        assert peak - memory < 96 * mi  # a third of it is _stream.DEAD
 
 
 def train(mesh: Any, steps: int) -> Callable[[int], None]:
