@@ -43,6 +43,8 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
         _refuse_autocast(graph)
         with on_the_cpu():
             return _traced(graph, inputs, inductor)
+    except _torch_compile.Restart:
+        raise
     except Exception as error:
         # What there is no graph for, for a reason of ours or of torch's (DTensors that share memory, say), eager code
         # does, or says in its own words why not.

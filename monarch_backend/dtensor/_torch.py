@@ -1025,6 +1025,22 @@ def _modules() -> Any:
     return found
 
 
+def grouped_by_device(own: Any) -> Replacement:
+    """In place of torch's for lists of tensors. Here, and not in _torch_devices.py, since dynamo traces it."""
+
+    def _group_tensors_by_device_and_dtype(tensorlistlist: Any, with_indices: bool = False) -> Any:
+        found = own(tensorlistlist, with_indices)
+        if torch.compiler.is_compiling():  # a trace is of the CPU
+            return found
+        first = next((each for each in tensorlistlist[0] if each is not None), None)
+        if not isinstance(first, RemoteTensor) and not (isinstance(first, DTensor) and _is_remote(first)):
+            return found
+        # C++ has found them all on the CPU. Who moves a number to that device would move it away from the gradients.
+        return {(lists[0][0].device, dtype): (lists, at) for (_, dtype), (lists, at) in found.items()}
+
+    return _group_tensors_by_device_and_dtype
+
+
 DIVERTED = [
     (api.distribute_tensor, _distribute),
     (api.distribute_module, _distribute_module),

@@ -20,7 +20,7 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import UnsafeScriptObjectError, Unsupported, unimplemented
+from torch._dynamo.exc import RestartAnalysis, UnsafeScriptObjectError, Unsupported, unimplemented
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -249,6 +249,10 @@ def break_graph(what: str, error: Exception) -> NoReturn:
     unimplemented(
         gb_type="What differs by rank", context=what, explanation=str(error), from_exc=error, hints=[hint]
     )  # fmt: skip
+
+
+Restart = RestartAnalysis
+"""Dynamo's word to itself, through a backend: trace again, with this number as a constant."""
 
 
 class LeftToEagerError(UnsupportedOperatorException):

@@ -21,8 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from monarch_backend._torch_patches import overriding
 from monarch_backend.dtensor import _devices, _dispatch, _group
 from monarch_backend.dtensor._device_handle import Event, Stream
-from monarch_backend.dtensor._remote_tensor import RemoteTensor
-from monarch_backend.dtensor._torch import DIVERTED, Replacement, _is_remote, _replaces
+from monarch_backend.dtensor._torch import DIVERTED, Replacement, _is_remote, _replaces, grouped_by_device
 
 
 def stands_for_gpus() -> bool:
@@ -122,20 +121,8 @@ def _factory(operator: Any, device_type: str) -> Any:
 # Lists of tensors by device -------------------------------------------------------------------------------------
 
 
-def _grouped(own: Any) -> Replacement:
-    def _group_tensors_by_device_and_dtype(tensorlistlist: Any, with_indices: bool = False) -> Any:
-        found = own(tensorlistlist, with_indices)
-        first = next((each for each in tensorlistlist[0] if each is not None), None)
-        if not isinstance(first, RemoteTensor) and not (isinstance(first, DTensor) and _is_remote(first)):
-            return found
-        # C++ has found them all on the CPU. Who moves a number to that device would move it away from the gradients.
-        return {(lists[0][0].device, dtype): (lists, at) for (_, dtype), (lists, at) in found.items()}
-
-    return _group_tensors_by_device_and_dtype
-
-
 # Who calls it has it from here: torch's own is behind a decorator, whose function all others share.
-DIVERTED.append((inspect.unwrap(_foreach_utils._group_tensors_by_device_and_dtype), _grouped))
+DIVERTED.append((inspect.unwrap(_foreach_utils._group_tensors_by_device_and_dtype), grouped_by_device))
 
 
 # Streams, events, the device ------------------------------------------------------------------------------------

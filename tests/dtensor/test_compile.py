@@ -912,3 +912,43 @@ def test_embeddings_of_a_hosts_words(two: Any, words: int, inductor: bool) -> No
     found.square().sum().backward()
     expected.square().sum().backward()
     same(model.weight.grad, reference.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["a number", "a tensor"])
+def test_gradients_are_clipped_and_the_rate_follows_a_schedule(two: Any, rate: Any) -> None:
+    """Clipping is a graph of its own between backward and optimizer. A rate that is a number is traced for each."""
+    ours, reference = two_layers(two)
+    x = torch.randn(8, 16)
+    there = distribute_tensor(x, two, [Replicate()]).to_local()
+
+    def trained(model: nn.Module, wrap: Any) -> Callable[[torch.Tensor], Any]:
+        start = rate.clone() if isinstance(rate, torch.Tensor) else rate
+        optimizer = torch.optim.SGD(model.parameters(), lr=start, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = (model(x) - x).square().mean() * 100
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        compiled = wrap(step)
+
+        def run(x: torch.Tensor) -> Any:
+            loss = compiled(x)
+            schedule.step()
+            return loss
+
+        return run
+
+    mine, theirs = trained(ours, captured), trained(reference, lambda step: step)
+    counts = []
+    for _ in range(5):
+        losses: list[Any] = []
+        counts.append(records(two, lambda: losses.append(mine(there))))  # noqa: B023
+        same(losses[0], theirs(x))
+    assert len(set(counts[2:])) == 1 and counts[-1] <= 6, counts
+    for one, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        same(one, other)
