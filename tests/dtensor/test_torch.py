@@ -74,7 +74,7 @@ FORMS_OF_FSDP = {
     "_fsdp_collectives._get_gradient_divide_factors": (
         "reduce_scatter_group all_reduce_group reduce_dtype device_type factor force_sum_reduction_for_comms"
     ),
-    "_fsdp_collectives._get_dim0_padded_size": "tensor_size, dim0_factor",
+    "_fsdp_collectives._get_dim0_padded_size": "tensor_size dim0_factor",
     "_fsdp_collectives._get_device_handle": "device_type",
     "_fsdp_param_group._get_device_handle": "device_type",
     "_fsdp_state._get_device_handle": "device_type",
