@@ -164,9 +164,14 @@ def _effects(metadata: Any) -> Any:
 
 
 def _keep_drawn(joint: torch.fx.GraphModule) -> None:
-    """What has been drawn is kept for backward, also in a checkpoint, which would draw it again."""
+    """What has been drawn is kept for backward, also in a checkpoint, which would draw it again.
+
+    So is what torch has only marked as random, attention without dropout: it would have operators around it that
+    keep the generator's state, and those have functions in them, which can't be sent.
+    """
     for node in joint.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and _random.may_draw(node.target, node.args, node.kwargs):
+        is_operator = isinstance(node.target, torch._ops.OpOverload)
+        if is_operator and torch.Tag.nondeterministic_seeded in node.target.tags:
             results = [each for each in node.users if each.target is operator.getitem]
             for each in results or [node]:
                 each.meta["recompute"] = CheckpointPolicy.MUST_SAVE

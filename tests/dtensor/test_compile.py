@@ -952,3 +952,42 @@ def test_gradients_are_clipped_and_the_rate_follows_a_schedule(two: Any, rate: A
     assert len(set(counts[2:])) == 1 and counts[-1] <= 6, counts
     for one, other in zip(ours.parameters(), reference.parameters(), strict=True):
         same(one, other)
+
+
+class Attends(nn.Module):
+    """Attention in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What comes of it."""
+        return checkpoint(self._inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_checkpoint_around_attention(two: Any) -> None:
+    """torch has marked it as random, also where it draws nothing."""
+    reference = Attends()
+    ours = parallelize_module(copy.deepcopy(reference), two, {"q": ColwiseParallel(), "o": RowwiseParallel()})
+    x = torch.randn(2, 5, 16)
+    there = distribute_tensor(x, two, [Replicate()]).to_local()
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compiled, losses, counts = captured(step), [], []
+    for _ in range(3):
+        ours.zero_grad()
+        counts.append(records(two, lambda: losses.append(compiled(ours, there))))
+    same(losses[-1], step(reference, x))
+    assert len(set(counts)) == 1 and counts[0] <= 4, counts
+    for one, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        same(one.grad, other.grad)  # type: ignore[arg-type]
