@@ -170,6 +170,8 @@ def extension(kind: str) -> Path:
         "shm/python",
         "channel/python",
         "memory/python",
+        "verbs",
+        "verbs/python",
         "",
         "records",
         "shm",
