@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from monarch_backend.actor import Future
@@ -85,7 +86,8 @@ class RDMABuffer:
         """Some of its bytes, ``buffer[start:stop]``, as a handle of its own. Raises IndexError beyond its end."""
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise TypeError("a part of an RDMABuffer is buffer[start:stop], in bytes")
-        start, stop = part.start or 0, self.size() if part.stop is None else part.stop
+        start = 0 if part.start is None else _whole(part.start, "start")
+        stop = self.size() if part.stop is None else _whole(part.stop, "stop")
         if not 0 <= start < stop <= self.size():
             raise IndexError(f"bytes {start} to {stop} of an RDMABuffer of {self.size()} bytes: there is no such part")
         return RDMABuffer._of(self._handle.part(start, stop))
@@ -176,12 +178,23 @@ class RDMABuffer:
         return engine().change(self._atomic(access, offset, operand, expected), timeout)
 
     def _atomic(self, access: int, offset: int, operand: int, expected: int) -> Change:
+        offset, operand, expected = (
+            _whole(offset, "offset"), _whole(operand, "what to add or swap"), _whole(expected, "what to compare with")
+        )  # fmt: skip
         if not 0 <= offset <= self.size() - 8:
             raise ValueError(f"8 bytes at {offset} are not in a buffer of {self.size()} bytes")
         if not self._handle.writable:
             raise ValueError(f"{self!r} was registered read-only")
         handle = self._handle
         return Change(handle, access, handle.offset + offset, operand & _64_BITS, expected & _64_BITS, lambda _: None)
+
+
+def _whole(number: Any, what: str) -> int:
+    """Python's own: NumPy's integers neither travel in a handle nor have all of 64 bits' values."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{what} is {number!r}, a {type(number).__name__}: it has to be an integer") from None
 
 
 def _arrived(*fields: Any) -> RDMABuffer:

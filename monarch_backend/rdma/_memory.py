@@ -6,8 +6,10 @@ refused here, at the caller. Nothing is registered or moved.
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -16,6 +18,9 @@ from monarch_backend.rdma import _device
 from monarch_backend.rdma._placements import is_dtensor
 
 CPU = "cpu"
+
+_NO_NUMPY = ("Numpy is not available", "PyTorch was compiled without NumPy support")
+"""What torch says that can't have NumPy's arrays."""
 
 
 class LocalMemory(NamedTuple):
@@ -32,13 +37,14 @@ class LocalMemory(NamedTuple):
 def memory_of(value: Any, what: str) -> LocalMemory:
     """The memory of a contiguous tensor, array or buffer; ``what`` names it in errors.
 
-    Raises TypeError for what has no memory of its own, ValueError for memory that is not contiguous or has no bytes,
-    RDMAError for memory of a GPU whose driver can't be used.
+    Raises TypeError for what has no memory of its own, or Python's objects in it, ValueError for memory that is not
+    contiguous or has no bytes, RDMAError for memory of a GPU whose driver can't be used.
     """
     if isinstance(value, torch.Tensor):
         found = _of_tensor(value, what)
     elif hasattr(value, "__cuda_array_interface__"):
-        found = LocalMemory(*_device.of_array(value, what), value)
+        address, nbytes, may_write, device = _device.of_array(value, what)
+        found = LocalMemory(operator.index(address), operator.index(nbytes), may_write, device, value)
     else:
         found = _of_buffer(value, what)
     if found.nbytes == 0:
@@ -51,8 +57,11 @@ def frozen(memory: LocalMemory) -> LocalMemory:
     if not isinstance(memory.keep, torch.UntypedStorage) or memory.device != CPU:
         return memory  # nothing that torch has freezes memory of a GPU
     try:
-        held = torch.empty(0, dtype=torch.uint8).set_(memory.keep).numpy()
-    except RuntimeError:  # torch without NumPy
+        # The device is named, since the program may have another default.
+        held = torch.empty(0, dtype=torch.uint8, device=CPU).set_(memory.keep).numpy()
+    except RuntimeError as error:
+        if not str(error).startswith(_NO_NUMPY):
+            raise
         return memory
     return memory._replace(hold=held)
 
@@ -86,7 +95,12 @@ def writable(memory: LocalMemory, what: str) -> LocalMemory:
 def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         refuse_subclass(tensor, what)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{what} is a quantized tensor ({tensor.dtype}), whose numbers mean nothing without their scale: give "
+            ".int_repr(), which copies them, and send the scale"
+        )
+    if tensor.layout is not torch.strided:
         raise TypeError(f"{what} is a tensor of layout {tensor.layout}, whose values are not in one piece of memory")
     if not tensor.is_contiguous():
         raise ValueError(
@@ -128,9 +142,11 @@ def refuse_subclass(tensor: torch.Tensor, what: str) -> None:
 
 def _of_buffer(value: Any, what: str) -> LocalMemory:
     try:
-        view = _native.View(value)
+        view, letters = _native.View(value), memoryview(value).format
     except (BufferError, TypeError, ValueError) as error:
         return _of_array(value, what, error)
+    if "O" in letters and "O" in re.sub(":[^:]*:", "", letters):  # without the names of fields
+        _refuse_objects(value, what, letters)
     if not view.contiguous:
         raise ValueError(f"{what} is not contiguous: copy it, or transfer its contiguous parts")
     return LocalMemory(view.address, view.nbytes, not view.readonly, CPU, value, view)
@@ -144,7 +160,26 @@ def _of_array(value: Any, what: str, error: Exception) -> LocalMemory:
             f"{what} is a {type(value).__name__}, which lends no memory ({error}): give a tensor, a NumPy array or a "
             "memoryview"
         ) from None
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "hasobject", False) or getattr(dtype, "kind", "") == "T" or _has_objects(described):
+        _refuse_objects(value, what, described.get("typestr"))
     if described.get("strides") is not None:
         raise ValueError(f"{what} is not contiguous: copy it, or transfer its contiguous parts")
     address, readonly = described["data"]
-    return LocalMemory(address, int(value.nbytes), not readonly, CPU, value)
+    return LocalMemory(operator.index(address), operator.index(value.nbytes), not readonly, CPU, value)
+
+
+def _has_objects(described: dict[str, Any]) -> bool:
+    def is_object(kind: Any) -> bool:  # "|O8", or the fields of a structure
+        return kind[1:2] == "O" if isinstance(kind, str) else any(is_object(field[1]) for field in kind)
+
+    return is_object(described.get("typestr", "")) or is_object(described.get("descr", ()))
+
+
+def _refuse_objects(value: Any, what: str, letters: Any) -> NoReturn:
+    """Pointers of one process are none of another's, and a copy of one is a reference that nobody has counted."""
+    kind = getattr(value, "dtype", None) or f"format {letters!r}"
+    raise TypeError(
+        f"{what} is a {type(value).__name__} of {kind}, which holds pointers to Python's objects or strings, and not "
+        "their values: give arrays of numbers or bytes, or send it in a message"
+    )

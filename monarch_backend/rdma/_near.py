@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from monarch_backend.rdma import _device
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU
 from monarch_backend.rdma._registry import Registry
-from monarch_backend.rdma._route import DONE, Result, Segment
+from monarch_backend.rdma._route import DONE, LOST, Result, Segment
 from monarch_backend.rdma._torch_ipc import Lent
 
 QUICK = 1 << 20
@@ -61,6 +62,10 @@ class SameHost:
     def __init__(self, owner: Program, registry: Registry, say: Callable[[Handle, str], None]) -> None:
         self._native, self._say = registry.native, say
         self._lent = Lent(owner, registry) if registry.maps_gpus else None
+        self._asks_kernel = registry.asks_kernel
+        self.met: set[str] = set()
+        """Processes whose memory of the CPU was reached, and of which it was said how."""
+        self._saying = threading.Lock()
         self._said: set[tuple[str, str]] = set()  # of which process, and what: of memory of GPUs
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
@@ -75,18 +80,34 @@ class SameHost:
         result = Result(*self._native.move(handle.token, handle.ticket, write, segments, patient))
         if handle.device != CPU:
             self._look_after(handle, result)
+        elif handle.token not in self.met:
+            self._say_way(handle, result)
         return result
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route."""
-        return Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, patient))
+        result = Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, patient))
+        if handle.device == CPU and handle.token not in self.met:
+            self._say_way(handle, result)
+        return result
 
     def forget(self, token: str) -> None:
         """That process is gone, and so is its memory that is mapped here."""
         self._native.sweep()
         if self._lent is not None:
             self._lent.forget(token)
+        self.met.discard(token)
         self._said = {said for said in self._said if said[0] != token}
+
+    def _say_way(self, handle: Handle, result: Result) -> None:
+        """Of memory of the CPU, once: with the first transfer, since two processes that have not met do not know it."""
+        with self._saying:
+            if handle.token in self.met or result.outcome == LOST:
+                return
+            if self._native.way(handle.token, handle.ticket) < 0:
+                return
+            self.met.add(handle.token)
+        self._say(handle, f"{self.name}, {self.way(handle)}")
 
     def _look_after(self, handle: Handle, result: Result) -> None:
         """Of a GPU: whether the driver maps it is seen when it has to, and torch may know another way."""
@@ -102,7 +123,7 @@ class SameHost:
     def way(self, handle: Handle) -> str:
         """For people."""
         found = self._native.way(handle.token, handle.ticket)
-        why = "the kernel forbids process_vm_readv"
+        why = "the kernel forbids process_vm_readv" if self._asks_kernel else "MONARCH_CMA=0"
         if handle.device != CPU:
             also = self._lent.why_not(handle) if self._lent is not None else ""
             why = "through memory of the host, since " + self._native.why_not_mapped(handle.token, handle.ticket)

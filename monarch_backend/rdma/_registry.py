@@ -30,9 +30,9 @@ class Registry:
         host = getattr(owner.links, "host", None)
         if host is None:
             raise RuntimeError("memory can't be registered in a simulation: its processes have none of their own")
-        kernel = _is_wanted("MONARCH_CMA", "process_vm_readv")
+        self.asks_kernel = _is_wanted("MONARCH_CMA", "process_vm_readv")
         self.maps_gpus = _is_wanted("MONARCH_GPU_IPC", "mappings of other processes' GPU memory")
-        self.native = _native.Memory(host, kernel, self.maps_gpus)
+        self.native = _native.Memory(host, self.asks_kernel, self.maps_gpus)
         self.host = host
         self._program = weakref.ref(owner)
         self.on_drop: list[Callable[[Ticket], None]] = []  # when nobody can use it any more, and it is still there

@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ log = logging.getLogger("monarch_backend")
 
 FORCED = ("", "tcp", "verbs")
 """What MONARCH_RDMA may say: to take this route also where there is a better one."""
+
+MOST_WARNED = 4096
+"""Processes that are remembered of those that a warning was about."""
 
 _KINDS = tuple(itertools.product((False, True), (False, True)))
 """Of memory: whether a NIC can reach it, and whether it is a GPU's."""
@@ -52,11 +56,13 @@ class Routes:
         self._tcp = Tcp(owner, registry, submit)
         self.verbs = Verbs(owner, registry)
         registry.on_drop.append(self.verbs.dropped)
+        self._warned: dict[str, None] = {}  # of which processes, also lost ones, it was said that TCP leads there
+        self._warning = threading.Lock()
         # By process and the kind of the memory.
         self._chosen: dict[tuple[str, bool, bool], Route] = {}
         self._forced = forced()
-        self.near: set[str] = set()
-        """Processes to whose memory the way is that of one host."""
+        self.near = self._near.met
+        """Processes to whose memory the way is that of one host, as the first transfer has shown."""
 
     def to(self, handle: Handle) -> Route:
         """The route to this memory. Raises RDMAError if there is none."""
@@ -92,7 +98,6 @@ class Routes:
 
     def forget(self, token: str) -> None:
         """That process is gone."""
-        self.near.discard(token)
         for kind in _KINDS:
             self._chosen.pop((token, *kind), None)
         self._near.forget(token)
@@ -112,10 +117,7 @@ class Routes:
         if handle.token == self._program.router.token:
             return self._here
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
-            if handle.device == CPU:  # else the first transfer shows what the driver does
-                _say(handle, f"{self._near.name}, {self._near.way(handle)}")
-            self.near.add(handle.token)
-            return self._near
+            return self._near  # which says how when the first transfer has shown it
         return self._far(handle)
 
     def _far(self, handle: Handle) -> Route:
@@ -129,10 +131,18 @@ class Routes:
         staged = "" if handle.device == CPU else ", through pinned memory of both hosts"
         _say(handle, f"tcp{staged}: {why}")
         if not self._forced:
-            log.warning(
-                "memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why
-            )
+            self._warn_of_tcp(handle, why)
         return self._tcp
+
+    def _warn_of_tcp(self, handle: Handle, why: str) -> None:
+        """Once: its memory may be of two kinds, and a handle of a process that is gone may be used again and again."""
+        with self._warning:
+            if handle.token in self._warned:
+                return
+            self._warned[handle.token] = None
+            if len(self._warned) > MOST_WARNED:
+                del self._warned[next(iter(self._warned))]
+        log.warning("memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why)
 
 
 class Far:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -256,7 +257,7 @@ class ShardedState:
                 )
                 + ". With strict=False only what both have is read"
             )
-        reading = _Reading(self, _reader() if reader is None else reader)
+        reading = _Reading(self, _reader() if reader is None else operator.index(reader))
         for name in sorted(wanted.keys() & known):
             reading.add(wanted[name])
         return reading.plan(missing, unexpected)

@@ -29,7 +29,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     made = torch.empty(shape, dtype=dtype, device="meta")  # torch's own checks of the arguments
     if made.numel() == 0:
-        return torch.empty(made.shape, dtype=made.dtype)
+        return torch.empty(made.shape, dtype=made.dtype, device="cpu")
     try:
         room = _native.Room(registry().host, math.prod(made.shape) * made.itemsize)
     except MemoryError:

@@ -6,8 +6,11 @@ Nothing here knows what the jobs are.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
+
+from monarch_backend.rdma._errors import RDMAError
 
 Job = Callable[[], None]
 
@@ -22,7 +25,10 @@ class Workers:
         self._threads = self._idle = 0
 
     def submit(self, job: Job) -> None:
-        """By the next thread that has time: others may hold up all of them for long."""
+        """By the next thread that has time: others may hold up all of them for long. Raises RDMAError where none runs
+        any more, since Python ends.
+        """
+        _refuse_at_the_end()
         with self._lock:
             more = self._begin(job)
         if more:
@@ -30,8 +36,9 @@ class Workers:
 
     def submit_at_once(self, job: Job) -> None:
         """By a thread that begins now, one for this job alone if need be: somebody waits for it who has no part in
-        what holds up the others.
+        what holds up the others. Raises as `submit`.
         """
+        _refuse_at_the_end()
         with self._lock:
             free = self._idle > self._jobs.qsize() or self._threads < self._most
             more = free and self._begin(job)
@@ -59,3 +66,12 @@ class Workers:
                 self._idle -= 1
             job()
             del job
+
+
+def _refuse_at_the_end() -> None:
+    # Threads stop where they are then, perhaps with our lock, and whoever waits for a new one to begin waits for ever.
+    if sys.is_finalizing():
+        raise RDMAError(
+            "Python is ending, and runs no threads any more: nothing can be transferred now. Do it before, in an "
+            "atexit function for example, and not in a __del__ that runs last"
+        )

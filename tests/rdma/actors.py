@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -160,6 +163,18 @@ class Process(Actor):
         into = self.mine(kind, buffer.size())
         buffer.read_into(into, timeout=timeout).get()
         return torch.equal(as_tensor(into), pattern(buffer.size(), seed))
+
+    @endpoint
+    def says(self, buffer: RDMABuffer, atomic: bool = False) -> list[str]:
+        """The lines of MONARCH_DEBUG=1 that three transfers write."""
+        said = io.StringIO()
+        with mock.patch.dict(os.environ, MONARCH_DEBUG="1"), contextlib.redirect_stderr(said):
+            for _ in range(3):
+                if atomic:
+                    buffer.fetch_add(1, timeout=30).get()
+                else:
+                    buffer.read_into(self.mine("tensor", buffer.size()), timeout=30).get()
+        return said.getvalue().splitlines()
 
     @endpoint
     def read_value(self, buffer: RDMABuffer, into: Any, timeout: float | None = 30) -> Any:
