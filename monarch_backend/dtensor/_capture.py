@@ -459,7 +459,8 @@ def _written(node: fx.Node, args: Any, kwargs: Any) -> list[_There]:
         if each.index[0] in ("sent", "number"):
             raise RemoteTensorError(
                 f"a captured step changes a tensor of this process with values of the workers, at\n{_line_of(node)}\n"
-                "Make it a DTensor first (distribute_tensor)"
+                "Put it on the workers first: monarch_backend.dtensor.put_module(model, mesh) for what no plan names, "
+                "distribute_tensor for any other"
             )
     return found
 

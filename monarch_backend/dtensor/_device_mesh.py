@@ -38,8 +38,8 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
     DTensors on it live in the processes; see `monarch_backend.dtensor`. ``device_type``: what the processes compute on,
     "cpu", "cuda" (NVIDIA and AMD) or "xla" (what torch_xla has there, TPUs mostly); this program needs no such device
     itself. ``timeout``, in seconds, is that of their collectives. Raises ValueError for another device, and
-    RemoteTensorError in a process that is a rank of a torch.distributed group, and for "xla" where one of the processes
-    has no such device.
+    RemoteTensorError in a process that is a rank of a torch.distributed group, and where one of the processes has no
+    such device.
     """
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
@@ -59,9 +59,11 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
     made = _made.setdefault(core, {})
     if device_type not in made:
         from monarch_backend.actor._program import program
-        from monarch_backend.dtensor.worker import Executor
+        from monarch_backend.dtensor.worker import Executor, _executor
 
         whole = ProcMesh(core)
+        if device_type == "cuda" and Executor is _executor.Executor:  # a test's own takes "cuda" for the CPU
+            _check_gpus(core.name, whole)
         if not made:  # else workers of another device have groups already, which new ones would end
             whole.process_group("monarch", timeout).get()
         executors = whole.spawn("dtensor", Executor, device_type, timeout)
@@ -82,18 +84,47 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
     return made[device_type]
 
 
+def _check_gpus(name: str, whole: ProcMesh) -> None:
+    """Raises RemoteTensorError, for each process that has none."""
+    from monarch_backend.dtensor.worker._gpus import Gpus
+
+    gpus = whole.spawn("gpus", Gpus)
+    try:
+        missing = _missing(gpus)
+    finally:
+        gpus.stop().get()
+    if missing:
+        raise RemoteTensorError(
+            f"a mesh of GPUs of {name}: {_count(missing, whole)} have none. {_each(missing)}. Start these processes on "
+            "hosts with GPUs, with a torch that is built for them, or make a mesh of what they have: "
+            "procs.device_mesh('cpu')"
+        )
+
+
 def _begin(name: str, executors: Any) -> None:
     """Raises RemoteTensorError, for each process without such a device."""
-    missing = {rank: why for rank, why in enumerate(executors.missing.call().get().values()) if why}
+    missing = _missing(executors)
     if missing:
         executors.stop().get()
-        each = "; ".join(f"rank {rank}: {why}" for rank, why in missing.items())
         raise RemoteTensorError(
-            f"a mesh of XLA devices of {name}: {len(missing)} of {len(executors)} processes have none. {each}. Start "
+            f"a mesh of XLA devices of {name}: {_count(missing, executors)} have none. {_each(missing)}. Start "
             "these processes with a Python that has torch_xla and its torch: on a host, this one or another, whose "
             "`monarch-backend up` is of that Python, and attach it with any_torch=True"
         )
     executors.start.call().get()
+
+
+def _missing(actors: Any) -> dict[int, str]:
+    """By rank, what each of them says that is missing."""
+    return {rank: why for rank, why in enumerate(actors.missing.call().get().values()) if why}
+
+
+def _count(missing: dict[int, str], processes: Any) -> str:
+    return f"{len(missing)} of {len(processes)} processes"
+
+
+def _each(missing: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {why}" for rank, why in missing.items())
 
 
 def new_workers(name: str, size: int, device_type: str, line: Any) -> Workers:

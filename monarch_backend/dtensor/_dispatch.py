@@ -234,7 +234,7 @@ def _workers_of(plan: _native.Plan, args: Any, kwargs: Any) -> Workers:
         if each._meta.workers is not workers:
             raise MeshMismatchError(
                 f"{plan.target.name} got a tensor of {workers.name} and one of {each._meta.workers.name}: move one of "
-                "them first (x.to(mesh) is monarch_backend.dtensor.move(x, mesh))"
+                "them first: monarch_backend.dtensor.move(x, mesh)"
             )
     return workers
 

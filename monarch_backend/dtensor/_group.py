@@ -7,10 +7,13 @@ tensors an error, since there is nobody to talk to.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _rank_ints, _torch_groups
@@ -90,39 +93,51 @@ class ControllerGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """As shutdown."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _COLLECTIVES:
-            raise RemoteTensorError(
-                f"{name}() of a tensor of the controller: no rank of a mesh is here. Distribute the tensor first "
-                "(distribute_tensor), or run the function on the workers (monarch_backend.dtensor.run)"
-            )
-        raise AttributeError(name)
-
 
 _COLLECTIVES = frozenset(
     {
-        "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter",
-        "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "send", "recv", "recv_anysource",
-        "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+        "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "all_gather_single",
+        "allgather_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter",
+        "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base",
+        "send", "recv", "recv_anysource",
     }
 )  # fmt: skip
+"""What takes tensors. Other names that torch has for some of them (all_to_all_single) come to these by themselves, and
+would go round in circles if they stood here, too.
+"""
 
 
 def _only_remote(name: str) -> Any:
     own = getattr(dist.ProcessGroup, name)
 
     def collective(self: ControllerGroup, *args: Any, **options: Any) -> Any:
-        if any(isinstance(each, RemoteTensor) for each in pytree.tree_leaves(args)):
-            return own(self, *args, **options)  # an operator, which becomes a record
-        return self.__getattr__(name)
+        # All of them: the operator goes by its inputs, and what it is to write into here would stay as it is.
+        for each in pytree.tree_leaves((args, options)):
+            if isinstance(each, torch.Tensor) and not isinstance(each, RemoteTensor):
+                _refuse_tensor(name, each)
+        return own(self, *args, **options)  # an operator, which becomes a record
 
     # pybind11 calls the base class's own function, and not this one again, from a function of the same name only.
     collective.__code__ = collective.__code__.replace(co_name=name)
     return collective
 
 
-for _name in _COLLECTIVES:  # the base class would fail in its own words
-    setattr(ControllerGroup, _name, _only_remote(_name))
+def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        raise RemoteTensorError(
+            f"{name}() of a DTensor: a collective is of what each rank has of it, x.to_local(), or it is "
+            "x.redistribute(...)"
+        )
+    raise RemoteTensorError(
+        f"{name}() of a tensor of the controller: no rank of a mesh is here. Distribute the tensor first "
+        "(distribute_tensor), make the one that the result goes into from one that is there (torch.empty_like), or run "
+        "the function on the workers (monarch_backend.dtensor.run)"
+    )
+
+
+for _name in _COLLECTIVES:  # the base class would fail in its own words, or do nothing without a word
+    if hasattr(dist.ProcessGroup, _name):  # not each torch has each name
+        setattr(ControllerGroup, _name, _only_remote(_name))
 
 
 class _Universe(ControllerGroup):
@@ -140,9 +155,9 @@ class _Universe(ControllerGroup):
 
 
 _universe: _Universe | None = None
-
-
 _owners: list[Workers] = []
+_made: weakref.WeakSet[ControllerGroup] = weakref.WeakSet()
+"""Of Workers that there are, or that a tensor or mesh still has after their end."""
 
 
 def universe() -> _Universe:
@@ -172,7 +187,10 @@ def add_owner(workers: Workers) -> None:
 
 
 def remove_owner(workers: Workers) -> None:
-    """Its ranks have ended. Without any that are not simulated, torch has no default group any more."""
+    """Its ranks have ended. Without any that are not simulated, torch has no default group any more.
+
+    It still finds the others by their names: an operation on what is left of them says, by itself, that it has ended.
+    """
     global _universe
     if workers in _owners:
         _owners.remove(workers)
@@ -180,6 +198,8 @@ def remove_owner(workers: Workers) -> None:
         _owners.clear()
         if is_controller():
             dist.destroy_process_group()
+            for group in list(_made):
+                _torch_groups.register_name(group, group.group_name)
         _universe = None
 
 
@@ -245,6 +265,8 @@ def make(rows: list[list[int]], desc: str, name: str | None = None, *, register:
     if workers is not None:
         workers.add_group(name, rows)
         group.belong(workers)
+        workers.kept.setdefault("groups", []).append(group)  # torch finds a group by its name while somebody has it
+        _made.add(group)
     if register:
         _torch_groups.register(group, name, rows[0])
     return group

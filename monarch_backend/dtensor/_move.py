@@ -26,7 +26,7 @@ def move(x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = 
 
     Nothing waits but the workers of ``mesh``: they take what ``x`` has now from the memory of those that hold it, when
     both have come this far. Gradients go back the same way. Raises RemoteTensorError for what is no DTensor of this
-    controller, ValueError for placements that a transfer can't have.
+    controller, TypeError for what is no mesh, ValueError for placements that a transfer can't have.
 
     >>> from torch.distributed.tensor import Shard, distribute_tensor
     >>> from monarch_backend.actor import this_host
@@ -40,6 +40,11 @@ def move(x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = 
     """
     if not isinstance(x, DTensor) or _torch.remote_of(x) is None:
         raise RemoteTensorError("move() takes DTensors of this controller: distribute_tensor() makes them")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"move() takes the DeviceMesh that the tensor goes to, as ProcMesh.device_mesh() makes it, not {mesh!r}; "
+            "x.to(device) is to another device of the same processes, x.full_tensor().numpy() the values here"
+        )
     if _torch.workers_of(mesh) is None:
         raise RemoteTensorError(f"{mesh} is no mesh of this controller: make one with ProcMesh.device_mesh()")
     there = tuple(placements or [Replicate()] * mesh.ndim)

@@ -1,5 +1,7 @@
 """GradScaler's operator on lists of gradients: each is looked at and scaled on the ranks that have it, and what one of
 them finds is known to all. torch's own takes the first gradient's placements for those of all of them.
+
+Beside DTensors there may be plain tensors: gradients of parameters that no plan has named.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from monarch_backend.dtensor import _results
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 _check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -19,20 +22,35 @@ def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
     """``args``: the gradients, which are changed in place, the flag that is 1 after an overflow, and 1 / scale."""
     gradients, found, inverse = args
     by_mesh: dict[Any, list[Any]] = {}
+    others: list[Any] = []
+    distributed = sorted((each for each in gradients if isinstance(each, DTensor)), key=lambda x: x.device_mesh.size())
+    of_workers = {_workers_of(each): each.device_mesh for each in distributed}  # the largest
     for gradient in gradients:
-        by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
+        # Each rank has a plain one of its own: what it finds there is told to the others with the rest.
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else of_workers.get(_workers_of(gradient))
+        (others if mesh is None else by_mesh.setdefault(mesh, [])).append(gradient)
     for mesh, of_mesh in by_mesh.items():
         flag, factor = (_results.distributed(each, mesh).to_local() for each in (found, inverse))
         of_rank = flag.clone()
         _check([_to_look_at(each, factor) for each in of_mesh], of_rank, factor, **(kwargs or {}))
         parts = _results.of_parts(of_rank, _results.meta_of(of_rank), mesh, [Partial("max")] * mesh.ndim)
         found.copy_(parts.full_tensor())
+    if others:  # of this process, or of processes that have no DTensor among these
+        _check(others, found, inverse, **(kwargs or {}))
+
+
+def _workers_of(gradient: Any) -> Any:
+    """None: it is a tensor of this process."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return local._meta.workers if isinstance(local, RemoteTensor) else None
 
 
 def _to_look_at(gradient: Any, factor: Any) -> Any:
     """This rank's part, which is scaled with the looking. Of partial values the sum may overflow where none of them
     does, or be finite where one is not a number yet: those are scaled here, and a reduced copy is looked at.
     """
+    if not isinstance(gradient, DTensor):
+        return gradient
     whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
     if whole == list(gradient.placements):
         return gradient._local_tensor

@@ -10,8 +10,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _dispatch, _torch, _torch_groups, _values, _wire
+from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._signatures import Operand, propagate, stands_in
+from monarch_backend.dtensor.worker import _collectives
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -103,6 +105,12 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _eager_collective(func: Any, args: Any, kwargs: Any) -> Any:
     """``dist.all_reduce(tensor)`` and its like: the operator has the group and the operation in boxes."""
+    name = func._schema.name.split("::")[1]
+    if not hasattr(_collectives, name):
+        raise RemoteTensorError(
+            f"{name}: the workers have no such collective of tensors of one controller. Redistribute a DTensor, or run "
+            "the function that calls it on the workers (monarch_backend.dtensor.run)"
+        )
     names = [each.name for each in func._schema.arguments]
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     workers = tensors[0]._meta.workers
@@ -123,7 +131,6 @@ def _eager_collective(func: Any, args: Any, kwargs: Any) -> Any:
             return len(operands) - 1
         return None
 
-    name = func._schema.name.split("::")[1]
     named = {key: _wire.place(each, operand, workers.group_name) for key, each in given.items() if not _is_empty(each)}
     key = (name, repr(named))
     number = _eager.setdefault(workers, {}).get(key)

@@ -56,7 +56,7 @@ from monarch_backend.dtensor import (
     _values,
     _whole,
 )
-from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch_spmd import handle_for, without_spmd
@@ -185,6 +185,19 @@ def rows_of(mesh: Any) -> torch.Tensor:
 def root_of(mesh: Any) -> DeviceMesh:
     """The mesh that it was sliced from, or itself."""
     return mesh._get_root_mesh()  # type: ignore[no-any-return]
+
+
+def check_mesh(what: str, one: Any, other: Any) -> None:
+    """Raises MeshMismatchError if these are two meshes, and a controller's."""
+    meshes = _torch_traces.real(one), _torch_traces.real(other)
+    if meshes[0] is meshes[1] or meshes[0] == meshes[1]:
+        return
+    names = [f"{each} of {workers.name}" for each in meshes if (workers := workers_of(each)) is not None]
+    if names:
+        raise MeshMismatchError(
+            f"{what}: {' and '.join(names)} are different meshes. Move a DTensor to the other one first: "
+            "monarch_backend.dtensor.move(x, mesh, placements)"
+        )
 
 
 def remote_of(tensor: DTensor) -> RemoteTensor | None:
@@ -519,6 +532,8 @@ def _distribute(own: Any) -> Replacement:
     def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         mesh = device_mesh or api._mesh_resources.get_current_mesh()
         workers = workers_of(mesh)
+        if workers is not None and isinstance(tensor, DTensor):
+            check_mesh("distribute_tensor() of a DTensor", tensor.device_mesh, mesh)
         is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
         if workers is not None and is_host and tensor.device != workers.device:
             tensor = _host_by_rank.belonging(tensor, workers)  # else torch moves it to a device that is not here
@@ -551,6 +566,11 @@ def _from_local(own: Any) -> Replacement:
             local = local.sent(workers).requires_grad_(local.requires_grad)
         elif not isinstance(local, RemoteTensor):
             local = _modules().sent(local, workers)
+        elif local._meta.workers is not workers:
+            raise MeshMismatchError(
+                f"DTensor.from_local() of a tensor of {local._meta.workers.name} on a mesh of {workers.name}: make it "
+                "on its own mesh, and move that (monarch_backend.dtensor.move)"
+            )
         return own(local, mesh, placements, **{**options, "run_check": False})
 
     return from_local
@@ -565,6 +585,24 @@ def _from_local_here(
     placed = [Shard(each.dim + local.ndim) if type(each) is Shard and each.dim < 0 else each for each in placed]
     back = None if grad_placements is None else tuple(grad_placements)
     return api._FromTorchTensor.apply(local, mesh, tuple(placed), run_check, shape, stride, back)
+
+
+@_replaces(DTensor, "redistribute")
+def _on_its_mesh(own: Any) -> Replacement:
+    def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        # torch's own looks at the placements first: where they are the same, it returns what is on the old mesh.
+        is_other = isinstance(device_mesh, DeviceMesh) and device_mesh is not self.device_mesh
+        if is_other and not torch.compiler.is_compiling():
+            check_mesh("redistribute()", self.device_mesh, device_mesh)
+        is_list = isinstance(placements, (list, tuple))
+        if is_list and len(placements) != self.device_mesh.ndim and workers_of(self.device_mesh) is not None:
+            raise ValueError(
+                f"redistribute() got placements {placements} on {self.device_mesh}: give one for each of its "
+                f"{self.device_mesh.ndim} dimensions"
+            )
+        return own(self, device_mesh, placements, **options)
+
+    return redistribute
 
 
 @_replaces(api, "compute_global_tensor_info")

@@ -27,8 +27,13 @@ def register(group: Any, name: Any, ranks: Sequence[int]) -> None:
     world.pg_backend_config[group] = DEVICES
     world.pg_to_tag[group] = f"ptd:{name}"
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
-    c10d._register_process_group(name, group)
+    register_name(group, name)
     set_ranks(group, ranks)
+
+
+def register_name(group: Any, name: Any) -> None:
+    """torch finds the group by its name, for as long as somebody has it."""
+    c10d._register_process_group(name, group)
 
 
 def set_ranks(group: Any, ranks: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _dispatch as op_dispatch
 from torch.distributed.tensor import _redistribute as redistribution
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch_backend.dtensor import _dispatch, _torch, _torch_traces
+from monarch_backend.dtensor._errors import MeshMismatchError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
@@ -204,6 +205,7 @@ def _redistribute(own: Any) -> Replacement:
         makes_indices = mesh if type(local_tensor) is RemoteTensor else contextlib.nullcontext()
 
         def by_torch() -> Any:
+            _torch.check_mesh("a redistribution", mesh, target_spec.mesh)
             first = _on_the_way(current_spec, target_spec) if _torch.workers_of(mesh) is not None else None
             steps = [current_spec, target_spec] if first is None else [current_spec, first, target_spec]
             result = local_tensor
@@ -249,3 +251,23 @@ def _redistribute(own: Any) -> Replacement:
         return result
 
     return redistribute_local_tensor
+
+
+@_replaces(op_dispatch.OpDispatcher, "_propagate_op_sharding_dispatch_slow_path")
+def _of_one_mesh(own: Any) -> Replacement:
+    # Each operator of torch has other words for it, and none has a way out.
+    def _propagate_op_sharding_dispatch_slow_path(
+        self: Any, op_call: Any, args: Any, kwargs: Any, *rest: Any, **options: Any
+    ) -> Any:
+        try:
+            return own(self, op_call, args, kwargs, *rest, **options)
+        except Exception as error:
+            given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+            try:
+                for each in given:
+                    _torch.check_mesh(str(op_call), given[0].device_mesh, each.device_mesh)
+            except MeshMismatchError as mismatch:
+                raise mismatch from error
+            raise
+
+    return _propagate_op_sharding_dispatch_slow_path

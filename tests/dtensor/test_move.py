@@ -137,3 +137,6 @@ def test_what_cannot_be_moved(mesh_of: Callable[[str], Any]) -> None:
         move(x, mesh_of("3"), [Partial()])
     with pytest.raises(ValueError, match="give a Shard or Replicate for each dimension"):
         move(x, mesh_of("2x2"), [Shard(0)])
+    for other in ("cpu", torch.device("cpu"), None):
+        with pytest.raises(TypeError, match=r"takes the DeviceMesh that the tensor goes to, as ProcMesh\.device_mesh"):
+            move(x, other)  # type: ignore[arg-type]

@@ -331,6 +331,47 @@ def test_what_overflows_in_one_shard_is_not_done(mesh: Any, fused: bool) -> None
         same(each, alone[name])
 
 
+@pytest.mark.parametrize(
+    "fused", [False, pytest.param(True, marks=pytest.mark.skipif(DEVICE == "xla", reason="torch has none for XLA"))]
+)
+@pytest.mark.parametrize("overflows", ["norm.weight", "up.weight", "down.bias"])
+@pytest.mark.parametrize("is_put", [True, False])
+def test_what_overflows_beside_plain_parameters(mesh_of: Any, overflows: str, is_put: bool, fused: bool) -> None:
+    """Gradients are DTensors and plain tensors; these on the workers, or here if no whole model was parallelized."""
+    alone, mesh = Net(), mesh_of("2")
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    ours = copy.deepcopy(alone)
+    if is_put:
+        ours = parallelize_module(ours, mesh, plan)
+    else:
+        for name, style in plan.items():
+            parallelize_module(getattr(ours, name), mesh, style)
+
+    def trained(net: Any) -> list[float]:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1), []
+        for step in range(STEPS):
+            scaler.scale(cross_entropy(net, words(step))).backward()
+            if step == 1:
+                net.get_parameter(overflows).grad.mul_(float("inf"))
+            before = {name: value(each).clone() for name, each in net.named_parameters()}
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            for name, each in net.named_parameters():
+                assert torch.equal(value(each), before[name]) == (step == 1), name
+        return scales
+
+    with scaled_on(mesh):
+        scales = trained(ours)
+    assert scales == trained(alone) == [128.0, 64.0, 128.0]
+    kinds = {type(each.grad if each.grad is not None else each) for each in (ours.norm.weight, ours.up.weight)}
+    assert len(kinds) == 2, "one of each kind"
+    for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+        same(mine, theirs, 1e-4)
+
+
 def test_a_sum_that_overflows_where_no_part_does(mesh: Any) -> None:
     """The gradient of a replicated weight is one of partial values, until somebody needs the sum."""
     weight, x = torch.full((2, 1), 1.0), torch.full((12, 2), 2e38 / 6)

@@ -1,0 +1,23 @@
+"""Whether a process has a GPU: asked before an executor wants one, whose failure would end the program."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+
+from monarch_backend.actor import Actor, endpoint
+
+
+class Gpus(Actor):
+    """In each process of a mesh of GPUs, for that question only."""
+
+    @endpoint
+    def missing(self) -> str:
+        """Why this process has none that its torch can use; or ""."""
+        if torch.cuda.is_available():
+            return ""
+        built = torch.version.cuda or torch.version.hip
+        why = "torch finds no GPU here" if built else "torch is built without support for GPUs"
+        return f"{why} (host {socket.gethostname()}, pid {os.getpid()}, torch {torch.__version__})"
