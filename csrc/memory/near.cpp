@@ -4,7 +4,9 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 
+#include <poll.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -23,6 +25,38 @@ constexpr std::uint64_t gpu_piece = 64 << 20;  // the same for copies by a GPU
 
 Result ended(Outcome outcome, Refusal refusal = Refusal::none, int error = 0) { return {outcome, refusal, error}; }
 Result failed(const std::string& text) { return {Outcome::failed, Refusal::none, 0, 0, text}; }
+
+// Whether its process is no more, or runs another program, by the kernel's own word. `state` says it only when the watching
+// thread has come to it: until then, as after this process was stopped for a while, the pid may be another one's already.
+// The kernel gives a pid to nobody else before its pidfd is readable. A program's link closes when another one takes its
+// place, too; and where there is no pidfd, that is all we have.
+bool has_ended(const Peer& peer) {
+  // The watching thread closes them, and what has their numbers then says nothing of the peer: but before that it sets
+  // `state`, so that is asked last.
+  pollfd ends[] = {{__atomic_load_n(&peer.pidfd, __ATOMIC_RELAXED), POLLIN, 0}, {__atomic_load_n(&peer.link, __ATOMIC_RELAXED), POLLRDHUP, 0}};
+  if (poll(ends, std::size(ends), 0) > 0) return true;
+  return peer.state.load(std::memory_order_acquire) != Peer::alive;
+}
+
+// In a shorter time nobody can have ended, been waited for by its parent, and left its pid to one who has memory of his own
+// there: who asks again before that needs no system call, which would be a tenth of a small transfer.
+constexpr auto too_short = std::chrono::microseconds(50);
+
+// The same, of some moment in the last `too_short`.
+bool may_have_ended(const Peer& peer) {
+  struct Seen {
+    const Peer* peer;
+    std::uint32_t number;  // another one's may lie where that one's did
+    Clock::time_point alive;
+  };
+  thread_local std::array<Seen, 8> all{};
+  Seen& seen = all[peer.number % all.size()];
+  const Clock::time_point now = Clock::now();
+  if (seen.peer == &peer && seen.number == peer.number && now - seen.alive < too_short) return peer.state.load(std::memory_order_acquire) != Peer::alive;
+  if (has_ended(peer)) return true;
+  seen = {&peer, peer.number, now};
+  return false;
+}
 
 // `device`: whose memory one of both is, or gpu::none.
 void copy(int device, void* to, const void* from, std::uint64_t bytes) {
@@ -197,10 +231,16 @@ Result Near::by_import(Transfer& transfer, const char* base, int device) {
   }
   for (int each = 0; each < gpu::Copies::lanes; ++each) copies.finish(each);
   // Who has died meanwhile may have left others' memory there: nobody knows what was copied.
-  return transfer.peer->state.load(std::memory_order_acquire) == Peer::alive ? Result{} : ended(Outcome::lost);
+  return has_ended(*transfer.peer) ? ended(Outcome::lost) : Result{};
 }
 
+// The kernel takes a pid, which another process may have when its owner is gone. If it is the owner's after a read, it was
+// so all the while: so each piece is looked at then, and what came from another process is no success. What is written
+// can't be taken back, so that is looked at before. What remains is a write whose thread stands still between this look and
+// the call, until the owner has ended and another process has its pid, and memory at that address which we may write: no
+// call takes a pidfd instead, and nothing keeps a pid from being used again but its parent.
 Result Near::by_kernel(Transfer& transfer, std::uint64_t base) {
+  const bool reads = transfer.access == Access::read;
   std::array<iovec, most_parts> here, there;
   std::size_t segment = 0;
   std::uint64_t at = 0;  // in it
@@ -216,12 +256,13 @@ Result Near::by_kernel(Transfer& transfer, std::uint64_t base) {
       bytes += length;
     }
     if (count == 0) break;
-    const auto call = transfer.access == Access::read ? process_vm_readv : process_vm_writev;
+    if (!reads && may_have_ended(*transfer.peer)) return ended(Outcome::lost);
+    const auto call = reads ? process_vm_readv : process_vm_writev;
     const ssize_t moved = call(transfer.peer->pid, here.data(), count, there.data(), count, 0);
-    if (moved <= 0) {
-      if (moved < 0 && errno == ESRCH) return ended(Outcome::lost);
-      return ended(Outcome::failed, Refusal::none, moved < 0 ? errno : EFAULT);
-    }
+    const int error = moved < 0 ? errno : EFAULT;
+    // Also where it failed: another process may have nothing at this address, or not be ours to touch.
+    if (moved <= 0 ? has_ended(*transfer.peer) : reads && may_have_ended(*transfer.peer)) return ended(Outcome::lost);
+    if (moved <= 0) return error == ESRCH ? ended(Outcome::lost) : ended(Outcome::failed, Refusal::none, error);
     for (auto left = static_cast<std::uint64_t>(moved); segment < transfer.segments.size();) {
       const std::uint64_t rest = transfer.segments[segment].bytes - at;
       if (left < rest) {

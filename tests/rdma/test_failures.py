@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import gc
 import mmap
 import os
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -20,13 +23,14 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_backend import rdma
+from monarch_backend import _native, rdma
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError, this_host
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
+from monarch_backend.rdma._route import DONE, LOST
 from monarch_backend.rdma._transfers import engine
-from tests.actor.actors import held_up, pid_of, resident_bytes
+from tests.actor.actors import held_up, pid_of, resident_bytes, until
 from tests.actor.support import Faults
-from tests.rdma.actors import ALONE, Process, pattern, take
+from tests.rdma.actors import ALONE, ROUTES, Process, pattern, take
 from tests.rdma.conftest import routes
 
 MIB = 1 << 20
@@ -366,3 +370,151 @@ def test_a_cancelled_future() -> None:
     assert RDMAAction().read_remote(torch.zeros(8), buffer[:8]).submit().get(20) is None
     buffer.drop()
     assert rdma._registry.registry().count() == 0
+
+
+# ---- an owner whose pid another process has before this one's own threads have heard of its end
+
+_OTHERS = b"S"
+_IMPOSTOR = """
+import ctypes, os, sys
+address, nbytes, pid = map(int, sys.argv[1:])
+while os.getpid() != pid:
+    with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+        last.write(str(pid - 1))
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    elif os.getpid() != pid:
+        os._exit(0)
+    if child == pid:
+        sys.exit()
+libc = ctypes.CDLL(None)
+integer, size = ctypes.c_int, ctypes.c_size_t
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, size, integer, integer, integer, ctypes.c_long]
+assert libc.mmap(address, nbytes, 3, 0x100022, -1, 0) == address  # MAP_FIXED_NOREPLACE
+ctypes.memset(address, ord("S"), nbytes)
+print("there", flush=True)
+sys.stdin.read()
+"""
+_HOLD = """
+import ctypes, os, sys
+tid, libc = int(sys.argv[1]), ctypes.CDLL(None, use_errno=True)
+none = ctypes.c_void_p()
+for request in (0x4206, 0x4207):  # PTRACE_SEIZE, PTRACE_INTERRUPT
+    if libc.ptrace(request, tid, none, none):
+        sys.exit(os.strerror(ctypes.get_errno()))
+os.waitpid(tid, 0x40000000)  # __WALL
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+class _Replaced:
+    """An owner of memory, forked, and who comes to have its pid. All have the memory at the same address."""
+
+    NBYTES = 1 << 16
+    mother: subprocess.Popen[bytes] | None = None  # of who has its pid
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, self.NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory[:] = b"A" * self.NBYTES
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.said, said = os.pipe()
+        hears, self.asks = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            with contextlib.suppress(BaseException):
+                self._own(hears, said)
+            os._exit(1)
+        os.close(hears), os.close(said)
+        self.token, *ticket = os.read(self.said, 200).decode().split()
+        self.ticket = (int(ticket[0]), int(ticket[1]), int(ticket[2]))
+
+    def _own(self, hears: int, said: int) -> None:
+        host = _native.Host(64 * MIB)
+        registered = _native.Memory(host)
+        ticket = registered.add(self.address, self.NBYTES, True)
+        os.write(said, " ".join(map(str, (host.token, *ticket))).encode())
+        os.read(hears, 1)
+        os.dup2(hears, 0), os.dup2(said, 1)
+        os.execv(sys.executable, self._impostor)
+
+    @property
+    def _impostor(self) -> list[str]:
+        return [sys.executable, "-c", _IMPOSTOR, str(self.address), str(self.NBYTES), str(self.pid or os.getpid())]
+
+    def by_a_program(self) -> None:
+        """The same process runs another one."""
+        os.write(self.asks, b"x")
+        assert os.read(self.said, 5) == b"there"
+
+    def by_a_process(self) -> None:
+        """It is killed, and another one gets its pid."""
+        if not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK):
+            pytest.skip("only root can choose the next pid")
+        os.kill(self.pid, signal.SIGKILL), os.waitpid(self.pid, 0)
+        self.mother = subprocess.Popen(self._impostor, stdin=-1, stdout=-1)
+        assert self.mother.stdout is not None
+        assert self.mother.stdout.read(5) == b"there"
+
+    def shows(self) -> bytes:
+        """What is there now, by whoever has the pid."""
+        with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as there:
+            return os.pread(there.fileno(), 8, self.address)
+
+    def end(self) -> None:
+        if self.mother is not None:
+            self.mother.communicate()
+        else:
+            os.kill(self.pid, signal.SIGKILL), os.waitpid(self.pid, 0)
+        os.close(self.said), os.close(self.asks)
+
+
+def _watchers() -> set[str]:
+    """The threads of this process that hear of others' ends."""
+    all_of_them = Path("/proc/self/task").iterdir()
+    return {each.name for each in all_of_them if (each / "comm").read_text() == "monarch_watch\n"}
+
+
+@contextlib.contextmanager
+def _held_up(thread: str) -> Iterator[None]:
+    """This thread, of this process, stands still."""
+    program = [sys.executable, "-c", _HOLD, thread]
+    with subprocess.Popen(program, stdin=-1, stdout=-1, stderr=-1, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if holder.stdout.readline() != "held\n":
+            pytest.skip(f"threads can't be held: {holder.stderr.read()}")
+        try:
+            yield
+        finally:
+            holder.communicate()
+
+
+@pytest.mark.parametrize("replaced", ["by_a_program", "by_a_process"])
+def test_nothing_of_another_process_is_read_or_written(replaced: str) -> None:
+    before, owner = _watchers(), _Replaced()
+    try:
+        host = _native.Host(64 * MIB)
+        until(lambda: len(_watchers() - before) == 1, "its thread has its name")
+        [watching] = _watchers() - before
+        registered, forever = _native.Memory(host), _native.Patient()
+        here = (ctypes.c_char * _Replaced.NBYTES)()
+        there = owner.token, owner.ticket
+        all_of_it = [(0, ctypes.addressof(here), len(here))]
+        assert registered.move(*there, False, all_of_it, forever)[0] == DONE
+        assert here.raw == b"A" * len(here)
+        assert registered.way(*there) == ROUTES["kernel"].way
+        with _held_up(watching):
+            getattr(owner, replaced)()
+            assert owner.shows() == _OTHERS * 8, "else nothing is shown by this"
+            for write in (False, True):
+                assert not registered.at_once(*there, write, 8, ctypes.addressof(here), 8)
+                assert registered.move(*there, write, all_of_it, forever)[0] == LOST
+            here[0] = b"W"
+            assert owner.shows() == _OTHERS * 8
+            assert registered.way(*there) == ROUTES["kernel"].way, "nobody has told it of the owner's end"
+        del registered, host
+    finally:
+        owner.end()

@@ -129,7 +129,11 @@ class Completions:
         """Find what nobody has looked for, and have announced what is left of it."""
         if self._next_sweep is None or time.monotonic() < self._next_sweep:
             return
-        self._look_at_all()
+        try:
+            self._look_at_all()
+        except BaseException:
+            self._next_sweep = None  # or it would be tried again at once, and for ever: with the next request
+            raise
         with self._lock:
             late = [self.announce(request) for request in list(self._quiet)]
             self._next_sweep = time.monotonic() + SWEEP if self._recent else None

@@ -34,7 +34,7 @@ from monarch_backend.rdma.verbs._binding import (
     load,
 )
 from monarch_backend.rdma.verbs._completions import QUIET, Completions
-from monarch_backend.rdma.verbs._device import Device, open_devices
+from monarch_backend.rdma.verbs._device import Device, destroy, open_devices
 from monarch_backend.rdma.verbs._devices import available, distance, node_of_memory
 from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
 from monarch_backend.rdma.verbs._link import Link, State
@@ -53,6 +53,8 @@ AT_ONCE = 1 << 20
 """Bytes of memory that are registered on the caller's thread: more takes longer than he has."""
 
 _ALL = (1 << 64) - 1
+
+_UNREADABLE = "completions of a device cannot be read"
 
 _FORK_PATIENCE = 0.5
 """Seconds that a fork waits for engines."""
@@ -113,11 +115,12 @@ class _Exposed:
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.registrations: list[Registration] = []
+        self.registrations: list[tuple[Registration, str]] = []  # and of which device
 
     def close(self) -> None:
-        for registration in self.registrations:
-            registration.close()
+        ended = [destroy(registration, "a region", device) for registration, device in self.registrations]
+        if not all(ended):
+            _native.keep_for_ever(self.owner)  # others may still reach its memory: so it is nobody else's
         self.registrations, self.owner = [], None
 
 
@@ -153,7 +156,7 @@ class Engine:
         self._opened: list[Device] = []
         self._completions = Completions(self._lock, self._nudge, self._pump_all, self._is_restless)
         self._links: dict[Peer, Link] = {}
-        self._accepted: dict[Peer, list[QueuePair]] = {}
+        self._accepted: dict[Peer, list[tuple[QueuePair, str]]] = {}  # and of which device
         self._exposed: dict[int, _Exposed] = {}
         self._regions = itertools.count(1)
         self._soon: deque[Callable[[], None]] = deque()  # for the engine's thread
@@ -279,10 +282,11 @@ class Engine:
             try:
                 for device in devices:
                     caches = [device.cache for device in devices]
-                    exposed.registrations.append(register(device.nic, address, nbytes, access, caches))
+                    made = register(device.nic, address, nbytes, access, caches)
+                    exposed.registrations.append((made, device.name))
                 with self._lock:
                     self.devices()  # raises if the engine was closed meanwhile
-                    keys = [r.rkey for r in exposed.registrations]
+                    keys = [registration.rkey for registration, _ in exposed.registrations]
                     region = Region(RegionRecord(next(self._regions), address, nbytes, writable, keys))
                     self._exposed[region.id] = exposed
             except BaseException:
@@ -301,7 +305,7 @@ class Engine:
         """Connect what a peer offers to queue pairs here; the answer for it. Raises VerbsError."""
         wanted = messages.unpack(Offer, offer)
         devices = self.devices()
-        made: list[QueuePair] = []
+        made: list[tuple[QueuePair, str]] = []
         pairings: list[Pairing] = []
         problems: list[str] = []
         used: dict[tuple[int, int], int] = {}
@@ -315,7 +319,7 @@ class Engine:
                 except OSError as error:
                     problems.append(f"{device.name} to {theirs.device}: {error}")
                     continue
-                made.append(pair)
+                made.append((pair, device.name))
                 pairings.append(pairing)
                 used[device.index, endpoint.port] = used.get((device.index, endpoint.port), 0) + 1
                 break
@@ -355,7 +359,7 @@ class Engine:
                 )
             )
         except BaseException:
-            pair.close()
+            destroy(pair, f"queue pair {pair.number}", device.name)
             raise
         return pair, Pairing(
             place,
@@ -371,9 +375,8 @@ class Engine:
         )
 
     def _hang_up(self, peer: Peer) -> None:
-        for pair in self._accepted.pop(peer, []):
-            with contextlib.suppress(OSError):
-                pair.close()
+        for pair, device in self._accepted.pop(peer, []):
+            destroy(pair, f"queue pair {pair.number}", device)
 
     # ---- the asking side
 
@@ -469,7 +472,7 @@ class Engine:
             try:
                 self._completions.help(request, seconds)
             except Exception:
-                self._fail_all("completions of a device cannot be read")
+                self._fail_all(_UNREADABLE)
 
     @property
     def is_here(self) -> bool:
@@ -620,20 +623,23 @@ class Engine:
                     poller.unregister(fd)
             self._call()
             self._carefully(self._completions.sweep)  # before links say that a device is silent
-            with self._lock:
-                for link in self._links.values():
-                    link.tick(self.now())
+            self._carefully(self._tick, why="a connection cannot be looked after")
             self._completions.tell()
             with self._lock:
                 if self._closed and not self._soon and not self._completions.has_calls:
                     return
 
-    def _carefully(self, look: Callable[..., None], *of: Any) -> bool:
+    def _tick(self) -> None:
+        with self._lock:
+            for link in self._links.values():
+                link.tick(self.now())
+
+    def _carefully(self, look: Callable[..., None], *of: Any, why: str = _UNREADABLE) -> bool:
         """False if that was not possible; then nothing under way will be heard of."""
         try:
             look(*of)
         except Exception:
-            self._fail_all("completions of a device cannot be read")
+            self._fail_all(why)
             return False
         return True
 
@@ -661,7 +667,10 @@ class Engine:
         log.exception("verbs: %s", why)
         with self._lock:
             for link in self._links.values():
-                link.fail(VerbsError(f"{why}: see the log"))
+                try:
+                    link.fail(VerbsError(f"{why}: see the log"))
+                except Exception:  # the others' transfers end nevertheless, and this thread does not
+                    log.exception("verbs: the transfers from or to %s cannot be ended", link.peer)
 
 
 def _register(request: Request, near: Sequence[Device]) -> None:

@@ -92,6 +92,18 @@ def completion_error(what: str, status: int, vendor: int, device: str, peer: obj
     )
 
 
+def stuck_error(error: VerbsError) -> VerbsError:
+    """The same, of what is posted on a queue pair that is left as it is."""
+    return VerbsError(
+        f"{error}. Its queue pair cannot be destroyed (was the device removed or reset?), so nobody knows what was "
+        "done, or will be: memory here that was to be read into may still change. Leave it alone, and restart this "
+        "process",
+        error.status,
+        error.device,
+        error.peer,
+    )
+
+
 def registration_error(error: OSError, nbytes: int, device: str, limit: int | None) -> VerbsError:
     """For memory that cannot be registered; ``limit``: of locked memory in bytes, None where there is none."""
     reason = os.strerror(error.errno) if error.errno else str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,8 +73,16 @@ class _Nic:
     def close(self) -> None:
         if self._queue is not None:
             self._queue.forget()
-        for part in (self._cq, self._channel, self._pd, self._context):
-            part.close()
+        with contextlib.ExitStack() as each:  # the others, too, if one can't be
+            for part in (self._context, self._pd, self._channel, self._cq):
+                each.callback(_close, part)
+
+
+def _close(part: Any) -> None:
+    try:
+        part.close()
+    except RuntimeError as error:  # something that was made of it is still there
+        raise OSError(errno.EBUSY, str(error)) from error
 
 
 class _QueuePair:
@@ -118,7 +128,7 @@ class _QueuePair:
     def close(self) -> None:
         if self._pair is not None:
             self._pair.forget()
-        self._qp.close()
+        _close(self._qp)
 
     def _post(self, works: Sequence[Work]) -> None:
         self._qp.post_send([_request(work) for work in works])

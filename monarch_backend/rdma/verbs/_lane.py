@@ -11,8 +11,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from monarch_backend import _native
 from monarch_backend.rdma.verbs._binding import WRITE, Path, Work
-from monarch_backend.rdma.verbs._device import Device
+from monarch_backend.rdma.verbs._device import Device, destroy
 from monarch_backend.rdma.verbs._messages import End, Endpoint, Pairing
 from monarch_backend.rdma.verbs._request import Piece, Request
 from monarch_backend.rdma.verbs._settings import Settings
@@ -46,6 +47,8 @@ class Posted(NamedTuple):
 class Lane:
     """``place``: in the offer."""
 
+    is_stuck = False  # closed, but its queue pair was not destroyed
+
     def __init__(self, link: Link, device: Device, endpoint: Endpoint, place: int, psn: int) -> None:
         self.link, self.device, self.endpoint, self.place = link, device, endpoint, place
         if len(device.lanes) >= device.most_lanes:
@@ -55,7 +58,7 @@ class Lane:
         try:
             self.pair.initialize(endpoint.port, 0)
         except BaseException:
-            self.pair.close()
+            destroy(self.pair, f"queue pair {self.pair.number}", device.name)
             raise
         self.number, self.psn = self.pair.number, psn
         self.posted: deque[Posted] = deque()
@@ -174,7 +177,19 @@ class Lane:
         return posted
 
     def close(self) -> list[Posted]:
-        """It is no more, and touches no memory; what was under way."""
+        """It is no more, and touches no memory unless it `is_stuck`; what was under way.
+
+        Of one that is stuck the device may still do what was posted, at any time. What that was for must not be done
+        once more then, for it may be overwritten with what was there earlier; and its memory is nobody else's any more,
+        also when who asked lets go of it.
+        """
         self.device.lanes.pop(self.number, None)
-        self.pair.close()
-        return [self._pop() for _ in range(len(self.posted))]
+        left = [self._pop() for _ in range(len(self.posted))]
+        self.is_stuck = not destroy(self.pair, f"queue pair {self.number}", self.device.name)
+        for posted in left if self.is_stuck else ():
+            if posted.request is None or posted.piece is None:
+                continue
+            _native.keep_for_ever(posted.request.plan)
+            if posted.request.is_atomic:
+                self.device.lose_slot(posted.request.where(posted.piece, self.device)[0])
+        return left

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from monarch_backend.rdma.verbs import _messages as messages
 from monarch_backend.rdma.verbs._device import Device
-from monarch_backend.rdma.verbs._errors import FLUSHED, VerbsError, completion_error, is_of_the_link
+from monarch_backend.rdma.verbs._errors import FLUSHED, VerbsError, completion_error, is_of_the_link, stuck_error
 from monarch_backend.rdma.verbs._lane import Lane, Posted
 from monarch_backend.rdma.verbs._messages import Answer, Offer
 
@@ -299,7 +299,10 @@ class Link:
         what = "connecting" if not lane.proved else left[0].request.kind if left and left[0].request else "a transfer"
         error = self._trouble = completion_error(what, status, vendor, lane.device.name, self.peer)
         for posted in left:
-            if posted.request is not None:
+            if posted.request is not None and lane.is_stuck:
+                posted.request.under_way -= 1
+                self._fail(posted.request, stuck_error(error))
+            elif posted.request is not None:
                 self._unfinished(posted, posted.id == id_, status, error)
         if self.state is State.UP and lane.proved:
             self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_SECONDS

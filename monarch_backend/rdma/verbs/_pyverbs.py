@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from pyverbs.addr import GID, AHAttr, GlobalRoute
@@ -31,7 +31,7 @@ _MADE = 64
 _opening = threading.Lock()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
     try:
         yield
@@ -113,9 +113,9 @@ class _Nic:
             raise _os_error(error) from error
         return [Completion(wc.wr_id, wc.status, wc.qp_num, wc.vendor_err) for wc in found]
 
-    def register(self, address: int, nbytes: int, access: int) -> Any:
+    def register(self, address: int, nbytes: int, access: int) -> _Registration:
         with _os_errors():
-            return MR(self._pd, nbytes, access, address=address)
+            return _Registration(MR(self._pd, nbytes, access, address=address))
 
     def register_dmabuf(self, *_: int) -> Any:
         # DmaBufMR has no way to say at which address requests find the memory: it is the offset in the dma-buf.
@@ -132,11 +132,24 @@ class _Nic:
     def close(self) -> None:
         if self._queue is not None:
             self._queue.forget()
-        with _os_errors():
-            self._cq.close()
-            self._channel.close()
-            self._pd.close()
-            self._context.close()
+        with contextlib.ExitStack() as each:  # the others, too, if one can't be
+            for part in (self._context, self._pd, self._channel, self._cq):
+                each.callback(_close, part)
+
+
+def _close(part: Any) -> None:
+    with _os_errors():
+        part.close()
+
+
+class _Registration:
+    def __init__(self, region: Any) -> None:
+        self._region = region
+        self.lkey: int = region.lkey
+        self.rkey: int = region.rkey
+
+    def close(self) -> None:
+        _close(self._region)
 
 
 class _QueuePair:
@@ -176,7 +189,7 @@ class _QueuePair:
     def close(self) -> None:
         if self._pair is not None:
             self._pair.forget()
-        self._qp.close()
+        _close(self._qp)
 
     def _post(self, works: Sequence[Work]) -> None:
         if len(works) == 1 and works[0].nbytes:

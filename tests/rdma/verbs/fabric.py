@@ -45,6 +45,7 @@ class Registered:
     mapped: mmap.mmap | None = None
 
     def close(self) -> None:
+        self.nic.fabric.fail_if(self.nic.fabric.removed)
         del self.nic.registered[self.rkey]
         self.nic.closed += 1
         if self.mapped is not None:
@@ -90,6 +91,7 @@ class FakePair:
         with self.nic.fabric.lock:
             assert not self.closed, "closed twice"
             self.closed = True
+            self.nic.fabric.fail_if(self.nic.fabric.stuck)
             del self.nic.fabric.pairs[self.number]
 
     def step(self) -> bool:
@@ -150,6 +152,7 @@ class FakeNic:
         self.completions: deque[Completion] = deque()
         self.armed = False
         self.opened = self.closed = 0
+        self.left = False  # open, since it could not be closed
         self.memory = fabric.memory
         self.message = fabric.message
         fabric.nics.append(self)
@@ -205,6 +208,8 @@ class FakeNic:
         return FakePair(self, min(depth, self.limits.depth))
 
     def close(self) -> None:
+        self.left = self.fabric.stuck
+        self.fabric.fail_if(self.left)
         assert not self.registered, "closed with memory registered"
         os.close(self.fd)
 
@@ -219,6 +224,8 @@ class Fabric:
     memory: int = 1 << 40
     message: int = 1 << 30
     dead: bool = False
+    stuck: bool = False  # queue pairs can't be destroyed, and their devices not closed
+    removed: bool = False  # and memory not unregistered
     silent: bool = False  # pairs that are made take work requests, and that is all
     gpus: list[tuple[int, int, int]] = field(default_factory=list)  # addresses, bytes, where they really are
     peer_memory: bool = False
@@ -232,6 +239,20 @@ class Fabric:
 
     def open_nic(self, device: str, completions: int) -> FakeNic:
         return FakeNic(self, device, completions)
+
+    def fail_if(self, condition: bool) -> None:
+        """As a device does that was removed or reset."""
+        if condition:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def forget(self) -> None:
+        """What could not be destroyed."""
+        with self.lock:
+            self.pairs = {number: pair for number, pair in self.pairs.items() if not pair.closed}
+            for nic in self.nics:
+                if nic.left:
+                    nic.closed, nic.left = nic.opened, False
+                    os.close(nic.fd)
 
     def run(self, most: int = 1 << 60) -> int:
         """Do what is posted, in turns."""

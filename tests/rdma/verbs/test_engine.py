@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import re
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -408,3 +413,104 @@ def test_a_peer_is_not_forgotten_when_others_have_taken_all_places(two: Callable
         fabric.run(1)
     first.wait()
     second.wait()
+
+
+@pytest.mark.parametrize("under_way", ["read", "atomic"])
+def test_queue_pairs_that_cannot_be_destroyed(
+    two: Callable[..., Two], caplog: pytest.LogCaptureFixture, under_way: str
+) -> None:
+    """As those of a device that was removed or reset."""
+    fabric = Fabric(at_once=False)
+    pair = two(fabric, queue_pairs=1)
+    first = pair.start([(0, 0, 8)])
+    assert until(lambda: fabric.run() >= 0 and first.calls == 1)
+    memory = weakref.ref(pair.here.map)
+    failed = pair.start([(0, 0, 200 * KI)]) if under_way == "read" else pair.add()
+    later = [pair.start([(0, 0, 8)]) for _ in range(3)]
+    fabric.stuck = fabric.dead = True
+    assert until(lambda: fabric.run() >= 0 and failed.calls == 1)
+    with pytest.raises(
+        VerbsError, match=r"retry counter exceeded.*cannot be destroyed \(was the device removed"
+    ) as one:
+        failed.wait()
+    assert one.value.status == "transport retry counter exceeded"
+    assert until(lambda: fabric.run() >= 0 and all(done.calls for done in later))
+    for done in later:
+        with pytest.raises(VerbsError):
+            done.wait()
+    assert pair.asking._thread is not None and pair.asking._thread.is_alive()
+    said = [record.message for record in caplog.records]
+    assert all(re.match(r"verbs: queue pair \d+ of fake0 cannot be destroyed", words) for words in said)
+    assert 1 <= len(said) == len(set(said))
+    fabric.dead = False
+    again = pair.start([(0, 0, 200 * KI)])  # by others, while the device may go on with the old ones
+    assert until(lambda: fabric.run() >= 0 and again.calls == 1)
+    again.wait()
+    pair.here = Memory(256 * KI)
+    gc.collect()
+    assert memory() is not None, "the device may still write to it"
+    pair.asking.close()
+    pair.owner.close()
+    fabric.forget()
+
+
+def test_an_atomic_s_place_is_not_given_to_others_while_the_device_may_write_to_it(two: Callable[..., Two]) -> None:
+    fabric = Fabric(at_once=False)
+    pair = two(fabric, queue_pairs=1)
+    first = pair.add()
+    assert until(lambda: fabric.run() >= 0 and first.calls == 1)
+    [device] = pair.asking.devices()
+    places = len(device._slots)
+    fabric.stuck = fabric.dead = True
+    lost = pair.add()
+    assert until(lambda: fabric.run() >= 0 and lost.calls == 1)
+    assert len(device._slots) == places - 1
+    fabric.forget()
+    fabric.stuck = fabric.dead = False
+
+
+def test_nothing_of_a_device_that_was_removed_can_be_destroyed(
+    two: Callable[..., Two], caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = Fabric()
+    pair = two(fabric)
+    pair.start([(0, 0, 8)]).wait()
+    pair.add().wait()
+    owned = weakref.ref(pair.there.map)
+    fabric.stuck = fabric.removed = True
+    passing = Memory(4 * KI)
+    pair.owner.release(pair.region)
+    pair.asking.transfer("owner", "write", pair.region, [(0, passing.address, 8)], passing.view, Outcome())
+    pair.there, passing = pair.here, pair.here
+    gc.collect()
+    assert owned() is not None, "peers may still write to it"
+    pair.asking.close()
+    pair.owner.close()
+    for what in (r"queue pair \d+", "a registration", "a region", "what was opened"):
+        assert re.search(rf"verbs: {what} of fake0 cannot be destroyed", caplog.text)
+    assert "Traceback" not in caplog.text
+    fabric.forget()
+
+
+def test_completions_that_cannot_be_read_are_tried_again_with_the_next_transfer(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not without end by the engine's thread."""
+    fabric = Fabric(at_once=False)
+    pair = two(fabric)
+    first = pair.start([(0, 0, 8)])
+    assert until(lambda: fabric.run() >= 0 and first.calls == 1)
+    [device] = pair.asking.devices()
+
+    def refuse(most: int) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device.nic, "poll", refuse)
+        done = Outcome()
+        segment = [(0, pair.here.address, 8)]
+        assert pair.asking.transfer("owner", "read", pair.region, segment, pair.here.view, done, at_once=True)
+        with pytest.raises(VerbsError, match="cannot be read"):
+            done.wait()
+        time.sleep(0.1)
+        assert caplog.text.count("cannot be read") == 1
