@@ -94,6 +94,14 @@ class _Step:
             )
         return bytes(next(iter(those)))
 
+    def of_the_first(self, members: Members) -> tuple[bytes, Members]:
+        """How the first of the workers says that it was left, and which ones were left so. Waits."""
+        states = self.workers.ask("generator_state")
+        those = [members is None or members[rank] for rank in range(len(states))]
+        state = states[those.index(True)]
+        alike = [is_one and its == state for is_one, its in zip(those, states, strict=True)]
+        return bytes(state), members if alike == those else tuple(alike)
+
 
 Generator = torch.Generator | _philox.Philox
 Members = tuple[bool, ...] | None
@@ -393,22 +401,36 @@ def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
     """The whole operation on each worker. How many numbers it draws may depend on values, too, so this one waits:
     the workers say how they have left the generator."""
     first = next(each for each in args if isinstance(each, DTensor))
-    mesh, local = first.device_mesh, _local(first)
-    step, members = _step_of(local), _members(local)
-    generator = _generator_of(step.workers, kwargs)
+    mesh = first.device_mesh
     inner = [_replicated(each)._local_tensor if isinstance(each, DTensor) else each for each in args]
+    result = _whole(func, _local(first), inner, kwargs, is_plain=False)
+    for at in _changed(func):
+        args[at].copy_(_distributed(inner[at], mesh))
+        if func._schema.returns[0].alias_info is not None:
+            return args[at]
+    return pytree.tree_map_only(RemoteTensor, lambda each: _as_before(_distributed(each, mesh), first), result)
+
+
+def _whole(func: Any, first: RemoteTensor, args: Any, kwargs: dict[str, Any], *, is_plain: bool) -> Any:
+    """``first``: one of the arguments. Ranks whose plain tensors have other values may draw more numbers than others:
+    the controller goes on as the first of them, whose values a program reads."""
+    step, members = _step_of(first), _members(first)
+    generator = _generator_of(step.workers, kwargs)
+    writes = tuple([at + 1 for at in _changed(func)])
     with _in_step:
         step.bring(_generator.state_of(generator), members)
-        result = _dispatch.call(_shapes_of(func), _WORKER + "whole", (str(func), *inner), kwargs)
-        state = step.agreed(func, members)
+        result = _dispatch.call(_shapes_of(func), _WORKER + "whole", (str(func), *args), kwargs, None, writes)
+        state, left = step.of_the_first(members) if is_plain else (step.agreed(func, members), members)
         _generator.set_state(generator, state)
-        step.left(state, members)
-    for at, argument in enumerate(func._schema.arguments):
-        if at < len(args) and argument.alias_info is not None and argument.alias_info.is_write:
-            args[at].copy_(_distributed(inner[at], mesh))
-            if func._schema.returns[0].alias_info is not None:
-                return args[at]
-    return pytree.tree_map_only(RemoteTensor, lambda each: _as_before(_distributed(each, mesh), first), result)
+        step.left(state, left)
+    return result
+
+
+@functools.cache
+def _changed(func: Any) -> list[int]:
+    """The positions of what it changes."""
+    infos = [each.alias_info for each in func._schema.arguments]
+    return [at for at, info in enumerate(infos) if info is not None and info.is_write]
 
 
 @functools.cache
@@ -457,11 +479,11 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
 
 def _plain(func: Any) -> Handler:
     """A random operation on plain tensors."""
-    handle = None if func in BY_VALUES else handlers.get(func)  # ranks may have other values, and nobody waits
+    handle = _plain_by_values if func in BY_VALUES else handlers.get(func)
 
     def operation(_func: Any, args: Any, kwargs: Any) -> Any:
         if handle is not None:
-            local = args[0]
+            local = _first(args, kwargs)
             if _step_of(local).streams is None and len(local._meta.classes or ()) <= 1:
                 return handle(func, args, dict(kwargs))
         if _will_draw(func, args, kwargs):
@@ -469,6 +491,19 @@ def _plain(func: Any) -> Handler:
         return _dispatch.call(func, str(func), args, kwargs, func._schema)
 
     return operation
+
+
+def _plain_by_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """As `_by_values`: what all ranks have sampled from the same chances is to be what one process samples."""
+    if not _will_draw(func, args, kwargs):
+        return _dispatch.call(func, str(func), args, kwargs, func._schema)
+    result = _whole(func, _first(args, kwargs), args, kwargs, is_plain=True)
+    changed = _changed(func)
+    return args[changed[0]] if changed and func._schema.returns[0].alias_info is not None else result
+
+
+def _first(args: Any, kwargs: Any) -> RemoteTensor:
+    return next(each for each in [*args, *kwargs.values()] if isinstance(each, RemoteTensor))
 
 
 def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -482,8 +517,7 @@ def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _will_draw(func: Any, args: Any, kwargs: Any) -> bool:
     """Not without values, and not if nothing is to be dropped."""
-    first = next(each for each in [*args, *kwargs.values()] if isinstance(each, RemoteTensor))
-    return first._meta.device.type != "meta" and may_draw(func, args, kwargs)
+    return _first(args, kwargs)._meta.device.type != "meta" and may_draw(func, args, kwargs)
 
 
 def may_draw(func: Any, args: Any, kwargs: Any) -> bool:
@@ -492,7 +526,7 @@ def may_draw(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     names = {each.name: each.default_value for each in func._schema.arguments}
     given = names | dict(zip(names, args, strict=False)) | kwargs
-    return given.get("dropout_p") != 0.0 and given.get("train") is not False
+    return given.get("dropout_p") != 0.0 and False not in (given.get("train"), given.get("training"))
 
 
 _SEEDS = 1 << 53  # a float has them all: ints would be part of the signature

@@ -50,7 +50,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 import monarch_backend
 from monarch_backend import _versions, dtensor
 from monarch_backend.dtensor import (
-    _random,
     _rank_classes,
     _rank_ints,
     _torch,
@@ -332,15 +331,38 @@ def _view_of(own: Any) -> Any:
         if not (isinstance(base, DTensor) and isinstance(base._local_tensor, RemoteTensor)):
             return own(base, target, requires_grad, *rest, **options)
         inner = target._local_tensor
-        local = (
-            _gathered_alike(base, target).to_local().as_strided(inner.size(), inner.stride(), inner.storage_offset())
-        )
+        whole = _gathered_alike(base, target).to_local()
+        if _is_uneven(inner) or _is_uneven(whole):
+            local = _Strided.apply(whole, inner)  # type: ignore[no-untyped-call]
+        else:
+            local = whole.as_strided(inner.size(), inner.stride(), inner.storage_offset())
         made = DTensor.from_local(
             local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride()
         )
         return made if requires_grad else made.detach()
 
     return gen_alias_from_base
+
+
+class _Strided(torch.autograd.Function):
+    """``as_strided`` with numbers that differ by rank: torch's own gradient of it asks which strides are larger."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Any, like: Any) -> Any:
+        ctx.of_base, ctx.of_view = base._meta, like._meta
+        return base.as_strided(like._meta.shape, like._meta.stride, like._meta.offset)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        base, view = ctx.of_base, ctx.of_view
+        count = base.offset + 1  # as far as its memory goes
+        for size, stride in zip(base.shape, base.stride, strict=True):
+            count = count + (size - 1) * stride
+        places = gradient.new_ones((torch.sym_max(count, 0),), dtype=torch.int64).cumsum(0) - 1
+        # Some of them more than once: expand, unfold.
+        seen = places.as_strided(view.shape, view.stride, view.offset).reshape(-1)
+        flat = torch.zeros_like(places, dtype=gradient.dtype).index_add_(0, seen, gradient.reshape(-1))
+        return flat.as_strided(base.shape, base.stride, base.offset), None
 
 
 def _gathered_alike(base: DTensor, target: DTensor) -> DTensor:

@@ -30,6 +30,8 @@ def correct() -> None:
     known = propagator.op_strategy_funcs
     known[_aten.empty_like.default] = known[_aten.zeros_like.default]  # without values, it is no part of a sum
     known[_aten.gather.default] = _aligned(known[_aten.gather.default])
+    for operator in (_aten.select_backward.default, _aten.slice_backward.default):
+        known[operator] = _counted_from_the_start(known[operator])
     known[_aten.linalg_vector_norm.default] = _of_values(known[_aten.linalg_vector_norm.default])
     # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
     math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
@@ -114,6 +116,17 @@ def _aligned(own: Replacement) -> Replacement:
         return found
 
     return gather_strategy
+
+
+def _counted_from_the_start(own: Replacement) -> Replacement:
+    """The gradient of ``x.select(-1, i)`` has -1, too, which torch compares with the dimensions that are sharded."""
+
+    def strategy(op_schema: Any) -> Any:
+        gradient, sizes, dim, *rest = op_schema.args_schema
+        args = (gradient, sizes, dim % len(sizes), *rest)
+        return own(dataclasses.replace(op_schema, args_schema=args))
+
+    return strategy
 
 
 def _by_masks(own: Replacement) -> Replacement:

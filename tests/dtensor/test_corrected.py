@@ -83,6 +83,24 @@ def test_dimensions_are_counted_from_the_end(mesh_of: Callable[[str], Any], name
             same(found, getattr(x, name)(dim))
 
 
+FROM_THE_END: dict[str, Callable[[Any, int], Any]] = {
+    "select": lambda x, dim: x.select(dim, 1),
+    "the last": lambda x, dim: x.select(dim, -1),
+    "slice": lambda x, dim: torch.ops.aten.slice(x, dim, 1, 3),
+    "diagonal": lambda x, dim: x.diagonal(0, dim, -3 if dim != -3 else -2),
+    "unfold": lambda x, dim: x.unfold(dim, 2, 1),
+    "trapezoid": lambda x, dim: torch.trapezoid(x, dim=dim),
+    "select_scatter": lambda x, dim: x.select_scatter(x.select(dim, 0), dim, 1),
+}
+
+
+@pytest.mark.parametrize("name", FROM_THE_END)
+def test_gradients_of_dimensions_counted_from_the_end(mesh_of: Callable[[str], Any], name: str) -> None:
+    for dim, by in itertools.product((-1, -2, -3), range(3)):
+        of_dim = lambda x, dim=dim: FROM_THE_END[name](x, dim).sin()  # noqa: E731
+        gradients_are_the_same(mesh_of("2"), torch.randn(4, 4, 4), of_dim, Shard(by))
+
+
 def test_the_gradient_of_index_select(mesh_of: Callable[[str], Any]) -> None:
     index = torch.tensor([0, 2, 2, 3])
     for shape in ((4, 2), (5, 3)):

@@ -5,6 +5,7 @@ A statement that raises is left out where the error says what to do. MONARCH_TES
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from monarch_backend.dtensor import RemoteTensorError
+from monarch_backend.dtensor import RemoteTensorError, _compile
 from tests.dtensor.programs import NAMES, Program, Writer
 from tests.dtensor.values import value
 
@@ -134,6 +135,34 @@ def names(all_procs: Any) -> list[str]:
 @pytest.mark.parametrize("seed", seeds(8))
 def test_programs(mesh_of: Callable[[str], Any], names: list[str], seed: int) -> None:
     check(seed, mesh_of, names, captured=seed < 2)
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda x: [x[1:]],
+    "a row": lambda x: [x[1]],
+    "in parts": lambda x: [x.unflatten(1, (-1, 3))],
+    "again and again": lambda x: [x[:, None].expand(-1, 2, -1), x.t()],
+    "of what is returned, too": lambda x: (lambda y: [y, y[1:], *y.chunk(2)])(x * 2),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_results_that_are_views_of_unequal_shards(mesh_of: Callable[[str], Any], name: str) -> None:
+    """Each rank's is at another place in its own memory."""
+    whole = torch.randn(5, 3)
+
+    def program(x: Any) -> Any:
+        return VIEWS[name](x)
+
+    torch._dynamo.reset()
+    captured = torch.compile(program, backend="monarch", options={"inductor": False})
+    for by, learns in itertools.product((0, 1), (False, True)):
+        ours = distribute_tensor(whole, mesh_of("2"), [Shard(by)]).requires_grad_(learns)
+        calls = _compile.statistics["calls"]
+        found = values(captured, {"x": ours})
+        assert _compile.statistics["calls"] > calls
+        for what, expected in values(program, {"x": whole.clone().requires_grad_(learns)}).items():
+            torch.testing.assert_close(found[what], expected, msg=lambda text, what=what: f"{what}: {text}")
 
 
 @pytest.mark.slow

@@ -340,6 +340,32 @@ def test_plain_remote_tensors_have_the_same_numbers_on_all_ranks(fresh: Any) -> 
     assert not torch.equal(first, again)
 
 
+def test_what_plain_tensors_draw_by_their_values_is_what_a_single_process_draws(fresh: Any) -> None:
+    """As text that is sampled from the logits of a tensor-parallel model."""
+
+    def program(x: torch.Tensor) -> list[Any]:
+        changed = torch.zeros_like(x)
+        assert changed.bernoulli_(x) is changed
+        own = torch.Generator().manual_seed(5)
+        return [
+            changed, torch.multinomial(x, 2), torch.rand(1), torch.bernoulli(x), torch.poisson(x * 5), torch.rand(1),
+            torch.normal(x, 2.0), torch.normal(1.0, x), torch.normal(x, x), F.rrelu(x - 0.5, training=True),
+            torch.distributions.Categorical(x).sample(), torch.rand(1), torch.multinomial(x, 2, generator=own),
+            F.rrelu(x - 0.5, training=False), torch.randn_like(x),
+        ]  # fmt: skip
+
+    whole = torch.rand(3, 6) / 2 + 0.25
+    same_program(program, distribute_tensor(whole, fresh, [Replicate()]).to_local(), whole)
+
+
+def test_ranks_that_draw_more_numbers_than_the_first_go_on_as_it_does(fresh: Any) -> None:
+    whole = torch.tensor([[0.1, 0.1], [90.0, 70.0]])
+    local = distribute_tensor(whole, fresh, [Shard(0)]).to_local()  # of poisson, which draws until it has enough
+    same_program(lambda x: [torch.poisson(x), torch.rand(1), torch.randn_like(x)], local, whole[:1])
+    one, other = value(DTensor.from_local(torch.randn_like(local), fresh, [Shard(0)])).chunk(2)
+    assert torch.equal(one, other)
+
+
 def test_a_replicated_activation_of_tensor_parallelism_stays_one(fresh: Any) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 5), nn.Dropout(0.5))
