@@ -6,11 +6,13 @@ controller's: the ranks of the first Workers, then those of the second, and so o
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,11 @@ class Workers:
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
         self._defining = threading.Lock()
+        self._checks_raised = 0  # up to this one of the workers' words
+        self._raising = threading.Lock()
+        _living.add(self)
+        atexit.unregister(_send_the_rest)  # it comes before the end of the processes, whenever that was registered
+        atexit.register(_send_the_rest)
 
     @property
     def is_simulated(self) -> bool:
@@ -261,21 +268,66 @@ class Workers:
         self.ask("failed_since")
 
     def _first_or_failure(self, replies: list[Any]) -> list[Any]:
+        checks = self._new_checks(replies)
+        replies = [each["reply"] if _has_checks(each) else each for each in replies]
         failures = [each for each in replies if isinstance(each, dict) and "failed" in each]
-        if failures:
-            raise self.error_of(min(failures, key=lambda each: each["order"]))
+        if failures or checks:
+            first = min([*failures, *checks.values()], key=lambda each: each["order"])
+            checks.pop(first["order"], None)
+            raise self.error_of(first, [checks[order] for order in sorted(checks)])
         return replies
 
-    def error_of(self, report: dict[str, Any]) -> RemoteOpError:
-        """For what a worker reports to have failed."""
+    def _new_checks(self, replies: list[Any]) -> dict[int, Any]:
+        """Operations without results that have failed, by their order: each is raised once, whoever comes first."""
+        if not any(map(_has_checks, replies)):
+            return {}
+        with self._raising:
+            found = [check for each in replies if _has_checks(each) for check in each["checks"]]
+            new = {check["order"]: check for check in reversed(found) if check["order"] > self._checks_raised}
+            if new:
+                self._checks_raised = max(new)
+                with contextlib.suppress(SupervisionError):  # of which the next who reads is told
+                    self.line.raised(self._checks_raised)
+        return new
+
+    def error_of(self, report: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> RemoteOpError:
+        """For what a worker reports to have failed. ``others``: what nobody will be told of again."""
+        also = "".join(
+            f"\nBefore this was read, {each['failed']} raised as well, on rank {each['rank']}: {each['message']}\n"
+            f"Issued by the controller at:\n{_sites.text_of(each['site'])}"
+            for each in others
+        )
         return RemoteOpError(
-            report["failed"], report["rank"], report["host"], report["pid"], report["message"], report["traceback"],
-            _sites.text_of(report["site"]),
+            report["failed"], report["rank"], report["host"], report["pid"], report["message"],
+            report["traceback"] + also, _sites.text_of(report["site"]),
         )  # fmt: skip
+
+    def send_the_rest(self) -> None:
+        """Unless that may have to wait: the program ends, and nothing may hold it up."""
+        sending = self.stream._sending
+        if self.stream.closed is not None or not sending.acquire(blocking=False):
+            return
+        with contextlib.suppress(Exception):  # of workers that have just died others tell
+            if self.line.has_room():
+                self.stream.flush(wait=False)
+        sending.release()
 
     def close(self, why: str) -> None:
         """Nothing can be sent any more."""
         self.stream.closed = self.stream.closed or MeshClosedError(f"the processes of {self.name} have ended: {why}")
+
+
+def _has_checks(reply: Any) -> bool:
+    return isinstance(reply, dict) and "checks" in reply
+
+
+_living: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+def _send_the_rest() -> None:
+    """The program ends: what is not sent yet may fail, too, and workers say what has failed that nobody has read."""
+    for each in list(_living):
+        each.send_the_rest()
 
 
 class ActorLine:
@@ -301,6 +353,10 @@ class ActorLine:
         """None of them is so far behind that a message would have to wait."""
         room: bool = self._executors.run.has_room()
         return room
+
+    def raised(self, order: int) -> None:
+        """The checks up to this one have failed, and that has been raised."""
+        self._executors.raised.broadcast(order)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """On the thread that reads messages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from monarch_backend.dtensor import (
     RemoteTensorError,
     _group,
 )
+from tests.actor.scripts import python
 from tests.dtensor import failing
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
@@ -94,6 +96,116 @@ def test_what_was_changed_in_place_by_what_failed_has_failed(mesh_of: Callable[[
     target.add_(out_of_range(mesh, [5, 5]))
     with pytest.raises(RemoteOpError, match=failing.OPERATION):
         target.tolist()
+
+
+def check(mesh: Any, held: list[bool]) -> None:
+    """It fails on the ranks that have a False, and has no result."""
+    torch._assert_async(workers_of(mesh).put_by_rank([torch.tensor(each) for each in held]))
+
+
+CHECK = "aten._assert_async.default"
+
+
+@pytest.mark.parametrize("held", [[False, False], [True, False]])
+def test_a_check_that_fails_raises_once_where_anything_is_read(mesh_of: Callable[[str], Any], held: list[bool]) -> None:
+    mesh = mesh_of("2")
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    check(mesh, held)
+    with pytest.raises(RemoteOpError, match=f"{CHECK} raised on rank {held.index(False)} ") as caught:
+        x.tolist()
+    assert "torch._assert_async(workers_of(mesh)" in caught.value.issued_at
+    assert "raised as well" not in str(caught.value)  # the same on both ranks is one
+    same(x, torch.ones(4))
+    workers_of(mesh).synchronize()
+
+
+@pytest.mark.parametrize("read", ["item", "bool", "equal", "nonzero", "synchronize"])
+def test_whatever_waits_for_a_value_raises_what_a_check_has_found(mesh_of: Callable[[str], Any], read: str) -> None:
+    mesh = mesh_of("2")
+    x = workers_of(mesh).put(torch.ones(1))
+    reads: dict[str, Callable[[], Any]] = {
+        "item": x.item, "bool": lambda: bool(x), "equal": lambda: torch.equal(x, x), "nonzero": x.nonzero,
+        "synchronize": workers_of(mesh).synchronize,
+    }  # fmt: skip
+    check(mesh, [True, False])
+    with pytest.raises(RemoteOpError, match=f"{CHECK} raised on rank 1 "):
+        reads[read]()
+    reads[read]()
+
+
+def test_a_matrix_that_one_rank_can_not_factorize(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2")
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    factors = torch.linalg.cholesky(workers_of(mesh).put_by_rank([torch.eye(2), -torch.eye(2)]))
+    with pytest.raises(RemoteOpError, match=r"raised on rank 1 .*not positive-definite") as caught:
+        factors.tolist()
+    assert "factors = torch.linalg.cholesky(" in caught.value.issued_at
+    same(x, torch.ones(4))
+
+
+def test_a_captured_step_with_a_matrix_that_can_not_be_factorized(mesh_of: Callable[[str], Any]) -> None:
+    matrix = distribute_tensor(-torch.eye(2), mesh_of("2"), [Replicate()])
+    step = torch.compile(lambda a: torch.linalg.cholesky(a) * 2, backend="monarch", options={"inductor": False})
+    with pytest.raises(RemoteOpError, match="not positive-definite"):
+        step(matrix).tolist()
+    same(step(-matrix), torch.eye(2) * 2)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_several_reads_under_way_one_raises_what_a_check_has_found(
+    mesh_of: Callable[[str], Any], first: int
+) -> None:
+    mesh = mesh_of("2")
+    workers = workers_of(mesh)
+    tensors = [workers.put(torch.full((2,), float(i))) for i in range(2)]
+    check(mesh, [True, False])
+    waits = [workers.read(each) for each in tensors]
+    with pytest.raises(RemoteOpError, match=CHECK):
+        waits[first]()
+    assert waits[1 - first]().tolist() == [1.0 - first] * 2
+    assert waits[first]().tolist() == [float(first)] * 2
+
+
+def test_checks_that_fail_before_one_read_are_told_in_one_error(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2")
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    check(mesh, [True, False])
+    check(mesh, [False, True])
+    with pytest.raises(RemoteOpError, match=f"{CHECK} raised on rank 1 ") as caught:
+        x.tolist()
+    assert f"{CHECK} raised as well, on rank 0: RuntimeError" in str(caught.value)
+    same(x, torch.ones(4))
+    check(mesh, [True, False])
+    with pytest.raises(RemoteOpError, match=f"{CHECK} raised on rank 1 "):
+        x.tolist()
+
+
+def test_what_failed_first_on_any_rank_is_the_cause(mesh_of: Callable[[str], Any]) -> None:
+    """Rank 0 has zeros from rank 1, and its check fails for them."""
+    mesh = mesh_of("2")
+    whole = DTensor.from_local(out_of_range(mesh, [0, 5]), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+    torch._assert_async((whole != 0).all().to_local())
+    with pytest.raises(RemoteOpError, match=f"{failing.OPERATION} raised on rank 1 ") as caught:
+        whole.tolist()
+    assert f"{CHECK} raised as well, on rank 0" in str(caught.value)
+    same(distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.ones(4))
+
+
+def test_a_synchronous_check_raises_at_itself_and_not_again(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
+    mesh = mesh_of("2")
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with monkeypatch.context() as patch:
+        patch.setattr(workers_of(mesh), "debug", True)
+        with pytest.raises(RemoteOpError, match=CHECK):
+            check(mesh, [True, False])
+    same(x, torch.ones(4))
+
+
+def test_values_that_an_operation_with_results_of_any_size_can_not_have(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2")
+    with pytest.raises(RemoteOpError, match=r"aten\.bincount\.default raised on rank 0 "):
+        torch.bincount(workers_of(mesh).put(torch.tensor([-1])))
+    workers_of(mesh).synchronize()
 
 
 def test_synchronous_operations_raise_at_themselves(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
@@ -184,6 +296,50 @@ def test_what_nobody_has_read_is_told_at_the_end_if_it_has_failed(capfd: pytest.
     assert f"{failing.OPERATION} raised on rank 1 " in said
     assert "nobody has read what depends on it: IndexError" in said
     del failed
+
+
+ENDS = """
+import os, signal, threading, torch
+import monarch_backend.actor as ma
+from monarch_backend.dtensor import _stream
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+if __name__ == "__main__":
+    ma._program.HINT, ma._program.FAREWELL = 50, 55  # a busy machine is not what this waits for
+    _stream.IDLE = 3600.0  # what the end does not send is never sent
+    died = threading.Event()
+    ma.unhandled_fault_hook = lambda failure: died.set()
+    mesh = ma.this_host().spawn_procs({"x": 2}).device_mesh("cpu")
+    table, row = (distribute_tensor(each, mesh, [Replicate()]) for each in (torch.ones(3, 2), torch.tensor([9])))
+    table.tolist()  # the workers are there
+"""
+
+
+def ended_program(folder: Path, rest: str) -> Any:
+    script = folder / "script.py"
+    script.write_text(ENDS + rest)
+    return python(str(script))
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError"])
+def test_what_nobody_has_read_is_told_when_the_program_ends(tmp_path: Path, end: str) -> None:
+    ended = ended_program(tmp_path, f"    torch.nn.functional.embedding(row, table)\n    {end}\n")
+    for rank in range(2):
+        assert f"aten.embedding.default raised on rank {rank} " in ended.stderr
+    assert ended.stderr.count("nobody has read what depends on it: IndexError") == 2
+
+
+def test_a_program_whose_workers_are_dead_ends(tmp_path: Path) -> None:
+    """What it has not sent is nobody's."""
+    kill = """
+    from monarch_backend.dtensor import run
+    os.kill(list(run(mesh, os.getpid).get().values())[1], signal.SIGKILL)
+    died.wait()
+    table + 1
+"""
+    ended = ended_program(tmp_path, kill)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_an_end_in_the_middle_of_things_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:

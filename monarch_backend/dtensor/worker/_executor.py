@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
-import sys
-import traceback
 from collections import ChainMap
 from typing import Any
 
@@ -24,21 +21,11 @@ from monarch_backend import _native
 from monarch_backend.actor import Actor, current_rank, endpoint
 from monarch_backend.dtensor import _torch_groups, _wire
 from monarch_backend.dtensor._wire import Define, Graph, Held, Signature
-from monarch_backend.dtensor.worker import _attention, _functions, _graphs, _random, _run, _storage, _xla
+from monarch_backend.dtensor.worker import _attention, _failures, _functions, _graphs, _random, _run, _storage, _xla
+from monarch_backend.dtensor.worker._failures import Failure
 from monarch_backend.dtensor.worker._functions import Function
 from monarch_backend.dtensor.worker._side import boards, meetings
 from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
-
-
-class Failure:
-    """In the place of a tensor: why it is not there."""
-
-    __slots__ = ("is_end", "order", "report")
-
-    def __init__(self, report: dict[str, Any], order: int, *, is_end: bool) -> None:
-        self.report, self.order = report, order
-        self.is_end = is_end
-        """Nothing is wrong here: the group was closed, or another rank has gone, of which others tell."""
 
 
 class Executor(Actor):
@@ -61,10 +48,10 @@ class Executor(Actor):
             tuple[int, ...], str
         ] = {}  # by ranks: torch names such a group by them, and has each name once
         self._pending: dict[
-            int, tuple[Signature, int]
-        ] = {}  # collectives' results that nobody has waited for, and whose
-        self._failures = 0
-        self._untold: Failure | None = None
+            int, tuple[Signature, int, int]
+        ] = {}  # collectives' results that nobody has waited for, and whose: see _failure
+        self._failures = _failures.Failures()
+        self._before = 0  # words in the batches that are done
         self._waiting = 0  # words since XLA did what they say
         self._recorded: _xla.Recorded | None = None  # what they say
         torch.set_grad_enabled(False)
@@ -100,6 +87,9 @@ class Executor(Actor):
     @endpoint
     def read(self, number: int, rank: int, how: str) -> Any:
         """The value, on this rank; on others, which need not have it, nothing. What failed, on any."""
+        return self._failures.beside(self._read(number, rank, how))
+
+    def _read(self, number: int, rank: int, how: str) -> Any:
         if rank != self._rank and number not in self._tensors:
             return None
         found = self._settled(number)
@@ -110,12 +100,15 @@ class Executor(Actor):
             return None
         if _storage.is_freed(found):  # reading it would end this process
             why = "the tensor's memory was freed, as FSDP does with a parameter that it shards again: read the module's"
-            return {**self._report("reading", 0, RuntimeError(why)), "order": 0}
+            return self.new_failure("reading", 0, RuntimeError(why)).report
         return found.item() if how == "item" else found.cpu().clone(memory_format=torch.contiguous_format)
 
     @endpoint
     def equal(self, one: int, other: int) -> Any:
         """Whether they have the same values; None where this rank has none."""
+        return self._failures.beside(self._equal(one, other))
+
+    def _equal(self, one: int, other: int) -> Any:
         values = self._settled(one), self._settled(other)
         self._sync()
         failed = next((each for each in values if isinstance(each, Failure)), None)
@@ -129,6 +122,9 @@ class Executor(Actor):
 
         None where this rank takes no part.
         """
+        return self._failures.beside(self._measure(name, args, kwargs, numbers))
+
+    def _measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
         held = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Held)]
         failed = next((found for each in held if isinstance(found := self._settled(each.id), Failure)), None)
         if failed is not None:
@@ -137,7 +133,10 @@ class Executor(Actor):
             return None
         args, kwargs = pytree.tree_map(lambda v: self._tensors[v.id] if isinstance(v, Held) else v, (args, kwargs))
         self._sync()
-        result = _functions.find(name)(*args, **kwargs)
+        try:
+            result = _functions.find(name)(*args, **kwargs)
+        except Exception as error:
+            return self.new_failure(name, 0, error).report
         results = [result] if isinstance(result, torch.Tensor) else list(result)
         self._tensors.update(zip(numbers, results, strict=False))
         return [(tuple(each.shape), each.stride(), str(each.dtype).removeprefix("torch.")) for each in results]
@@ -145,8 +144,12 @@ class Executor(Actor):
     @endpoint
     def failed_since(self) -> Any:
         """What was sent before has been done; the first of it that failed, if that was not told."""
-        failure, self._untold = self._untold, None
-        return None if failure is None else self.told(failure)
+        return self._failures.beside(self._failures.first_untold())
+
+    @endpoint
+    def raised(self, order: int) -> None:
+        """Who has read was told of all checks that had failed up to this one."""
+        self._failures.raised(order)
 
     @endpoint
     def pid(self) -> int:
@@ -216,9 +219,15 @@ class Executor(Actor):
 
     def new_failure(self, operation: str, site: int, error: BaseException) -> Failure:
         """For what could not be done just now; who calls this tells of it."""
-        self._failures += 1
+        return self._new_failure(operation, site, self._before, error)
+
+    def _new_failure(self, operation: str, site: int, order: int, error: BaseException) -> Failure:
         is_end = isinstance(error, (GroupClosedError, RankFailedError)) or _torch_groups.says_gone(error)
-        return Failure(self._report(operation, site, error), self._failures, is_end=is_end)
+        return Failure(_failures.report_of(operation, site, self._rank, error), order, is_end=is_end)
+
+    def told(self, failure: Failure) -> dict[str, Any]:
+        """As the controller gets it: nobody else need tell of it."""
+        return self._failures.told(failure)
 
     # Batches ----------------------------------------------------------------------------------------------------
 
@@ -229,6 +238,7 @@ class Executor(Actor):
         if self._recorded is not None:
             self._recorded.note(words, self._functions, self._tensors)
         self._execute(words)
+        self._before += len(words)
         self._waiting += len(words)
         if self._waiting > _xla.MOST:
             self._sync()
@@ -270,7 +280,8 @@ class Executor(Actor):
         if call is not None:
             self._calls[number] = call
         if function.is_collective:
-            self._pending.update(dict.fromkeys(function.results(words, i), (function.signature, words[i + 1])))
+            origin = function.signature, words[i + 1], self._order(i)
+            self._pending.update(dict.fromkeys(function.results(words, i), origin))
         return i + function.length
 
     def _delete(self, words: list[Any], i: int) -> int:
@@ -385,15 +396,18 @@ class Executor(Actor):
         causes = [found for each in ids if isinstance(found := self._tensors.get(each), Failure)]
         if not causes and isinstance(error, KeyError) and any(each not in self._tensors for each in ids):
             return function.length  # this rank takes no part in the operand, and so not in the result
+        written = [number for at in signature.writes if (number := operands[at])]
+        made = [number for number in function.results(words, i) if number]
         if causes:
             failure = min(causes, key=lambda each: each.order)
             if function.meets_others:
                 self._stand_in(function, words, i)
         else:
-            failure = self._failure(signature, words[i + 1], error)
-        for number in filter(None, (operands[at] for at in signature.writes)):
+            is_check = not written and not made
+            failure = self._failure(signature, words[i + 1], self._order(i), error, is_check=is_check)
+        for number in written:
             self._spoil(number, failure)
-        self._tensors.update(dict.fromkeys(filter(None, function.results(words, i)), failure))
+        self._tensors.update(dict.fromkeys(made, failure))
         return function.length
 
     def _spoil(self, number: int, failure: Failure) -> None:
@@ -405,33 +419,21 @@ class Executor(Actor):
                 if isinstance(other, torch.Tensor) and _storage.overlap(written, other):
                     self._tensors[each] = failure
 
-    def _failure(self, signature: Signature, site: int, error: Exception) -> Failure:
-        failure = self.new_failure(signature.target, site, error)
-        self._untold = self._untold or failure
+    def _order(self, i: int) -> int:
+        """Of what is at ``i`` in this batch, among all that was ever sent: every rank says the same of it."""
+        return self._before + i + 1
+
+    def _failure(
+        self, signature: Signature, site: int, order: int, error: Exception, *, is_check: bool = False
+    ) -> Failure:
+        failure = self._new_failure(signature.target, site, order, error)
+        self._failures.add(failure, is_check=is_check)
         return failure
 
-    def told(self, failure: Failure) -> dict[str, Any]:
-        """As the controller gets it: nobody else need tell of it."""
-        if failure is self._untold:
-            self._untold = None
-        return {**failure.report, "order": failure.order}
-
     def __cleanup__(self, exc: BaseException | None) -> None:
-        """What nobody has read may have failed, and nobody would know."""
-        if self._untold is not None and not self._untold.is_end and exc is None:
-            report = self._untold.report
-            print(
-                f"monarch_backend: {report['failed']} raised on rank {report['rank']} (host {report['host']}, pid "
-                f"{report['pid']}), and nobody has read what depends on it: {report['message']}",
-                file=sys.stderr,
-            )
-
-    def _report(self, operation: str, site: int, error: BaseException) -> dict[str, Any]:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return {
-            "failed": operation, "site": site, "rank": self._rank, "host": socket.gethostname(),
-            "pid": os.getpid(), "message": f"{type(error).__name__}: {error}", "traceback": text,
-        }  # fmt: skip
+        """What nobody has read may have failed."""
+        if exc is None:
+            self._failures.tell_at_the_end()
 
     def _stand_in(self, function: Function, words: list[Any], i: int) -> None:
         """The others are in the collective: they get zeros from here, and who reads asks all ranks."""
