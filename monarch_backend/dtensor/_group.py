@@ -199,7 +199,8 @@ def remove_owner(workers: Workers) -> None:
         if is_controller():
             dist.destroy_process_group()
             for group in list(_made):
-                _torch_groups.register_name(group, group.group_name)
+                if not group.group_name.isdecimal():  # torch's own names are counted anew from now on
+                    _torch_groups.register_name(group, group.group_name)
         _universe = None
 
 
