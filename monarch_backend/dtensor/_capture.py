@@ -59,11 +59,8 @@ class Capture(NamedTuple):
     writes: list[int]
     """Positions among the record's tensors of what is changed."""
     draws: _random.Draws | None
-
-    @property
-    def nbytes(self) -> int:
-        """Of the results, on a worker."""
-        return sum(each.meta.nbytes for each in self.results if each.meta is not None)
+    nbytes: int
+    """Of the results, on a worker."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,7 +328,7 @@ class Capturer:
         return Capture(
             number, self.tensors, self.kept, self.own, self._function_here(wanted), len(self.sent), len(self.numbers),
             outs, len(created), sorted(set(self.writes)),
-            _random.Draws(self.workers, self.draws) if self.draws else None,
+            _random.Draws(self.workers, self.draws) if self.draws else None, nbytes_of(outs),
         )  # fmt: skip
 
     def _function_here(self, wanted: list[fx.Node]) -> Callable[..., Any] | None:
@@ -377,6 +374,11 @@ class Capturer:
         places = [_wire.place(each, operand, self.workers.group_name) for each in args]
         named = {key: _wire.place(each, operand, self.workers.group_name) for key, each in kwargs.items()}
         return _wire.Step(name, places, named, _line_of(node), ins)
+
+
+def nbytes_of(results: Sequence[Result]) -> int:
+    """Of those that are tensors of the workers, on one of these."""
+    return sum(each.meta.nbytes for each in results if each.meta is not None)
 
 
 def attribute(graph: fx.GraphModule, node: fx.Node) -> Any:

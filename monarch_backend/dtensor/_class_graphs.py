@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _draw_op, _wire
-from monarch_backend.dtensor._capture import MEETS, Capture, Result, attribute, is_same
+from monarch_backend.dtensor._capture import MEETS, Capture, Result, attribute, is_same, nbytes_of
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -84,10 +84,12 @@ def combine(workers: Workers, captures: Sequence[Capture], of_rank: Sequence[int
     if first.draws is not None and -1 in of_rank:
         first.draws.members = tuple(number >= 0 for number in of_rank)
     numbers = [each.number for each in captures]
+    results = [_result(workers, each, of_rank) for each in zip(*[each.results for each in captures], strict=True)]
     return first._replace(
         number=workers.define_by_rank(numbers, of_rank) if first.number else 0,
         here=_here(workers, captures, of_rank),
-        results=[_result(workers, each, of_rank) for each in zip(*[each.results for each in captures], strict=True)],
+        results=results,
+        nbytes=nbytes_of(results),
         writes=sorted({at for each in captures for at in each.writes}),
     )
 
