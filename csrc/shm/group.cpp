@@ -395,7 +395,10 @@ std::optional<Failure> Group::find_fault(const Operation& op) {
       const int state = peer.state.load(std::memory_order_acquire);
       if (state == Peer::dead) return Failure{Failure::dead, culprit, peer.epitaph};
       const bool needed = !alone || op.header.root == culprit || (op.header.root < 0 && all_left());
-      if (state == Peer::left && (needed || (said != 0 && !closed))) return Failure{Failure::left, culprit, "ended without " + describe(op)};
+      if (state == Peer::left && needed) return Failure{Failure::left, culprit, "ended without " + describe(op)};
+      if (state == Peer::left && said != 0 && !closed) {
+        return Failure{Failure::left, culprit, "ended, and rank " + std::to_string(r) + " gave up on the group for it, before the end of " + describe(op)};
+      }
       if (closed) return Failure{Failure::left, r, "closed the group without " + describe(op)};
       if (said >> 24 == Failure::dead || said >> 24 == Failure::left) continue;  // we shall hear of it in a moment
     }

@@ -255,6 +255,9 @@ void play_round(World& world, const Round& round, int rank) {
     for (auto& lane : lanes) lane.join();
     if (epoch + 1 < epochs) member.close();
   }
+  // All that a rank has to do with the others is over before one goes for good: whoever is waiting for that one gives up
+  // on the group, and with it on messages of others that are still under way.
+  if (round.end == End::left || round.end == End::killed) world.meet(meeting++, round.ranks);
   end_round(member, world, round, meeting);
   // Where a failure is blamed on somebody, the others must not add their own departures to it.
   const bool goes = rank == round.culprit && (round.end == End::left || round.end == End::killed);
