@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from _below import below, sleeps
 from _station import Calls, serve
 from _timing import Call, check, fill
 
@@ -73,6 +75,10 @@ class Ours:
             return str(self.whole.backend)
         return str(engine().routes._near.way(self.whole._handle))
 
+    def engine(self) -> Any:
+        """That of verbs."""
+        return self.verbs or engine().routes.verbs._engine
+
     def ready(self, case: str, size: int) -> Call:
         """See Calls."""
         made: Call = getattr(self, f"_{case}")(self.whole[:size], self.into[:size])
@@ -133,7 +139,7 @@ class Ours:
     def _bare_verbs(self, buffer: RDMABuffer, into: torch.Tensor, opcode: int) -> Call:
         """A work request on a queue pair that there is, and looking for its completion until it has come."""
         buffer.read_into(into).get()  # connected, and registered
-        verbs = self.verbs or engine().routes.verbs._engine
+        verbs = self.engine()
         lane = verbs._links[buffer._handle.token].lanes[0]
         record, nic = Region.from_bytes(buffer._handle.verbs).record, lane.device.nic
         entry = lane.device.cache.take(allocation_of(into), writable=True)
@@ -150,8 +156,21 @@ class Ours:
         return call
 
 
+def times_of(ours: Ours, calls: Calls) -> Callable[[str, int, int], list[float]]:
+    """For `serve`: also of "below CASE" and "sleeps CASE" (_below.py)."""
+
+    def times(case: str, count: int, size: int) -> list[float]:
+        kind, _, of = case.partition(" ")
+        if not of:
+            return calls.times(case, count, size)
+        call = calls.call(of, size)
+        return sleeps(call, count) if kind == "sleeps" else below(ours.engine(), call, count)
+
+    return times
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     ours = Ours(sys.argv[1], int(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None)
     about = ours.about()  # connected, from now on
-    serve(about, Calls(ours.into, ours.ready, one_by_one=about != "verbs").times)
+    serve(about, times_of(ours, Calls(ours.into, ours.ready, one_by_one=about != "verbs")))

@@ -790,6 +790,7 @@ def _copied(buffers: Any) -> list[bytes] | None:
 
 
 _program: Program | None = None
+_forked_from: frozenset[str] = frozenset()
 _guard = threading.Lock()
 
 
@@ -807,6 +808,11 @@ def start(token: str = "", crowded: bool = False) -> Program:
     return made
 
 
+def is_of_parent(token: str) -> bool:
+    """A process of the program that this process was forked from, and of none that this one has met itself."""
+    return token in _forked_from and (_program is None or token not in _program.router.peers)
+
+
 def program() -> Program:
     """The program of this process, started if need be."""
     if _program is None:
@@ -821,8 +827,9 @@ def program() -> Program:
 
 def _in_forked_child() -> None:
     """A fork of the user's: the meshes are the parent's."""
-    global _program
+    global _program, _forked_from
     if _program is not None:
+        _forked_from |= {_program.router.token, *_program.router.peers}
         atexit.unregister(_program.shutdown)
         _program.links.host.abandon()  # type: ignore[attr-defined]
         if _program.mover is not None:
@@ -835,4 +842,4 @@ def _in_forked_child() -> None:
 os.register_at_fork(after_in_child=_in_forked_child)
 seam.install(program)
 
-__all__ = ["Program", "program", "start"]
+__all__ = ["Program", "is_of_parent", "program", "start"]

@@ -43,6 +43,8 @@ def memory_of(value: Any, what: str) -> LocalMemory:
     if isinstance(value, torch.Tensor):
         found = _of_tensor(value, what)
     elif hasattr(value, "__cuda_array_interface__"):
+        if _has_objects(value.__cuda_array_interface__):
+            _refuse_objects(value, what, value.__cuda_array_interface__["typestr"])
         address, nbytes, may_write, device = _device.of_array(value, what)
         found = LocalMemory(operator.index(address), operator.index(nbytes), may_write, device, value)
     else:

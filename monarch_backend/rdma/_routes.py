@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend.actor._program import Program
+from monarch_backend.actor._program import Program, is_of_parent
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU
@@ -44,6 +44,16 @@ def forced() -> str:
         known = ", ".join(repr(name) for name in FORCED if name)
         raise ValueError(f"MONARCH_RDMA={wanted!r}: one of {known}, or unset for the best route")
     return wanted
+
+
+def refuse_the_parents(handle: Handle) -> None:
+    """Raises RDMAError in a fork, for memory of the program that it was forked from."""
+    if is_of_parent(handle.token):
+        raise RDMAError(
+            f"{handle} belongs to the program that this process, {os.getpid()}, was forked from: a fork is a program "
+            "of its own, of which that one knows nothing. Use it in the parent, or spawn processes "
+            "(this_host().spawn_procs()) and send it to an actor of theirs"
+        )
 
 
 class Routes:
@@ -118,13 +128,14 @@ class Routes:
             return self._here
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
             return self._near  # which says how when the first transfer has shown it
+        refuse_the_parents(handle)
         return self._far(handle)
 
     def _far(self, handle: Handle) -> Route:
         why = "MONARCH_RDMA says so" if self._forced == "tcp" else self.verbs.unusable()
         if why is None and handle.verbs:
             _say(handle, "verbs")
-            return self.verbs if self._forced == "verbs" else Far(self.verbs, self._tcp)
+            return self.verbs if self._forced == "verbs" else Far(self.verbs, self._tcp, self._warn_of_tcp)
         why = why or "its owner has not registered it with a NIC"
         if self._forced == "verbs":
             raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA wants it: {why}")
@@ -148,8 +159,9 @@ class Routes:
 class Far:
     """Verbs, or TCP where the two NICs do not reach each other."""
 
-    def __init__(self, verbs: Verbs, tcp: Tcp) -> None:
-        self._verbs, self._tcp, self._why = verbs, tcp, ""
+    def __init__(self, verbs: Verbs, tcp: Tcp, warn: Callable[[Handle, str], None]) -> None:
+        """``warn``: of a process to which TCP leads, and why."""
+        self._verbs, self._tcp, self._warn, self._why = verbs, tcp, warn, ""
 
     @property
     def name(self) -> str:
@@ -159,9 +171,7 @@ class Far:
     def _falls_back(self, handle: Handle, result: Result) -> bool:
         if result.outcome == UNREACHABLE and handle.ways and not self._why:
             self._why = result.text
-            log.warning(
-                "memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, self._why
-            )
+            self._warn(handle, self._why)
         return bool(self._why)
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:

@@ -50,7 +50,7 @@ from monarch_backend.rdma._route import (
     of_nics,
     patient,
 )
-from monarch_backend.rdma._routes import Routes
+from monarch_backend.rdma._routes import Routes, refuse_the_parents
 from monarch_backend.rdma._verbs import refusal_of
 from monarch_backend.rdma._workers import Workers
 from monarch_backend.transport._frames import Setting
@@ -237,6 +237,7 @@ class Engine:
         if handle.token == self.program.router.token:
             self.registry.drop(handle.ticket)
         else:
+            refuse_the_parents(handle)
             self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
 
 

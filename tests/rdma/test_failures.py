@@ -361,15 +361,58 @@ def test_a_deadline_that_is_over() -> None:
     procs_free.drop()
 
 
-def test_a_cancelled_future() -> None:
-    buffer = RDMABuffer(torch.zeros(64 * MIB, dtype=torch.uint8))
-    future = buffer.read_into(torch.empty(64 * MIB, dtype=torch.uint8))
-    if future.cancel():
-        with pytest.raises(CancelledError):
-            future.get()
+def test_a_cancelled_future_says_whether_it_was_in_time() -> None:
+    """Within one process; over each route it is `test_an_owner_that_stands_still`'s."""
+    memory = torch.full((64 * MIB,), 7, dtype=torch.uint8)
+    buffer = RDMABuffer(memory)
+    for _ in range(5):
+        into = torch.zeros_like(memory)
+        future = buffer.read_into(into)
+        cancelled = future.cancel()
+        assert isinstance(future.exception(20), CancelledError) == cancelled
+        assert cancelled or torch.equal(into, memory)
     assert RDMAAction().read_remote(torch.zeros(8), buffer[:8]).submit().get(20) is None
     buffer.drop()
     assert rdma._registry.registry().count() == 0
+
+
+# ---- a fork of the user's
+
+
+def _in_a_fork(buffer: RDMABuffer) -> list[str]:
+    """What a fork of this process is told when it uses the parent's buffer."""
+    told, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            for use in (lambda: buffer.read_into(bytearray(8)), lambda: buffer.backend, buffer.drop):
+                try:
+                    use()
+                    os.write(tell, b"nothing\n")
+                except RDMAError as error:
+                    os.write(tell, f"{error}\n".encode())
+            mine = torch.ones(8)
+            RDMABuffer(mine).read_into(into := torch.zeros(8)).get(10)
+            os.write(tell, b"its own\n" if torch.equal(mine, into) else b"")
+        os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as lines:
+        said = lines.read().splitlines()
+    os.waitpid(pid, 0)
+    return said
+
+
+def test_a_fork_is_told_that_the_buffer_is_its_parents() -> None:
+    memory = torch.arange(2.0)
+    buffer = RDMABuffer(memory)
+    *refused, own = _in_a_fork(buffer)
+    assert len(refused) == 3
+    assert all(f"process {os.getpid()}" in each and "was forked from" in each for each in refused)
+    assert own == "its own"
+    into = torch.zeros(2)
+    buffer.read_into(into).get(10)  # here it is as it was
+    assert torch.equal(into, memory)
+    buffer.drop()
 
 
 # ---- an owner whose pid another process has before this one's own threads have heard of its end

@@ -71,6 +71,13 @@ class _Lends:
         self.nbytes = self.memory.nbytes
 
 
+class _LendsOnGpu:
+    """As `_Lends`, for memory of a GPU."""
+
+    def __init__(self, typestr: str) -> None:
+        self.__cuda_array_interface__ = {"shape": (8,), "typestr": typestr, "data": (4096, False), "version": 3}
+
+
 OBJECTS: dict[str, Callable[[], Any]] = {
     "object": lambda: np.array([object()] * 8, dtype=object),
     "a field": lambda: np.zeros(4, dtype=[("number", "f8"), ("thing", "O")]),
@@ -82,6 +89,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "ctypes": lambda: (ctypes.py_object * 8)(),
     "interface": lambda: _Lends("|O8"),
     "interface of a field": lambda: _Lends("|V8", [("thing", "|O")]),
+    "interface of a GPU's": lambda: _LendsOnGpu("|O8"),
 }
 
 
