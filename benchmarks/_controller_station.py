@@ -71,6 +71,24 @@ def plain() -> dict[str, Case]:
     return {"add": loop(lambda: a + b, nothing), "subclass": loop(lambda: wrapper + wrapper, nothing)}
 
 
+def kinds(x: Any, y: Any) -> dict[str, Callable[[], object]]:
+    """What programs do with DTensors of shape (8, 16) that are sharded by rows, besides adding two."""
+    return {
+        "x + y": lambda: x + y,
+        "x * 2": lambda: x * 2,
+        "x / 2.5": lambda: x / 2.5,
+        "1 - x": lambda: 1 - x,
+        "x.mul_(1.0)": lambda: x.mul_(1.0),
+        "x.add_(y)": lambda: x.add_(y),
+        "x.view(-1)": lambda: x.view(-1),
+        "x.t()": lambda: x.t(),
+        "x[:, 1:]": lambda: x[:, 1:],
+        "torch.cat([x, y], 1)": lambda: torch.cat([x, y], 1),
+        "x[0], gathered": lambda: x[0],
+        "torch.cat([x, y]), gathered": lambda: torch.cat([x, y]),
+    }
+
+
 def ours() -> dict[str, Case]:
     """Remote tensors and DTensors on two workers. "redistribute, ours": by what is in the place of torch's planner."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
@@ -95,6 +113,7 @@ def ours() -> dict[str, Case]:
         "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), workers.synchronize, pids),
         "redistribute, ours": loop(planned, workers.synchronize, pids),
         "item": loop(lambda: a.sum().item(), workers.synchronize, pids),
+        **{name: loop(each, workers.synchronize, pids) for name, each in kinds(x, y).items()},
     }
 
 
@@ -127,10 +146,18 @@ def dtensor_alone() -> dict[str, Case]:
     mesh = dist.init_device_mesh("cpu", (2,))
     meta = torch.empty(8, 16, device="meta")
     x = DTensor.from_local(meta, mesh, [Shard(0)])
+    # On the CPU: what a meta tensor does is mostly Python, and would be most of these.
+    one, other = (DTensor.from_local(torch.randn(4, 16), mesh, [Shard(0)]) for _ in range(2))
     return {
         "dtensor": loop(lambda: x + x, nothing),
         "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), nothing),
+        **{name: loop(each, nothing) for name, each in kinds(one, other).items()},
     }
+
+
+def names_of_kinds() -> list[str]:
+    """For who asks for them."""
+    return list(kinds(None, None))
 
 
 def monarch() -> dict[str, Case]:

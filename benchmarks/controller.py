@@ -1,7 +1,7 @@
 """DTensors from one controller: what an operation costs, what limits it, torchmonarch's engine, and a model's step.
 
     python tools/peer_env.py torchmonarch           # once: the peer's own environment
-    python benchmarks/controller.py [--rounds N] [--only operations workers model] [--sizes 2 4] [--out DIR]
+    python benchmarks/controller.py [--rounds N] [--only operations kinds workers model] [--sizes 2 4] [--out DIR]
 
 operations   8 x 16 float32, from one thread: issued, and until two workers have done them all. Beside: the same on a
              plain tensor, and a tensor subclass in Python that does nothing, which is the floor of any such design.
@@ -9,6 +9,10 @@ operations   8 x 16 float32, from one thread: issued, and until two workers have
              it less
 redistribute Shard(0) to Replicate, one behind the other, none is waited for; beside: torch's own DTensor of meta
              tensors on its fake group. torch's Python up to the plan is in both, what comes after it is ours
+kinds        what programs do with DTensors besides adding two: numbers, in place, views, indices, cat; each beside
+             torch's own DTensor with one process's shards on the CPU, its fake group and no workers, which is the floor
+             of whoever leaves the dispatch to torch. What is gathered first is a collective of two processes here,
+             and nothing there
 workers      what the controller pays for an operation with 2, 8, 32 and 1,024 workers, which are not there
 model        a step of examples/train_lm.py with tensor parallelism: under torchrun as it is and with torch.compile, by
              one controller operation by operation, and captured by torch.compile(backend="monarch"); and how many
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _controller_station import names_of_kinds
 from _machine import Others, machine
 
 ROOT = Path(__file__).parents[1]
@@ -154,6 +159,23 @@ def operations(count: int) -> list[str]:
     return ["## Operations", "", *lines, ""]
 
 
+def kinds(count: int) -> list[str]:
+    """The table of other operations than adding two."""
+    alone, ours = Station("dtensor"), Station("ours")
+    names = names_of_kinds()
+    numbers = {name: OPERATIONS // (10 if "gathered" in name else 1) for name in names}
+    found = rounds([alone, ours], [(each, name, numbers[name]) for name in names for each in (alone, ours)], count)
+    lines = ["| DTensor, 2 workers | issued, us | issued a second | done a second | CPU here, us | torch's own, us | |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for name in names:
+        mine, own = found[f"ours {name}"], found[f"dtensor {name}"]
+        issued, done, here = (middle(mine, at) for at in range(3))
+        cells = [f"{issued:.1f}", f"{1e6 / issued:,.0f}", f"{1e6 / done:,.0f}", f"{here:.1f}", f"{middle(own, 0):.1f}"]
+        cells.append(f"{ratio(mine, own, 0):.2f} of torch's own; CPU {ratio(mine, own, 2):.2f}")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return ["## Kinds of operations", "", *lines, ""]
+
+
 def workers(count: int) -> list[str]:
     """The table by number of workers."""
     lines = ["| workers (simulated) | remote tensor, us | DTensor, us | uneven DTensor, us | redistribute, us |"]
@@ -206,7 +228,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--only", nargs="+", choices=("operations", "workers", "model"), default=("operations", "workers", "model")
+        "--only",
+        nargs="+",
+        choices=("operations", "kinds", "workers", "model"),
+        default=("operations", "kinds", "workers", "model"),
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=(2, 4))
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks")
@@ -215,6 +240,8 @@ def main() -> None:
     lines = ["# One controller", "", f"{machine()}; torch {torch.__version__}; {args.rounds} rounds", ""]
     if "operations" in args.only:
         lines += operations(args.rounds)
+    if "kinds" in args.only:
+        lines += kinds(args.rounds)
     if "workers" in args.only:
         lines += workers(args.rounds)
     if "model" in args.only:

@@ -645,18 +645,21 @@ class ProcessOwner:
             done: Future[None] = Future(program.wait)
             owned.ended.append(done)
             done.add_done_callback(one_less)
-            for member in owned.members.values():
-                if member.gone:
-                    continue
-                if how == "kill":
+            if how == "kill":
+                for member in [each for each in owned.members.values() if not each.gone]:
                     self._kill(member)
-                else:
-                    program.router.tell(member.peer, Stop(0, how, reason))
-            if how != "kill":
+            else:
+                tell = functools.partial(self._tell_to_end, owned, how, reason)
+                _after(owned.core.before_stop if how == "stop" else (), tell)
                 end = None if timeout is None else program.clock.now() + timeout
                 self._look_again(owned, how, end)
             self._settle(owned)  # the last of them may have gone while this was written down
         return future
+
+    def _tell_to_end(self, owned: OwnedProcs, how: str, reason: str) -> None:
+        for member in list(owned.members.values()):
+            if not member.gone:
+                self._program.router.tell(member.peer, Stop(0, how, reason))
 
     def _look_again(self, owned: OwnedProcs, how: str, end: float | None) -> None:
         left = GRACE if end is None else min(GRACE, max(end - self._program.clock.now(), 0.0))
@@ -757,6 +760,15 @@ class ProcessOwner:
 def _token(epoch: int, home: str) -> str:
     """A new process's: its host, 80 random bits, and how often it has been started anew."""
     return home + secrets.token_hex(10) + f"{epoch & 0xFFFF:04x}"
+
+
+def _after(first: Sequence[Callable[[Callable[[], None]], None]], then: Callable[[], None]) -> None:
+    """Call each of ``first``, the next when the one before says so, and ``then`` at last."""
+    calls = list(first)
+    if calls:
+        calls[0](lambda: _after(calls[1:], then))
+    else:
+        then()
 
 
 def _some(names: list[str]) -> str:

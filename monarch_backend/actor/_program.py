@@ -92,6 +92,7 @@ class Program:
         self.main_children: list[Any] = []  # what the program itself has spawned
         self.closing = False
         self.leaving = False  # this process has been told to end
+        self.last: list[Callable[[], None]] = []  # what this process does when all of its actors have ended
         self.disowned = False  # this process is a fork of the one that all this is about
         self.at_exit = False  # this program ends itself when the interpreter ends
         self.home_extent: Extent | None = None  # of the mesh that this process is a member of; None in the main program

@@ -63,11 +63,26 @@ class World(Actor):
             self._store = None
 
     def __cleanup__(self, exc: BaseException | None) -> None:
-        """Leave the group, if all is well; after a failure the others have left it, too."""
-        import torch.distributed as dist
+        """Leave the group, if all is well; after a failure the others have left it, too.
 
-        if exc is None and dist.is_initialized():
-            dist.destroy_process_group()
+        Not before the process's other actors have ended, which still have something to do with it perhaps.
+        """
+        from monarch_backend.actor._program import program
+
+        store, self._store = self._store, None
+
+        def leave(_store: Any = store) -> None:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+        if exc is None:
+            current = program()
+            if current.leaving:
+                current.last.append(leave)
+            else:
+                leave()
 
 
 def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:

@@ -121,6 +121,15 @@ class Endpoint(Generic[R]):
         """
         self._broadcast(self._prefix, args, kwargs)
 
+    def push(self, *args: Any, **kwargs: Any) -> None:
+        """As `broadcast`, without waiting for any of them, full windows or not: what comes before the word to stop."""
+        body, buffers = self._arguments(args, kwargs)
+        self._refuse_dead(range(len(self._ranks)))
+        for place, rank in enumerate(self._ranks):
+            self._program.router.push(
+                self._core.peer(rank), _call, self._core.actor, place, self._prefix, body, buffers
+            )
+
     def has_room(self) -> bool:
         """Whether `broadcast` would wait for none of the actors to process what they have been sent before."""
         return all(self._program.router.has_room(self._core.peer(rank)) for rank in self._ranks)
@@ -246,14 +255,18 @@ class Endpoint(Generic[R]):
         body, buffers = self._arguments(args, kwargs)
         program, core = self._program, self._core
         places = range(len(self._ranks)) if only is None else [only]
+        self._refuse_dead(places)
+        pairs = [(core.peer(self._ranks[place]), place) for place in places]
+        program.router.cast(pairs, _call, core.actor, 0, prefix, body, buffers)
+
+    def _refuse_dead(self, places: Sequence[int]) -> None:
+        program, core = self._program, self._core
         for rank in (self._ranks[place] for place in places):
             failure = core.failure_of(rank) or (
                 program.failure_of(core, rank) if core.peer(rank).gone is not None else None
             )
             if failure is not None:
                 raise supervision_error(failure, self._label(), "not sent")
-        pairs = [(core.peer(self._ranks[place]), place) for place in places]
-        program.router.cast(pairs, _call, core.actor, 0, prefix, body, buffers)
 
     def _limit(self, call: Any) -> None:
         seconds = self._timeout

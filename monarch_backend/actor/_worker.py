@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from monarch_backend.actor import _program
-from monarch_backend.actor._cell import CLEANUP_SECONDS, Cell
+from monarch_backend.actor._cell import Cell
 from monarch_backend.mesh import _worker_logging
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.transport import _serialize
@@ -100,7 +100,9 @@ def main(plan: Plan) -> None:
     program.on_exit = thread.leave
     _join(program, owner, plan)  # last: its messages may come at once
     thread.run()
-    _wait_for_others()
+    _wait_for_others(program)
+    for call in program.last:
+        call()
     program.closing = True
     program.owner.close()
     _send_what_is_left(program)
@@ -130,8 +132,8 @@ def _send_what_is_left(program: _program.Program) -> None:
         program.pump.wait(Room(), 0.005)
 
 
-def _wait_for_others() -> None:
-    """Other actors' threads get a while to clean up."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("actor ") and thread is not threading.current_thread():
-            thread.join(CLEANUP_SECONDS)
+def _wait_for_others(program: _program.Program) -> None:
+    """Other actors' threads finish what they have, and get a while to clean up. Who never does is killed by the owner."""
+    for cell in list(program.cells.values()):
+        while not cell.over:
+            program.pump.wait(Room(), 0.005)

@@ -17,7 +17,8 @@ from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _results
+from monarch_backend.dtensor import _checks, _results, _torch_traces
+from monarch_backend.dtensor.worker import _checks as worker_checks
 
 _aten = torch.ops.aten
 
@@ -38,7 +39,10 @@ def _handler(func: Any) -> Callable[..., Any]:
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
-        if any(not placement.is_replicate() for each in given for placement in each.placements):
+        is_whole = all(placement.is_replicate() for each in given for placement in each.placements)
+        if func is _aten.binary_cross_entropy.default and not (is_whole and _looks(given[0]._local_tensor)):
+            _checks.require(worker_checks.probabilities, args[0])
+        if not is_whole:
             if func in OF_CLASSES:
                 args = (_with_all_classes(args[0]), *args[1:])
             return in_parts(*args, **(kwargs or {}))
@@ -51,6 +55,11 @@ def _handler(func: Any) -> Callable[..., Any]:
         return pytree.tree_map_only(torch.Tensor, whole, func(*args, **kwargs))
 
     return handle
+
+
+def _looks(local: Any) -> bool:
+    """Whether the operator itself does look at its numbers: its parts, Inductor's code and XLA take any."""
+    return not _torch_traces.is_traced(local) and local.device.type != "xla"
 
 
 def _with_all_classes(scores: Any) -> Any:

@@ -307,7 +307,7 @@ class Capturer:
 
     def _finish(self, results: list[Any]) -> Capture:
         outs: list[Result] = []
-        created: list[int] = []
+        created: list[_There] = []
         wanted: list[fx.Node] = []
         for each in results:
             value = self.values[each] if isinstance(each, fx.Node) else each
@@ -317,14 +317,17 @@ class Capturer:
             if at >= 0 and (self.returned is None or len(outs) in self.returned or isinstance(value, _Here)):
                 outs.append(Result(None, at, -1, None))
             elif isinstance(value, _There):
-                created.append(self._number_of(value))
+                created.append(value)
                 outs.append(Result(self.workers.metas.like(value.fake), -1, -1, None))
             elif isinstance(value, _Here):
                 wanted.append(each)
-                outs.append(Result(None, -1, len(self.sent) + len(self.numbers) + len(wanted) - 1, None))
+                outs.append(Result(None, -1, len(wanted) - 1, None))
             else:
                 outs.append(Result(None, -1, -1, _torch_traces.real(value)))
-        number = self._define(created) if self.steps else 0
+        # Some of them are sent for it: only now is it known what has which number.
+        first = len(self.sent) + len(self.numbers)
+        outs = [each._replace(here=first + each.here) if each.here >= 0 else each for each in outs]
+        number = self._define([self._number_of(each) for each in created]) if self.steps else 0
         return Capture(
             number, self.tensors, self.kept, self.own, self._function_here(wanted), len(self.sent), len(self.numbers),
             outs, len(created), sorted(set(self.writes)),

@@ -20,6 +20,7 @@ from monarch_backend.dtensor import _run, _torch, _values
 from monarch_backend.dtensor._errors import MeshMismatchError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor.worker import _checkpoint as there
+from monarch_backend.dtensor.worker._parcels import Unfailed
 
 
 def mesh_of(state_dict: Any) -> DeviceMesh | None:
@@ -51,12 +52,21 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool = True) -> Any:
-    """As torch's, with its result; waits until everything is written."""
+    """As torch's, with its result; waits until everything is written.
+
+    Raises what a read would, RemoteOpError for a check that has failed, while an earlier checkpoint there is whole.
+    """
+    workers = _torch.workers_of(mesh)
+    if workers is not None:
+        workers.synchronize()
     return _first(_start(mesh, state_dict, storage_writer, planner, use_collectives))
 
 
 def async_save(mesh: DeviceMesh | None, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
-    """Begins to save what the tensors have now; the workers write before they go on, the controller goes on at once."""
+    """Begins to save what the tensors have now; the workers write before they go on, the controller goes on at once.
+
+    The result raises what `save` would.
+    """
     done: concurrent.futures.Future[Any] = concurrent.futures.Future()
     if mesh is None:  # there is nothing that could go on
         done.set_result(dcp.save(state_dict, storage_writer=storage_writer, planner=planner))
@@ -74,7 +84,7 @@ def async_save(mesh: DeviceMesh | None, state_dict: Any, storage_writer: Any, pl
 
 
 def _start(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool) -> _run.Run:
-    return _run.run(mesh, there.save, mesh, state_dict, storage_writer, planner, use_collectives)
+    return _run.run(mesh, there.save, Unfailed(), mesh, state_dict, storage_writer, planner, use_collectives)
 
 
 def load(mesh: DeviceMesh, state_dict: Any, storage_reader: Any, planner: Any) -> None:

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from monarch_backend.dtensor import _dispatch, _group, _torch
+from monarch_backend.dtensor import _collectives, _dispatch, _group, _torch
 from monarch_backend.dtensor import _special as _special
+from monarch_backend.dtensor import _torch_again as _torch_again
 from monarch_backend.dtensor import _torch_autocast as _torch_autocast
 from monarch_backend.dtensor import _torch_devices as _torch_devices
 from monarch_backend.dtensor import _torch_fsdp as _torch_fsdp
 from monarch_backend.dtensor import _torch_masks as _torch_masks
+from monarch_backend.dtensor import _torch_memory as _torch_memory
+from monarch_backend.dtensor import _torch_rank0 as _torch_rank0
 from monarch_backend.dtensor import _torch_redistribute as _torch_redistribute
 from monarch_backend.dtensor import _torch_slices as _torch_slices
+from monarch_backend.dtensor import _torch_specs as _torch_specs
 from monarch_backend.dtensor import _torch_strategies as _torch_strategies
 from monarch_backend.dtensor import _torch_unsharded as _torch_unsharded
-from monarch_backend.dtensor import _torch_views as _torch_views  # these ten register what they know
+from monarch_backend.dtensor import _torch_views as _torch_views  # these thirteen register what they know
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._workers import ActorLine, Workers
 from monarch_backend.mesh._procs import ProcMesh
@@ -72,13 +76,15 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
         line = ActorLine(whole, executors, program(), device_type, made)
         workers = new_workers(core.name, len(whole), device_type, line)
         made[device_type] = workers
+        core.before_stop.append(workers.before_stop)
 
         def ended(_: Any) -> None:
             made.pop(device_type, None)
+            core.before_stop.remove(workers.before_stop)
             workers.close("they were stopped or have died")
             _group.remove_owner(workers)
             _dispatch.forget(workers)
-            _special.forget(workers)
+            _collectives.forget(workers)
 
         executors._core.owned.ended.add_done_callback(ended)
     return made[device_type]
@@ -148,6 +154,9 @@ class NoLine:
     def send_counted(self, batch: bytes) -> Callable[[], object]:
         """Nobody reads it."""
         return lambda: None
+
+    def send_at_the_end(self, batch: bytes) -> None:
+        """Nobody reads it."""
 
     def has_room(self) -> bool:
         """Always."""

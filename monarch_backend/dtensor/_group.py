@@ -93,6 +93,23 @@ class ControllerGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """As shutdown."""
 
+    def all_to_all_single(  # type: ignore[override]
+        self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any
+    ) -> Any:
+        """Not by torch's operator: it takes no sizes that differ by rank, as those of uneven splits do."""
+        from monarch_backend.dtensor import _collectives  # which needs this module
+
+        _refuse_own("all_to_all_single", (output, input))
+        splits = {"output_split_sizes": list(output_split_sizes), "input_split_sizes": list(input_split_sizes)}
+        _collectives.issue("alltoall_base_", {"output": output, "input": input, "process_group": self, **splits})
+        return _torch_groups.done()
+
+    def _start_coalescing(self, *_: Any) -> None:
+        """torch collects what is coalesced by itself, and comes here with all of it."""
+
+    def _end_coalescing(self, *_: Any) -> Any:
+        return _torch_groups.done()
+
 
 _COLLECTIVES = frozenset(
     {
@@ -102,8 +119,8 @@ _COLLECTIVES = frozenset(
         "send", "recv", "recv_anysource",
     }
 )  # fmt: skip
-"""What takes tensors. Other names that torch has for some of them (all_to_all_single) come to these by themselves, and
-would go round in circles if they stood here, too.
+"""What takes tensors. Other names that torch has for some of them come to these by themselves, and would go round in
+circles if they stood here, too.
 """
 
 
@@ -111,15 +128,19 @@ def _only_remote(name: str) -> Any:
     own = getattr(dist.ProcessGroup, name)
 
     def collective(self: ControllerGroup, *args: Any, **options: Any) -> Any:
-        # All of them: the operator goes by its inputs, and what it is to write into here would stay as it is.
-        for each in pytree.tree_leaves((args, options)):
-            if isinstance(each, torch.Tensor) and not isinstance(each, RemoteTensor):
-                _refuse_tensor(name, each)
+        _refuse_own(name, (args, options))
         return own(self, *args, **options)  # an operator, which becomes a record
 
     # pybind11 calls the base class's own function, and not this one again, from a function of the same name only.
     collective.__code__ = collective.__code__.replace(co_name=name)
     return collective
+
+
+def _refuse_own(name: str, given: Any) -> None:
+    """All of them: the operator goes by its inputs, and what it is to write into here would stay as it is."""
+    for each in pytree.tree_leaves(given):
+        if isinstance(each, torch.Tensor) and not isinstance(each, RemoteTensor):
+            _refuse_tensor(name, each)
 
 
 def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:

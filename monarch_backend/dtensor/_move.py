@@ -90,4 +90,6 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
             desk.target.refuse.broadcast(parcel, str(error))
 
     offered.add_done_callback(tell)  # type: ignore[arg-type]
+    source.begin(("move", parcel))
+    filled.add_done_callback(lambda _: source.end(("move", parcel)))
     return _parcels.first_like(filled.held, frame)

@@ -39,6 +39,14 @@ def form_of(meta: Meta) -> tuple[Any, ...]:
     return (RemoteTensor, meta.shape, meta.stride, None, *strided, False, False, "sizes")
 
 
+def not_readable(what: str) -> NotReadableError:
+    """The error of who wants the memory itself."""
+    return NotReadableError(
+        f"{what}: this tensor's memory is in other processes. Read its values (.numpy(), .tolist()), or run what needs "
+        "the memory on the workers: monarch_backend.dtensor.run(mesh, function, ...)"
+    )
+
+
 class RemoteTensor(torch.Tensor):
     """A tensor of the workers of a mesh, one on each; made by operations, never by hand.
 
@@ -136,14 +144,42 @@ class RemoteTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Raises NotReadableError."""
-        raise NotReadableError(
-            "data_ptr(): this tensor's memory is in other processes. Read its values (.numpy(), .tolist()), or "
-            "run what needs the memory on the workers: monarch_backend.dtensor.run(mesh, function, ...)"
-        )
+        raise not_readable("data_ptr()")
+
+    def storage(self) -> Any:
+        """Raises NotReadableError."""
+        raise not_readable("storage()")
+
+    _typed_storage = storage
 
     def share_memory_(self) -> Any:
         """Raises NotReadableError."""
-        raise NotReadableError("share_memory_(): this tensor's memory is in other processes already")
+        raise not_readable("share_memory_()")
+
+    def is_shared(self) -> bool:
+        """Not with a process that does not belong to the mesh."""
+        return False
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Raises NotReadableError: who takes it would share the memory."""
+        raise not_readable("__dlpack__()")
+
+    def apply_(self, _function: Any) -> Any:
+        """Raises NotReadableError: it calls a function of this process for each number."""
+        raise not_readable("apply_()")
+
+    def map_(self, *_: Any) -> Any:
+        """As `apply_`."""
+        raise not_readable("map_()")
+
+    map2_: Any = map_
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """Raises NotReadableError; of what is on no GPU, AttributeError, as numba and its like expect."""
+        if not self.is_cuda:
+            raise AttributeError("__cuda_array_interface__ of a tensor that is on no GPU")
+        raise not_readable("__cuda_array_interface__")
 
     @property
     def data(self) -> torch.Tensor:

@@ -88,8 +88,13 @@ def _start(workers: Workers, mesh: DeviceMesh, function: Callable[..., Any], arg
     body, buffers, meshes = packer.pack((function, args, kwargs))
     ranks = (_torch.rows_of(mesh).flatten() - workers.first).tolist()
     site = _sites.here()
-    workers.stream.flush()
-    call = workers.line.execute(ranks, number, held.id, site, meshes, body, buffers)
+    workers.begin(number)
+    try:
+        workers.stream.flush()
+        call = workers.line.execute(ranks, number, held.id, site, meshes, body, buffers)
+    except BaseException:
+        workers.end(number)
+        raise
     done = Run(call._wait, call.cancel)
     done.held, done.asked, done.name = held, False, f"run({getattr(function, '__qualname__', function)})"
     extent = extent_of(mesh)
@@ -117,6 +122,8 @@ def _settle(workers: Workers, ranks: Sequence[int], number: int, call: Any, done
             workers.line.say(ranks, number, "failed", why)
     except BaseException as ended:  # nobody can be told: the processes are gone
         error = error or ended
+    finally:
+        workers.end(number)
     if error is not None:
         done._fail(error)
         return

@@ -7,6 +7,7 @@ a step differs in each step. Found by running it on fake tensors.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -295,11 +296,16 @@ def _writes(schema: Any) -> list[tuple[int, str]]:
     ]
 
 
+@functools.cache
+def _known_writes(schema: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(_writes(schema))
+
+
 def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
     """The tensors among the arguments that it changes; none of a function that is no operator."""
     if schema is None:
         return []
-    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(schema)]
+    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in _known_writes(schema)]
     return [each for each in pytree.tree_leaves(found) if isinstance(each, torch.Tensor)]
 
 

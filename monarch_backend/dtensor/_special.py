@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _dispatch, _torch, _torch_groups, _values, _wire
-from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor import _collectives, _dispatch, _torch, _values
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._signatures import Operand, propagate, stands_in
-from monarch_backend.dtensor.worker import _collectives
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -103,67 +100,9 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Any:
     return metas.by_rank([None if which < 0 else each[which] for which in meta.of_rank])
 
 
-def _eager_collective(func: Any, args: Any, kwargs: Any) -> Any:
-    """``dist.all_reduce(tensor)`` and its like: the operator has the group and the operation in boxes."""
-    name = func._schema.name.split("::")[1]
-    if not hasattr(_collectives, name):
-        raise RemoteTensorError(
-            f"{name}: the workers have no such collective of tensors of one controller. Redistribute a DTensor, or run "
-            "the function that calls it on the workers (monarch_backend.dtensor.run)"
-        )
-    names = [each.name for each in func._schema.arguments]
-    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
-    workers = tensors[0]._meta.workers
-
-    def unboxed(value: Any) -> Any:
-        if isinstance(value, torch.ScriptObject):
-            if "ReduceOp" in str(value._type()):
-                return dist.ReduceOp.RedOpType(int(value.op())).name  # type: ignore[attr-defined]
-            return dist.ProcessGroup.unbox(value)
-        return value
-
-    given = pytree.tree_map(unboxed, {**dict(zip(names, args, strict=False)), **kwargs})
-    operands: list[RemoteTensor] = []
-
-    def operand(value: Any) -> int | None:
-        if isinstance(value, RemoteTensor):
-            operands.append(value)
-            return len(operands) - 1
-        return None
-
-    named = {key: _wire.place(each, operand, workers.group_name) for key, each in given.items() if not _is_empty(each)}
-    key = (name, repr(named))
-    number = _eager.setdefault(workers, {}).get(key)
-    if number is None:
-        target = f"monarch_backend.dtensor.worker._collectives:{name}"
-        number = workers.define(target, [], named, len(operands), _wire.Kind.NONE, 0, list(range(len(operands))), [])
-        _eager[workers][key] = number
-    workers.write((number, 0, *[each._ref.id for each in operands]))
-    return _done(func, args)
-
-
-_eager: dict[Any, dict[Any, int]] = {}
-
-
-def forget(workers: Any) -> None:
-    """They have ended."""
-    _eager.pop(workers, None)
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor)
-
-
-def _done(func: Any, args: Any) -> Any:
-    work = dist.Work.boxed(_torch_groups.done())
-    if len(func._schema.returns) == 1:
-        return work if "Work" in str(func._schema.returns[0].type) else None
-    return args[0], work
-
-
 def _by_kind(func: Any) -> Any:
     if func.namespace == "c10d":
-        return _eager_collective
+        return _collectives.eager
     if torch.Tag.inplace_view in func.tags:
         return _set_metadata
     if torch.Tag.dynamic_output_shape in func.tags:

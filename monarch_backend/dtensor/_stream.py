@@ -29,6 +29,8 @@ DEAD = 32 << 20
 """Bytes of new tensors after which those that are unreachable are deleted in the midst of a batch, on each worker."""
 AHEAD = 8
 """So many answers may be missing: then the controller waits."""
+MOMENT = 1.0
+"""Seconds in which who sends a batch is done with it, unless workers hold that up."""
 
 
 class Line(Protocol):
@@ -40,6 +42,10 @@ class Line(Protocol):
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
         """As send. What is returned waits until all have done it; it raises if one can't."""
+        ...
+
+    def send_at_the_end(self, batch: bytes) -> None:
+        """As send, and waits for nobody, however far behind they are."""
         ...
 
     def has_room(self) -> bool:
@@ -133,9 +139,31 @@ class Stream:
                     self._missing.append(self._line.send_counted(batch))
             finally:
                 self._handing_over = False
-            if wait:
-                while len(self._missing) > AHEAD:
-                    self._missing.popleft()()
+        while wait and (answer := self._oldest_of_too_many()) is not None:
+            answer()
+
+    def _oldest_of_too_many(self) -> Callable[[], object] | None:
+        with self._sending:
+            return self._missing.popleft() if len(self._missing) > AHEAD else None
+
+    def send_the_rest(self) -> None:
+        """The workers are to end after what they have been given: nothing may hold that up, and nothing raises here.
+
+        What another thread waits to send, and what comes after that, is not sent.
+        """
+        if not self._sending.acquire(timeout=MOMENT):
+            return
+        try:
+            if self.closed is None and not self._handing_over:
+                batch = self._take()
+                if batch is not None:
+                    self.batches += 1
+                    self.nbytes += len(batch)
+                    self._line.send_at_the_end(batch)
+        except Exception as error:  # nobody here to tell: the next one who sends or reads is told
+            self.closed = self.closed or error
+        finally:
+            self._sending.release()
 
     def in_forked_child(self) -> None:
         """The workers are the parent's: nothing that is unreachable here is for them to drop."""

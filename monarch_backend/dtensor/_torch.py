@@ -58,7 +58,7 @@ from monarch_backend.dtensor import (
 )
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._host_by_rank import HostByRank
-from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._remote_tensor import RemoteTensor, no_pointer
 from monarch_backend.dtensor._torch_spmd import handle_for, without_spmd
 from monarch_backend.dtensor._workers import Workers
 
@@ -87,6 +87,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    from monarch_backend.dtensor import _device_mesh as _device_mesh  # all that register something, whoever came first
     from monarch_backend.dtensor import _torch_strategies  # which needs this module
 
     for replaced in REPLACED:
@@ -553,6 +554,14 @@ def _replicate_tensor(own: Any) -> Replacement:
     return _make_replicate_tensor
 
 
+_NO_PLAIN_TENSOR = (
+    "DTensor.from_local() of a DTensor, which is one already. In a backward: a plain tensor that came of to_local() "
+    "was calculated with together with a DTensor, for which it is the same on all ranks, so its gradient is a DTensor. "
+    "Say what it is of all ranks before: DTensor.from_local(plain, mesh, [Partial()]) where each rank has its part of "
+    "a sum (a loss of its rows, say), [Replicate()] where all have the same"
+)
+
+
 @_replaces(DTensor, "from_local")
 def _from_local(own: Any) -> Replacement:
     def from_local(local: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
@@ -560,8 +569,10 @@ def _from_local(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is not None and workers.device.type == "xla" and _torch_traces.is_traced(local):
             return _from_local_here(local, mesh, placements, **options)
-        if workers is None or isinstance(local, DTensor) or _torch_traces.is_traced(local):
+        if workers is None or _torch_traces.is_traced(local):
             return own(local, device_mesh, placements, **options)
+        if isinstance(local, DTensor):
+            raise RemoteTensorError(_NO_PLAIN_TENSOR)
         if isinstance(local, HostByRank):
             local = local.sent(workers).requires_grad_(local.requires_grad)
         elif not isinstance(local, RemoteTensor):
@@ -701,6 +712,8 @@ def _made(own: Any) -> Replacement:
     def __init__(self: Any, local_tensor: Any = None, *args: Any, **options: Any) -> None:
         if type(local_tensor) is not RemoteTensor:
             own(self, local_tensor, *args, **options)
+        else:
+            no_pointer(self)  # C++ that wants the memory gets an error, as of its shard
 
     return __init__
 
@@ -711,7 +724,9 @@ def _wrap_result(own: Any) -> Replacement:
 
     def wrap(res: Any, spec: Any) -> Any:
         if type(res) is RemoteTensor and type(spec) is DTensorSpec:
-            return new(DTensor, res, spec, requires_grad=res.requires_grad)  # __init__ would do nothing
+            made = new(DTensor, res, spec, requires_grad=res.requires_grad)  # all that __init__ would do is this
+            no_pointer(made)
+            return made
         return own(res, spec)
 
     return wrap

@@ -1,7 +1,8 @@
 """The masks of what a rank has not of a table's rows, which torch keeps in a placement until the rows are added up.
 
 All tensors of such a sharding have the same placement, as torch remembers it by the operation's arguments. So what
-leaves a mask there leaves it to others, who find it in the place of their own.
+leaves a mask there leaves it to others, who find it in the place of their own. A row that no rank has is no rank's to
+leave out: looking it up fails.
 """
 
 from __future__ import annotations
@@ -9,16 +10,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed._local_tensor import maybe_run_for_local_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from monarch_backend.dtensor import _torch
 from monarch_backend.dtensor._torch import Replacement, _replaces
+from monarch_backend.dtensor.worker import _checks
 
 MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
 """Operators of which a rank has some of the rows."""
+
+_rows_here: Any = maybe_run_for_local_tensor(_checks.rows_here)
+
+
+@_replaces(_MaskPartial, "_partition_value")
+def _partition(own: Any) -> Replacement:
+    def _partition_value(self: Any, tensor: Any, mesh: Any, mesh_dim: int) -> Any:
+        if _torch.workers_of(mesh) is None:
+            return own(self, tensor, mesh, mesh_dim)
+        whole = self.offset_shape[self.offset_dim]
+        place = mesh._sym_get_coordinate(mesh_dim)
+        count, first = Shard.local_shard_size_and_offset(whole, mesh.size(mesh_dim), place)
+        mask, rows = _rows_here(tensor, first, count, whole)
+        self.mask_buffer.materialize_mask(mask)
+        return rows
+
+    return _partition_value
 
 
 @_replaces(OpDispatcher, "_dispatch_get_local_results_slow_path")
@@ -62,7 +82,9 @@ def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
 def _without_mask(placement: Any, local: Any) -> Any:
     if not is_masked(placement):
         return placement
-    placement.mask_buffer.apply_mask(local)
+    mask: Any = placement.mask_buffer.data
+    # Not by an index, as torch does it: it would read a mask of one number.
+    local.masked_fill_(mask if mask.ndim == local.ndim else mask.unsqueeze(-1), 0)
     placement.mask_buffer.release_mask()
     return Partial(placement.reduce_op)
 

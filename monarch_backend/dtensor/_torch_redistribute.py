@@ -199,24 +199,12 @@ def _redistribute(own: Any) -> Replacement:
         local_tensor: Any, current_spec: Any, target_spec: Any, *, async_op: bool = False,
         use_graph_based_transform: bool | None = None, is_explicit: bool = False,
     ) -> Any:  # fmt: skip
-        # Indices that torch makes on a device of the workers': this mesh's make them. A trace's are on the CPU; and
         # torch keeps a trace's specs, in which the mesh is the trace's own object, and uses them for real tensors.
         mesh = _torch_traces.real(current_spec.mesh)
-        makes_indices = mesh if type(local_tensor) is RemoteTensor else contextlib.nullcontext()
-
-        def by_torch() -> Any:
-            _torch.check_mesh("a redistribution", mesh, target_spec.mesh)
-            first = _on_the_way(current_spec, target_spec) if _torch.workers_of(mesh) is not None else None
-            steps = [current_spec, target_spec] if first is None else [current_spec, first, target_spec]
-            result = local_tensor
-            with makes_indices:
-                for before, after in itertools.pairwise(steps):
-                    result = own(
-                        result, before, after, async_op=async_op and after is target_spec,
-                        use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
-                    )  # fmt: skip
-            return _in_order(result, target_spec) if _torch.workers_of(mesh) is not None else result
-
+        by_torch = functools.partial(
+            _by_torchs_plan, own, local_tensor, current_spec, target_spec, mesh, async_op=async_op,
+            use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
+        )  # fmt: skip
         # A mode is there to see what torch does; a history is made by torch's operators only.
         if (
             type(local_tensor) is not RemoteTensor
@@ -251,6 +239,21 @@ def _redistribute(own: Any) -> Replacement:
         return result
 
     return redistribute_local_tensor
+
+
+def _by_torchs_plan(
+    own: Any, local_tensor: Any, current_spec: Any, target_spec: Any, mesh: Any, *, async_op: bool, **settings: Any
+) -> Any:
+    _torch.check_mesh("a redistribution", mesh, target_spec.mesh)
+    is_ours = _torch.workers_of(mesh) is not None
+    first = _on_the_way(current_spec, target_spec) if is_ours else None
+    steps = [current_spec, target_spec] if first is None else [current_spec, first, target_spec]
+    result = local_tensor
+    # Indices that torch makes on a device of the workers': this mesh's make them. A trace's are on the CPU.
+    with mesh if type(local_tensor) is RemoteTensor else contextlib.nullcontext():
+        for before, after in itertools.pairwise(steps):
+            result = own(result, before, after, async_op=async_op and after is target_spec, **settings)
+    return _in_order(result, target_spec) if is_ours else result
 
 
 @_replaces(op_dispatch.OpDispatcher, "_propagate_op_sharding_dispatch_slow_path")

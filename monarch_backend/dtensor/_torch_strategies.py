@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _math_ops as math_ops
 from torch.distributed.tensor.parallel import loss
 
-from monarch_backend.dtensor import _by_parts, _strategies, _torch_masks, _torch_unsharded
+from monarch_backend.dtensor import _by_parts, _checks, _strategies, _torch_masks, _torch_unsharded
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
+from monarch_backend.dtensor.worker import _checks as worker_checks
 
 _aten = torch.ops.aten
 
@@ -219,3 +222,30 @@ def _reduced(own: Any) -> Replacement:
         return None if is_all else own(dims_arg, ndim)
 
     return _infer_reduction_dims
+
+
+@_replaces(loss, "_nll_loss_and_log_softmax_backward")
+def _of_weighted_classes(own: Any) -> Replacement:
+    # torch looks up the weight of labels that are ignored, too, which are no classes.
+    def _nll_loss_and_log_softmax_backward(
+        grad_output: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, *rest: Any
+    ) -> Any:
+        if weight is None:
+            return own(grad_output, x, target, weight, reduction, ignore_index, *rest)
+        counts = target != ignore_index
+        classes = torch.where(counts, target, 0)
+        found = own(grad_output, x, classes, weight, reduction, ignore_index, *rest)
+        return torch.where(counts.unsqueeze(1 if x.dim() > 1 else 0), found, 0)
+
+    return _nll_loss_and_log_softmax_backward
+
+
+@_replaces(F, "one_hot")
+def _one_hot(own: Any) -> Replacement:
+    # C++ looks at the values of plain tensors only.
+    def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+        if not torch.compiler.is_compiling() and isinstance(tensor, (DTensor, RemoteTensor)):
+            _checks.require(worker_checks.classes, tensor, num_classes)
+        return own(tensor, num_classes)
+
+    return one_hot

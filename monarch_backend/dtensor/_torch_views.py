@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _dispatch as op_dispatch
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from monarch_backend.dtensor import _signatures, _torch
 from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
 
@@ -83,7 +85,9 @@ def note(taken: _Taken, locals_: Any, specs: Any) -> None:
             note(_Taken(taken.func, taken.args, taken.placements, place), local, spec)
         return
     locals_._taken, taken.spec = taken, specs
-    _keep(_copies.setdefault(_base(taken.args[0])._local_tensor, {}), locals_)
+    base = _base(taken.args[0])._local_tensor
+    base._copied = _copies.setdefault(base, {})  # found at once there: each operation in place asks
+    _keep(base._copied, locals_)
     if _indexing.copies is not None:
         _indexing.copies.append(DTensor(locals_, specs, requires_grad=False))
 
@@ -104,6 +108,8 @@ def _get(own: Any) -> Replacement:
             copies = _indexing.copies
         finally:
             _indexing.copies = before
+        if not copies and _source(self._local_tensor) is None:
+            return found
         for earlier, later in itertools.pairwise(copies):
             between = later._local_tensor._taken.args[0]._local_tensor
             if _source(between) is None:
@@ -165,8 +171,18 @@ def _chain(tensor: Any) -> list[tuple[_Taken, Any]]:
 
 @_replaces(OpDispatcher, "_dispatch_fast_path_python_tail")
 def _after_each(own: Any) -> Replacement:
-    def _dispatch_fast_path_python_tail(self: Any, op_call: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-        result = own(self, op_call, args, kwargs, *rest)
+    def _dispatch_fast_path_python_tail(
+        self: Any, op_call: Any, args: Any, kwargs: Any, mesh: Any, sharding: Any, results: Any, participating: Any,
+        is_inplace_op: Any, is_out_variant_op: Any,
+    ) -> Any:  # fmt: skip
+        if is_inplace_op and _changes_first_only(op_call) and _is_alone(args[0]):
+            spec = sharding.output_spec
+            stays = type(spec) is DTensorSpec and spec.placements == args[0]._spec.placements
+            if stays and op_dispatch.get_active_debug_mode() is None:
+                return args[0]  # as torch's own, and there is nothing to write back
+        result = own(
+            self, op_call, args, kwargs, mesh, sharding, results, participating, is_inplace_op, is_out_variant_op
+        )
         write_back(op_call, args, kwargs)
         return result
 
@@ -176,6 +192,19 @@ def _after_each(own: Any) -> Replacement:
 @functools.cache
 def _changes(op_call: Any) -> bool:
     return bool(op_call._schema.is_mutable)
+
+
+@functools.cache
+def _changes_first_only(op_call: Any) -> bool:
+    return [at for at, _ in _signatures._writes(op_call._schema)] == [0]
+
+
+def _is_alone(tensor: Any) -> bool:
+    """Whether it shares its values with no other tensor of the program that is known here."""
+    if type(tensor) is not DTensor or type(tensor._local_tensor) is not RemoteTensor:
+        return False
+    marks = tensor._local_tensor.__dict__
+    return not ("_taken" in marks or "_through" in marks or marks.get("_copied") or tensor._is_view())
 
 
 def write_back(op_call: Any, args: Any, kwargs: Any) -> None:

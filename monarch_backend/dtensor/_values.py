@@ -60,25 +60,35 @@ def _meta_of(workers: Workers, sizes: Any, strides: Any, dtype: str) -> Meta:
 
 def text_of(tensor: Any) -> str:
     """As torch prints a tensor; of a large one only what is shown is read. Also of a DTensor: as a whole."""
-    options, plain = _tensor_str.PRINT_OPTS, tensor.detach()
-    extra = []
+    options, plain, prefix = _tensor_str.PRINT_OPTS, tensor.detach(), "tensor("
     if all(type(size) is int for size in tensor.shape) and tensor.numel() > options.threshold:
-        shown = as_host(_whole(_corners(plain, options.edgeitems)))
-        body = _tensor_str._tensor_str_with_formatter(shown, len("tensor("), True, _tensor_str._Formatter(shown), None)
+        shown = _long_again(as_host(_whole(_corners(plain, options.edgeitems))), options)
     else:
         shown = as_host(_whole(plain))
-        body = _tensor_str._tensor_str(shown, len("tensor("))
-        if not shown.numel():
-            extra.append(f"size={tuple(shown.shape)}")
-    if tensor.device.type != "cpu":
-        extra.append(f"device='{tensor.device}'")
-    if tensor.dtype not in (torch.get_default_dtype(), torch.int64, torch.bool):
-        extra.append(f"dtype={tensor.dtype}")
+    body = _tensor_str._tensor_str(shown, len(prefix)) if shown.numel() else "[]"
+    suffixes = [f"device='{tensor.device}'"] if tensor.device.type != "cpu" else []
+    if not options.edgeitems if shown.numel() else shown.ndim != 1:
+        suffixes.append(f"size={tuple(tensor.shape)}")
+    if tensor.dtype not in _unsaid_dtypes(is_empty=not shown.numel()):
+        suffixes.append(f"dtype={tensor.dtype}")
     if tensor.grad_fn is not None:
-        extra.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
+        suffixes.append(f"grad_fn=<{_name_of(tensor.grad_fn)}>")
     elif tensor.requires_grad:
-        extra.append("requires_grad=True")
-    return f"tensor({', '.join([body, *extra])})"
+        suffixes.append("requires_grad=True")
+    return _tensor_str._add_suffixes(prefix + body, suffixes, len(prefix), force_newline=False)  # type: ignore[no-any-return]
+
+
+def _unsaid_dtypes(*, is_empty: bool) -> tuple[torch.dtype, ...]:
+    """Numbers say by themselves that they are of one of these."""
+    default = torch.get_default_dtype()
+    if is_empty:
+        return (default,)
+    return default, torch.cdouble if default == torch.double else torch.cfloat, torch.int64, torch.bool
+
+
+def _name_of(grad_fn: Any) -> str:
+    name = type(grad_fn).__name__
+    return name if name != "CppFunction" else grad_fn.name().rsplit("::", 1)[-1]
 
 
 def _whole(tensor: Any) -> Any:
@@ -93,3 +103,13 @@ def _corners(tensor: torch.Tensor, edge: int) -> Any:
             first, last = tensor.narrow(dim, 0, edge + 1), tensor.narrow(dim, size - edge, edge)
             tensor = torch.cat([first, last], dim)
     return tensor
+
+
+def _long_again(corners: torch.Tensor, options: Any) -> torch.Tensor:
+    """With so many in the middle of a dimension, where none is looked at, that torch takes it for a large one."""
+    edge = options.edgeitems
+    dim = next(dim for dim, size in enumerate(corners.shape) if size == max(corners.shape))
+    size = corners.shape[dim]
+    more = int(options.threshold) // (corners.numel() // size) + 1 if size == 2 * edge + 1 else 0
+    at = [*range(edge), *[edge] * more, *range(edge, size)]
+    return corners.index_select(dim, torch.tensor(at))

@@ -24,6 +24,8 @@ FORGET = -1
 """The signature of the record ``[FORGET, count, *numbers]``: no record comes that has one of these."""
 COLLECTIVES = ("_c10d_functional.", "_dtensor.shard_dim_alltoall")
 """How the names of operators begin in which ranks wait for each other."""
+MEETINGS = (*COLLECTIVES, "monarch_backend.dtensor.worker._collectives:")
+"""And those of functions in which they do."""
 FIRST = 1
 """The first number of a signature that is defined."""
 

@@ -6,13 +6,11 @@ controller's: the ranks of the first Workers, then those of the second, and so o
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +59,9 @@ class Workers:
         self._defining = threading.Lock()
         self._checks_raised = 0  # up to this one of the workers' words
         self._raising = threading.Lock()
-        _living.add(self)
-        atexit.unregister(_send_the_rest)  # it comes before the end of the processes, whenever that was registered
-        atexit.register(_send_the_rest)
+        self._under_way: set[Any] = set()  # what needs more than the records: see begin
+        self._at_rest: list[Callable[[], None]] = []  # called when there is nothing of it
+        self._settling = threading.Lock()
 
     @property
     def is_simulated(self) -> bool:
@@ -302,15 +300,30 @@ class Workers:
             report["traceback"] + also, _sites.text_of(report["site"]),
         )  # fmt: skip
 
-    def send_the_rest(self) -> None:
-        """Unless that may have to wait: the program ends, and nothing may hold it up."""
-        sending = self.stream._sending
-        if self.stream.closed is not None or not sending.acquire(blocking=False):
-            return
-        with contextlib.suppress(Exception):  # of workers that have just died others tell
-            if self.line.has_room():
-                self.stream.flush(wait=False)
-        sending.release()
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def begin(self, what: Any) -> None:
+        """The workers have to hear more of it, or others to take something from them, before they may end."""
+        with self._settling:
+            self._under_way.add(what)
+
+    def end(self, what: Any) -> None:
+        """They have, or never will."""
+        with self._settling:
+            self._under_way.discard(what)
+            calls = [] if self._under_way else self._at_rest[:]
+            del self._at_rest[: len(calls)]
+        for call in calls:
+            call()
+
+    def before_stop(self, then: Callable[[], None]) -> None:
+        """Send what there is, and call ``then`` when nothing is under way."""
+        self.stream.send_the_rest()
+        with self._settling:
+            if self._under_way:
+                self._at_rest.append(then)
+                return
+        then()
 
     def close(self, why: str) -> None:
         """Nothing can be sent any more."""
@@ -319,15 +332,6 @@ class Workers:
 
 def _has_checks(reply: Any) -> bool:
     return isinstance(reply, dict) and "checks" in reply
-
-
-_living: weakref.WeakSet[Workers] = weakref.WeakSet()
-
-
-def _send_the_rest() -> None:
-    """The program ends: what is not sent yet may fail, too, and workers say what has failed that nobody has read."""
-    for each in list(_living):
-        each.send_the_rest()
 
 
 class ActorLine:
@@ -348,6 +352,10 @@ class ActorLine:
         """To all; returns who waits for the answers."""
         future = self._executors.run_counted.call(batch)
         return lambda: future.get()
+
+    def send_at_the_end(self, batch: bytes) -> None:
+        """To all, without an answer, and without waiting for any of them."""
+        self._executors.run.push(batch)
 
     def has_room(self) -> bool:
         """None of them is so far behind that a message would have to wait."""

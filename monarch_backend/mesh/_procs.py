@@ -50,6 +50,8 @@ class ProcCore:
     server: str = ""  # address of the fork server of its host
     owned: Any = None  # the owner's records, None elsewhere
     stopped: str | None = None  # why it was stopped, if it was
+    before_stop: list[Callable[[Callable[[], None]], None]] = field(default_factory=list)
+    """Each sends what the processes still have to do, and calls what it is given when they may be told to stop."""
     groups: dict[Any, Any] = field(default_factory=dict)
     former: dict[str, int] = field(default_factory=dict)  # ranks of processes that have successors, by token
     known: list[Peer | None] = field(init=False)
@@ -194,9 +196,10 @@ class ProcMesh(MeshTrait):
     def stop(self, reason: str = "stopped by its owner", timeout: float | None = None) -> Any:
         """Let the actors finish the messages that they have, clean up, and end the processes. A Future of None.
 
-        What is still there after ``timeout`` seconds is killed. Without it a process that works is waited for, with a
-        warning every 10 seconds, and one that does not read its messages is killed after 10. Raises ValueError for a
-        slice, and RuntimeError for a mesh that somebody else has spawned; so do ``abort`` and ``kill``.
+        Operations of device meshes that were issued before are among these messages. What is still there after
+        ``timeout`` seconds is killed. Without it a process that works is waited for, with a warning every 10 seconds,
+        and one that does not read its messages is killed after 10. Raises ValueError for a slice, and RuntimeError for
+        a mesh that somebody else has spawned; so do ``abort`` and ``kill``.
         """
         return program().stop_procs(whole(self, "stop"), "stop", reason, timeout)
 

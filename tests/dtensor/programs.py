@@ -33,21 +33,33 @@ NAMES = {"torch": torch, "F": F, "place": place, "Shard": Shard, "Replicate": Re
 
 @dataclass
 class Program:
-    """``inputs``: the shape of each, ``statements``: lines that name their results, ``results``: what is returned."""
+    """``inputs``: the shape of each, ``statements``: lines that name their results, ``results``: what is returned.
+
+    ``hosts``, ``constants``: the shapes of tensors of the host, wherever the inputs are; arguments, and what the program
+    has from outside.
+    """
 
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    hosts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    constants: dict[str, tuple[int, ...]] = field(default_factory=dict)
     statements: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         lines = [*self.statements, f"return [{', '.join(self.results)}]"]
-        return f"def program({', '.join(self.inputs)}):\n" + "".join(f"    {line}\n" for line in lines)
+        return f"def program({', '.join([*self.inputs, *self.hosts])}):\n" + "".join(f"    {line}\n" for line in lines)
 
     def function(self) -> Callable[..., Any]:
         """The program, compiled by Python."""
-        names = dict(NAMES)
+        names = {**NAMES, **self.tensors("constants")}
         exec(self.text(), names)
         return names["program"]
+
+
+    def tensors(self, kind: str) -> dict[str, torch.Tensor]:
+        """The ``inputs``, ``hosts`` or ``constants``, on the host; the same each time."""
+        drawn = torch.Generator().manual_seed(len(kind))
+        return {name: torch.randn(shape, generator=drawn) for name, shape in getattr(self, kind).items()}
 
 
 class Writer:
@@ -58,6 +70,7 @@ class Writer:
         self.program = Program()
         self.here: dict[str, Any] = dict(NAMES)
         self.floats: list[str] = []
+        self.hosts: list[str] = []
 
     def write(self) -> Program:
         for name in "abc"[: self.random.randint(1, 3)]:
@@ -67,6 +80,11 @@ class Writer:
             self.program.inputs[name] = shape
             self.here[name] = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
             self.floats.append(name)
+        for name, kind in (("h", self.program.hosts), ("k", self.program.constants)):
+            if self.random.random() < 0.5:
+                kind[name] = self._host_shape()
+                self.hosts.append(name)
+        self.here.update({**self.program.tensors("hosts"), **self.program.tensors("constants")})
         tries = 0
         while len(self.program.statements) < self.length and tries < self.length * 10:
             tries += 1
@@ -93,6 +111,12 @@ class Writer:
         self.program.statements.append(line)
         self.floats.append(name)
 
+    def _host_shape(self) -> tuple[int, ...]:
+        """Of what goes with an input."""
+        shape = self.program.inputs[self.random.choice(self.floats)]
+        part = shape[self.random.randint(0, len(shape)) :] if self.random.random() < 0.4 else shape
+        return tuple(1 if self.random.random() < 0.2 else size for size in part)
+
     # Parts of statements ------------------------------------------------------------------------------------------
 
     def tensor(self) -> str:
@@ -109,6 +133,11 @@ class Writer:
         """Another one that goes with it."""
         fitting = [each for each in self.floats if _broadcast(self.shape(each), self.shape(name))]
         return self.random.choice(fitting)
+
+    def host(self, name: str) -> str:
+        """One of the host's that goes with it; where there is none, a number."""
+        fitting = [each for each in self.hosts if _broadcast(self.shape(each), self.shape(name))]
+        return self.random.choice(fitting) if fitting else "torch.tensor(0.5)"
 
     def placements(self, name: str) -> str:
         ndim = len(self.shape(name))
@@ -152,6 +181,7 @@ def _of_one(text: str) -> Statement:
         places = {
             "x": x, "d": dim, "e": writer.dim(x), "i": r.randrange(-size, size), "j": r.randint(1, max(1, size)),
             "s": writer.sizes(x), "n": r.randint(1, 3), "p": writer.placements(x), "y": writer.like(x),
+            "h": writer.host(x),
             "k": [r.randrange(size) for _ in range(r.randint(1, 3))],
         }  # fmt: skip
         return form.format(name=name, **places)
@@ -246,6 +276,18 @@ STATEMENTS: list[Statement] = [
         {x}.clone(); {name}.select({d}, {i}).fill_(3) | {x}.clone(); {name}.narrow({d}, 0, {j}).mul_(2) |
         {x}.clone(); {name}.sub_({y}, alpha=2) | {x} + 0; {name}.unsqueeze_({d}) | {x} + 0; {name}.t_() |
         {x} * 1; {name}[..., 0] = {x}[..., -1] | {x} + 0; {name}.index_fill_({d}, torch.tensor({k}), 1.0)
+        """
+    ),
+    _of_one(
+        """
+        {x} + {h} | {h} * {x} | {h} - {x} | {x} / ({h}.abs() + 1) | torch.maximum({x}, {h}) | {x} * {h}.sum() |
+        torch.where({h} > 0, {x}, 0.5) | torch.where({x} > 0, {x}, {h}) | {x}.masked_fill({h} > 0, 0.25) |
+        {x}.clone(); {name}.add_({h}) | {x}.clone(); {name}.copy_({h}) | {x} * 1; {name} *= {h} |
+        {x}.clone(); {name}[{h}.expand_as({x}) > 0] = 2.0 | torch.lerp({x}, {h}, 0.25) | F.mse_loss({x}, {h}) |
+        torch.cat([{x}, {h}.expand_as({x})], {d}) | torch.stack([{h}.expand_as({x}), {x}], {d}) | {x} @ {h}.mT |
+        F.linear({x}, {h}) | ({x} > {h}).float() | {x}.gather({d}, {h}.expand_as({x}).argsort({d})) |
+        {h}.expand_as({x}).clone(); {name}.add_({x}) | {h}.expand_as({x}) * 1; {name} += {x} | {h} + 1 |
+        torch.addcmul({x}, {h}, {x}, value=0.5) | F.layer_norm({x}, {h}.shape, {h}) | F.mse_loss({h}, {x}.detach())
         """
     ),
     _of_one(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from monarch_backend.dtensor import MeshMismatchError, RemoteOpError
-from tests.dtensor.conftest import DEVICE
+from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same, value
 
 ONE = [Shard(0), Shard(1), Replicate()]
@@ -167,6 +167,38 @@ def test_what_does_not_fit_is_an_error_and_the_mesh_goes_on(mesh_of: Callable[[s
     with pytest.raises((RemoteOpError, CheckpointException)):
         dcp.load({"x": x}, checkpoint_id=tmp_path / "nothing")
     assert x.sum().item() == 4
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("held", [[False, True], [True, False]])
+def test_after_a_check_that_failed_the_earlier_checkpoint_stays(
+    mesh_of: Callable[[str], Any], tmp_path: Path, held: list[bool], how: str
+) -> None:
+    """What such a check was to warn of is not what the checkpoint is to have."""
+    mesh = mesh_of("2")
+    whole = torch.arange(6.0)
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    dcp.save({"x": x}, checkpoint_id=tmp_path)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    x.fill_(-1)
+    torch._assert_async(workers_of(mesh).put_by_rank([torch.tensor(each) for each in held]))
+    with pytest.raises(RemoteOpError, match=rf"_assert_async.* raised on rank {held.index(False)} "):
+        saved(how, {"x": x}, tmp_path)
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+    if how == "async_save":  # whose future is no reading
+        with pytest.raises(RemoteOpError, match="_assert_async"):
+            workers_of(mesh).synchronize()
+    saved(how, {"x": x}, tmp_path)  # told once
+    x.zero_()
+    dcp.load({"x": x}, checkpoint_id=tmp_path)
+    same(x, torch.full((6,), -1.0), 0)
+
+
+def saved(how: str, state: dict[str, Any], folder: Path) -> None:
+    if how == "save":
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.async_save(state, checkpoint_id=folder).result(30)  # type: ignore[union-attr]
 
 
 def test_torch_save_of_a_full_tensor(mesh_of: Callable[[str], Any]) -> None:

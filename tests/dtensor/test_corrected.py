@@ -258,3 +258,19 @@ def test_rows_that_nobody_has_are_not_kept(mesh_of: Callable[[str], Any]) -> Non
     for _ in range(20):
         ours[1:].sum()
     assert not _torch_views._copies[ours._local_tensor]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_rows_of_a_sharded_table_by_an_index_of_any_dimensions(mesh_of: Callable[[str], Any], shape: Any) -> None:
+    """torch indexes by its mask of them, and reads one that is a single number: of which rank?"""
+    table, mesh = torch.randn(5, 4), mesh_of("2")
+    rows = distribute_tensor(table, mesh, [Shard(0)]).requires_grad_()
+    alone = table.clone().requires_grad_()
+    for row in range(5):
+        index = torch.full(shape, row)
+        found = F.embedding(distribute_tensor(index, mesh, [Replicate()]), rows)
+        expected = F.embedding(index, alone)
+        same(found, expected)
+        (found * (row + 1)).sum().backward()
+        (expected * (row + 1)).sum().backward()
+    same(rows.grad, alone.grad)

@@ -100,3 +100,24 @@ def test_what_is_filled_into_a_sum_over_ranks(mesh_of: Callable[[str], Any]) -> 
         total.fill_(value)  # not by each rank, of which each would have all of it
         assert total.placements == (Partial(),)
         same(total, torch.full((5,), float(value)))
+
+
+@pytest.mark.parametrize("how", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [-100, 0, 2])
+def test_of_parallel_classes_with_weights_and_labels_that_do_not_count(
+    mesh_of: Callable[[str], Any], ignored: int, how: str
+) -> None:
+    """torch looks up the weight of -100."""
+    labels = torch.where(LABELS == -100, ignored, LABELS)
+    for rows in (2, 5):
+        alone = X[:rows].clone().requires_grad_()
+        options: Any = {"weight": WEIGHT[0], "reduction": how, "ignore_index": ignored}
+        F.cross_entropy(alone, labels[:rows], **options).sum().backward()
+        mesh = mesh_of("2")
+        x = distribute_tensor(X[:rows], mesh, [Shard(1)]).requires_grad_()
+        given = {**options, "weight": distribute_tensor(WEIGHT[0], mesh, [Replicate()])}
+        with mesh, loss_parallel():
+            found = F.cross_entropy(x, distribute_tensor(labels[:rows], mesh, [Replicate()]), **given)
+            found.sum().backward()
+        same(found, F.cross_entropy(alone, labels[:rows], **options))
+        same(x.grad, alone.grad)

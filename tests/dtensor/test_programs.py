@@ -36,7 +36,7 @@ class OnMesh:
     """A program, and its inputs there. Each statement is tried there before it becomes one of the program's."""
 
     def __init__(self, seed: int, mesh_of: Callable[[str], Any], names: Sequence[str]) -> None:
-        self._random = random.Random(seed)
+        self.seed, self._random = seed, random.Random(seed)
         name, *of = self._random.choice(names).split()
         self.mesh = mesh_of(name)[of[0]] if of else mesh_of(name)
         self.placements: dict[str, list[Any]] = {}
@@ -46,13 +46,13 @@ class OnMesh:
         self._writer.write()
 
     def inputs(self, *, there: bool) -> dict[str, torch.Tensor]:
-        drawn = torch.Generator().manual_seed(5)
-        found = {name: torch.randn(shape, generator=drawn) for name, shape in self.program.inputs.items()}
+        """All arguments: what is there or here, and what is always here."""
+        found = self.program.tensors("inputs")
         for name, tensor in found.items():
             if there:
                 found[name] = distribute_tensor(tensor, self.mesh, self._placed(name))
             found[name].requires_grad_()
-        return found
+        return found | self.program.tensors("hosts")
 
     def _placed(self, name: str) -> list[Any]:
         if name not in self.placements:
@@ -62,7 +62,7 @@ class OnMesh:
 
     def _holds(self, line: str) -> bool:
         if len(self._there) == len(NAMES):
-            self._there.update(self.inputs(there=True))
+            self._there.update(self.inputs(there=True), **self.program.tensors("constants"))
         before = dict(self._there)
         try:
             exec(line, self._there)
@@ -75,35 +75,71 @@ class OnMesh:
         return True
 
     def __str__(self) -> str:
-        return f"{self.mesh}, {self.placements}, {self.program.inputs}\n{self.program.text()}"
+        hosts = f"on the host {self.program.hosts}, from outside {self.program.constants}"
+        return f"{self.mesh}, {self.placements}, {self.program.inputs}, {hosts}\n{self.program.text()}"
+
+    def written(self) -> int | None:
+        """The result that is written into after the call. What is placed may be a copy, or not."""
+        if "place(" in self.program.text():
+            return None
+        return random.Random(self.seed).randrange(len(self.program.results))
 
 
-def values(function: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """Of its results and of the gradients of its inputs."""
+def values(
+    function: Callable[..., Any], inputs: dict[str, torch.Tensor], written: int | None = None
+) -> dict[str, torch.Tensor | None]:
+    """Of its results, of the gradients of its inputs, and of all of them after one of the results was written into."""
     torch.manual_seed(7)
     results = function(**inputs)
     losses = [each.square().mean() for each in results if each.requires_grad]
     if losses:
         sum(losses).backward()  # type: ignore[union-attr]
-    found: dict[str, torch.Tensor | None] = {f"result {at}": value(each) for at, each in enumerate(results)}
     grads = {f"{name}.grad": each.grad for name, each in inputs.items()}
-    return found | {name: None if each is None else value(each) for name, each in grads.items()}
+    found = {f"result {at}": copied(each) for at, each in enumerate(results)}
+    found |= {name: copied(each) for name, each in grads.items()}
+    if written is not None:
+        with torch.no_grad():
+            results[written].mul_(3)
+        found |= {f"result {at} afterwards": copied(each) for at, each in enumerate(results)}
+        found |= {f"{name} afterwards": copied(each) for name, each in inputs.items()}
+    return found
+
+
+def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else value(tensor).clone()
+
+
+def writable(function: Callable[..., Any], inputs: dict[str, torch.Tensor], at: int) -> tuple[bool, bool]:
+    """Whether the result there can be written into, and, if so, whether an input stays what it was."""
+    torch.manual_seed(7)
+    result = function(**inputs)[at]
+    memory = result.untyped_storage().data_ptr()
+    apart = all(each.untyped_storage().data_ptr() != memory for each in inputs.values())
+    try:
+        with torch.no_grad():
+            result.mul_(3)
+    except RuntimeError:  # torch writes into nothing that has one number in several places
+        return False, apart
+    return True, apart
 
 
 def check(seed: int, mesh_of: Callable[[str], Any], names: Sequence[str], captured: bool) -> None:
     on = OnMesh(seed, mesh_of, names)
     if not on.program.statements:
         return
-    program = on.program.function()
-    reference = values(program, on.inputs(there=False))
+    program, written = on.program.function(), on.written()
+    may_write, apart = (False, False) if written is None else writable(program, on.inputs(there=False), written)
     ways: list[Callable[..., Any]] = [program]
     if captured:
         torch._dynamo.reset()
         ways.append(torch.compile(program, backend="monarch", options={"inductor": False}))
     for way in ways:
+        # What a captured step returns as a view of an argument is not one for who writes into it.
+        at = written if may_write and (apart or way is program) else None
+        reference = values(program, on.inputs(there=False), at)
         what = f"MONARCH_TEST_SEED={seed} {'eager' if way is program else 'captured'}, {on}"
         try:
-            ours = values(way, on.inputs(there=True))
+            ours = values(way, on.inputs(there=True), at)
         except Exception as error:
             if way is program and any(each in str(error) for each in SAYS_WHAT_TO_DO):
                 return  # of a gradient, which is not tried statement by statement

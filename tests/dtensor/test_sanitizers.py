@@ -19,7 +19,7 @@ def test_with_address_sanitizer() -> None:
     prefix, extension = sanitizers.prefix("address"), sanitizers.extension("address")
     command = [sys.executable, "-m", "tests.shm.test_sanitizers", extension, *sanitizers.PYTEST]
     command += [f"tests/dtensor/test_{name}.py" for name in ("records", "rank_ints", "errors", "memory")]
-    # The sanitizer keeps what is freed, 256 MiB of it, in the workers too: how much they have at once is not to be told.
+    # The sanitizer keeps what is freed, 256 MiB of it, in the workers too: how much they have at once can not be told.
     command += ["-k", "not thousand and not large_tensors", "-m", "not slow"]
     # Python keeps what it has till its end: leaks are not to be told from that.
     env = {"LD_PRELOAD": sanitizers.preload("address"), "ASAN_OPTIONS": "detect_leaks=0"}

@@ -28,6 +28,9 @@ class Played:
         self.send(batch)
         return lambda: self.may_answer.acquire(timeout=60)
 
+    def send_at_the_end(self, batch: bytes) -> None:
+        self.send(batch)
+
     def has_room(self) -> bool:
         return self.room
 
@@ -128,10 +131,79 @@ def test_writers_and_senders_of_many_threads_lose_nothing(played: Played) -> Non
         assert [i for who, i in pairs if who == thread] == list(range(2000))
 
 
+def test_at_the_end_the_rest_is_sent_and_waits_for_nobody(played: Played) -> None:
+    stream = Stream(played)
+    played.room = False
+    stream.words += (7, 0, 1)
+    stream.send_the_rest()
+    stream.send_the_rest()
+    assert [words for _, words in played.batches] == [[7, 0, 1]]
+
+
+def test_what_can_not_be_sent_at_the_end_raises_where_somebody_reads(played: Played) -> None:
+    def send(_: bytes) -> None:
+        raise RuntimeError("rank 1 is dead")
+
+    played.send_at_the_end = send  # type: ignore[method-assign]
+    stream = Stream(played)
+    stream.words += (7, 0, 1)
+    stream.send_the_rest()
+    with pytest.raises(RuntimeError, match="rank 1 is dead"):
+        stream.flush()
+
+
+def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of it, the end is on another thread, and gives up; then it is in time, and comes behind."""
+    monkeypatch.setattr(_stream, "MOMENT", 0.01)
+    stream, ends = Stream(played), []
+
+    def end() -> threading.Thread:
+        ends.append(threading.Thread(target=stream.send_the_rest))
+        ends[-1].start()
+        return ends[-1]
+
+    own = played.send
+
+    def send(batch: bytes) -> None:
+        played.send = own  # type: ignore[method-assign]
+        stream.words += (8, 0, 2)
+        end().join(60)
+        monkeypatch.setattr(_stream, "MOMENT", 60.0)
+        end()
+        own(batch)
+
+    played.send = send  # type: ignore[method-assign]
+    stream.words += (7, 0, 1)
+    stream.flush()
+    ends[-1].join(60)
+    assert [words for _, words in played.batches] == [[7, 0, 1], [8, 0, 2]]
+    assert not any(each.is_alive() for each in ends)
+
+
+def test_who_waits_for_answers_keeps_nobody_from_sending(played: Played) -> None:
+    stream = Stream(played)
+    while len(stream._missing) <= _stream.AHEAD:
+        stream.words.append(7)
+        stream.flush(wait=False)
+    stream.words.append(8)
+    ahead = threading.Thread(target=stream.flush)
+    ahead.start()
+    while len(stream._missing) > _stream.AHEAD:  # it waits, or is about to
+        pass
+    stream.words.append(9)
+    stream.send_the_rest()
+    assert played.batches[-1][1] == [9]
+    played.may_answer.release()
+    ahead.join(60)
+
+
 def test_nothing_is_sent_after_the_end(played: Played) -> None:
     stream = Stream(played)
     stream.closed = RuntimeError("they have ended")
     stream.words.append(7)
+    stream.send_the_rest()
     with pytest.raises(RuntimeError, match="they have ended"):
         stream.flush()
     assert not played.batches

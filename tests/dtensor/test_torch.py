@@ -164,6 +164,9 @@ FORMS = {
     "DTensor.__init__": "args kwargs",
     "OpDispatcher.wrap": "res spec",
     "OpDispatcher._dispatch_get_local_results_slow_path": "self op_call args op_info",
+    "OpDispatcher._unwrap_to_op_info_impl": "self op_call args kwargs create_schema",
+    "DTensorSpec.__init__": "self mesh placements tensor_meta shard_order use_strided_shard_as_shard_order",
+    "DTensorSpec.__eq__": "self other",
     "OpDispatcher._dispatch_fast_path_python_tail": (
         "self op_call args kwargs compute_mesh output_sharding local_results participating is_inplace_op "
         "is_out_variant_op"
@@ -183,6 +186,21 @@ FORMS = {
     "torch.cuda.set_rng_state": "new_state device",
     "torch.nn.init.orthogonal_": "tensor gain generator",
     "torch.nn.init.sparse_": "tensor sparsity std generator",
+    "_MaskPartial._partition_value": "self tensor mesh mesh_dim",
+    "torch.distributed.tensor.parallel.loss._nll_loss_and_log_softmax_backward": (
+        "grad_output x target weight reduction ignore_index total_weight input_shape channel_dim mesh mesh_dim"
+    ),
+    "torch.nn.parallel.distributed._verify_param_shape_across_processes": "process_group tensors logger",
+    **dict.fromkeys(
+        (
+            "torch.distributed._state_dict_utils._broadcast_state_dict",
+            "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
+        ),
+        "full_state_dict local_state_dict device pg strict cpu_offload",
+    ),
+    "DTensor.storage": "self",
+    "DTensor.share_memory_": "self",
+    "DTensor.__dlpack__": "self stream max_version dl_device copy",
 }
 """Parameters of torch's own function, by the name of the place. What a type of C has inherited has none to look at."""
 OF_C = {
@@ -192,6 +210,9 @@ OF_C = {
     "DTensor.to", "DTensor.cpu", "DTensor.cuda", "DTensor.type_as", "DTensor.pin_memory", "DTensor.record_stream",
     "torch.distributed.tensor._api.compute_global_tensor_info",
     "torch.distributed.tensor._utils.compute_global_tensor_info",
+    "DTensor.data_ptr", "DTensor.untyped_storage", "DTensor.apply_", "DTensor.map_", "DTensor.map2_",
+    "DTensor.__cuda_array_interface__", "torch.to_dlpack", "torch.utils.dlpack.to_dlpack",
+    "torch.nn.functional.one_hot",
     "DTensor.get_device", "RemoteTensor.to", "RemoteTensor.cpu", "RemoteTensor.cuda", "RemoteTensor.type_as",
 }  # fmt: skip
 
@@ -253,6 +274,7 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
         "distribute_module": "module device_mesh partition_fn input_fn output_fn",
         "get_rank": "group",
         "parallelize_module": "module device_mesh parallelize_plan src_data_rank",
+        "visualize_sharding": "dtensor header use_rich",
         "_group_tensors_by_device_and_dtype": "tensorlistlist with_indices",
     }
     assert dist.get_rank is c10d.get_rank

@@ -45,7 +45,7 @@ INTO: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, Any], Any]]] = {
     ),
     "all_gather_coalesced": (
         two,
-        lambda out, x, group: dist.all_gather_coalesced([out], [x], group=group),
+        lambda out, x, group: dist.all_gather_coalesced([[each] for each in out], [x], group=group),
     ),
 }
 """What makes the outputs, and the collective of [0, 1] on rank 0 and [2, 3] on rank 1."""
@@ -55,6 +55,9 @@ RESULTS: dict[str, Any] = {
     "reduce_scatter": [2, 4],
     "reduce_scatter_tensor": [2],
     "all_to_all": [[0, 1], [2, 3]],
+    "all_to_all_single": [0, 2],
+    "all_reduce_coalesced": [0, 0],
+    "all_gather_coalesced": [[0, 1], [2, 3]],
 }
 """On rank 0."""
 OF_THE_CONTROLLER = r"of a tensor of the controller: no rank of a mesh is here\. Distribute the tensor first"
@@ -98,16 +101,19 @@ def test_collectives_into_both(shards: Any, mesh_of: Callable[[str], Any]) -> No
 
 @pytest.mark.parametrize("name", INTO)
 def test_collectives_into_tensors_of_the_workers(name: str, shards: Any, mesh_of: Callable[[str], Any]) -> None:
-    """Are done; those that workers have not say so where they are called."""
     outputs, call = INTO[name]
     out = outputs(shards.new_zeros)
-    if name in RESULTS:
-        call(out, shards, mesh_of("2").get_group())
-        found = [value(each).tolist() for each in out] if isinstance(out, list) else value(out).tolist()
-        assert found == RESULTS[name]
-    else:
-        with pytest.raises(RemoteTensorError, match=r"workers have no such collective.*dtensor\.run"):
-            call(out, shards, mesh_of("2").get_group())
+    call(out, shards, mesh_of("2").get_group())
+    found = [value(each).tolist() for each in out] if isinstance(out, list) else value(out).tolist()
+    assert found == RESULTS[name]
+
+
+def test_what_only_some_ranks_do_says_so_where_it_is_called(shards: Any, mesh_of: Callable[[str], Any]) -> None:
+    group = mesh_of("2").get_group()
+    with pytest.raises(RemoteTensorError, match=r"workers have no such collective.*dtensor\.run"):
+        group.send([shards], 1, 0)
+    with pytest.raises(RemoteTensorError, match=r"workers have no such collective.*dtensor\.run"):
+        group.recv([shards], 1, 0)
 
 
 def test_collectives_of_dtensors(shards: Any, mesh_of: Callable[[str], Any]) -> None:

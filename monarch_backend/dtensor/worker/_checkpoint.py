@@ -28,7 +28,9 @@ def _group(mesh: DeviceMesh) -> Any:
     return known[ranks]
 
 
-def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool) -> Any:
+def save(
+    _unfailed: None, mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool
+) -> Any:
     """What the first rank has to say of it."""
     metadata = dcp.save(
         state_dict, storage_writer=storage_writer, planner=planner, process_group=_group(mesh),

@@ -72,6 +72,34 @@ def alltoall_(output_tensors: Any, input_tensors: Any, **given: Any) -> None:
     _call("alltoall", options.AllToAllOptions(), [output_tensors, input_tensors], given)
 
 
+def alltoall_base_(
+    output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), **given: Any
+) -> None:
+    """``dist.all_to_all_single``."""
+    splits = [list(output_split_sizes), list(input_split_sizes)]
+    _call("alltoall_base", options.AllToAllOptions(), [output, input, *splits], given)
+
+
+def allreduce_coalesced_(tensors: Any, **given: Any) -> None:
+    """``dist.all_reduce_coalesced``, and what a coalescing manager makes of several ``dist.all_reduce``."""
+    _call("allreduce_coalesced", options.AllreduceCoalescedOptions(), [tensors], given)
+
+
+def allgather_coalesced_(output_lists: Any, input_list: Any, **given: Any) -> None:
+    """``dist.all_gather_coalesced``."""
+    _call("allgather_coalesced", options.AllgatherOptions(), [output_lists, input_list], given)
+
+
+def allgather_into_tensor_coalesced_(outputs: Any, inputs: Any, **given: Any) -> None:
+    """What a coalescing manager makes of several ``dist.all_gather_into_tensor``."""
+    _call("allgather_into_tensor_coalesced", options.AllgatherOptions(), [outputs, inputs], given)
+
+
+def reduce_scatter_tensor_coalesced_(outputs: Any, inputs: Any, **given: Any) -> None:
+    """What a coalescing manager makes of several ``dist.reduce_scatter_tensor``."""
+    _call("reduce_scatter_tensor_coalesced", options.ReduceScatterOptions(), [outputs, inputs], given)
+
+
 def barrier(**given: Any) -> None:
     """``dist.barrier``."""
     _group_of(given["process_group"]).barrier().wait()

@@ -213,6 +213,14 @@ class Executor(Actor):
         """What is under this id: a tensor, or a Failure."""
         return self._settled(number)
 
+    def failed_check(self) -> Failure | None:
+        """One that has failed and was not raised yet."""
+        beside = self._failures.beside(None)
+        if beside is None:
+            return None
+        first = beside["checks"][0]
+        return Failure(first, first["order"], is_end=False)
+
     def keep(self, number: int, value: Any) -> None:
         """Under this id."""
         self._tensors[number] = value
@@ -281,7 +289,10 @@ class Executor(Actor):
             self._calls[number] = call
         if function.is_collective:
             origin = function.signature, words[i + 1], self._order(i)
-            self._pending.update(dict.fromkeys(function.results(words, i), origin))
+            written = [function.operands(words, i)[at] for at in function.signature.writes]
+            self._pending.update(dict.fromkeys([*function.results(words, i), *written], origin))
+            for each in written:  # others may share their memory, for which nobody would wait
+                self._settled(each)
         return i + function.length
 
     def _delete(self, words: list[Any], i: int) -> int:

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as funcol
 
 from monarch_backend._native import Call
 from monarch_backend.dtensor import _torch_bindings
-from monarch_backend.dtensor._wire import COLLECTIVES, Signature, Tag, constant
+from monarch_backend.dtensor._wire import COLLECTIVES, MEETINGS, Signature, Tag, constant
 from monarch_backend.dtensor.worker import _older_torch
 
 Run = Callable[[dict[int, Any], list[Any], int], None]
@@ -31,7 +31,8 @@ class Function:
         self.signature, self.run, self.call = signature, run, call
         self._floats = _floats(signature)
         self.length = 2 + signature.operands + signature.results
-        self.is_collective = self.meets_others = signature.target.startswith(COLLECTIVES)
+        self.is_collective = signature.target.startswith(COLLECTIVES)
+        self.meets_others = signature.target.startswith(MEETINGS)
 
     def operands(self, words: list[Any], i: int) -> list[Any]:
         """The record's tensors; 0, which is no tensor's id, for an operand that is a number."""
@@ -55,7 +56,8 @@ class Function:
     def stand_in(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
         """Take part in its collective. ``tensors``: those of its operands."""
         self.run(tensors, words, i)
-        for number in self.results(words, i):
+        operands = self.operands(words, i)
+        for number in [*self.results(words, i), *(operands[at] for at in self.signature.writes)]:
             funcol.wait_tensor(tensors[number])
 
 

@@ -132,6 +132,21 @@ def _local(held: int) -> torch.Tensor:
     raise NotThereError(found)
 
 
+class Unfailed:
+    """Among the arguments of a function that keeps values for later: it is not called where a check has failed that
+    nobody has been told of. There it is None.
+    """
+
+    def __reduce__(self) -> Any:
+        return _unfailed, ()
+
+
+def _unfailed() -> None:
+    failed = _here.executor.failed_check()
+    if failed is not None:
+        raise NotThereError(failed)
+
+
 def _as(made: torch.Tensor, requires_grad: bool, is_parameter: bool, grad: Any) -> torch.Tensor:
     if is_parameter:
         made = torch.nn.Parameter(made, requires_grad)

@@ -1,0 +1,36 @@
+"""Values that a single process refuses: workers look at their shards, and the next reading raises what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from monarch_backend.dtensor import _dispatch, _torch_traces
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._signatures import stands_in
+from monarch_backend.dtensor.worker import _checks
+
+_CONDITIONS: dict[Callable[..., None], Callable[..., torch.Tensor]] = {
+    _checks.probabilities: _checks.are_probabilities,
+    _checks.classes: _checks.are_classes,
+}
+
+
+def require(check: Callable[..., None], x: Any, *others: Any) -> None:
+    """Of the values of a tensor that is on workers, or stands for one in a trace; of others, nothing."""
+    local = x
+    if isinstance(x, DTensor):
+        whole = [Replicate() if each.is_partial() else each for each in x.placements]
+        local = x.redistribute(placements=whole)._local_tensor
+    local = local.detach()
+    if isinstance(local, RemoteTensor):
+        _dispatch.call(check, f"{check.__module__}:{check.__name__}", (local, *others), {})
+    elif _torch_traces.is_traced(local):
+        condition = _CONDITIONS[check]
+        torch._assert_async(condition(local, *others), _checks.MESSAGES[condition])
+
+
+stands_in.update(dict.fromkeys(_CONDITIONS, lambda *_: None))
