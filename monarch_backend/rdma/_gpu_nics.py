@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from monarch_backend import _native
 from monarch_backend.rdma._flight import Flight
 from monarch_backend.rdma._handle import Handle
-from monarch_backend.rdma._route import UNREACHABLE, Change, Part, Result, Segment, moved
+from monarch_backend.rdma._route import UNREACHABLE, Change, Part, Result, Route, Segment, moved, of_nics
 from monarch_backend.rdma._staged import Staged
 from monarch_backend.rdma._verbs import Verbs
 
@@ -61,3 +62,21 @@ class GpuNics:
         """See Route."""
         route = self._verbs if handle.verbs else self._staged
         return route.change(handle, access, offset, operand, expected, patient)
+
+
+def gathered(routed: Sequence[tuple[Part | Change, Route]]) -> list[tuple[Part | Change, Route]]:
+    """The same, with one part for all that are staged, of one registration and one GPU here: each part of a transfer
+    costs a round to its owner, and many small ones fit into a slot.
+    """
+    made: list[tuple[Part | Change, Route]] = []
+    segments: dict[tuple[Any, ...], list[Segment]] = {}
+    for part, route in routed:
+        if not isinstance(part, Part) or not part.handle.staged or of_nics(route) is None:
+            made.append((part, route))
+            continue
+        handle, gpu = part.handle, _native.gpu_device_of(part.segments[0][1])
+        known = segments.setdefault((handle.token, handle.ticket, part.write, gpu), [])
+        if not known:
+            made.append((part._replace(segments=known), route))
+        known.extend(part.segments)
+    return made

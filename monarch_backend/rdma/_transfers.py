@@ -26,6 +26,7 @@ from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._flight import MERCY, MOST_LOOKING
 from monarch_backend.rdma._futures import SingleFuture, TransferFuture, look_and_sleep, refuse_to_wait
+from monarch_backend.rdma._gpu_nics import gathered
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory
 from monarch_backend.rdma._near import QUICK
@@ -108,6 +109,8 @@ class Engine:
                 return self._at_once(part, route, keep, timeout, result)
             if nics is not None and timeout is None and (single := self.single(part, nics, keep, result)) is not None:
                 return single
+        else:
+            routed = gathered(routed)
         self.guard()
         transfer = _Transfer(self, len(routed), keep, timeout, result)
         if all(_is_quick(part, route) for part, route in routed):

@@ -1,7 +1,7 @@
 """NICs that there are not, one for each process: the kernel carries the bytes, by process_vm_readv and _writev.
 
-For the ordinary run of tests that are of two processes. They are less strict than fabric.py's, which are of one: keys are
-not looked at. Memory of a (pretended) GPU they do not reach.
+For the ordinary run of tests that are of two processes. They are less strict than fabric.py's, which are of one: keys
+are not looked at. Memory of a (pretended) GPU they do not reach.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path as File
 
 from monarch_backend import _native
@@ -25,6 +26,19 @@ from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
 REMOTE_ACCESS, FLUSHED, RETRIES = 10, 5, 12
 _numbers = itertools.count(100)
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class Manners:
+    """Of this process's NIC, from when they are set."""
+
+    fails: int = 0  # of so many requests nothing is heard from the other side
+    silent: bool = False  # queue pairs that are made do nothing
+    unreachable: bool = False  # there is no way to others
+    memory: int = 1 << 60  # bytes that can be registered at a time
+
+
+manners = Manners()
 
 
 class _Range(ctypes.Structure):
@@ -50,7 +64,9 @@ class Across:
 
 
 class _Registered:
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
+        if nbytes > manners.memory:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
         self.lkey = self.rkey = next(_numbers)
 
     def close(self) -> None:
@@ -89,7 +105,7 @@ class _Nic:
     def register(self, address: int, nbytes: int, access: int) -> _Registered:
         if _native.gpu_device_of(address) >= 0:
             raise OSError(errno.EFAULT, "Bad address")
-        return _Registered()
+        return _Registered(nbytes)
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int, address: int, access: int) -> _Registered:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
@@ -105,16 +121,20 @@ class _Pair:
     def __init__(self, nic: _Nic) -> None:
         self._nic, self.number = nic, next(_numbers)
         self._pid = 0
-        self._broken = False
+        self._broken, self._silent = False, manners.silent
 
     def initialize(self, port: int, access: int) -> None:
         """Nothing has to be."""
 
     def connect(self, path: Path) -> None:
+        if manners.unreachable:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
         self._pid = int.from_bytes(path.gid[12:], "big")
 
     def post(self, works: Sequence[Work]) -> None:
         for work in works:
+            if self._silent and work.nbytes:
+                return
             status = FLUSHED if self._broken else self._do(work)
             self._broken = self._broken or status != 0
             if status or work.signaled:
@@ -123,6 +143,9 @@ class _Pair:
     def _do(self, work: Work) -> int:
         if not work.nbytes:
             return 0 if _lives(self._pid) else RETRIES
+        if manners.fails:
+            manners.fails -= 1
+            return RETRIES
         assert work.opcode in (READ, WRITE), "atomics are not carried"
         move = _libc.process_vm_readv if work.opcode == READ else _libc.process_vm_writev
         here, there = _Range(work.local, work.nbytes), _Range(work.remote, work.nbytes)
