@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("faults")
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
 _SLOW = {
-    "gpu verbs": pytest.mark.verbs,
+    "gpu verbs": (pytest.mark.verbs, pytest.mark.slow),
     **dict.fromkeys(("gpu not exported", "gpu not mapped", "gpu tls"), MARKS["tls"]),
 }
 MANY = [pytest.param(name, marks=_SLOW.get(name, ())) for name in DEVICE_ROUTES]
