@@ -154,6 +154,26 @@ def test_it_is_said_why(fresh: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
+@pytest.mark.parametrize("size", [100, 9 * MIB + 5])
+def test_one_side_whose_nic_reaches_its_gpu(fresh: Pair, size: int) -> None:
+    """The other one's does not, and finds that out with the first transfer."""
+    owner, reader = fresh
+    owner.nic.call_one(takes_gpus=True).get()
+    buffer = owner.own.call_one("tensor", size).get()
+    said = reader.says.call_one(buffer).get()
+    assert len(said) == 2 and said[0].endswith(": verbs")
+    assert f"verbs, staged through pinned memory of both hosts: cannot register {size} bytes of a GPU" in said[1]
+    assert reader.read.call_one(buffer).get()
+    reader.write.call_one(buffer, "tensor", 9).get()
+    assert owner.shows.call_one(size, 9).get()
+    owner.nic.call_one(takes_gpus=False).get()
+    reader.nic.call_one(takes_gpus=True).get()
+    again = owner.own.call_one("tensor", size).get()
+    assert reader.read.call_one(again).get(), "the other way round"
+    for each in (buffer, again):
+        owner.drop.call_one(each).get()
+
+
 # ---- what goes wrong
 
 
