@@ -45,8 +45,8 @@ class _Loan(msgspec.Struct, frozen=True, array_like=True):
 class _Lent:
     """What stands behind a loan."""
 
-    def __init__(self, memory: Any, region: Region) -> None:
-        self.memory, self.region = memory, region
+    def __init__(self, memory: Any, region: Region, server: Any) -> None:
+        self.memory, self.region, self.server = memory, region, server
         self.key = secrets.randbits(64)
 
 
@@ -74,8 +74,8 @@ class Lender:
         if len(self._lent) >= MOST_LENT:
             raise RDMAError(f"staging memory is lent to {MOST_LENT} processes already, which is the most")
         memory = _native.PinnedMemory(device, SLOTS * SLOT_BYTES)
-        lent = _Lent(memory, self._verbs.lend(memory))
-        self._tcp.server().add_staging(lent.key, memory, SLOT_BYTES)
+        lent = _Lent(memory, self._verbs.lend(memory), self._tcp.server())
+        lent.server.add_staging(lent.key, memory, SLOT_BYTES)
         return lent
 
     def forget(self, token: str) -> None:
@@ -83,7 +83,7 @@ class Lender:
         with self._lock:
             lent = self._lent.pop(token, None)
         if lent is not None:
-            self._tcp.server().remove_staging(lent.key)
+            lent.server.remove_staging(lent.key)
             self._verbs.take_back(lent.region)  # before the memory is somebody else's
 
     def close(self) -> None:
