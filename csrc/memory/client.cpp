@@ -655,6 +655,7 @@ class Client::Sent : public Errand {
   std::atomic<bool> over_{false};
 };
 
+// A connection that was taken out of the pool.
 class Client::Held : public Line {
  public:
   Held(Pool& pool, const Limits& limits) : pool_(pool), limits_(limits), stream_(pool.enter_patiently(limits)) {}

@@ -111,6 +111,8 @@ class _Pipeline:
         self._part, self._verbs, self._borrowed, self._patient = part, verbs, borrowed, patient
         self._line, self._memory = line, memory
         self._broken = False  # the line
+        self.spoilt = False
+        """A NIC may still write to our memory, as one that is stuck: it is not for another transfer."""
         self._copies: Any = _native.GpuCopies(_native.gpu_device_of(part.segments[0][1]))
         self._mine: set[int] = set()
         self._free: deque[_Slot] = deque()
@@ -213,10 +215,15 @@ class _Pipeline:
 
     def _landed(self) -> tuple[_Slot, Piece]:
         slot, piece, flight = self._flying.popleft()
-        result = flight.wait(self._patient)
+        result = self._wait(flight)
         if result.outcome != DONE:
             raise _Ended(result, again=result.outcome == LOST)
         return slot, piece
+
+    def _wait(self, flight: Awaited) -> Result:
+        result = flight.wait(self._patient)
+        self.spoilt = self.spoilt or result.outcome == FAILED
+        return result
 
     def _done_with(self, slot: _Slot) -> None:
         """One who waits for a slot gets it, if this transfer has others."""
@@ -247,7 +254,7 @@ class _Pipeline:
 
     def _leave(self) -> None:
         for _, _, flight in self._flying:
-            flight.wait(self._patient)
+            self._wait(flight)
         with contextlib.suppress(_Ended):
             while self._asked and not self._broken and not self._patient.over():
                 self._hear()
@@ -303,7 +310,7 @@ class Staged:
         line, result = self._tcp.line(part.handle, patient)
         if line is None:  # nor would TCP be any better
             raise _Ended(result._replace(outcome=LOST) if result.outcome == UNREACHABLE else result)
-        memory, numbers = None, []
+        memory = pipeline = None
         try:
             memory = self._pins.take(_number(part), borrowed.slots * borrowed.slot_bytes)
             pipeline = _Pipeline(part, self._verbs, borrowed, line, memory, patient)
@@ -317,7 +324,7 @@ class Staged:
             raise _Ended(Result(UNREACHABLE, 0, 0, 0, str(error))) from None
         finally:
             line.close()
-            if memory is not None:
+            if memory is not None and (pipeline is None or not pipeline.spoilt):
                 self._pins.give(memory)
         return Result(DONE, 0, 0, 0)
 
