@@ -141,6 +141,8 @@ class Verbs:
             except UnreachableMemoryError as error:
                 self._unreachable.add(handle.ticket)
                 self.why_staged = str(error)
+                if self._registry.native.check(handle.ticket, 0, 0, READ):  # as below
+                    self._unreachable.discard(handle.ticket)
                 return b""
             with self._lock:
                 region = self._regions.setdefault(handle.ticket, made)
