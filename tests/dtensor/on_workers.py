@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ def doubled_in_place(x: Any) -> None:
     x.add_(x)
 
 
+def doubled_plain(x: torch.Tensor) -> float:
+    """In place, and its sum."""
+    return float(x.mul_(2).sum())
+
+
 def autocasts_of_xla() -> list[str]:
     """Operators for which torch_xla has a rule in autocast."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastXLA")
@@ -124,8 +130,9 @@ class _Numbers:
 class ExecutorWithoutGpu(Executor):
     """Executes what is meant for a GPU, on the CPU: "cuda" is the CPU, and attention is done as a GPU's worker does."""
 
-    def __init__(self, _device_type: str, timeout: float) -> None:
+    def __init__(self, device_type: str, timeout: float) -> None:
         super().__init__("cpu", timeout)
+        self.board = boards[device_type]  # where the actor beside it, which takes it for a GPU's, leaves what it hears
         _functions.constant = _with_gpus_on_the_cpu
         numbers = _Numbers()
         _random.state_of, _random.set_state = numbers.state_of, numbers.set_state
@@ -137,3 +144,10 @@ class ExecutorWithoutGpu(Executor):
 
 def _with_gpus_on_the_cpu(tagged: list[Any], device: torch.device) -> Any:
     return device if tagged == [_wire.Tag.DEVICE, "cuda"] else _wire.constant(tagged, device)
+
+
+def reads_its_memory(x: Any) -> bool:
+    """Whether a local DTensor's shard is where its address says, and its wrapper has what torch gives it."""
+    local = x.to_local()
+    first = ctypes.c_float.from_address(local.data_ptr()).value
+    return bool(first == local.flatten()[0]) and local.untyped_storage().data_ptr() == local.data_ptr()

@@ -7,13 +7,17 @@ the same tests run on GPUs where there are any (`make test-gpu`). What has no va
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,15 +28,20 @@ from torch.utils.checkpoint import checkpoint
 import monarch_backend.dtensor.worker as worker
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import (
+    RemoteOpError,
     RemoteTensor,
     RemoteTensorError,
     _autocast_rules,
     _group,
     _torch_autocast,
+    move,
     put_module,
+    run,
+    shard_batch,
     simulated_mesh,
 )
 from monarch_backend.dtensor.worker import _attention
+from tests.dtensor import on_workers
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.on_workers import ExecutorWithoutGpu
 from tests.dtensor.values import same, value
@@ -52,6 +61,24 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
         if request.param == "cpu":
             patch.setattr(worker, "Executor", ExecutorWithoutGpu)
         yield procs.device_mesh("cuda")
+
+
+@pytest.fixture(scope="module", params=[pytest.param("cpu", marks=without_gpu), pytest.param("gpu", marks=gpu)])
+def grid(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Two by two, as `mesh`; on fewer than four GPUs, two by one or one by one."""
+    sizes = {"a": min(2, _GPUS or 2), "b": 2 if not _GPUS or _GPUS >= 4 else 1}
+    with pytest.MonkeyPatch.context() as patch, this_host().spawn_procs(sizes) as procs:
+        if request.param == "cpu":
+            patch.setattr(worker, "Executor", ExecutorWithoutGpu)
+        yield procs.device_mesh("cuda")
+
+
+@pytest.fixture
+def genuine(mesh: Any) -> Any:
+    """A mesh on which functions get DTensors of their own: those of "cuda" need a GPU."""
+    if not _GPUS:
+        pytest.skip("no GPU that torch can use: run `make test-gpu` on a machine with one")
+    return mesh
 
 
 @pytest.fixture
@@ -377,9 +404,9 @@ def test_what_a_captured_step_leaves_to_eager_code(mesh: Any) -> None:
         for there in (x.redistribute(placements=[Replicate()]), x.redistribute(placements=[Replicate()]).to_local()):
             torch._dynamo.reset()
             results = []
-            for run in (torch.compile(program, backend="monarch", options={"inductor": False}), program):
+            for step in (torch.compile(program, backend="monarch", options={"inductor": False}), program):
                 torch.manual_seed(0)
-                results.append(run(there))
+                results.append(step(there))
             assert results[0].device == results[1].device and results[0].dtype == results[1].dtype
             assert value(results[0]).equal(value(results[1]))
 
@@ -568,3 +595,86 @@ def test_random_numbers(mesh: Any) -> None:
     assert len(first[0].unique()) > 2
     torch.cuda.manual_seed(4)
     assert not torch.equal(F.dropout(x, 0.5), F.dropout(x, 0.5))
+
+
+# Around it ------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint(genuine: Any, tmp_path: Path) -> None:
+    models = [fully_shard(Block(), mesh=genuine) for _ in range(2)]
+    states = []
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model(torch.randn(2, 5, 8)).square().mean().backward()
+        optimizer.step()
+        states.append(get_state_dict(model, optimizer))
+    first, second = ({"model": model, "optimizer": optimizer} for model, optimizer in states)
+    dcp.save(first, checkpoint_id=tmp_path)
+    dcp.load(second, checkpoint_id=tmp_path)
+    for ours, reference in zip(second["model"].values(), first["model"].values(), strict=True):
+        assert is_on_gpu(ours)
+        assert value(ours).equal(value(reference))
+    kept = [each["exp_avg"] for each in (state["optimizer"]["state"]["down.weight"] for state in (first, second))]
+    assert is_on_gpu(*kept)
+    assert value(kept[0]).equal(value(kept[1]))
+
+
+def test_a_whole_tensor_in_a_file(mesh: Any) -> None:
+    whole, file = torch.randn(5, 3), io.BytesIO()
+    torch.save(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor().cpu(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True).equal(whole)
+
+
+def test_an_error_on_the_workers_comes_with_the_line_and_hurts_nothing_else(mesh: Any) -> None:
+    x = distribute_tensor(torch.tensor([[2.0, 3.0], [3.0, 2.0]]), mesh, [Replicate()])
+    y, failed = x + 1, torch.linalg.cholesky(x)
+    with pytest.raises(RemoteOpError, match=r"test_gpu_meshes\.py"):
+        failed.sum().item()
+    same(y * 2, torch.tensor([[6.0, 8.0], [8.0, 6.0]]))
+
+
+def test_a_model_on_a_grid_of_replicas_and_shards(grid: Any) -> None:
+    models, batch = [Block(), Block()], torch.randn(4, 5, 8)
+    models[1].load_state_dict(models[0].state_dict())
+    models[0] = fully_shard(models[0], mesh=grid)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(shard_batch(batch, grid) if model is models[0] else batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, reference in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert is_on_gpu(ours)
+        same(ours, reference, 1e-4)
+
+
+def test_tensors_go_from_mesh_to_mesh(genuine: Any, grid: Any) -> None:
+    whole = torch.randn(6, 4)
+    x = distribute_tensor(whole, genuine, [Shard(0)]).requires_grad_()
+    moved = move(x * 2, grid, [Shard(1), Shard(0)])
+    assert is_on_gpu(moved)
+    same(moved, whole * 2)
+    moved.square().sum().backward()
+    assert x.grad is not None and is_on_gpu(x.grad)
+    same(x.grad, whole * 8)
+
+
+def test_functions_of_the_workers_with_plain_tensors(mesh: Any) -> None:
+    whole = torch.randn(6, 4)
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    sums = run(mesh, on_workers.doubled_plain, x.to_local()).get().values()
+    assert sum(sums) == pytest.approx(whole.sum().item() * 2, abs=1e-4)
+    same(x, whole * 2)
+
+
+def test_functions_of_the_workers(genuine: Any) -> None:
+    whole = torch.randn(6, 4)
+    x = distribute_tensor(whole, genuine, [Shard(0)])
+    devices = {device for device, *_ in run(genuine, on_workers.where_it_is, x).get().values()}
+    assert devices == {f"cuda:{rank}" for rank in range(genuine.size())} or devices == {"cuda:0"}
+    run(genuine, on_workers.doubled_in_place, x).get()
+    same(x, whole * 2)
+    with pytest.raises(RemoteOpError, match="on purpose"):
+        run(genuine, on_workers.fails).get()
+    same(x + 1, whole * 2 + 1)

@@ -7,13 +7,14 @@ import logging
 import mmap
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from monarch_backend import _native
 from monarch_backend.rdma.verbs import _devices
 from monarch_backend.rdma.verbs._binding import LOCAL_WRITE, Binding, Registration
+from monarch_backend.rdma.verbs._destroy import destroy
 from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._memory import Allocation, Entry, MemoryCache, register
+from monarch_backend.rdma.verbs._memory import MemoryCache, register
 from monarch_backend.rdma.verbs._messages import Endpoint
 from monarch_backend.rdma.verbs._settings import Settings
 
@@ -38,46 +39,6 @@ _UNTIMED = 15
 
 _SLOTS = 512
 _VALUE = struct.Struct("=Q")
-
-
-class Closable(Protocol):
-    """A part of a device."""
-
-    def close(self) -> None:
-        """Raises OSError."""
-
-
-def destroy(part: Closable, what: str, device: str) -> bool:
-    """Close it. False if its device can't, as one that was removed or reset: then it is kept for ever, since the device
-    may still have it, and its own end would try again, in the middle of anything.
-    """
-    try:
-        part.close()
-    except OSError as error:
-        log.warning("verbs: %s of %s cannot be destroyed, and is left as it is: %s", what, device, error)
-        _native.keep_for_ever(part)
-        return False
-    return True
-
-
-class _Ending:
-    """A registration that nobody uses any more: what is wrong with its end is nobody's failure."""
-
-    def __init__(self, registration: Registration, device: str) -> None:
-        self._registration, self._device = registration, device
-        self.lkey, self.rkey = registration.lkey, registration.rkey
-
-    def close(self) -> None:
-        destroy(self._registration, "a registration", self._device)
-
-
-class _Cache(MemoryCache):
-    """Goes on when a registration does not end: it is given back in the middle of what others wait for."""
-
-    def _register(self, allocation: Allocation, *, writable: bool) -> Entry:
-        entry = super()._register(allocation, writable=writable)
-        entry.registration = _Ending(entry.registration, self._nic.name)
-        return entry
 
 
 class Slot:
@@ -113,7 +74,7 @@ class Device:
         self.untimed = 0  # transfers that need not be timed
         self.looked_promptly = False  # who looks now finds what has come a moment ago
         self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
-        self.cache: MemoryCache = _Cache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
+        self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []
         self._slots: list[Slot] = []
         self._lost: set[int] = set()  # addresses of slots

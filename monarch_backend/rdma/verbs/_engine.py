@@ -34,7 +34,8 @@ from monarch_backend.rdma.verbs._binding import (
     load,
 )
 from monarch_backend.rdma.verbs._completions import QUIET, Completions
-from monarch_backend.rdma.verbs._device import Device, destroy, open_devices
+from monarch_backend.rdma.verbs._destroy import destroy
+from monarch_backend.rdma.verbs._device import Device, open_devices
 from monarch_backend.rdma.verbs._devices import available, distance, node_of_memory
 from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
 from monarch_backend.rdma.verbs._link import Link, State

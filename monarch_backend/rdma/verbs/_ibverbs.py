@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import ibverbs
 from monarch_backend.rdma.verbs import _binding as verbs
 from monarch_backend.rdma.verbs import _queues
 from monarch_backend.rdma.verbs._binding import Completion, Limits, Path, Port, Work
+from monarch_backend.rdma.verbs._destroy import close_each
 
 _ETHERNET, _ACTIVE = 2, 4
 
@@ -73,9 +73,7 @@ class _Nic:
     def close(self) -> None:
         if self._queue is not None:
             self._queue.forget()
-        with contextlib.ExitStack() as each:  # the others, too, if one can't be
-            for part in (self._context, self._pd, self._channel, self._cq):
-                each.callback(_close, part)
+        close_each((self._context, self._pd, self._channel, self._cq), _close)
 
 
 def _close(part: Any) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from monarch_backend import _native
 from monarch_backend.rdma.verbs._binding import WRITE, Path, Work
-from monarch_backend.rdma.verbs._device import Device, destroy
+from monarch_backend.rdma.verbs._destroy import destroy
+from monarch_backend.rdma.verbs._device import Device
 from monarch_backend.rdma.verbs._messages import End, Endpoint, Pairing
 from monarch_backend.rdma.verbs._request import Piece, Request
 from monarch_backend.rdma.verbs._settings import Settings

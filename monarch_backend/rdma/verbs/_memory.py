@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from monarch_backend.rdma.verbs import _gpu
 from monarch_backend.rdma.verbs._binding import LOCAL_WRITE, Nic, Registration
+from monarch_backend.rdma.verbs._destroy import destroy
 from monarch_backend.rdma.verbs._devices import locked_memory
 from monarch_backend.rdma.verbs._errors import VerbsError, registration_error
 
@@ -97,9 +98,9 @@ class Entry:
     of two that meet in this, one at least knows.
     """
 
-    def __init__(self, allocation: Allocation, registration: Registration, *, writable: bool) -> None:
+    def __init__(self, allocation: Allocation, registration: Registration, device: str, *, writable: bool) -> None:
         self.address, self.nbytes, self.writable = allocation.address, allocation.nbytes, writable
-        self.registration = registration
+        self.registration, self._device = registration, device
         self.lkey = registration.lkey
         self.users: list[None] = []  # whose append and pop are one step each
         self.kept = False
@@ -113,10 +114,12 @@ class Entry:
         return same and (self.writable or not writable)
 
     def close(self) -> None:
-        """Under the cache's lock, and without users."""
+        """Under the cache's lock, and without users. It is in the middle of what others wait for: that it can't be
+        destroyed is no failure of theirs.
+        """
         if not self._closed:
             self._closed = True
-            self.registration.close()
+            destroy(self.registration, "a registration", self._device)
 
 
 class MemoryCache:
@@ -242,14 +245,15 @@ class MemoryCache:
             return bool(idle)
 
     def _register(self, allocation: Allocation, *, writable: bool) -> Entry:
-        address, nbytes = allocation.address, allocation.nbytes
+        nic, address, nbytes = self._nic, allocation.address, allocation.nbytes
         try:
-            return Entry(allocation, register(self._nic, address, nbytes, LOCAL_WRITE, [self]), writable=True)
+            return Entry(allocation, register(nic, address, nbytes, LOCAL_WRITE, [self]), nic.name, writable=True)
         except VerbsError as error:
             cause = error.__cause__
             if writable or not isinstance(cause, OSError) or cause.errno not in (errno.EFAULT, errno.EACCES):
                 raise
-        return Entry(allocation, register(self._nic, address, nbytes, 0, [self]), writable=False)  # mapped read-only
+        # mapped read-only
+        return Entry(allocation, register(nic, address, nbytes, 0, [self]), nic.name, writable=False)
 
 
 def register(nic: Nic, address: int, nbytes: int, access: int, caches: list[MemoryCache]) -> Registration:
