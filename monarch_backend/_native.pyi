@@ -459,6 +459,31 @@ def gpu_wait_for_stream(device: int, stream: int) -> None:
 def gpu_dma_buf(address: int, nbytes: int) -> int:
     """A new descriptor of the dma-buf of this range, of whole pages. Raises GpuFailure."""
 
+class PinnedMemory:
+    """Memory of the host that GPUs' drivers copy to and from straight; it has the buffer protocol."""
+
+    def __init__(self, device: int, nbytes: int) -> None:
+        """For copies by any GPU; ``device``: whose driver is asked for it. Raises GpuFailure."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class GpuCopies:
+    """Copies between a GPU's memory and the host's, in two lanes: what is asked of one is done in that order."""
+
+    lanes: int
+
+    def __init__(self, device: int) -> None:
+        """Raises GpuFailure, as all of it."""
+
+    def begin(self, lane: int, to_gpu: bool, host: int, parts: _Segments) -> None:
+        """Of all parts, whose local addresses are the GPU's, to or from ``host``, one after the other."""
+
+    def finish(self, lane: int) -> None:
+        """Until all of the lane's are done."""
+
 class Copies:
     """Copies between this process and others of its host that are made again and again."""
 
@@ -514,6 +539,12 @@ class MemoryServer:
     def listen(self, address: str, port: int = 0) -> int:
         """The port, at a numeric address, IPv4 or IPv6. Raises OSError or ValueError."""
 
+    def add_staging(self, key: int, memory: PinnedMemory, slot_bytes: int) -> None:
+        """Requests may name it from now on, by this key."""
+
+    def remove_staging(self, key: int) -> None:
+        """Not any more; those that have begun go on."""
+
     def connections(self) -> int:
         """Of processes that have proved who they are."""
 
@@ -534,6 +565,20 @@ class Errand:
     @property
     def over(self) -> bool:
         """Nobody touches its memory any more."""
+
+class MemoryLine:
+    """A connection that one thread has for itself, to have a peer copy to and from its staging memory."""
+
+    def ask(
+        self, write: bool, ticket: _Ticket, ranges: _Segments, buffer: int, slot: int, turn: int
+    ) -> tuple[int, int, int, int, str]:
+        """To copy it: from its slot to the ranges to write, else the other way. How the sending went."""
+
+    def hear(self) -> tuple[int, int, int, int, str]:
+        """What became of the first request that was not heard of yet."""
+
+    def close(self) -> None:
+        """Others may have the connection, or it is hung up."""
 
 class MemoryClient:
     """Reads and writes the memory of one process elsewhere; every call waits, with the GIL released."""
@@ -584,6 +629,9 @@ class MemoryClient:
         /,
     ) -> Errand | None:
         """Ask for a small transfer, without waiting; None if no connection is idle: nothing was asked for."""
+
+    def line(self, patient: Patient, /) -> tuple[MemoryLine | None, tuple[int, int, int, int, str]]:
+        """Wait for a connection; None, and why there is none."""
 
     def close(self) -> None:
         """Ends all transfers, connections and threads."""

@@ -45,6 +45,8 @@ const char* in_words(Refusal refusal) {
       return "the driver of its owner's GPU could not copy it";
     case Refusal::no_atomics:
       return "it is memory of a GPU, which has no atomic operations on this route";
+    case Refusal::no_staging:
+      return "its owner has lent no such staging memory";
   }
   return "its owner refuses, for a reason that this version does not know";
 }
@@ -157,6 +159,11 @@ class Stream {
   Refusal hear(Transfer& transfer, std::size_t index, Staged* staged);
   // Of the only piece that was asked for: takes what comes until then, to go on with later. Nothing: there is more to come.
   std::optional<Refusal> hear_until(Transfer& transfer, Answer& answer, Moment until);
+
+  // The same, of requests whose bytes NICs carry.
+  void ask_staged(const StageRequest& what, const std::vector<Segment>& ranges, const Limits& limits);
+  Refusal hear_staged(const Limits& limits);
+  bool has_all() const { return asked_ == heard_; }
 
   bool busy = false;  // the pool's, under its lock
 
@@ -298,6 +305,36 @@ std::optional<Refusal> Stream::hear_until(Transfer& transfer, Answer& answer, Mo
   return refusal_in(answer.tail);
 }
 
+void Stream::ask_staged(const StageRequest& what, const std::vector<Segment>& ranges, const Limits& limits) {
+  std::uint64_t bytes = 0;
+  for (const Segment& range : ranges) bytes += range.bytes;
+  const wire::Request request{wire::request_magic,
+                              what.write ? wire::stage_write : wire::stage_read,
+                              what.ticket.slot,
+                              static_cast<std::uint32_t>(ranges.size()),
+                              what.ticket.epoch,
+                              what.ticket.key,
+                              ++asked_,
+                              bytes,
+                              what.buffer,
+                              what.turn << wire::slot_bits | what.slot};
+  Writer& writer = connection_->writer;
+  writer.put(&request, sizeof request);
+  for (const Segment& segment : ranges) {
+    const wire::Range range{segment.offset, segment.bytes};
+    writer.put(&range, sizeof range);
+  }
+  writer.flush(limits);
+}
+
+Refusal Stream::hear_staged(const Limits& limits) {
+  wire::Reply reply;
+  connection_->reader.read(&reply, sizeof reply, limits);
+  ++heard_;
+  if (reply.magic != wire::reply_magic || reply.number != heard_ || reply.bytes != 0) wrong("what is no reply");
+  return static_cast<Refusal>(reply.refusal);
+}
+
 }  // namespace
 
 // The connections, and who helps.
@@ -306,6 +343,7 @@ class Client::Pool {
   Pool(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
        std::size_t streams);
   Result run(const std::shared_ptr<Transfer>& transfer);
+  Stream& enter_patiently(const Limits& limits);  // the same, that waits for one, and connects it. Throws LinkError
   Stream* enter();                          // an idle connection, for an errand; nullptr: there is none
   void leave(Stream& stream, bool broken);  // after that
   Limits limits(Moment deadline, const Cancel* cancel) const { return {deadline, cancel, &closed_}; }
@@ -431,6 +469,27 @@ Stream* Client::Pool::enter() {
   if (!stream->is_stale()) return stream;
   leave(*stream, true);
   return nullptr;
+}
+
+Stream& Client::Pool::enter_patiently(const Limits& limits) {
+  {
+    const std::scoped_lock lock(mutex_);
+    ++callers_;
+  }
+  Stream* stream = nullptr;
+  try {
+    stream = &claim(limits);
+    connect(*stream, limits);
+    return *stream;
+  } catch (...) {
+    if (stream != nullptr) {
+      leave(*stream, true);
+      throw;
+    }
+    const std::scoped_lock lock(mutex_);
+    if (--callers_ == 0) idle_.notify_all();
+    throw;
+  }
 }
 
 void Client::Pool::leave(Stream& stream, bool broken) {
@@ -596,6 +655,51 @@ class Client::Sent : public Errand {
   std::atomic<bool> over_{false};
 };
 
+// A connection that was taken out of the pool.
+class Client::Held : public Line {
+ public:
+  Held(Pool& pool, const Limits& limits) : pool_(pool), limits_(limits), stream_(pool.enter_patiently(limits)) {}
+  ~Held() override { leave(); }
+
+  void leave() override {
+    if (left_ || pool_.forked()) return;
+    left_ = true;
+    pool_.leave(stream_, failed_ || !stream_.has_all());
+  }
+
+  Result ask(const StageRequest& request, const std::vector<Segment>& ranges) override {
+    return attempt([&] {
+      limits_.check();
+      stream_.ask_staged(request, ranges, limits_);
+      return Refusal::none;
+    });
+  }
+  Result hear() override {
+    return attempt([&] { return stream_.hear_staged(limits_); });
+  }
+
+ private:
+  template <class Work>
+  Result attempt(Work&& work) {
+    try {
+      const Refusal refusal = work();
+      if (refusal == Refusal::none) return {};
+      return {Outcome::refused, refusal, 0, 0, in_words(refusal)};
+    } catch (const LinkError& error) {
+      failed_ = true;
+      return {error.outcome, Refusal::none, 0, 0, pool_.told(error)};
+    } catch (const std::exception& error) {  // no memory
+      failed_ = true;
+      return {Outcome::lost, Refusal::none, 0, 0, pool_.told(error)};
+    }
+  }
+
+  Pool& pool_;
+  const Limits limits_;
+  Stream& stream_;
+  bool failed_ = false, left_ = false;
+};
+
 Client::Client(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
                std::size_t streams)
     : pool_(new Pool(std::move(address), port, std::move(identity), whom, checked(streams))) {}
@@ -636,6 +740,17 @@ std::unique_ptr<Errand> Client::begin(Access access, const Ticket& ticket, const
   auto sent = std::make_unique<Sent>(*pool_, std::move(transfer));
   if (!sent->ask()) return nullptr;
   return sent;
+}
+
+std::unique_ptr<Line> Client::line(Moment deadline, const Cancel* cancel, Result& result) {
+  try {
+    return std::make_unique<Held>(*pool_, pool_->limits(deadline, cancel));
+  } catch (const LinkError& error) {
+    result = {error.outcome, Refusal::none, 0, 0, pool_->told(error)};
+  } catch (const std::exception& error) {  // no memory, no descriptors
+    result = {Outcome::lost, Refusal::none, 0, 0, pool_->told(error)};
+  }
+  return nullptr;
 }
 
 void Client::close() {

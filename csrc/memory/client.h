@@ -30,6 +30,26 @@ class Errand {
   virtual bool is_over() const = 0;
 };
 
+// What a peer's staging memory is asked for: to copy `ranges` of what it has registered there, or from there.
+struct StageRequest {
+  bool write;
+  Ticket ticket;
+  std::uint64_t buffer;  // its key
+  std::uint32_t slot;
+  std::uint64_t turn;
+};
+
+// A connection that one thread has for itself, to ask for that. Answers come in the order of the requests.
+class Line {
+ public:
+  virtual ~Line() = default;
+  // Sends it off. Of each segment, where it is here does not matter.
+  virtual Result ask(const StageRequest& request, const std::vector<Segment>& ranges) = 0;
+  virtual Result hear() = 0;
+  // Others may have the connection; it is hung up if it has failed, or answers are missing. Twice is as good as once.
+  virtual void leave() = 0;
+};
+
 class Client {
  public:
   // To the process with the token `whom`. Throws std::invalid_argument.
@@ -55,6 +75,10 @@ class Client {
   std::unique_ptr<Errand> begin(Access access, const Ticket& ticket, const std::vector<Segment>& segments, std::uint64_t operand,
                                 std::uint64_t expected, Moment deadline = Moment::max(), const Cancel* cancel = nullptr);
 
+  // Waits for a connection that has time; nullptr: `result` says why there is none. As `begin`, for whom its client and
+  // `cancel` are to outlive.
+  std::unique_ptr<Line> line(Moment deadline, const Cancel* cancel, Result& result);
+
   // Ends all transfers, connections and threads; a second call does nothing. Waits for errands: cancel them first.
   void close();
   // In a forked child: closes what belongs to the parent, without a word to anybody.
@@ -63,6 +87,7 @@ class Client {
  private:
   class Pool;
   class Sent;
+  class Held;
   Pool* pool_;  // left behind, not freed, in a forked child: it has none of the threads
 };
 

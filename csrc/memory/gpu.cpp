@@ -156,6 +156,22 @@ Imported::~Imported() {
   }
 }
 
+Pinned::Pinned(int device, std::uint64_t bytes) : device_(device), pid_(getpid()), bytes_(bytes) {
+  const Current current(device);
+  void* made = nullptr;
+  current.driver().check(current.driver().pinned_allocate(&made, bytes, portable), "allocate pinned memory");
+  data_ = static_cast<char*>(made);
+}
+
+Pinned::~Pinned() {
+  if (pid_ != getpid()) return;
+  try {
+    const Current current(device_);
+    current.driver().pinned_free(data_);
+  } catch (const Failure&) {  // the driver is at its end, and so is the memory
+  }
+}
+
 // Two streams, and what pinned memory they have needed so far. Used again and again: they take longer to make than to use.
 struct Copies::Kit {
   explicit Kit(int of) : device(of) {}

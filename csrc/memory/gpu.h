@@ -60,6 +60,23 @@ class Imported {
   char* base_ = nullptr;
 };
 
+// Memory of the host that the driver copies to and from straight, and that a NIC may have registered, too.
+class Pinned {
+ public:
+  Pinned(int device, std::uint64_t bytes);  // for copies by any GPU; `device`: whose driver is asked for it. Throws Failure
+  ~Pinned();
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+
+  char* data() const { return data_; }
+  std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  int device_, pid_;
+  std::uint64_t bytes_;
+  char* data_ = nullptr;
+};
+
 inline constexpr std::uint64_t room_bytes = 1 << 20;
 
 // Copies to and from a GPU, in two lanes: what is asked of one is done in that order. A lane has a room of pinned memory.

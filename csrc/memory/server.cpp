@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <deque>
 #include <list>
 #include <mutex>
 #include <optional>
@@ -103,8 +104,8 @@ class Staging {
 // What one connection asks for, one request after the other.
 class Service {
  public:
-  Service(Memory& memory, Reader& reader, Writer& writer, const Limits& limits)
-      : memory_(memory), reader_(reader), writer_(writer), limits_(limits) {}
+  Service(Memory& memory, StagingBuffers& buffers, Reader& reader, Writer& writer, const Limits& limits)
+      : memory_(memory), buffers_(buffers), reader_(reader), writer_(writer), limits_(limits) {}
 
   // Returns when the other side says what no client of ours does; throws LinkError when it hangs up.
   void run() {
@@ -119,6 +120,9 @@ class Service {
   void answer_read();
   void answer_write();
   void answer_atomic();
+  void answer_staged();
+  Refusal copy_staged(char* slot);
+  Refusal copy_ranges(char* slot, gpu::Copies* copies);
   void send(wire::Range range, Refusal& refusal);
   void receive(wire::Range range, Refusal& refusal);
   std::uint64_t send_staged(const wire::Range& range, Refusal& refusal);
@@ -129,9 +133,11 @@ class Service {
     writer_.flush(limits_);
     writer_.put(from, bytes);
   }
-  Access access() const { return static_cast<Access>(request_.access); }
+  bool is_staged() const { return request_.access == wire::stage_read || request_.access == wire::stage_write; }
+  Access access() const { return static_cast<Access>(request_.access - (is_staged() ? wire::stage_read : 0)); }
 
   Memory& memory_;
+  StagingBuffers& buffers_;
   Reader& reader_;
   Writer& writer_;
   const Limits& limits_;
@@ -140,6 +146,7 @@ class Service {
   Ticket ticket_;
   int device_ = gpu::none;          // of what is asked for now
   std::optional<Staging> staging_;  // for that
+  std::deque<Held> held_;           // of what is staged now
   std::unique_ptr<char[]> scratch_;  // where bytes go that were refused
 };
 
@@ -149,7 +156,7 @@ bool Service::next() {
   reader_.read(&request_, sizeof request_, limits_);
   const bool atomic = request_.access == static_cast<std::uint32_t>(Access::fetch_add) ||
                       request_.access == static_cast<std::uint32_t>(Access::compare_and_swap);
-  if (request_.magic != wire::request_magic || request_.access > static_cast<std::uint32_t>(Access::compare_and_swap) ||
+  if (request_.magic != wire::request_magic || request_.access > wire::stage_write ||
       request_.ranges == 0 || request_.ranges > wire::most_ranges || request_.bytes > wire::most_bytes ||
       (atomic && (request_.ranges != 1 || request_.bytes != sizeof(std::uint64_t)))) {
     return false;
@@ -186,6 +193,7 @@ Refusal Service::stage() {
 }
 
 void Service::answer() {
+  if (is_staged()) return answer_staged();
   switch (access()) {
     case Access::read:
       answer_read();
@@ -323,6 +331,52 @@ void Service::answer_atomic() {
   reply(refusal, 0, found);
 }
 
+// What others ask for waits in the reader meanwhile, so the answer is sent at once: the peer's NIC waits for it.
+void Service::answer_staged() {
+  const std::shared_ptr<StagingBuffer> buffer = buffers_.find(request_.operand);
+  const auto slot = static_cast<std::uint32_t>(request_.expected & ((1U << wire::slot_bits) - 1));
+  const std::uint64_t turn = request_.expected >> wire::slot_bits;
+  reply(buffer == nullptr ? Refusal::no_staging
+                          : buffer->use(slot, turn, request_.bytes, [&](char* data) { return copy_staged(data); }));
+  writer_.flush(limits_);
+}
+
+// Refused as a whole, but for what is dropped meanwhile.
+Refusal Service::copy_staged(char* slot) {
+  int device = gpu::none;
+  for (const wire::Range& range : ranges_) {
+    const Held held(memory_, ticket_, range.offset, range.bytes, access());
+    if (held.refusal != Refusal::none) return held.refusal;
+    device = held.device;
+  }
+  Refusal refusal;
+  try {
+    std::optional<gpu::Copies> copies;
+    if (device != gpu::none) copies.emplace(device);
+    refusal = copy_ranges(slot, copies ? &*copies : nullptr);
+  } catch (const gpu::Failure&) {
+    refusal = Refusal::device;
+  }
+  held_.clear();
+  return refusal;
+}
+
+// `copies`: those of a GPU, all of which are under way together. It waits for them at its end, before what is held is let go.
+Refusal Service::copy_ranges(char* slot, gpu::Copies* copies) {
+  for (const wire::Range& range : ranges_) {
+    const Held& held = held_.emplace_back(memory_, ticket_, range.offset, range.bytes, access());
+    if (held.refusal != Refusal::none) return held.refusal;
+    const bool reads = access() == Access::read;
+    char* const to = reads ? slot : held.data;
+    const char* const from = reads ? held.data : slot;
+    slot += range.bytes;
+    if (copies == nullptr) std::memcpy(to, from, range.bytes), held_.pop_back();
+    else if (range.bytes != 0) copies->begin(0, to, from, range.bytes);
+  }
+  if (copies != nullptr) copies->finish(0);
+  return Refusal::none;
+}
+
 Descriptor listener_at(const std::string& address, std::uint16_t port) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
@@ -359,6 +413,7 @@ class Server::Doorkeeper {
   void abandon() { inheritance_.close_all(); }
   std::size_t proven() const { return proven_.load(); }
   bool forked() const { return getpid() != pid_; }
+  StagingBuffers& staging() { return staging_; }
 
  private:
   // A socket that a forked child has to close.
@@ -397,6 +452,7 @@ class Server::Doorkeeper {
 
   const std::shared_ptr<Memory> memory_;
   const std::shared_ptr<const Identity> identity_;
+  StagingBuffers staging_;
   const std::size_t most_, most_sockets_;
   const int pid_;
   Descriptor nudge_;  // an eventfd: a listener has come, a connection is over, or all is
@@ -538,7 +594,7 @@ void Server::Doorkeeper::serve(Connection& connection) {
       writer.put(&welcome, sizeof welcome);
       writer.flush(strangers);
       const Limits none;
-      if (placed) Service(*memory_, reader, writer, none).run();
+      if (placed) Service(*memory_, staging_, reader, writer, none).run();
     }
   } catch (const std::exception&) {
     // Bytes of a stranger, a peer that has gone, no memory: it ends here, and others go on.
@@ -564,6 +620,8 @@ Server::~Server() {
 std::uint16_t Server::listen(const std::string& address, std::uint16_t port) { return keeper_->listen(address, port); }
 
 std::size_t Server::connections() const { return keeper_->proven(); }
+
+StagingBuffers& Server::staging() { return keeper_->staging(); }
 
 void Server::close() {
   if (!keeper_->forked()) keeper_->close();

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "memory/proof.h"
+#include "memory/staging.h"
 #include "memory/table.h"
 
 namespace monarch {
@@ -51,6 +52,7 @@ class Server {
   // The port. A numeric address, IPv4 or IPv6; may be called for several. Throws std::system_error or std::invalid_argument.
   std::uint16_t listen(const std::string& address, std::uint16_t port = 0);
   std::size_t connections() const;  // of those who have proved who they are
+  StagingBuffers& staging();         // that peers' requests may name
   // Ends all connections and threads; a second call does nothing.
   void close();
   // In a forked child: closes what belongs to the parent, without a word to anybody.

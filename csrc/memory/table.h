@@ -28,8 +28,9 @@ enum class Access : std::uint32_t { read, write, fetch_add, compare_and_swap };
 inline bool changes(Access access) { return access != Access::read; }
 
 // Why memory can't be touched. The numbers travel.
-// `device`: the driver of the owner's GPU has failed; `no_atomics`: it is memory of a GPU, which processors can't change.
-enum class Refusal : std::uint32_t { none, dropped, wrong_key, out_of_range, read_only, misaligned, device, no_atomics };
+// `device`: the driver of the owner's GPU has failed; `no_atomics`: it is memory of a GPU, which processors can't change;
+// `no_staging`: the owner has lent no such staging memory (any more), or it is another request's turn.
+enum class Refusal : std::uint32_t { none, dropped, wrong_key, out_of_range, read_only, misaligned, device, no_atomics, no_staging };
 
 // Which process, also when its pid is used again: the pid, and when it started, in ticks since the machine did. One word,
 // so that a place is taken, and taken from the dead, in one step. 0: nobody.

@@ -6,6 +6,8 @@
 //   connecting:  caller Hello; owner Answer, Proof; caller Proof; owner Welcome.
 //   then, as often as wanted, answered in order:
 //   caller Request, its ranges, and to write their bytes; owner Reply, and, if it refuses nothing and was to read, bytes and a Tail.
+//   or, where NICs carry the bytes between staging memory of both: caller Request with stage_read or stage_write, its ranges;
+//   owner Reply when they are copied. No bytes follow either.
 #pragma once
 
 #include <bit>
@@ -23,6 +25,11 @@ inline constexpr std::uint32_t request_magic = 0x526d6e6d, reply_magic = 0x506d6
 // side could wait for the other one to read.
 inline constexpr std::uint32_t most_ranges = 256;
 inline constexpr std::uint64_t most_bytes = 64 << 20;
+
+// Of a request, beyond what table.h has as Access: its ranges are copied to staging memory of the owner, one after the
+// other, or from there. `operand` is the staging memory's key, `expected` the slot, and above `slot_bits` its turn.
+inline constexpr std::uint32_t stage_read = 4, stage_write = 5;
+inline constexpr int slot_bits = 8;
 
 struct Token {
   unsigned char bytes[16];  // of a process; text says it in 32 hexadecimal digits
@@ -61,7 +68,7 @@ static_assert(sizeof(Welcome) == 8);
 
 struct Request {
   std::uint32_t magic;
-  std::uint32_t access;  // of table.h
+  std::uint32_t access;  // of table.h, or to stage
   std::uint32_t slot;
   std::uint32_t ranges;
   std::uint64_t epoch, key;

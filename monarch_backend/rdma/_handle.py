@@ -21,7 +21,8 @@ class Handle(NamedTuple):
     writable: bool
     ways: tuple[tuple[str, int], ...] = ()  # addresses and ports of its owner's server, if there is one
     encrypted: bool = False  # what is said there
-    verbs: bytes = b""  # what a NIC needs, if its owner has one
+    verbs: bytes = b""  # what a NIC needs, if its owner has one that reaches it
+    staged: bool = False  # its owner has one that does not: staging memory is between them
 
     def __str__(self) -> str:
         """For people."""

@@ -15,7 +15,7 @@ READ, WRITE, FETCH_ADD, COMPARE_AND_SWAP = range(4)
 """As enum Access (csrc/memory/table.h)."""
 
 
-DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED, DEVICE, NO_ATOMICS = range(1, 8)
+DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED, DEVICE, NO_ATOMICS, NO_STAGING = range(1, 9)
 """As enum Refusal (csrc/memory/table.h)."""
 
 

@@ -15,11 +15,14 @@ from typing import Any
 
 from monarch_backend.actor._program import Program, is_of_parent
 from monarch_backend.rdma._errors import RDMAError
+from monarch_backend.rdma._gpu_nics import GpuNics
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU
 from monarch_backend.rdma._near import Here, SameHost
 from monarch_backend.rdma._registry import Registry
-from monarch_backend.rdma._route import UNREACHABLE, Change, Flight, Part, Result, Route, Segment, moved
+from monarch_backend.rdma._route import UNREACHABLE, Change, Flight, NicRoute, Part, Result, Route, Segment, moved
+from monarch_backend.rdma._staged import Staged
+from monarch_backend.rdma._staging import Lender
 from monarch_backend.rdma._tcp import Tcp, Ways
 from monarch_backend.rdma._verbs import Verbs
 from monarch_backend.rdma.verbs import VerbsError
@@ -65,6 +68,9 @@ class Routes:
         self._here, self._near = Here(registry), SameHost(owner, registry, _say)
         self._tcp = Tcp(owner, registry, submit)
         self.verbs = Verbs(owner, registry)
+        self.lender = Lender(self.verbs, self._tcp)
+        self._staged = Staged(owner, self.verbs, self._tcp, _say)
+        self._gpu_nics = GpuNics(self.verbs, self._staged)
         registry.on_drop.append(self.verbs.dropped)
         self._warned: dict[str, None] = {}  # of which processes, also lost ones, it was said that TCP leads there
         self._warning = threading.Lock()
@@ -76,7 +82,7 @@ class Routes:
 
     def to(self, handle: Handle) -> Route:
         """The route to this memory. Raises RDMAError if there is none."""
-        which = handle.token, bool(handle.verbs), handle.device != CPU
+        which = handle.token, _for_nics(handle), handle.device != CPU
         route = self._chosen.get(which)
         if route is None:
             route = self._chosen[which] = self._choose(handle)
@@ -87,9 +93,11 @@ class Routes:
         if handle.token != self._program.router.token or not (self._program.gateway or self._forced):
             return handle
         ways, encrypted = self.ways()
-        return handle._replace(ways=ways, encrypted=encrypted, verbs=self._for_nics(handle))
+        verbs = self._exposed(handle)
+        staged = not verbs and self.verbs.is_staged(handle)
+        return handle._replace(ways=ways, encrypted=encrypted, verbs=verbs, staged=staged)
 
-    def _for_nics(self, handle: Handle) -> bytes:
+    def _exposed(self, handle: Handle) -> bytes:
         if self._forced == "tcp" or self.verbs.unusable() is not None:
             return b""
         try:
@@ -113,10 +121,14 @@ class Routes:
         self._near.forget(token)
         self._tcp.forget(token)
         self.verbs.forget(token, "its process is gone")
+        self._staged.forget(token)
+        self.lender.forget(token)  # whose NIC reaches nothing here any more
 
     def close(self) -> None:
         """Nobody reaches this process's memory any more, nor it others'."""
         self._tcp.close()
+        self._staged.close()
+        self.lender.close()
         self.verbs.close()
 
     def abandon(self) -> None:
@@ -133,9 +145,11 @@ class Routes:
 
     def _far(self, handle: Handle) -> Route:
         why = "MONARCH_RDMA says so" if self._forced == "tcp" else self.verbs.unusable()
-        if why is None and handle.verbs:
-            _say(handle, "verbs")
-            return self.verbs if self._forced == "verbs" else Far(self.verbs, self._tcp, self._warn_of_tcp)
+        if why is None and _for_nics(handle):
+            if handle.verbs:
+                _say(handle, "verbs")  # else the first transfer says how
+            nics: NicRoute = self.verbs if handle.device == CPU else self._gpu_nics
+            return nics if self._forced == "verbs" else Far(nics, self._tcp, self._warn_of_tcp)
         why = why or "its owner has not registered it with a NIC"
         if self._forced == "verbs":
             raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA wants it: {why}")
@@ -159,7 +173,7 @@ class Routes:
 class Far:
     """Verbs, or TCP where the two NICs do not reach each other."""
 
-    def __init__(self, verbs: Verbs, tcp: Tcp, warn: Callable[[Handle, str], None]) -> None:
+    def __init__(self, verbs: NicRoute, tcp: Tcp, warn: Callable[[Handle, str], None]) -> None:
         """``warn``: of a process to which TCP leads, and why."""
         self._verbs, self._tcp, self._warn, self._why = verbs, tcp, warn, ""
 
@@ -213,6 +227,11 @@ class Far:
         if result is not None and not self._falls_back(part.handle, result):
             return result
         return moved(part, self._tcp, patient, keep)
+
+
+def _for_nics(handle: Handle) -> bool:
+    """Its owner has one that reaches it, or staging memory."""
+    return bool(handle.verbs) or handle.staged
 
 
 def _say(handle: Handle, how: str) -> None:

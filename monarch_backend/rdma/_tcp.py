@@ -22,7 +22,7 @@ from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._place import Place, place
 from monarch_backend.rdma._registry import Registry
-from monarch_backend.rdma._route import FAILED, LOST, READ, UNREACHABLE, WRITE, Change, Part, Result, Segment
+from monarch_backend.rdma._route import DONE, FAILED, LOST, READ, UNREACHABLE, WRITE, Change, Part, Result, Segment
 from monarch_backend.transport._frames import KNOCK, Setting
 
 Ways = tuple[tuple[str, int], ...]
@@ -62,6 +62,11 @@ class Tcp:
                 if address not in self._ports:
                     self._ports[address] = self._listen(address)
             return tuple((address, self._ports[address]) for address in where.addresses), where.encrypted
+
+    def server(self) -> Any:
+        """That which serves it."""
+        self.ways()
+        return self._server
 
     def _listen(self, address: str) -> int:
         """There, or, where its host is known by an address that is not its own, everywhere."""
@@ -141,6 +146,18 @@ class Tcp:
         return self._try(
             handle, patient, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
         )
+
+    def line(self, handle: Handle, patient: Any) -> tuple[Any, Result]:
+        """A connection that the caller has for himself until he closes it; None, and why."""
+        lines: list[Any] = []
+
+        def take(client: Any) -> Any:
+            made, result = client.line(patient)
+            lines.append(made)
+            return result
+
+        result = self._try(handle, patient, take)
+        return (lines[-1] if result.outcome == DONE else None), result
 
     def _try(self, handle: Handle, patient: Any, act: Any) -> Result:
         """At the addresses of its host, until one can be reached."""

@@ -21,11 +21,12 @@ from monarch_backend import _native
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 from monarch_backend.actor._future import DoneFuture
 from monarch_backend.actor._program import Program, program
-from monarch_backend.rdma import _torch_ipc
+from monarch_backend.rdma import _staged, _torch_ipc
 from monarch_backend.rdma._conversation import DROP, TOPICS
 from monarch_backend.rdma._errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend.rdma._flight import MERCY, MOST_LOOKING
 from monarch_backend.rdma._futures import SingleFuture, TransferFuture, look_and_sleep, refuse_to_wait
+from monarch_backend.rdma._gpu_nics import gathered
 from monarch_backend.rdma._handle import Handle
 from monarch_backend.rdma._memory import CPU, LocalMemory
 from monarch_backend.rdma._near import QUICK
@@ -67,7 +68,8 @@ _REFUSALS = (
     "it was registered read-only",
     "atomics need 8 bytes at an address that is a multiple of 8",
     "its owner's GPU, or the driver of it, could not copy it",
-    "atomics on memory of a GPU are possible over verbs only: use memory of the CPU for it",
+    "atomics on memory of a GPU are possible over verbs only, where a NIC reaches it: use memory of the CPU for it",
+    "its owner does not know the staging memory any more that it has lent to this process: try again",
 )
 SOON = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""
@@ -107,6 +109,8 @@ class Engine:
                 return self._at_once(part, route, keep, timeout, result)
             if nics is not None and timeout is None and (single := self.single(part, nics, keep, result)) is not None:
                 return single
+        else:
+            routed = gathered(routed)
         self.guard()
         transfer = _Transfer(self, len(routed), keep, timeout, result)
         if all(_is_quick(part, route) for part, route in routed):
@@ -597,6 +601,10 @@ def _accept(_: Program, peer: Peer, offer: bytes) -> bytes:
     return engine().routes.verbs.accept(peer, offer)
 
 
+def _stage(_: Program, peer: Peer, question: bytes) -> bytes:
+    return _staged.answer(engine().routes.lender, peer.token, question)
+
+
 def _refusal(_: Program, __: Peer, question: bytes) -> bytes:
     return refusal_of(registry(), question)
 
@@ -605,7 +613,8 @@ def _torch_shares(_: Program, __: Peer, question: bytes) -> bytes:
     return _torch_ipc.answer(registry(), question)
 
 
-TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal, _torch_ipc.TOPIC: _torch_shares})
+TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal})
+TOPICS.update({_torch_ipc.TOPIC: _torch_shares, _staged.TOPIC: _stage})
 
 
 def engine() -> Engine:

@@ -54,6 +54,33 @@ from monarch_backend.transport._peer import Peer
 _NO_ACCESS = "remote access error"
 
 
+class Awaited:
+    """What a NIC does, and a thread waits for."""
+
+    def __init__(self, engine: Engine, token: str, plan: Plan) -> None:
+        """It begins. Raises VerbsError."""
+        self._engine, self._token = engine, token
+        self._ended = threading.Event()
+        self._outcome: Any = None
+        engine.start(token, plan, self._done)
+
+    def _done(self, outcome: Any) -> None:
+        self._outcome = outcome
+        self._ended.set()
+
+    def wait(self, patient: Any) -> Result:
+        """Until the NIC has done it, or nobody wants it any more and it touches no memory."""
+        over = 0
+        while not self._ended.wait(TICK):
+            over = patient.over()
+            if over:
+                if not self._ended.wait(MERCY):
+                    self._engine.give_up(self._token, "another transfer with it was given up")
+                    self._ended.wait()
+                break
+        return result_of(self._outcome, over)
+
+
 class Verbs:
     """To memory of processes that a NIC of ours reaches."""
 
@@ -66,6 +93,10 @@ class Verbs:
         self._regions: dict[Ticket, Region] = {}
         self._unusable: str | None = None
         self._looked = False
+        self.why_staged = ""
+        """Why the NICs did not reach the memory of a GPU here that was exposed last."""
+        self._unreachable: set[Ticket] = set()  # that they did not reach
+        self._no_way: set[str] = set()  # processes with which none could be had, the last time
         self._met: set[str] = set()  # processes with which there is, or was, a connection
 
     def unusable(self) -> str | None:
@@ -88,15 +119,31 @@ class Verbs:
 
     # ---- for others
 
+    def is_staged(self, handle: Handle) -> bool:
+        """No NIC reaches it, as `exposed` has found out."""
+        return handle.ticket in self._unreachable
+
     def exposed(self, handle: Handle) -> bytes:
-        """What others need to reach this memory, which their NICs can from now on. Raises VerbsError."""
+        """What others need to reach this memory, which their NICs can from now on; nothing where it `is_staged`.
+
+        Raises VerbsError.
+        """
+        if self.is_staged(handle):
+            return b""
         with self._lock:
             region = self._regions.get(handle.ticket)
         if region is None:
             whole = self._registry.memory(handle.ticket)
             if whole is None:
                 return b""
-            made = self._started().expose(whole.address, whole.nbytes, whole.keep, writable=whole.writable)
+            try:
+                made = self._started().expose(whole.address, whole.nbytes, whole.keep, writable=whole.writable)
+            except UnreachableMemoryError as error:
+                self._unreachable.add(handle.ticket)
+                self.why_staged = str(error)
+                if self._registry.native.check(handle.ticket, 0, 0, READ):  # as below
+                    self._unreachable.discard(handle.ticket)
+                return b""
             with self._lock:
                 region = self._regions.setdefault(handle.ticket, made)
             if region is not made:
@@ -105,8 +152,17 @@ class Verbs:
                 self.dropped(handle.ticket)
         return region.to_bytes()
 
+    def lend(self, memory: Any) -> Region:
+        """Staging memory, which others' NICs can reach from now on. Raises VerbsError."""
+        return self._started().expose(memory.address, memory.nbytes, memory)
+
+    def take_back(self, region: Region) -> None:
+        """No NIC reaches that staging memory any more when this returns."""
+        self._started().release(region)
+
     def dropped(self, ticket: Ticket) -> None:
         """No NIC reaches it any more when this returns."""
+        self._unreachable.discard(ticket)
         with self._lock:
             region = self._regions.pop(ticket, None)
         if region is not None:
@@ -125,11 +181,22 @@ class Verbs:
     def _meet(self, token: str) -> None:
         engine = self._started()
         self._met.add(token)
+        self._no_way.discard(token)
         try:
             answer = ask(self._program, self._program.router.peer(token), "verbs", engine.offer(token))
             engine.connect(token, answer)
         except (VerbsError, RDMAError) as error:
+            self._no_way.add(token)
             engine.peer_gone(token, NoWay(str(error), "", "", token))
+
+    def carry(self, token: str, write: bool, region: Region, segment: Segment, memory: Any) -> Awaited:
+        """One piece between staging memory there and here. Raises VerbsError."""
+        kind: Literal["write", "read"] = "write" if write else "read"
+        return Awaited(self._started(), token, plan_transfer(kind, region, [segment], memory))
+
+    def has_no_way(self, token: str) -> bool:
+        """The NICs of that process and ours did not reach each other when that was last tried."""
+        return token in self._no_way
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
@@ -181,30 +248,16 @@ class Verbs:
 
     def _wait(self, part: Part | Change, keep: Any, patient: Any) -> Result:
         """Until the NIC has done it, or nobody wants it any more and it touches no memory."""
-        ended, outcome = threading.Event(), []
-
-        def done(what: Any) -> None:
-            outcome.append(what)
-            ended.set()
-
-        engine, over = self._started(), 0
+        engine = self._started()
         try:
             region = _region(part.handle.verbs)
             if refusal := _refusal(part, region):
                 return Result(REFUSED, refusal, 0, 0)
-            engine.start(part.handle.token, _plan(part, region, keep), done)
+            return Awaited(engine, part.handle.token, _plan(part, region, keep)).wait(patient)
         except UnreachableMemoryError as error:
             return result_of(error, 0)
         except (VerbsError, ValueError, TypeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
-        while not ended.wait(TICK):
-            over = patient.over()
-            if over:
-                if not ended.wait(MERCY):
-                    engine.give_up(part.handle.token, "another transfer with it was given up")
-                    ended.wait()
-                break
-        return result_of(outcome[0], over)
 
     def _explained(self, part: Part | Change, result: Result, patient: Any) -> Result:
         """A NIC says that it may not, and not why: its owner knows."""
@@ -225,6 +278,7 @@ class Verbs:
     def forget(self, token: str, why: str) -> None:
         """That process is gone."""
         self._met.discard(token)
+        self._no_way.discard(token)
         if self._engine is not None:
             self._engine.peer_gone(token, VerbsError(why, "", "", token))
 

@@ -17,6 +17,7 @@ from monarch_backend import rdma
 from monarch_backend.actor import Actor, endpoint
 from monarch_backend.rdma import RDMAAction, RDMABuffer, _torch_ipc
 from tests.rdma import pretended
+from tests.rdma.verbs import across
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class RouteCase:
     way: int = 1  # as enum Way (csrc/memory/near.h)
     device: bool = False  # the memory is a pretended GPU's, on both sides
     refuses: str = ""  # what its driver refuses
+    nic: bool = False  # that is pretended, too, and does not reach the GPU
     torch: bool = False  # and torch, which is pretended, too, knows another way
 
 
@@ -48,6 +50,8 @@ DEVICE_ROUTES = {
     "gpu not mapped": RouteCase("same host", way=2, device=True, refuses="ipc_open"),
     "gpu lent": RouteCase("same host", way=4, device=True, refuses="ipc_get", torch=True),
     "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}, way=5, device=True),
+    "gpu nic": RouteCase("verbs", {"MONARCH_RDMA": "verbs", "MONARCH_TLS": "0"}, way=5, device=True, nic=True),
+    "gpu verbs": RouteCase("verbs", {"MONARCH_RDMA": "verbs"}, way=5, device=True),
     "gpu tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}, way=5, device=True),
 }
 ALONE = ("kernel", "mapped", "verbs", "gpu ipc")
@@ -64,6 +68,8 @@ def take(route: str) -> None:
     os.environ.update(case(route).environment)
     if case(route).device:
         pretended.take(case(route).refuses)
+    if case(route).nic:
+        across.use()
     if case(route).torch:
         _torch_ipc.share, _torch_ipc.adopt = pretended.share, pretended.adopt
 

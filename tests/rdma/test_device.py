@@ -1,4 +1,4 @@
-"""Memory of GPUs on every route but verbs, with a driver that is pretended (pretended_gpu.c).
+"""Memory of GPUs on every route but that of a NIC which reaches it, with a driver that is pretended (pretended_gpu.c).
 
 The cases of test_matrix.py and test_failures.py that make sense for it are run here again. What the real driver does is
 tests/gpu's part.
@@ -22,7 +22,7 @@ from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of
 from tests.actor.support import Faults
 from tests.rdma import pretended
-from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, fill, pattern, take
+from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, case, fill, pattern, take
 from tests.rdma.conftest import MARKS
 from tests.rdma.test_failures import (  # noqa: F401
     test_a_reader_that_dies_holds_up_nobody,
@@ -41,7 +41,11 @@ from tests.rdma.verbs.peers import until
 pytestmark = pytest.mark.usefixtures("faults")
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
-MANY = [pytest.param(name, marks=MARKS["tls"] if "not" in name or "tls" in name else ()) for name in DEVICE_ROUTES]
+_SLOW = {
+    "gpu verbs": (pytest.mark.verbs, pytest.mark.slow),
+    **dict.fromkeys(("gpu not exported", "gpu not mapped", "gpu tls"), MARKS["tls"]),
+}
+MANY = [pytest.param(name, marks=_SLOW.get(name, ())) for name in DEVICE_ROUTES]
 
 
 class DeviceProcess(Process):
@@ -158,7 +162,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.fixture(
     params=[
-        name if name == "gpu ipc" else pytest.param(name, marks=MARKS["tls"])
+        name if name in ("gpu ipc", "gpu nic") else pytest.param(name, marks=_SLOW.get(name, MARKS["tls"]))
         for name in DEVICE_ROUTES
         if name != "gpu lent"
     ]
@@ -212,7 +216,7 @@ def test_who_copies(pair: Pair, request: pytest.FixtureRequest) -> None:
     assert mine_now[copied] - mine[copied] == size
     assert theirs_now[copied] - theirs[copied] == (0 if route in ("gpu ipc", "gpu lent") else size)
     for counts in (theirs_now, mine_now):
-        assert counts[pretended.PINNED] <= (16 if "tcp" in route or "tls" in route else 0)
+        assert counts[pretended.PINNED] <= (0 if case(route).name == "same host" else 16)
         assert counts[pretended.STREAMS] <= 64
     assert mine_now[pretended.IMPORTED] == (1 if route == "gpu ipc" else 0)
     owner.drop.call_one(buffer).get()

@@ -1,7 +1,10 @@
 // The Python face of GPU memory: bindings only, no logic. Addresses are numbers: whoever calls keeps what they are of alive.
 #include "bind.h"
 
+#include <pybind11/stl.h>
+
 #include "memory/gpu.h"
+#include "memory/python/shapes.h"
 
 namespace py = pybind11;
 
@@ -12,6 +15,29 @@ void bind_gpu_memory(py::module_& m) {
   const auto at = [](std::uint64_t address) { return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address)); };
 
   py::register_exception<gpu::Failure>(m, "GpuFailure", PyExc_RuntimeError);
+  py::class_<gpu::Pinned, std::shared_ptr<gpu::Pinned>>(m, "PinnedMemory", py::buffer_protocol(),
+                                                        "Memory of the host that GPUs' drivers copy to and from straight.")
+      .def(py::init([](int device, std::uint64_t bytes) {
+             const py::gil_scoped_release release;
+             return std::make_shared<gpu::Pinned>(device, bytes);
+           }),
+           py::arg("device"), py::arg("nbytes"))
+      .def_property_readonly("address", [](const gpu::Pinned& pinned) { return reinterpret_cast<std::uintptr_t>(pinned.data()); })
+      .def_property_readonly("nbytes", &gpu::Pinned::bytes)
+      .def_buffer([](gpu::Pinned& pinned) {
+        return py::buffer_info(reinterpret_cast<unsigned char*>(pinned.data()), static_cast<py::ssize_t>(pinned.bytes()));
+      });
+  py::class_<gpu::Copies>(m, "GpuCopies", "Copies between a GPU's memory and the host's, in two lanes.")
+      .def(py::init<int>(), py::arg("device"))
+      .def_readonly_static("lanes", &gpu::Copies::lanes)
+      .def("begin", [](gpu::Copies& copies, int lane, bool write, std::uint64_t host, const PySegments& parts) {
+        for (const Segment& part : segments_of(parts)) {
+          char* const there = reinterpret_cast<char*>(host);
+          copies.begin(lane, write ? part.local : there, write ? there : part.local, part.bytes);
+          host += part.bytes;
+        }
+      }, Release(), py::arg("lane"), py::arg("to_gpu"), py::arg("host"), py::arg("parts"))
+      .def("finish", &gpu::Copies::finish, Release(), py::arg("lane"));
   m.def("gpu_open", &gpu::open, Release(), "Open the driver, CUDA's or HIP's; raises GpuFailure where there is none. Twice is as good as once.");
   m.def("gpu_library", &gpu::library, "The driver's library that was opened, or an empty string.");
   m.def("gpu_device_of", [at](std::uint64_t address) { return gpu::device_of(at(address)); }, py::arg("address"),

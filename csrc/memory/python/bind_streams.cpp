@@ -77,6 +77,17 @@ std::optional<PyResult> fetch(Errand& errand, std::optional<double> seconds) {
   return result_of(*result);
 }
 
+PyResult ask(Line& line, bool write, const PyTicket& ticket, const PySegments& ranges, std::uint64_t buffer, std::uint32_t slot,
+             std::uint64_t turn) {
+  return result_of(line.ask({write, ticket_of(ticket), buffer, slot, turn}, segments_of(ranges)));
+}
+
+std::pair<std::unique_ptr<Line>, PyResult> line(Client& client, const Patient& patient) {
+  Result result;
+  std::unique_ptr<Line> made = client.line(patient.deadline, patient.event(), result);
+  return {std::move(made), result_of(result)};
+}
+
 // What the system has refused is an OSError, with its number.
 std::uint16_t listen(Server& server, const std::string& address, std::uint16_t port) {
   try {
@@ -127,6 +138,8 @@ const char* name_of(Refusal refusal) {
       return "device";
     case Refusal::no_atomics:
       return "no_atomics";
+    case Refusal::no_staging:
+      return "no_staging";
   }
   return "unknown";
 }
@@ -160,12 +173,23 @@ void bind_memory_streams(py::module_& m) {
            py::arg("memory"), py::arg("identity"), py::arg("most") = 1024)
       .def("listen", &listen, py::arg("address"), py::arg("port") = 0)
       .def("connections", &Server::connections)
+      .def("add_staging", [](Server& server, std::uint64_t key, std::shared_ptr<gpu::Pinned> memory, std::uint64_t slot_bytes) {
+        char* const base = memory->data();
+        const auto slots = static_cast<std::uint32_t>(memory->bytes() / slot_bytes);
+        server.staging().add(key, std::make_shared<StagingBuffer>(std::move(memory), base, slot_bytes, slots));
+      })
+      .def("remove_staging", [](Server& server, std::uint64_t key) { server.staging().remove(key); }, Release())
       .def("close", &Server::close, Release())
       .def("abandon", &Server::abandon);
 
   py::class_<Errand>(m, "Errand", "A small transfer that was asked for, and whose answer somebody has to fetch.")
       .def("fetch", &fetch, Release(), py::arg("seconds"))
       .def_property_readonly("over", &Errand::is_over);
+
+  py::class_<Line>(m, "MemoryLine", "A connection that one thread has for itself, to have a peer copy to and from its staging memory.")
+      .def("ask", &ask, Release(), py::arg("write"), py::arg("ticket"), py::arg("ranges"), py::arg("buffer"), py::arg("slot"), py::arg("turn"))
+      .def("hear", [](Line& line) { return result_of(line.hear()); }, Release())
+      .def("close", &Line::leave, Release());
 
   py::class_<Client, std::shared_ptr<Client>>(m, "MemoryClient", "Reads and writes the memory of one process elsewhere.")
       .def(py::init([](std::string address, std::uint16_t port, std::shared_ptr<Identity> identity, const std::string& whom,
@@ -181,6 +205,7 @@ void bind_memory_streams(py::module_& m) {
       .def("move", &move, Release())
       .def("change", &change, Release())
       .def("begin", &begin, Release(), py::keep_alive<0, 1>(), py::keep_alive<0, 7>())
+      .def("line", &line, Release())
       .def("close", &Client::close, Release())
       .def("abandon", &Client::abandon);
 }

@@ -1,8 +1,8 @@
 """Registration of a GPU's memory with a NIC, which then reaches it without the host's memory in between.
 
 Two ways, whichever the drivers offer: peer memory, where the NIC's driver asks the GPU's about an address
-(nvidia_peermem, amdgpu), and dma-buf, where the GPU's driver exports the range as a file. Where neither works, others
-take TCP to it.
+(nvidia_peermem, amdgpu), and dma-buf, where the GPU's driver exports the range as a file. Where neither works, it
+is staged (_staged.py).
 """
 
 from __future__ import annotations
