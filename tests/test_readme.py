@@ -26,6 +26,18 @@ def test_quick_start(tmp_path: Path) -> None:
     assert sum("all_reduce(float32, 4 elements, SUM): one shot" in line for line in lines) == 2, out.stderr
 
 
+def test_sharded_tensors() -> None:
+    """As it stands there, and it prints the loss and two rows."""
+    found = re.search(r"## Sharded tensors.*?```python\n(.*?)```", README, re.S)
+    assert found
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, "-"], input=found.group(1), env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"[\d.]+ DTensor\(tensor\(\[\[ *-?\d\.\d+,.*placements=", done.stdout, re.S), done.stdout
+
+
 def test_files_that_it_names_exist() -> None:
     names = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r"^\d\. `([^`]+)`", README, re.M)
     assert len(names) > 5

@@ -133,7 +133,7 @@ def _send_what_is_left(program: _program.Program) -> None:
 
 
 def _wait_for_others(program: _program.Program) -> None:
-    """Other actors' threads finish what they have, and get a while to clean up. Who never does is killed by the owner."""
+    """Other actors finish what they have, and get a while to clean up. Who never does is killed by the owner."""
     for cell in list(program.cells.values()):
         while not cell.over:
             program.pump.wait(Room(), 0.005)

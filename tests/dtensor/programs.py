@@ -35,8 +35,8 @@ NAMES = {"torch": torch, "F": F, "place": place, "Shard": Shard, "Replicate": Re
 class Program:
     """``inputs``: the shape of each, ``statements``: lines that name their results, ``results``: what is returned.
 
-    ``hosts``, ``constants``: the shapes of tensors of the host, wherever the inputs are; arguments, and what the program
-    has from outside.
+    ``hosts``, ``constants``: the shapes of tensors of the host, wherever the inputs are: arguments, and what it has
+    from outside.
     """
 
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -54,7 +54,6 @@ class Program:
         names = {**NAMES, **self.tensors("constants")}
         exec(self.text(), names)
         return names["program"]
-
 
     def tensors(self, kind: str) -> dict[str, torch.Tensor]:
         """The ``inputs``, ``hosts`` or ``constants``, on the host; the same each time."""
@@ -286,8 +285,9 @@ STATEMENTS: list[Statement] = [
         {x}.clone(); {name}[{h}.expand_as({x}) > 0] = 2.0 | torch.lerp({x}, {h}, 0.25) | F.mse_loss({x}, {h}) |
         torch.cat([{x}, {h}.expand_as({x})], {d}) | torch.stack([{h}.expand_as({x}), {x}], {d}) | {x} @ {h}.mT |
         F.linear({x}, {h}) | ({x} > {h}).float() | {x}.gather({d}, {h}.expand_as({x}).argsort({d})) |
-        {h}.expand_as({x}).clone(); {name}.add_({x}) | {h}.expand_as({x}) * 1; {name} += {x} | {h} + 1 |
-        torch.addcmul({x}, {h}, {x}, value=0.5) | F.layer_norm({x}, {h}.shape, {h}) | F.mse_loss({h}, {x}.detach())
+        {h}.expand_as({x}).clone(); {name}.add_({x}.detach()) | {h}.expand_as({x}) * 1; {name} += {x}.detach() |
+        {h} + 1 | torch.addcmul({x}, {h}, {x}, value=0.5) | F.layer_norm({x}, {h}.shape, {h}) |
+        F.mse_loss({h}, {x}.detach())
         """
     ),
     _of_one(

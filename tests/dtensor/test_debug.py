@@ -36,7 +36,8 @@ if __name__ == "__main__":
         except RemoteOpError as error:
             print(at, "|", error.operation, "|", error.issued_at.strip().splitlines()[-1].strip())
         x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
-        print((x * 2).sum().item(), torch.compile(lambda x: x + 1, backend="monarch", options={"inductor": False})(x).tolist())
+        step = torch.compile(lambda x: x + 1, backend="monarch", options={"inductor": False})
+        print((x * 2).sum().item(), step(x).tolist())
 """
 OPERATION = "aten.embedding.default | found = torch.nn.functional.embedding(rows, table)"
 CHECK = "aten._assert_async.default | torch._assert_async(rows.to_local() == 0)"

@@ -110,11 +110,13 @@ def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def writable(function: Callable[..., Any], inputs: dict[str, torch.Tensor], at: int) -> tuple[bool, bool]:
-    """Whether the result there can be written into, and, if so, whether an input stays what it was."""
+    """Whether the result there can be written into, and, if so, whether all inputs and other results stay the same."""
     torch.manual_seed(7)
-    result = function(**inputs)[at]
+    results = function(**inputs)
+    result = results[at]
     memory = result.untyped_storage().data_ptr()
-    apart = all(each.untyped_storage().data_ptr() != memory for each in inputs.values())
+    others = [*inputs.values(), *(each for each in results if each is not result)]
+    apart = all(each.untyped_storage().data_ptr() != memory for each in others)
     try:
         with torch.no_grad():
             result.mul_(3)
@@ -134,7 +136,7 @@ def check(seed: int, mesh_of: Callable[[str], Any], names: Sequence[str], captur
         torch._dynamo.reset()
         ways.append(torch.compile(program, backend="monarch", options={"inductor": False}))
     for way in ways:
-        # What a captured step returns as a view of an argument is not one for who writes into it.
+        # Who writes into what a captured step returns as a view of an argument or another result writes into a copy.
         at = written if may_write and (apart or way is program) else None
         reference = values(program, on.inputs(there=False), at)
         what = f"MONARCH_TEST_SEED={seed} {'eager' if way is program else 'captured'}, {on}"
@@ -199,6 +201,21 @@ def test_results_that_are_views_of_unequal_shards(mesh_of: Callable[[str], Any],
         assert _compile.statistics["calls"] > calls
         for what, expected in values(program, {"x": whole.clone().requires_grad_(learns)}).items():
             torch.testing.assert_close(found[what], expected, msg=lambda text, what=what: f"{what}: {text}")
+
+
+def test_parts_of_a_host_tensor_that_are_kept_for_backward(mesh_of: Callable[[str], Any]) -> None:
+    """They are sent because they are results; what the others' numbers are is known only then."""
+    host = torch.randn(4, 2, 1)
+
+    def program(x: Any, h: Any) -> Any:
+        return [torch.addcmul(x, h, x, value=0.5), torch.nn.functional.mse_loss(x, h)]
+
+    torch._dynamo.reset()
+    captured = torch.compile(program, backend="monarch", options={"inductor": False})
+    whole = torch.randn(4, 2, 1)
+    found = values(captured, {"x": distribute_tensor(whole, mesh_of("2"), [Shard(1)]).requires_grad_(), "h": host})
+    for what, expected in values(program, {"x": whole.clone().requires_grad_(), "h": host}).items():
+        torch.testing.assert_close(found[what], expected, msg=lambda text, what=what: f"{what}: {text}")
 
 
 @pytest.mark.slow
