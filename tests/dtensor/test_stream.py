@@ -152,9 +152,7 @@ def test_what_can_not_be_sent_at_the_end_raises_where_somebody_reads(played: Pla
         stream.flush()
 
 
-def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(
-    played: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the midst of it, the end is on another thread, and gives up; then it is in time, and comes behind."""
     monkeypatch.setattr(_stream, "MOMENT", 0.01)
     stream, ends = Stream(played), []
