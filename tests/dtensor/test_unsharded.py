@@ -225,3 +225,34 @@ def test_captured_steps_have_it(mesh_of: Callable[[str], Any]) -> None:
         return F.avg_pool1d(x, 2).renorm(2, 0, 0.5).sum()
 
     same(torch.compile(step, backend="monarch", fullgraph=True, options={"inductor": False})(x), step(X))
+
+
+OTHER_SIZES: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda x: x.flatten(), "view": lambda x: x.view(-1), "squeeze": lambda x: x.squeeze(),
+    "reshape": lambda x: x.t().reshape(-1, 1), "einsum": lambda x: torch.einsum("ij,ij->i", x, x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("what", OTHER_SIZES)
+def test_a_sharded_dimension_of_size_1_goes_away(mesh_of: Callable[[str], Any], what: str, captured: bool) -> None:
+    torch._dynamo.reset()
+    function = OTHER_SIZES[what]
+    ours = torch.compile(function, backend="monarch", options={"inductor": False}) if captured else function
+    for shape, dim in (((1, 4), 0), ((3, 1), 1)):
+        whole = torch.randn(shape)
+        x, alone = distribute_tensor(whole, mesh_of("2"), [Shard(dim)]).requires_grad_(), whole.clone().requires_grad_()
+        found, expected = ours(x), function(alone)
+        same(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        same(x.grad, alone.grad)
+
+
+def test_what_is_written_into_a_view_without_the_sharded_dimension_is_in_the_tensor(
+    mesh_of: Callable[[str], Any],
+) -> None:
+    x = distribute_tensor(torch.ones(1, 4), mesh_of("2"), [Shard(0)])
+    x.view(-1).mul_(2)
+    x.squeeze(0)[1:].add_(1)
+    same(x, torch.tensor([[2.0, 3.0, 3.0, 3.0]]))
