@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -538,3 +540,23 @@ def test_parts_of_a_norm() -> None:
     placement = reductions._NormPartial(3)
     assert placement.norm_type == 3 and placement.is_partial("sum") and placement != Partial()
     assert reductions.NormReduction(3).norm_type == 3
+
+
+@pytest.mark.parametrize("first", ["_compile", "_torch_views"])
+def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
+    """As `_compile` is, by torch's entry point, where a step is captured before there is a mesh."""
+    program = f"""
+import monarch_backend.dtensor.{first}
+from monarch_backend.dtensor import _torch
+_torch.install()
+placed = len(_torch.REPLACED)
+import monarch_backend.dtensor._device_mesh
+from torch.distributed.tensor._dispatch import OpDispatcher
+assert len(_torch.REPLACED) == placed, "registered too late"
+print(placed, OpDispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    count, file = said.stdout.split()
+    assert int(count) == len(_torch.REPLACED)
+    assert "monarch_backend" in file
