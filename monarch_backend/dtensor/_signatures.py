@@ -7,7 +7,6 @@ a step differs in each step. Found by running it on fake tensors.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -296,9 +295,15 @@ def _writes(schema: Any) -> list[tuple[int, str]]:
     ]
 
 
-@functools.cache
-def _known_writes(schema: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(_writes(schema))
+_known: dict[int, tuple[Any, list[tuple[int, str]]]] = {}
+"""What schemas change, by their ids, and the schemas, which last: with a list for a default they have no hash."""
+
+
+def _known_writes(schema: Any) -> list[tuple[int, str]]:
+    found = _known.get(id(schema))
+    if found is None:
+        found = _known[id(schema)] = schema, _writes(schema)
+    return found[1]
 
 
 def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
