@@ -669,6 +669,8 @@ class ProcessOwner:
         """What has been told to stop is still there: whoever may be at work is waited for, others are killed."""
         program, busy = self._program, []
         late = how == "abort" or (end is not None and program.clock.now() >= end)
+        # Whoever works may wait for one that has died, in a collective, for ever.
+        bereft = any(each.gone and not each.replaced and not each.peer.peace for each in owned.members.values())
         for member in owned.members.values():
             if member.gone:
                 continue
@@ -676,8 +678,9 @@ class ProcessOwner:
             unread = peer.link >= 0 and program.links.unread(peer.link) > 0
             # Who has read that it is to stop, and since then holds the interpreter's lock, is at work.
             deaf = peer.link < 0 or (unread and (not member.knocked or self.stands_still(peer.pid)))
-            if late or deaf:
+            if late or deaf or bereft:
                 why = "it does not read its messages" if deaf else "it still works"
+                why += ", and another process of its mesh has died" if bereft and not (late or deaf) else ""
                 log.warning("%s is killed, %s: %s", peer, "for its time is up" if late else "since it was to stop", why)
                 self._kill(member)
             else:

@@ -197,8 +197,9 @@ class ProcMesh(MeshTrait):
         """Let the actors finish the messages that they have, clean up, and end the processes. A Future of None.
 
         Operations of device meshes that were issued before are among these messages. What is still there after
-        ``timeout`` seconds is killed. Without it a process that works is waited for, with a warning every 10 seconds,
-        and one that does not read its messages is killed after 10. Raises ValueError for a slice, and RuntimeError for
+        ``timeout`` seconds is killed. Without it a process that works is waited for, with a warning every 10 seconds.
+        Killed after 10 are those that do not read their messages, and where a process of the mesh has died all that
+        are left, since they may wait for it. Raises ValueError for a slice, and RuntimeError for
         a mesh that somebody else has spawned; so do ``abort`` and ``kill``.
         """
         return program().stop_procs(whole(self, "stop"), "stop", reason, timeout)

@@ -488,7 +488,7 @@ try:
     v.hold.call({name!r}).get()
 except KeyboardInterrupt:
     print("caught", flush=True)
-    print("go on", list(v.echo.call(1).get().values()))
+    print(f"go on {{list(v.echo.call(1).get().values())}}")
 """
         )
         run.read_until("busy")
