@@ -26,6 +26,7 @@ from monarch_backend.dtensor import (
     _group,
 )
 from tests.actor.scripts import python
+from tests.actor.actors import until
 from tests.dtensor import failing
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
@@ -292,9 +293,14 @@ def test_what_nobody_has_read_is_told_at_the_end_if_it_has_failed(capfd: pytest.
     failed = out_of_range(mesh, [0, 5])
     workers_of(mesh).line.ask("pid")()  # they have come here
     procs.stop().get(30)
-    said = capfd.readouterr().err
-    assert f"{failing.OPERATION} raised on rank 1 " in said
-    assert "nobody has read what depends on it: IndexError" in said
+    said = [""]
+
+    def is_told() -> bool:
+        said[0] += capfd.readouterr().err
+        return "nobody has read what depends on it: IndexError" in said[0]
+
+    until(is_told, "what has failed: a process's last words come behind its end")
+    assert f"{failing.OPERATION} raised on rank 1 " in said[0]
     del failed
 
 
