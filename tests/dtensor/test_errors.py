@@ -25,8 +25,8 @@ from monarch_backend.dtensor import (
     RemoteTensorError,
     _group,
 )
-from tests.actor.scripts import python
 from tests.actor.actors import until
+from tests.actor.scripts import python
 from tests.dtensor import failing
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
