@@ -44,7 +44,7 @@ _GATHERED = (
     "in-place operations that require placement changes", "min() arg is an empty sequence",
     "Attempted to unbind along the sharded dimension", "Cannot flatten unevenly sharded tensor",
     "Cannot unflatten unevenly sharded tensor", "Cannot shard unevenly distributed tensor",
-    "would remove or reshape sharded dimension",
+    "would remove or reshape sharded ",
 )  # fmt: skip
 """torch's words where an argument, or what is changed or written (``out=``), would have to be gathered for it."""
 _PARTS = "_local_tensor", "_spec"
