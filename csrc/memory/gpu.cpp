@@ -185,9 +185,6 @@ struct Copies::Kit {
       for (void* stream : streams) {
         if (stream != nullptr) current.driver().stream_destroy(stream);
       }
-      for (void* room : rooms) {
-        if (room != nullptr) current.driver().pinned_free(room);
-      }
     } catch (const Failure&) {  // as above
     }
   }
@@ -196,7 +193,7 @@ struct Copies::Kit {
 
   const int device;
   void* streams[lanes] = {};
-  void* rooms[lanes] = {};
+  std::unique_ptr<Pinned> rooms[lanes];
 };
 
 // Kits that nobody uses now.
@@ -241,12 +238,9 @@ Copies::~Copies() {
 }
 
 char* Copies::room(int lane) {
-  void*& made = kit_->rooms[lane];
-  if (made == nullptr) {
-    const Current current(kit_->device);
-    current.driver().check(current.driver().pinned_allocate(&made, room_bytes, portable), "allocate pinned memory");
-  }
-  return static_cast<char*>(made);
+  auto& made = kit_->rooms[lane];
+  if (!made) made = std::make_unique<Pinned>(kit_->device, room_bytes);
+  return made->data();
 }
 
 void Copies::begin(int lane, void* to, const void* from, std::uint64_t bytes) {

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from monarch_backend.dtensor import _dispatch, _torch_traces
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._signatures import stands_in
 from monarch_backend.dtensor.worker import _checks
-
-_CONDITIONS: dict[Callable[..., None], Callable[..., torch.Tensor]] = {
-    _checks.probabilities: _checks.are_probabilities,
-    _checks.classes: _checks.are_classes,
-}
 
 
 def require(check: Callable[..., None], x: Any, *others: Any) -> None:
@@ -29,8 +23,7 @@ def require(check: Callable[..., None], x: Any, *others: Any) -> None:
     if isinstance(local, RemoteTensor):
         _dispatch.call(check, f"{check.__module__}:{check.__name__}", (local, *others), {})
     elif _torch_traces.is_traced(local):
-        condition = _CONDITIONS[check]
-        torch._assert_async(condition(local, *others), _checks.MESSAGES[condition])
+        check(local, *others)
 
 
-stands_in.update(dict.fromkeys(_CONDITIONS, lambda *_: None))
+stands_in.update(dict.fromkeys((_checks.probabilities, _checks.classes), lambda *_: None))

@@ -307,10 +307,7 @@ class Router:
         with self.lock:
             if peer.gone is not None:
                 return
-            reached = self._reach(peer)  # which may raise: no number is lost with that
-            peer.sent = seq = peer.sent + 1
-            put = self._emit if reached else self._put_off
-            put(peer, Kind.CONTROL, 0, 0, seq, 0, prefix, body, buffers)
+            self._queue(peer, Kind.CONTROL, 0, 0, prefix, body, buffers)
 
     def push(
         self, peer: Peer, kind: int, target: int, rank: int, prefix: bytes, body: Any, buffers: Any = None
@@ -319,11 +316,15 @@ class Router:
         with self.lock:
             if peer.gone is not None:
                 return
-            reached = self._reach(peer)  # which may raise: no number is lost with that
+            self._queue(peer, kind, target, rank, prefix, body, buffers)
             peer.credit -= places_of(size_of(body, buffers))
-            peer.sent = seq = peer.sent + 1
-            put = self._emit if reached else self._put_off
-            put(peer, kind, target, 0, seq, rank, prefix, body, buffers)
+
+    def _queue(self, peer: Peer, kind: int, target: int, rank: int, prefix: bytes, body: Any, buffers: Any) -> None:
+        """The next of the messages to it, at once; under the lock."""
+        reached = self._reach(peer)  # which may raise: no number is lost with that
+        peer.sent = seq = peer.sent + 1
+        put = self._emit if reached else self._put_off
+        put(peer, kind, target, 0, seq, rank, prefix, body, buffers)
 
     def reply(self, peer: Peer, ref: int, rank: int, status: bytes, body: Any, buffers: Any = None) -> None:
         """An answer to a call: not numbered, since the call's number says which. Waits only for shared memory."""

@@ -1163,6 +1163,26 @@ def test_who_works_is_waited_for_and_named(faults: Faults, tmp_path: Path, caplo
     stopping.get(PATIENCE)
 
 
+def test_who_works_where_another_one_has_died_is_killed(
+    faults: Faults, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a collective with it, perhaps: that would not end."""
+    procs = this_host().spawn_procs({"gpus": 2}, name="bereft")
+    victims = procs.spawn("victims", Victim)
+    pids = victims.pid.call().get(PATIENCE)
+    with gate(tmp_path) as (name, _):
+        running = begun(victims.slice(gpus=0).wait.call_one, name)
+        os.kill(pids.item(gpus=1), signal.SIGKILL)
+        assert "SIGKILL" in faults.next().report()
+        stopping = procs.stop()
+        links, link = program().links, procs._core.peer(0).link
+        until(lambda: links.unread(link) == 0, "it has read that it is to stop")
+        program().soon(lambda: program().owner._hurry(procs._core.owned, "stop", None))  # as after GRACE
+        stopping.get(PATIENCE)
+        assert failed(running).delivery == "unknown"
+    assert "it still works, and another process of its mesh has died" in caplog.text
+
+
 def test_who_does_not_read_is_killed_by_a_stop(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owned, "GRACE", 0.3)
     procs = this_host().spawn_procs({"gpus": 1})

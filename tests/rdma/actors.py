@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 
 from monarch_backend import rdma
-from monarch_backend.actor import Actor, endpoint
+from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import RDMAAction, RDMABuffer, _torch_ipc
 from tests.rdma import pretended
 from tests.rdma.verbs import across
@@ -265,3 +267,12 @@ class Process(Actor):
         while time.monotonic() - begun < seconds:
             sum(range(20_000_000))  # one call, which never looks up
         return time.monotonic() - begun
+
+
+def two_processes(route: str, kind: type[Process] = Process) -> Iterator[tuple[ActorMesh, ActorMesh]]:
+    """An owner of memory and a reader in processes of their own, which take this route; for fixtures."""
+    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=functools.partial(take, route), name=f"memory {route}")
+    both = procs.spawn("process", kind, route)
+    both.pid.call().get()
+    yield both.slice(gpus=0), both.slice(gpus=1)
+    procs.stop().get(30)

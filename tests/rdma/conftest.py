@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from monarch_backend.actor import ActorMesh, this_host
+from monarch_backend.actor import ActorMesh
 from monarch_backend.rdma._transfers import engine
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
-from tests.rdma.actors import ROUTES, Process, take
+from tests.rdma.actors import ROUTES, two_processes
 
 MARKS = {"verbs": (pytest.mark.verbs, pytest.mark.slow), **dict.fromkeys(("mapped", "thread", "tls"), pytest.mark.slow)}
 """Of routes in tests that start processes for each case: of these the ordinary run has the matrix only."""
@@ -33,9 +32,4 @@ def _server() -> None:
 @pytest.fixture(scope="module", params=routes({"verbs": pytest.mark.verbs}))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ActorMesh, ActorMesh]]:
     """An owner of memory and a reader in processes of their own, on each route."""
-    bootstrap = functools.partial(take, request.param)
-    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap, name=f"memory {request.param}")
-    both = procs.spawn("process", Process, request.param)
-    both.pid.call().get()
-    yield both.slice(gpus=0), both.slice(gpus=1)
-    procs.stop().get(30)
+    yield from two_processes(request.param)

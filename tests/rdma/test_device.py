@@ -6,7 +6,6 @@ tests/gpu's part.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -22,7 +21,7 @@ from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of
 from tests.actor.support import Faults
 from tests.rdma import pretended
-from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, case, fill, pattern, take
+from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, case, fill, pattern, two_processes
 from tests.rdma.conftest import MARKS
 from tests.rdma.test_failures import (  # noqa: F401
     test_a_reader_that_dies_holds_up_nobody,
@@ -145,19 +144,11 @@ class DeviceProcess(Process):
         return f"{buffer.size()} bytes on {buffer.device}"
 
 
-def _processes(route: str) -> Iterator[Pair]:
-    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=functools.partial(take, route), name=f"memory {route}")
-    both = procs.spawn("process", DeviceProcess, route)
-    both.pid.call().get()
-    yield both.slice(gpus=0), both.slice(gpus=1)
-    procs.stop().get(30)
-
-
 @pytest.fixture(scope="module", params=MANY)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """An owner of a GPU's memory and a reader, on each route."""
     pretended.library()
-    yield from _processes(request.param)
+    yield from two_processes(request.param, DeviceProcess)
 
 
 @pytest.fixture(
@@ -170,7 +161,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
     """The same, that may die."""
     pretended.library()
-    yield from _processes(request.param)
+    yield from two_processes(request.param, DeviceProcess)
 
 
 @pytest.fixture
@@ -180,7 +171,7 @@ def on(faults: Faults) -> Iterator[Any]:
     made = []
 
     def of(route: str) -> Pair:
-        made.append(_processes(route))
+        made.append(two_processes(route, DeviceProcess))
         return next(made[-1])
 
     yield of

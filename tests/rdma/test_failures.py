@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import functools
 import gc
 import mmap
 import os
@@ -24,13 +23,13 @@ import pytest
 import torch
 
 from monarch_backend import _native, rdma
-from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError, this_host
+from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
 from monarch_backend.rdma._route import DONE, LOST
 from monarch_backend.rdma._transfers import engine
 from tests.actor.actors import held_up, pid_of, resident_bytes, until
 from tests.actor.support import Faults
-from tests.rdma.actors import ALONE, ROUTES, Process, pattern, take
+from tests.rdma.actors import ALONE, ROUTES, pattern, two_processes
 from tests.rdma.conftest import routes
 
 MIB = 1 << 20
@@ -42,12 +41,7 @@ def fresh(request: pytest.FixtureRequest, faults: Faults, monkeypatch: pytest.Mo
     """An owner and a reader that may die."""
     if request.param == "verbs":  # the main program's memory is to be reached by NICs, too
         monkeypatch.setattr(engine().routes, "_forced", "verbs")
-    bootstrap = functools.partial(take, request.param)
-    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap, name="memory")
-    both = procs.spawn("process", Process, request.param)
-    both.pid.call().get()
-    yield both.slice(gpus=0), both.slice(gpus=1)
-    procs.stop().get(30)
+    yield from two_processes(request.param)
 
 
 def route_of(request: pytest.FixtureRequest) -> str:

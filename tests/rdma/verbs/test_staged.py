@@ -6,7 +6,6 @@ That it does what the other routes do is test_device.py's part; here is what onl
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from monarch_backend import _native
-from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
+from monarch_backend.actor import ActorError, ActorMesh, endpoint
 from monarch_backend.rdma import RDMABuffer, _staging
 from monarch_backend.rdma._registry import registry
 from monarch_backend.rdma._route import DONE, DROPPED, NO_STAGING, OUT_OF_RANGE, READ_ONLY, REFUSED, patient
@@ -33,7 +32,7 @@ from monarch_backend.rdma.verbs._messages import RegionRecord
 from tests.actor.actors import held_up, pid_of
 from tests.actor.support import Faults
 from tests.rdma import pretended
-from tests.rdma.actors import as_tensor, fill, pattern, take
+from tests.rdma.actors import as_tensor, fill, pattern, two_processes
 from tests.rdma.test_device import DeviceProcess
 from tests.rdma.verbs import across
 from tests.rdma.verbs.peers import until
@@ -92,25 +91,17 @@ class StagedProcess(DeviceProcess):
         return _words_with_a_server()
 
 
-def _processes(route: str) -> Iterator[Pair]:
-    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=functools.partial(take, route), name=f"memory {route}")
-    both = procs.spawn("process", StagedProcess, route)
-    both.pid.call().get()
-    yield both.slice(gpus=0), both.slice(gpus=1)
-    procs.stop().get(30)
-
-
 @pytest.fixture(scope="module", params=["gpu nic", pytest.param("gpu verbs", marks=pytest.mark.verbs)])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pretended.library()
-    yield from _processes(request.param)
+    yield from two_processes(request.param, StagedProcess)
 
 
 @pytest.fixture
 def fresh(faults: Faults) -> Iterator[Pair]:
     """That may die, on NICs that do what they are told."""
     pretended.library()
-    yield from _processes("gpu nic")
+    yield from two_processes("gpu nic", StagedProcess)
 
 
 # ---- what it does
@@ -203,7 +194,7 @@ def test_a_cable_is_cut(faults: Faults) -> None:
     if not CABLE.exists():
         pytest.skip("only the guest has a cable that can be cut")
     pretended.library()
-    processes = _processes("gpu verbs")
+    processes = two_processes("gpu verbs", StagedProcess)
     owner, reader = next(processes)
     owner.uses.call_one("rxe1").get()
     reader.uses.call_one("rxe0").get()
