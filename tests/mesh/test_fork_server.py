@@ -774,7 +774,8 @@ def spec(main, rank):
 
 spawner = Spawner(lambda event: isinstance(event, (Exited, SpawnFailed)) and done.release())
 for rank, main in enumerate([Greeting(), function, lambda: function()]):
-    spawner.spawn([spec(main, rank)])
+    # Kept: what an interactive loop prints of a value, it writes in two pieces, and a process may write between them.
+    ids = spawner.spawn([spec(main, rank)])
     done.acquire(timeout=60)
 
 """ + QUICK_END  # fmt: skip
