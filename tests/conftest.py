@@ -31,9 +31,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _POOLS: dict[int, RankPool] = {}
 
 
-def pytest_collection_finish() -> None:
-    """Whoever collects garbage, a test that waits for an object's end above all, need not look through all of torch and
-    of pytest; and forked ranks share those pages for longer.
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_short() -> None:
+    """Whoever collects garbage, a test that waits for an object's end above all, need not look through all of torch, of
+    pytest, and of what earlier modules have left in torch's caches (compiled graphs: 0.8 s for each collection); and
+    forked ranks share those pages for longer.
     """
     gc.collect()
     gc.freeze()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SECOND = ("dtensor", "ecosystem", "process_group", "rdma")
+SECOND = ("dtensor", "ecosystem", "rdma")
 """These take as long as all the others together."""
 NO_TESTS = 5
 """What pytest ends with where it has run none."""
