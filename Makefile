@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h
 	touch $@
 
 demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
-	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_lm.py --parallel ddp --out build/demo
+	$(BIN)/torchrun --standalone --nproc-per-node=2 --log-dir=build/demo-logs examples/train_lm.py --parallel ddp --out build/demo
 
 test: $(STAMP) lint  ## lint, types and the ordinary tests
 	$(BIN)/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=25
