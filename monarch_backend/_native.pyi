@@ -17,6 +17,9 @@ def cpu_features() -> list[str]:
 def park_threads_at_exit() -> None:
     """From now on a C++ thread that wants the GIL of an ending interpreter sleeps instead of aborting the process."""
 
+def explain_null_reads(note: str) -> None:
+    """From now on a process that reads at address 0 says its pid, the address and this on stderr before it ends."""
+
 def skip_mt19937(words: bytearray | memoryview, left: int, count: int) -> int:
     """Moves a Mersenne Twister's 624 words, changed in place, behind so many draws; returns how many are left then."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed.tensor  # since this has it, fork servers of tests have what a mesh's workers need
 
 from tests.support import leaks
 from tests.support.ranks import RankPool

@@ -53,6 +53,9 @@ log = logging.getLogger("monarch_backend")
 PRELOAD = ("monarch_backend.actor._worker", "monarch_backend.actor._spmd", "monarch_backend.process_group")
 """Imported once, by the fork server."""
 
+PRELOAD_WITH_DTENSORS = ("torch.distributed.tensor", "monarch_backend.dtensor.worker")
+"""As well, if this program has DTensors: half a second, and 100 MB of memory that processes share, for each of them."""
+
 GRACE = 10.0
 """Seconds after which processes told to stop are looked at: those that don't listen, or were aborted, are killed."""
 
@@ -160,15 +163,18 @@ class OwnedProcs:
     over: bool = False  # stopped, and all of its processes have ended
 
 
+def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
+    has_dtensors = PRELOAD_WITH_DTENSORS[0] in sys.modules
+    return Spawner(on_event, server, preload=[*PRELOAD, *(PRELOAD_WITH_DTENSORS if has_dtensors else ())])
+
+
 class ProcessOwner:
     """The processes of this program."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         # The seam of process creation: a simulator has its own processes, which write nothing.
-        self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = functools.partial(
-            Spawner, preload=PRELOAD
-        )
+        self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = _spawner
         self.stands_still = _linux.stands_still
         self.collect_output = True
         self._making = threading.RLock()  # the two that follow

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from monarch_backend.process_group._torch import UntracedMode
 
 _C: Any = torch._C
 _ROOMS = (_C._VariableFunctions, _C.TensorBase, _C._nn)
@@ -37,7 +38,7 @@ class _AskedError(Exception):
     """Raised in place of doing it."""
 
 
-class _Asking(TorchDispatchMode):
+class _Asking(UntracedMode):
     """What torch would do first."""
 
     def __init__(self) -> None:

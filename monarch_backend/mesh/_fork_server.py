@@ -93,11 +93,13 @@ def serve(configuration: Configuration) -> Spawn:
 
 def preload(more: Sequence[str] = ()) -> None:
     """Import what children will need."""
+    gc.disable()  # as _interpreter has it
     for name in (*_PRELOAD, *more):
         importlib.import_module(name)
     for name in _PRELOAD_IF_THERE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.enable()
     _child.openblas()  # found once, for all children
 
 

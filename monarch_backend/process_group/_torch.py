@@ -132,7 +132,39 @@ def is_waited_for(caller: FrameType | None) -> bool:
     return caller is not None and caller.f_code in _BLOCKING
 
 
-class _PassOn(TorchDispatchMode):
+_Class = TypeVar("_Class", bound=type)
+
+
+def hide_from_dynamo(cls: _Class) -> _Class:
+    """Class decorator: the methods and all that they call run as they are, also inside a compiled region.
+
+    C++ (DDP broadcasting buffers, the reducer) calls them while TorchDynamo watches every Python frame; it would
+    try to compile them as a program of their own. torch.compiler.disable would do, but imports TorchDynamo; its
+    own mark on a code object, from torch._C._dynamo.eval_frame, costs nothing.
+    """
+    for member in vars(cls).values():
+        function = member.fget if isinstance(member, property) else member
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            skip = eval_frame._FrameAction.SKIP
+            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return cls
+
+
+class UntracedMode(TorchDispatchMode):
+    """A mode that compiled code does not look into; torch's own way to say so imports TorchDynamo: half a second."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+        hide_from_dynamo(cls)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps `__torch_dispatch__` in its own way; leans on TorchDispatchMode.__init_subclass__."""
+        return False
+
+
+class _PassOn(UntracedMode):
     """Calls every operator again, from Python, which releases the GIL for it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,7 +182,7 @@ def through_dispatcher() -> AbstractContextManager[Any]:
     return nullcontext() if _len_torch_dispatch_stack() > 0 else _PassOn()  # type: ignore[no-untyped-call]
 
 
-class _Beneath(TorchDispatchMode):
+class _Beneath(UntracedMode):
     """Takes the c10d operators that reach it and does ``run(name, args)`` instead of what torch's kernel would do."""
 
     def __init__(self, run: Callable[[str, tuple[Any, ...]], Any], kernel: Kernel | None) -> None:
@@ -275,25 +307,6 @@ def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any], kernel: K
             _pop_mode()
         for mode in reversed(users):
             _push_mode(mode)
-
-
-_Class = TypeVar("_Class", bound=type)
-
-
-def hide_from_dynamo(cls: _Class) -> _Class:
-    """Class decorator: the methods and all that they call run as they are, also inside a compiled region.
-
-    C++ (DDP broadcasting buffers, the reducer) calls them while TorchDynamo watches every Python frame; it would
-    try to compile them as a program of their own. torch.compiler.disable would do, but imports TorchDynamo; its
-    own mark on a code object, from torch._C._dynamo.eval_frame, costs nothing.
-    """
-    for member in vars(cls).values():
-        function = member.fget if isinstance(member, property) else member
-        function = getattr(function, "__func__", function)
-        if isinstance(function, FunctionType):
-            skip = eval_frame._FrameAction.SKIP
-            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return cls
 
 
 def creator_options(options: Any, store: Store, split_from: Any) -> Any:

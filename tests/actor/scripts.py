@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,16 +77,23 @@ def _listen_to_ctrl_c() -> None:
 class WarmInterpreter:
     """Runs scripts, one at a time."""
 
-    def __init__(self, server: str, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        server: str,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        modules: Sequence[str] = ("monarch_backend.actor",),
+    ) -> None:
         """``server``: the address of the fork server that scripts use, unless they want one of their own.
 
-        ``prefix``: words that make a command run somewhere else, as on another host.
+        ``prefix``: words that make a command run somewhere else, as on another host. ``modules``: what scripts import,
+        and takes long.
         """
         self._server = server
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, __file__, str(theirs.fileno())],
+                [*prefix, sys.executable, __file__, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,  # as a script's in a pipe: block buffered
@@ -95,10 +102,23 @@ class WarmInterpreter:
             )
         self.run: Run | None = None
 
-    def start(self, path: Path, source: str, env: Mapping[str, str] | None = None, own_server: bool = False) -> Run:
-        """Run the source, from a file at this path."""
-        path.write_text(source)
-        request = {"path": str(path), "env": dict(env or {}), "server": "" if own_server else self._server}
+    def start(
+        self,
+        path: Path,
+        source: str | None,
+        env: Mapping[str, str] | None = None,
+        own_server: bool = False,
+        arguments: Sequence[str] = (),
+    ) -> Run:
+        """Run the source, from a file at this path; without one, the file that is there."""
+        if source is not None:
+            path.write_text(source)
+        request = {
+            "path": str(path),
+            "arguments": list(arguments),
+            "env": dict(env or {}),
+            "server": "" if own_server else self._server,
+        }
         (out, child_out), (err, child_err) = os.pipe(), os.pipe()
         socket.send_fds(self._channel, [pickle.dumps(request)], [child_out, child_err])
         os.close(child_out)
@@ -122,6 +142,14 @@ class WarmInterpreter:
         run.returncode = self._answer()
         run.read_all()
         return run
+
+    def complete(self, path: Path, source: str | None, patience: float = PATIENCE, **options: Any) -> Run:
+        """All of it: `start`, `finish`, and nothing is left."""
+        self.start(path, source, **options)
+        try:
+            return self.finish(patience)
+        finally:
+            self.drop()
 
     def ends_within(self, seconds: float) -> bool:
         """Whether the script ends in this time; `finish` has to be called all the same."""
@@ -151,6 +179,19 @@ class WarmInterpreter:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._process.wait(PATIENCE)
+
+
+@contextlib.contextmanager
+def with_meshes() -> Iterator[WarmInterpreter]:
+    """For programs that have device meshes: all that they and their processes import is imported already."""
+    from monarch_backend.actor import this_host
+    from monarch_backend.actor._program import program
+
+    with this_host().spawn_procs({"x": 1}) as procs:
+        procs.initialized.get(PATIENCE)
+    address = str(program().owner._spawner.address)
+    with WarmInterpreter(address, modules=("monarch_backend.dtensor._device_mesh",)) as interpreter:
+        yield interpreter
 
 
 def python(*arguments: str, stdin: str | None = None, env: Mapping[str, str] | None = None) -> Any:
@@ -203,9 +244,11 @@ def _next_script(channel: socket.socket) -> dict[str, Any]:
 def _script(arguments: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """The code of the script that this fork is to be, and the names of its __main__."""
     import gc
+    import importlib
     import types
 
-    import monarch_backend.actor  # noqa: F401 # what takes so long
+    for name in arguments[2:]:
+        importlib.import_module(name)
 
     # Else every script would look through all of torch for garbage when it ends: half a second each.
     gc.collect()
@@ -216,7 +259,8 @@ def _script(arguments: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     if request["server"]:
         use_server(request["server"])
     path = request["path"]
-    sys.argv[:] = [path]
+    sys.argv[:] = [path, *request["arguments"]]
+    sys.path.insert(0, str(Path(path).parent))
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = path
     return compile(Path(path).read_text(), path, "exec"), vars(main)

@@ -6,6 +6,7 @@ Where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla (`make test-xla`), w
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import monarch_backend.actor as ma
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
 from monarch_backend.dtensor import _torch
+from tests.actor.scripts import Run, WarmInterpreter, with_meshes
 from tests.dtensor import on_xla
 from tests.support import xla
 
@@ -103,6 +105,18 @@ def cube(request: pytest.FixtureRequest, all_procs: dict[str, ProcMesh]) -> Iter
 @pytest.fixture(autouse=True)
 def _same_numbers(all_procs: Any) -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="package")
+def interpreter(all_procs: dict[str, ProcMesh]) -> Iterator[WarmInterpreter]:
+    with with_meshes() as interpreter:
+        yield interpreter
+
+
+@pytest.fixture
+def run_script(interpreter: WarmInterpreter, tmp_path: Path) -> Callable[..., Run]:
+    """``run_script(source, env={...})``: a program, run to its end."""
+    return functools.partial(interpreter.complete, tmp_path / "script.py")
 
 
 def workers_of(mesh: Any) -> Any:

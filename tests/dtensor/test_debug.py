@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.actor.scripts import python
+from tests.actor.scripts import Run
 
 SCRIPT = """
 import torch
@@ -47,9 +47,7 @@ GOES_ON = "30.0 [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]"
 @pytest.mark.parametrize(("value", "where", "check"), [
     ("1", "the operation", "the check"), ("", "the read", "the read"), ("0", "the read", "the read"),
 ])  # fmt: skip
-def test_an_operation_raises_at_itself(tmp_path: Path, value: str, where: str, check: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    ended = python(str(script), env={"MONARCH_DEBUG": value})
-    assert ended.stdout.splitlines() == [f"{where} | {OPERATION}", f"{check} | {CHECK}", GOES_ON], ended.stderr
+def test_an_operation_raises_at_itself(run_script: Callable[..., Run], value: str, where: str, check: str) -> None:
+    ended = run_script(SCRIPT, env={"MONARCH_DEBUG": value})
+    assert ended.out.splitlines() == [f"{where} | {OPERATION}", f"{check} | {CHECK}", GOES_ON], ended.err
     assert ended.returncode == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from monarch_backend.dtensor import (
     _group,
 )
 from tests.actor.actors import until
-from tests.actor.scripts import python
+from tests.actor.scripts import Run
 from tests.dtensor import failing
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
@@ -321,21 +320,15 @@ if __name__ == "__main__":
 """
 
 
-def ended_program(folder: Path, rest: str) -> Any:
-    script = folder / "script.py"
-    script.write_text(ENDS + rest)
-    return python(str(script))
-
-
 @pytest.mark.parametrize("end", ["", "raise ValueError"])
-def test_what_nobody_has_read_is_told_when_the_program_ends(tmp_path: Path, end: str) -> None:
-    ended = ended_program(tmp_path, f"    torch.nn.functional.embedding(row, table)\n    {end}\n")
+def test_what_nobody_has_read_is_told_when_the_program_ends(run_script: Callable[..., Run], end: str) -> None:
+    ended = run_script(f"{ENDS}    torch.nn.functional.embedding(row, table)\n    {end}\n")
     for rank in range(2):
-        assert f"aten.embedding.default raised on rank {rank} " in ended.stderr
-    assert ended.stderr.count("nobody has read what depends on it: IndexError") == 2
+        assert f"aten.embedding.default raised on rank {rank} " in ended.err
+    assert ended.err.count("nobody has read what depends on it: IndexError") == 2
 
 
-def test_a_program_whose_workers_are_dead_ends(tmp_path: Path) -> None:
+def test_a_program_whose_workers_are_dead_ends(run_script: Callable[..., Run]) -> None:
     """What it has not sent is nobody's."""
     kill = """
     from monarch_backend.dtensor import run
@@ -343,9 +336,9 @@ def test_a_program_whose_workers_are_dead_ends(tmp_path: Path) -> None:
     died.wait()
     table + 1
 """
-    ended = ended_program(tmp_path, kill)
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
+    ended = run_script(ENDS + kill)
+    assert ended.returncode == 0, ended.err
+    assert "Traceback" not in ended.err
 
 
 def test_an_end_in_the_middle_of_things_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import MeshMismatchError, RemoteTensorError, _group
-from tests.actor.scripts import python
+from tests.actor.scripts import Run
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import value
 
@@ -180,12 +179,13 @@ def test_a_dtensor_of_another_meshs_tensors(mesh_of: Callable[[str], Any], shard
 # The end of all meshes ------------------------------------------------------------------------------------------
 
 AFTER_THE_LAST = """
+import sys
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from monarch_backend.actor import this_host
-from monarch_backend.dtensor import MeshClosedError
+from monarch_backend.dtensor import MeshClosedError, run
 
 X = torch.arange(12.0).view(4, 3)
 USES = {
@@ -217,7 +217,9 @@ def made(sizes):
 
 if __name__ == "__main__":
     first, x = made({"x": 2})
-    x.tolist()
+    (x + 1).full_tensor().tolist()
+    imported = run(x.device_mesh, lambda: "torch._dynamo" in sys.modules).get()
+    assert not any(imported.values()), "eager operations need no TorchDynamo, which takes each worker half a second"
     first.stop().get()
     assert not dist.is_initialized()
     use("after the only mesh", x)
@@ -231,13 +233,11 @@ if __name__ == "__main__":
 """
 
 
-def test_values_of_the_only_mesh_after_its_end(tmp_path: Path) -> None:
+def test_values_of_the_only_mesh_after_its_end(run_script: Callable[..., Run]) -> None:
     """In a program of its own: here are others, and torch's default group with them."""
-    script = tmp_path / "script.py"
-    script.write_text(AFTER_THE_LAST)
-    ended = python(str(script))
-    assert ended.stdout.split("\n") == ["end", ""], ended.stdout + ended.stderr
-    assert ended.returncode == 0, ended.stderr
+    ended = run_script(AFTER_THE_LAST)
+    assert ended.out.split("\n") == ["end", ""], ended.out + ended.err
+    assert ended.returncode == 0, ended.err
 
 
 def test_groups_go_with_their_meshes() -> None:

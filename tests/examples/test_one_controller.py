@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.actor.scripts import WarmInterpreter, with_meshes
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "one_controller.py"
 SMALL = ["--steps", "8", "--checkpoint-every", "3", "--layers", "1", "--dim", "32", "--batch", "8"]
 
 
-def losses(*options: str) -> tuple[str, str]:
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[WarmInterpreter]:
+    with with_meshes() as interpreter:
+        yield interpreter
+
+
+def losses(interpreter: WarmInterpreter, *options: str) -> tuple[str, str]:
     """What it prints, and its last loss."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL, *options], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"last loss (\S+)", done.stdout)
-    assert found is not None, done.stdout
-    return done.stdout, found[1]
+    done = interpreter.complete(SCRIPT, None, arguments=[*SMALL, *options], patience=240)
+    assert done.returncode == 0, done.out + done.err
+    found = re.search(r"last loss (\S+)", done.out)
+    assert found is not None, done.out
+    return done.out, found[1]
 
 
-def test_a_killed_process_changes_nothing() -> None:
-    said, disturbed = losses("--kill-at", "5")
+def test_a_killed_process_changes_nothing(interpreter: WarmInterpreter) -> None:
+    said, disturbed = losses(interpreter, "--kill-at", "5")
     assert "killed by signal 9" in said
     assert "step 3: new processes go on from the checkpoint" in said
-    assert disturbed == losses("--kill-at", "0")[1]
+    assert disturbed == losses(interpreter, "--kill-at", "0")[1]

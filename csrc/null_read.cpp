@@ -1,0 +1,93 @@
+#include "null_read.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <cstring>
+#include <system_error>
+
+#include <unistd.h>
+
+namespace monarch {
+
+namespace {
+
+// Below it Linux maps nothing for anybody (vm.mmap_min_addr), and macOS nothing in a 64-bit process.
+constexpr std::uintptr_t kNeverMapped = 0x10000;
+constexpr std::size_t kLongest = 1000;
+constexpr std::array<int, 2> kSignals = {SIGSEGV, SIGBUS};
+
+// A handler may run at any time, also within explain_null_reads: a note is complete before its length is there.
+std::array<char, kLongest> note_text;
+std::atomic<std::size_t> note_length{0};
+std::array<struct sigaction, kSignals.size()> before;
+bool installed = false;
+
+// Only what a signal handler may do: no allocation, no stdio, no lock.
+void say(const char* text, std::size_t length) {
+  while (length > 0) {
+    const ssize_t written = write(STDERR_FILENO, text, length);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return;
+    text += written;
+    length -= static_cast<std::size_t>(written);
+  }
+}
+
+void say_number(std::uintptr_t number, unsigned base) {
+  char digits[8 * sizeof(number)];
+  char* at = digits + sizeof(digits);
+  do {
+    *--at = "0123456789abcdef"[number % base];
+    number /= base;
+  } while (number != 0);
+  say(at, static_cast<std::size_t>(digits + sizeof(digits) - at));
+}
+
+void say_note(std::uintptr_t address) {
+  say("monarch_backend: pid ", 21);
+  say_number(static_cast<std::uintptr_t>(getpid()), 10);
+  say(" used address 0x", 16);
+  say_number(address, 16);
+  say(note_text.data(), note_length.load(std::memory_order_acquire));
+  say("\n", 1);
+}
+
+void on_fault(int signal, siginfo_t* info, void*) {
+  const int kept = errno;
+  const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
+  // si_code is positive where the kernel says what happened; a kill() has no address.
+  if (info->si_code > 0 && address < kNeverMapped) {
+    say_note(address);
+  }
+  const auto which = static_cast<std::size_t>(std::find(kSignals.begin(), kSignals.end(), signal) - kSignals.begin());
+  sigaction(signal, &before[which], nullptr);
+  // The instruction runs again and meets the handler that was there before; what somebody sent has to be sent again.
+  if (info->si_code <= 0) raise(signal);
+  errno = kept;
+}
+
+}  // namespace
+
+void explain_null_reads(const std::string& note) {
+  note_length.store(0, std::memory_order_release);
+  const std::size_t length = std::min(note.size(), kLongest);
+  std::memcpy(note_text.data(), note.data(), length);
+  note_length.store(length, std::memory_order_release);
+  if (installed) return;
+  struct sigaction ours = {};
+  ours.sa_sigaction = on_fault;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+  sigemptyset(&ours.sa_mask);
+  for (std::size_t which = 0; which < kSignals.size(); ++which) {
+    if (sigaction(kSignals[which], &ours, &before[which]) != 0) {
+      throw std::system_error(errno, std::generic_category(), "sigaction");
+    }
+  }
+  installed = true;
+}
+
+}  // namespace monarch
