@@ -200,6 +200,7 @@ def model(count: int, sizes: Sequence[int]) -> list[str]:
 
 def _steps(count: int, size: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    launcher.append(f"--log-dir={ROOT / 'build' / 'torchrun-logs'}")  # else it leaves a folder in /tmp
     theirs, compiled = (Station(f"lm:{how}", launcher=launcher) for how in ("torchrun", "torchrun-compiled"))
     one, captured = Station(f"lm:one:{size}"), Station(f"lm:compiled:{size}")
     names = {theirs: "torchrun", compiled: "torchrun, torch.compile", one: "one controller", captured: "captured"}

@@ -50,6 +50,12 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _log_dir_of_torchrun(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What --log-dir is where a test does not say: torchrun makes a folder there, and leaves it."""
+    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchelastic"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _close_pools() -> Iterator[None]:
     yield
     for pool in _POOLS.values():

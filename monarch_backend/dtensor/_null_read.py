@@ -26,7 +26,7 @@ def explain() -> None:
             faulthandler.enable()
     _native.explain_null_reads(
         f" on host {socket.gethostname()}, where nothing is, and ends. C++ that asks a tensor of a mesh's workers for "
-        "its untyped address (const_data_ptr(), storage().data()) gets that: the memory is in other processes. Read the "
-        "values before (.numpy(), .full_tensor()), or run what needs the memory on the workers: "
+        "its untyped address (const_data_ptr(), storage().data()) gets that: the memory is in other processes. Read "
+        "the values before (.numpy(), .full_tensor()), or run what needs the memory on the workers: "
         "monarch_backend.dtensor.run(mesh, function, ...)"
     )

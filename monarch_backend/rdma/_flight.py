@@ -10,7 +10,7 @@ from typing import Any
 
 from monarch_backend.actor._program import Program
 from monarch_backend.rdma._route import DONE, FAILED, LOST, UNREACHABLE, Result
-from monarch_backend.rdma.verbs import Engine, UnreachableMemoryError, VerbsError
+from monarch_backend.rdma.verbs import Engine, NoConnectionError, UnreachableMemoryError, VerbsError
 
 MERCY = 0.5
 """Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""
@@ -19,10 +19,6 @@ MOST_LOOKING = 5e-3
 """Seconds for which whoever waits for several looks himself before he sleeps."""
 
 _WHY = "another transfer with it was given up"
-
-
-class NoWay(VerbsError):
-    """There is no connection, and nothing was asked for."""
 
 
 class Flight:
@@ -90,7 +86,7 @@ def result_of(what: Any, over: int) -> Result:
         return Result(DONE, 0, 0, what)
     if over:
         return Result(over, 0, 0, 0)
-    if isinstance(what, (NoWay, UnreachableMemoryError)):
+    if isinstance(what, (NoConnectionError, UnreachableMemoryError)):
         return Result(UNREACHABLE, 0, 0, 0, str(what))
     refused = isinstance(what, VerbsError) and what.status not in ("", "transport retry counter exceeded")
     return Result(FAILED if refused or not isinstance(what, VerbsError) else LOST, 0, 0, 0, str(what))

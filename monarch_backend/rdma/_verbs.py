@@ -18,7 +18,7 @@ from monarch_backend.actor._program import Program
 from monarch_backend.rdma import _one_engine
 from monarch_backend.rdma._conversation import TICK, ask
 from monarch_backend.rdma._errors import RDMAError
-from monarch_backend.rdma._flight import MERCY, Flight, NoWay, result_of
+from monarch_backend.rdma._flight import MERCY, Flight, result_of
 from monarch_backend.rdma._handle import Handle, Ticket
 from monarch_backend.rdma._memory import LocalMemory
 from monarch_backend.rdma._registry import Registry
@@ -40,6 +40,7 @@ from monarch_backend.rdma._route import (
 from monarch_backend.rdma.verbs import (
     Allocation,
     Engine,
+    NoConnectionError,
     Plan,
     Region,
     UnreachableMemoryError,
@@ -187,7 +188,7 @@ class Verbs:
             engine.connect(token, answer)
         except (VerbsError, RDMAError) as error:
             self._no_way.add(token)
-            engine.peer_gone(token, NoWay(str(error), "", "", token))
+            engine.peer_gone(token, NoConnectionError(str(error), "", "", token))
 
     def carry(self, token: str, write: bool, region: Region, segment: Segment, memory: Any) -> Awaited:
         """One piece between staging memory there and here. Raises VerbsError."""

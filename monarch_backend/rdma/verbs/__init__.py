@@ -21,7 +21,7 @@ _errors.py       what is raised
 
 from monarch_backend.rdma.verbs._devices import Fact, available, describe
 from monarch_backend.rdma.verbs._engine import Engine, Region, hears, plan_atomic, plan_transfer
-from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
+from monarch_backend.rdma.verbs._errors import NoConnectionError, UnreachableMemoryError, VerbsError
 from monarch_backend.rdma.verbs._memory import Allocation, allocation_of
 from monarch_backend.rdma.verbs._request import Plan
 from monarch_backend.rdma.verbs._settings import Settings, from_environment
@@ -30,6 +30,7 @@ __all__ = [
     "Allocation",
     "Engine",
     "Fact",
+    "NoConnectionError",
     "Plan",
     "Region",
     "Settings",

@@ -72,6 +72,10 @@ class UnreachableMemoryError(VerbsError):
     """No NIC reaches this memory, here or at its owner: another route may."""
 
 
+class NoConnectionError(VerbsError):
+    """There is no connection, and nothing is under way: another route may do it."""
+
+
 def status_text(status: int) -> str:
     """In words."""
     return _STATUS[status] if 0 <= status < len(_STATUS) else f"status {status}"

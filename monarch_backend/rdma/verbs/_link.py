@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from monarch_backend.rdma.verbs import _messages as messages
 from monarch_backend.rdma.verbs._device import Device
-from monarch_backend.rdma.verbs._errors import FLUSHED, VerbsError, completion_error, is_of_the_link, stuck_error
+from monarch_backend.rdma.verbs._errors import (
+    FLUSHED,
+    NoConnectionError,
+    VerbsError,
+    completion_error,
+    is_of_the_link,
+    stuck_error,
+)
 from monarch_backend.rdma.verbs._lane import Lane, Posted
 from monarch_backend.rdma.verbs._messages import Answer, Offer
 
@@ -218,7 +225,7 @@ class Link:
         if self.lanes:
             self.state, self._next_look = State.PROVING, self._host.now() + self._silence / 4
             return
-        error_of_all = VerbsError(f"no way from here to {self.peer}: {'; '.join(problems)}", *self._words())
+        error_of_all = NoConnectionError(f"no way from here to {self.peer}: {'; '.join(problems)}", *self._words())
         self.fail(error_of_all)
         raise error_of_all
 

@@ -1125,6 +1125,33 @@ def test_tcp_is_taken_where_the_devices_stop_to_reach_each_other(far: Make) -> N
     assert warned == [(handle, "no way")]
 
 
+def test_tcp_may_do_what_was_asked_when_no_queue_pair_of_ours_can_be_connected(
+    far: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer has answered, and has its ends ready: that the NIC here fails then is no loss of the peer."""
+    owner = far(Fabric(at_once=False))
+    again = threading.Event()
+
+    def connect() -> None:
+        answer = owner.owner.accept("asking", owner.asking.offer(owner.token))
+        owner.fabric.unreachable.add(GID.raw)
+        again.set()
+        owner.asking.connect(owner.token, answer)
+
+    monkeypatch.setattr(owner, "connect", connect)
+    ended: list[Result] = []
+    memory = torch.zeros(8, dtype=torch.uint8)
+    part = Part(owner.buffer._handle, False, ((0, memory.data_ptr(), 8),))
+    assert owner.route.begin(part, patient(10), memory, ended.append) is not None
+    owner.fabric.dead = True
+    owner.fabric.run()
+    owner.fabric.dead = False
+    assert again.wait(10)
+    assert until(lambda: ended, 10)
+    assert ended[0].outcome == UNREACHABLE
+    assert "no way from here" in ended[0].text
+
+
 # ---- where large transfers go
 
 
