@@ -5,6 +5,8 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <system_error>
+#include <thread>
 
 #include <poll.h>
 #include <sys/uio.h>
@@ -65,6 +67,60 @@ void copy(int device, void* to, const void* from, std::uint64_t bytes) {
   } else {
     gpu::copy(device, to, from, bytes);
   }
+}
+
+std::uint64_t bytes_of(const std::vector<Segment>& segments) {
+  std::uint64_t bytes = 0;
+  for (const Segment& segment : segments) bytes += segment.bytes;
+  return bytes;
+}
+
+// One after the other, as equal as it goes; `count` is at most their bytes.
+std::vector<std::vector<Segment>> shares_of(const std::vector<Segment>& segments, std::uint64_t count) {
+  std::vector<std::vector<Segment>> shares(count);
+  const std::uint64_t share = (bytes_of(segments) + count - 1) / count;
+  std::uint64_t given = 0;
+  for (const Segment& segment : segments) {
+    for (std::uint64_t at = 0; at < segment.bytes;) {
+      const std::uint64_t bytes = std::min(segment.bytes - at, share - given % share);
+      shares[given / share].push_back({segment.offset + at, segment.local + at, bytes});
+      at += bytes, given += bytes;
+    }
+  }
+  return shares;
+}
+
+// `copy`(segments, stop) does a part of them, until it is done or somebody says stop; then that is `done`, too. At most so
+// many threads do it, this one among them, each at least so many bytes: to start one costs what 300 KiB do.
+template <class Copy>
+Result by_threads(const std::vector<Segment>& segments, std::uint64_t threads, std::uint64_t least, const Copy& copy) {
+  std::atomic<bool> stop{false};
+  const std::uint64_t count = std::min(threads, bytes_of(segments) / least);
+  if (count < 2) return copy(segments, stop);
+  const std::vector<std::vector<Segment>> shares = shares_of(segments, count);
+  std::vector<Result> results(count);
+  const auto copy_share = [&](std::size_t i) {
+    results[i] = copy(shares[i], stop);
+    if (results[i].outcome != Outcome::done) stop.store(true, std::memory_order_relaxed);
+  };
+  std::vector<std::thread> others;
+  others.reserve(count - 1);
+  std::size_t begun = 1;
+  try {
+    for (; begun < count; ++begun) {
+      others.emplace_back([&copy_share, begun] {
+        begin_memory_thread("monarch_copy");
+        copy_share(begun);
+      });
+    }
+  } catch (const std::system_error&) {
+    // There are no more threads: what is left is done here.
+  }
+  copy_share(0);
+  for (; begun < count; ++begun) copy_share(begun);
+  for (std::thread& other : others) other.join();
+  const auto failed = std::find_if(results.begin(), results.end(), [](const Result& result) { return result.outcome != Outcome::done; });
+  return failed == results.end() ? Result{} : *failed;
 }
 
 }  // namespace
@@ -178,9 +234,16 @@ Result Near::move(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Acces
   return kernel_lets_us(*peer) ? by_kernel(transfer, entry.address.load(std::memory_order_relaxed)) : by_thread(transfer);
 }
 
+// A copy past the cache: 64 MiB took 4.4 ms with one thread and 3.1 with two, 16 MiB no less with two.
 Result Near::by_mapping(Transfer& transfer, const char* base) {
+  return by_threads(transfer.segments, threads_, 4 * piece, [&](const std::vector<Segment>& segments, const std::atomic<bool>& stop) {
+    return by_mapping(transfer, base, segments, stop);
+  });
+}
+
+Result Near::by_mapping(const Transfer& transfer, const char* base, const std::vector<Segment>& segments, const std::atomic<bool>& stop) {
   std::uint64_t copied = 0;
-  for (const Segment& segment : transfer.segments) {
+  for (const Segment& segment : segments) {
     char* there = const_cast<char*>(base) + segment.offset;
     for (std::uint64_t at = 0; at < segment.bytes; at += piece) {
       const std::uint64_t bytes = std::min(piece, segment.bytes - at);
@@ -188,6 +251,7 @@ Result Near::by_mapping(Transfer& transfer, const char* base) {
       put(reads ? segment.local + at : there + at, reads ? there + at : segment.local + at, bytes, segment.bytes);
       if ((copied += bytes) < piece) continue;
       copied = 0;
+      if (stop.load(std::memory_order_relaxed)) return {};
       if (const Result result = transfer.state(); result.outcome != Outcome::done) return result;
     }
   }
@@ -234,21 +298,29 @@ Result Near::by_import(Transfer& transfer, const char* base, int device) {
   return has_ended(*transfer.peer) ? ended(Outcome::lost) : Result{};
 }
 
+// Waits for memory most of the time, one core by itself for less than a half of what there is: 16 MiB took 2.9 ms with one
+// thread and 1.3 with two, 64 MiB 14.5 and 9.4.
+Result Near::by_kernel(Transfer& transfer, std::uint64_t base) {
+  return by_threads(transfer.segments, threads_, piece, [&](const std::vector<Segment>& segments, const std::atomic<bool>& stop) {
+    return by_kernel(transfer, base, segments, stop);
+  });
+}
+
 // The kernel takes a pid, which another process may have when its owner is gone. If it is the owner's after a read, it was
 // so all the while: so each piece is looked at then, and what came from another process is no success. What is written
 // can't be taken back, so that is looked at before. What remains is a write whose thread stands still between this look and
 // the call, until the owner has ended and another process has its pid, and memory at that address which we may write: no
 // call takes a pidfd instead, and nothing keeps a pid from being used again but its parent.
-Result Near::by_kernel(Transfer& transfer, std::uint64_t base) {
+Result Near::by_kernel(const Transfer& transfer, std::uint64_t base, const std::vector<Segment>& segments, const std::atomic<bool>& stop) {
   const bool reads = transfer.access == Access::read;
   std::array<iovec, most_parts> here, there;
   std::size_t segment = 0;
   std::uint64_t at = 0;  // in it
-  while (segment < transfer.segments.size()) {
+  while (segment < segments.size()) {
     std::size_t count = 0;
     std::uint64_t bytes = 0, from = at;
-    for (std::size_t i = segment; i < transfer.segments.size() && count < most_parts && bytes < piece; ++i, from = 0) {
-      const Segment& part = transfer.segments[i];
+    for (std::size_t i = segment; i < segments.size() && count < most_parts && bytes < piece; ++i, from = 0) {
+      const Segment& part = segments[i];
       const std::uint64_t length = std::min(part.bytes - from, piece - bytes);
       if (length == 0) continue;
       here[count] = {part.local + from, length};
@@ -263,15 +335,15 @@ Result Near::by_kernel(Transfer& transfer, std::uint64_t base) {
     // Also where it failed: another process may have nothing at this address, or not be ours to touch.
     if (moved <= 0 ? has_ended(*transfer.peer) : reads && may_have_ended(*transfer.peer)) return ended(Outcome::lost);
     if (moved <= 0) return error == ESRCH ? ended(Outcome::lost) : ended(Outcome::failed, Refusal::none, error);
-    for (auto left = static_cast<std::uint64_t>(moved); segment < transfer.segments.size();) {
-      const std::uint64_t rest = transfer.segments[segment].bytes - at;
+    for (auto left = static_cast<std::uint64_t>(moved); segment < segments.size();) {
+      const std::uint64_t rest = segments[segment].bytes - at;
       if (left < rest) {
         at += left;
         break;
       }
       left -= rest, at = 0, ++segment;
     }
-    if (segment == transfer.segments.size()) break;
+    if (segment == segments.size() || stop.load(std::memory_order_relaxed)) break;
     if (const Result result = transfer.state(); result.outcome != Outcome::done) return result;
   }
   return {};

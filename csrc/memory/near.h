@@ -42,8 +42,10 @@ enum class Way : int { mapped, kernel, thread, gpu, lent, unseen };
 
 class Near {
  public:
-  // `kernel`, `ipc`: whether process_vm_readv, and mappings of GPU memory, may be used where they work.
-  Near(std::shared_ptr<Host> host, bool kernel, bool ipc) : host_(std::move(host)), kernel_(kernel), ipc_(ipc), imports_(std::make_shared<Imports>()) {}
+  // `kernel`, `ipc`: whether process_vm_readv, and mappings of GPU memory, may be used where they work. `threads`: how many
+  // of this process make one large copy, the caller's among them.
+  Near(std::shared_ptr<Host> host, bool kernel, bool ipc, unsigned threads)
+      : host_(std::move(host)), kernel_(kernel), ipc_(ipc), threads_(threads), imports_(std::make_shared<Imports>()) {}
   std::shared_ptr<Imports> imports() const { return imports_; }
 
   // To memory of a peer; nullptr if it can't be reached as one of this host.
@@ -62,14 +64,18 @@ class Near {
   struct Transfer;
   class Question;
   bool kernel_lets_us(Peer& peer);
+  // The whole, and a part of it: until that is done or somebody says stop; then it is `done`, too.
   Result by_mapping(Transfer& transfer, const char* base);
+  Result by_mapping(const Transfer& transfer, const char* base, const std::vector<Segment>& segments, const std::atomic<bool>& stop);
   Result by_kernel(Transfer& transfer, std::uint64_t base);
+  Result by_kernel(const Transfer& transfer, std::uint64_t base, const std::vector<Segment>& segments, const std::atomic<bool>& stop);
   Result by_gpu(Transfer& transfer);
   Result by_import(Transfer& transfer, const char* base, int device);
   Result by_thread(Transfer& transfer, int device = gpu::none);
 
   std::shared_ptr<Host> host_;
   const bool kernel_, ipc_;
+  const unsigned threads_;
   std::shared_ptr<Imports> imports_;
 };
 

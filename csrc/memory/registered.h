@@ -12,8 +12,8 @@ namespace monarch {
 
 class Registered {
  public:
-  Registered(std::shared_ptr<Host> host, bool kernel, bool ipc)
-      : host_(host), table_(std::make_shared<Table>(host)), near_(host, kernel, ipc), service_(table_, near_.imports()) {}
+  Registered(std::shared_ptr<Host> host, bool kernel, bool ipc, unsigned threads)
+      : host_(host), table_(std::make_shared<Table>(host)), near_(host, kernel, ipc, threads), service_(table_, near_.imports()) {}
 
   Host& host() { return *host_; }
   Table& table() { return *table_; }

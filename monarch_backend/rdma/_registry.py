@@ -22,6 +22,9 @@ log = logging.getLogger("monarch_backend")
 
 _WAS_NOT_THERE, _STILL_USED = 1, 2
 
+MOST_THREADS = 16
+"""What MONARCH_COPY_THREADS may say."""
+
 
 class Registry:
     """The registrations of one process."""
@@ -32,7 +35,7 @@ class Registry:
             raise RuntimeError("memory can't be registered in a simulation: its processes have none of their own")
         self.asks_kernel = _is_wanted("MONARCH_CMA", "process_vm_readv")
         self.maps_gpus = _is_wanted("MONARCH_GPU_IPC", "mappings of other processes' GPU memory")
-        self.native = _native.Memory(host, self.asks_kernel, self.maps_gpus)
+        self.native = _native.Memory(host, self.asks_kernel, self.maps_gpus, _copying_threads())
         self.host = host
         self._program = weakref.ref(owner)
         self.on_drop: list[Callable[[Ticket], None]] = []  # when nobody can use it any more, and it is still there
@@ -89,6 +92,14 @@ def _is_wanted(setting: str, what: str) -> bool:
     if said not in ("0", "1", ""):
         raise ValueError(f"{setting}={said!r}: 0 not to use {what}, or unset")
     return said != "0"
+
+
+def _copying_threads() -> int:
+    """Of this process, for one large copy between another process of this host and this one."""
+    said = os.environ.get("MONARCH_COPY_THREADS") or "2"
+    if not said.isdecimal() or not 1 <= int(said) <= MOST_THREADS:
+        raise ValueError(f"MONARCH_COPY_THREADS={said!r}: how many threads make a large copy, 1 to {MOST_THREADS}")
+    return min(int(said), len(os.sched_getaffinity(0)))
 
 
 _making = threading.Lock()

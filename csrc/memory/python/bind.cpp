@@ -185,7 +185,8 @@ void bind_memory(py::module_& m) {
       .def("run", &Copies::run);
 
   py::class_<Registered, std::shared_ptr<Registered>>(m, "Memory", "Memory that this process has registered, and its ways to that of others on this host.")
-      .def(py::init<std::shared_ptr<Host>, bool, bool>(), py::arg("host"), py::arg("kernel") = true, py::arg("ipc") = true)
+      .def(py::init<std::shared_ptr<Host>, bool, bool, unsigned>(), py::arg("host"), py::arg("kernel") = true, py::arg("ipc") = true,
+           py::arg("threads") = 1)
       .def("add", [](Registered& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
         const Ticket ticket = memory.table().add(reinterpret_cast<void*>(address), bytes, writable);
         return PyTicket{ticket.slot, ticket.epoch, ticket.key};

@@ -1,0 +1,131 @@
+"""Large copies on one host, which several threads make together: each byte once, and the first trouble ends all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch_backend import _native
+from monarch_backend.rdma import _registry
+from monarch_backend.rdma._route import CANCELLED, DONE, FAILED, REFUSED
+from tests.rdma.actors import ROUTES, pattern, two_processes
+from tests.rdma.owners import Memory
+
+MIB = 1 << 20
+SIZE = 24 * MIB
+CONTENT = pattern(SIZE, 3).numpy().tobytes()
+There = tuple[str, tuple[int, int, int]]
+
+
+@contextlib.contextmanager
+def owned(memory: Memory, missing: int = 0) -> Iterator[There]:
+    """By a fork, which has so many bytes at its end no more."""
+    said, says = os.pipe()
+    hears, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            registered = _native.Memory(host := _native.Host(64 * MIB))
+            ticket = registered.add(memory.address, memory.size, True)
+            if missing:
+                ctypes.CDLL(None).munmap(ctypes.c_void_p(memory.address + memory.size - missing), missing)
+            os.write(says, " ".join(map(str, (host.token, *ticket))).encode())
+            os.close(tell)
+            os.read(hears, 1)
+        os._exit(0)
+    try:
+        os.close(says), os.close(hears)
+        token, *ticket = os.read(said, 200).decode().split()
+        yield token, (int(ticket[0]), int(ticket[1]), int(ticket[2]))
+    finally:
+        os.close(tell), os.close(said)
+        os.waitpid(pid, 0)
+
+
+def segments(memory: Memory) -> list[tuple[int, int, int]]:
+    """All of it, in pieces of all sizes, in no order."""
+    lot = random.Random(5)
+    ends = sorted({0, SIZE, 8 * MIB, *(lot.randrange(SIZE) for _ in range(40)), *range(1000, 1300)})
+    pieces = [(at, memory.address + at, end - at) for at, end in zip(ends[:-1], ends[1:], strict=True)]
+    lot.shuffle(pieces)
+    return pieces
+
+
+def copiers() -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((each / "comm").read_text() == "monarch_copy\n" for each in tasks)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 6, 16])
+def test_each_byte_once(threads: int) -> None:
+    there, here = Memory(SIZE, CONTENT), Memory(SIZE)
+    with owned(there) as of:
+        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, threads), _native.Patient()
+        assert native.move(*of, False, segments(here), forever)[0] == DONE
+        assert native.way(*of) == ROUTES["kernel"].way
+        assert here[:] == CONTENT
+        here[:] = CONTENT[::-1]
+        assert native.move(*of, True, segments(here), forever)[0] == DONE
+        here[:] = bytes(SIZE)
+        assert native.move(*of, False, here.all(), forever)[0] == DONE
+        assert here[:] == CONTENT[::-1]
+    assert copiers() == 0
+
+
+@pytest.mark.parametrize("missing", [mmap.PAGESIZE, 13 * MIB, SIZE])
+@pytest.mark.parametrize("threads", [1, 2, 6])
+@pytest.mark.parametrize("write", [False, True])
+def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, write: bool) -> None:
+    here = Memory(SIZE)
+    with owned(Memory(SIZE, CONTENT), missing) as of:
+        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, threads), _native.Patient()
+        outcome, _, error, *_ = native.move(*of, write, here.all(), forever)
+        assert (outcome, error) == (FAILED, errno.EFAULT)
+        assert native.move(*of, write, [(0, here.address, 8)], forever)[0] == (FAILED if missing == SIZE else DONE)
+    assert copiers() == 0
+
+
+def test_what_nobody_wants_and_what_is_out_of_range() -> None:
+    here = Memory(SIZE)
+    with owned(Memory(SIZE, CONTENT)) as of:
+        native, patient = _native.Memory(_native.Host(64 * MIB), True, True, 4), _native.Patient()
+        behind = [*here.all(), (SIZE, here.address, 1)]
+        assert native.move(*of, False, behind, patient)[0] == REFUSED
+        assert here[:] == bytes(SIZE)
+        patient.cancel()
+        assert native.move(*of, False, here.all(), patient)[0] == CANCELLED
+
+
+@pytest.mark.usefixtures("faults")
+def test_mapped_memory() -> None:
+    for owner, reader in two_processes("mapped"):
+        size = 33 * MIB + 5
+        buffer = owner.own.call_one("tensor", size).get()
+        assert reader.read.call_one(buffer, "tensor").get()
+        reader.write.call_one(buffer, "tensor", 9).get()
+        assert owner.shows.call_one(size, 9).get()
+        owner.drop.call_one(buffer).get()
+
+
+@pytest.mark.parametrize("value", ["0", "17", "two", "-1", "1.5"])
+def test_a_setting_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MONARCH_COPY_THREADS", value)
+    with pytest.raises(ValueError, match=rf"MONARCH_COPY_THREADS='{value}': .*1 to 16"):
+        _registry._copying_threads()
+
+
+@pytest.mark.parametrize(("value", "processors", "threads"), [("1", 8, 1), ("16", 8, 8), ("", 8, 2), ("4", 1, 1)])
+def test_no_more_threads_than_processors(
+    monkeypatch: pytest.MonkeyPatch, value: str, processors: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setenv("MONARCH_COPY_THREADS", value)
+    assert _registry._copying_threads() == threads
