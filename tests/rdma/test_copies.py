@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -54,7 +55,7 @@ def segments(memory: Memory) -> list[tuple[int, int, int]]:
     """All of it, in pieces of all sizes, in no order."""
     lot = random.Random(5)
     ends = sorted({0, SIZE, 8 * MIB, *(lot.randrange(SIZE) for _ in range(40)), *range(1000, 1300)})
-    pieces = [(at, memory.address + at, end - at) for at, end in zip(ends[:-1], ends[1:], strict=True)]
+    pieces = [(at, memory.address + at, end - at) for at, end in itertools.pairwise(ends)]
     lot.shuffle(pieces)
     return pieces
 
