@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SECOND = ("dtensor", "ecosystem", "job", "rdma")
+SECOND = ("dtensor", "ecosystem", "job", "rdma", "testing")
 """These take as long as all the others together."""
 NO_TESTS = 5
 """What pytest ends with where it has run none."""
