@@ -9,6 +9,7 @@
 #include <cstring>
 #include <system_error>
 
+#include <fcntl.h>
 #include <unistd.h>
 
 namespace monarch {
@@ -25,10 +26,11 @@ std::array<char, kLongest> note_text;
 std::atomic<std::size_t> note_length{0};
 std::array<struct sigaction, kSignals.size()> before;
 bool installed = false;
+bool stderr_is_open = false;  // else its number may be that of any file
 
 // Only what a signal handler may do: no allocation, no stdio, no lock.
 void say(const char* text, std::size_t length) {
-  while (length > 0) {
+  while (stderr_is_open && length > 0) {
     const ssize_t written = write(STDERR_FILENO, text, length);
     if (written < 0 && errno == EINTR) continue;
     if (written <= 0) return;
@@ -59,10 +61,9 @@ void say_note(std::uintptr_t address) {
 void on_fault(int signal, siginfo_t* info, void*) {
   const int kept = errno;
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
-  // si_code is positive where the kernel says what happened; a kill() has no address.
-  if (info->si_code > 0 && address < kNeverMapped) {
-    say_note(address);
-  }
+  // Not what a kill() sends, nor an address that no processor can have: that one is told as 0, with another code.
+  const bool is_unmapped = signal == SIGSEGV ? info->si_code == SEGV_MAPERR : info->si_code == BUS_ADRERR;
+  if (is_unmapped && address < kNeverMapped) say_note(address);
   const auto which = static_cast<std::size_t>(std::find(kSignals.begin(), kSignals.end(), signal) - kSignals.begin());
   sigaction(signal, &before[which], nullptr);
   // The instruction runs again and meets the handler that was there before; what somebody sent has to be sent again.
@@ -78,6 +79,7 @@ void explain_null_reads(const std::string& note) {
   std::memcpy(note_text.data(), note.data(), length);
   note_length.store(length, std::memory_order_release);
   if (installed) return;
+  stderr_is_open = fcntl(STDERR_FILENO, F_GETFD) >= 0;
   struct sigaction ours = {};
   ours.sa_sigaction = on_fault;
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +31,22 @@ def test_the_code_of_a_page_runs(name: str, interpreter: WarmInterpreter, tmp_pa
     script = "\n".join(blocks(DOCS / name))
     done = interpreter.complete(tmp_path / "page.py", script, patience=120)
     assert done.returncode == 0, done.err
-    # What the comments beside the prints promise is what came out.
+    _has_printed_what_it_promises(script, done.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN)
+def test_a_page_imports_what_it_needs(name: str) -> None:
+    script = "\n".join(blocks(DOCS / name))
+    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    _has_printed_what_it_promises(script, done.stdout)
+
+
+def _has_printed_what_it_promises(script: str, printed: str) -> None:
+    """In the comments beside the prints."""
     promised = re.findall(r"^ *print\(.*?\)\s+# (.+)$", script, re.MULTILINE)
     assert promised
-    out = [line.strip() for line in done.out.splitlines()]
+    out = [line.strip() for line in printed.splitlines()]
     for line in promised:
-        assert line.strip() in out, done.out
+        assert line.strip() in out, printed

@@ -16,6 +16,7 @@
 #include "memory/link.h"
 #include "memory/staged.h"
 #include "memory/wire.h"
+#include "native_thread.h"
 
 namespace monarch {
 
@@ -532,7 +533,7 @@ void Client::Pool::invite(const std::shared_ptr<Transfer>& transfer) {
 }
 
 void Client::Pool::help() {
-  begin_memory_thread("monarch_stream");
+  begin_native_thread("monarch_stream");
   std::unique_lock lock(mutex_);
   for (;;) {
     invited_.wait(lock, [this] { return closed_.is_set() || !invitations_.empty(); });

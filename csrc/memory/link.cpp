@@ -70,13 +70,6 @@ Cancel::Cancel() : event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (event_.get() < 0) throw system_failure("eventfd");
 }
 
-void begin_memory_thread(const char* name) {
-  sigset_t all;
-  sigfillset(&all);  // signals are for the threads of Python
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  pthread_setname_np(pthread_self(), name);
-}
-
 void Cancel::set() {
   set_.store(true, std::memory_order_release);
   const std::uint64_t one = 1;

@@ -64,9 +64,6 @@ class Cancel {
   std::atomic<bool> set_{false};
 };
 
-// What each thread of ours does first: it gets a name of at most 15 letters, and no signals.
-void begin_memory_thread(const char* name);
-
 using Moment = std::chrono::steady_clock::time_point;
 
 // How long to wait, and for what not to.

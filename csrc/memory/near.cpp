@@ -4,14 +4,15 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <iterator>
-#include <system_error>
 #include <thread>
 
 #include <poll.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "native_thread.h"
 #include "shm/copy.h"
 
 namespace monarch {
@@ -109,12 +110,12 @@ Result by_threads(const std::vector<Segment>& segments, std::uint64_t threads, s
   try {
     for (; begun < count; ++begun) {
       others.emplace_back([&copy_share, begun] {
-        begin_memory_thread("monarch_copy");
+        begin_native_thread("monarch_copy");
         copy_share(begun);
       });
     }
-  } catch (const std::system_error&) {
-    // There are no more threads: what is left is done here.
+  } catch (const std::exception&) {
+    // There are no more threads, or there is no memory for one: what is left is done here.
   }
   copy_share(0);
   for (; begun < count; ++begun) copy_share(begun);

@@ -23,6 +23,7 @@
 
 #include "memory/link.h"
 #include "memory/wire.h"
+#include "native_thread.h"
 #include "shm/arena.h"
 
 namespace monarch {
@@ -515,7 +516,7 @@ std::vector<pollfd> Server::Doorkeeper::sources() {
 }
 
 void Server::Doorkeeper::run() {
-  begin_memory_thread("monarch_door");
+  begin_native_thread("monarch_door");
   while (!ending_) {
     std::vector<pollfd> come = sources();
     poll(come.data(), come.size(), -1);
@@ -580,7 +581,7 @@ bool Server::Doorkeeper::take_place() {
 
 // The life of a connection. Whatever comes of it, the other side hears no more than that it was hung up.
 void Server::Doorkeeper::serve(Connection& connection) {
-  begin_memory_thread("monarch_serve");
+  begin_native_thread("monarch_serve");
   bool placed = false;
   try {
     Reader reader(connection.link);

@@ -8,18 +8,9 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include "native_thread.h"
+
 namespace monarch {
-
-namespace {
-
-void begin_thread(const char* name) {
-  sigset_t all;
-  sigfillset(&all);  // signals are for the threads of Python
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  pthread_setname_np(pthread_self(), name);
-}
-
-}  // namespace
 
 struct Callbacks::State {
   std::mutex mutex;
@@ -49,7 +40,7 @@ void Callbacks::post(std::function<void()> callback) {
 }
 
 void Callbacks::serve(std::shared_ptr<State> state) {
-  begin_thread("monarch_call");
+  begin_native_thread("monarch_call");
   std::unique_lock lock(state->mutex);
   for (;;) {
     ++state->idle;
@@ -79,7 +70,7 @@ void Engine::see_to(std::shared_ptr<Group> group, std::shared_ptr<Operation> ope
   tasks_.push_back({std::move(group), std::move(operation), std::move(then)});
   if (!thread_.joinable() && !stop_) {
     thread_ = std::thread([this] {
-      begin_thread("monarch_engine");
+      begin_native_thread("monarch_engine");
       run();
     });
   }

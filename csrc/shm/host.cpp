@@ -24,6 +24,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "native_thread.h"
+
 namespace monarch {
 
 // What both sides say once, with their memfd attached.
@@ -203,10 +205,7 @@ Host::Host(std::size_t arena_bytes, const std::string& token)
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw system_failure("epoll_ctl");
   }
   watcher_ = std::thread([this] {
-    sigset_t all;
-    sigfillset(&all);  // signals are for the threads of Python
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);
-    pthread_setname_np(pthread_self(), "monarch_watch");
+    begin_native_thread("monarch_watch");
     watch();
   });
 }

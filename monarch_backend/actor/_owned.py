@@ -54,7 +54,7 @@ PRELOAD = ("monarch_backend.actor._worker", "monarch_backend.actor._spmd", "mona
 """Imported once, by the fork server."""
 
 PRELOAD_WITH_DTENSORS = ("torch.distributed.tensor", "monarch_backend.dtensor.worker")
-"""As well, if this program has DTensors: half a second, and 100 MB of memory that processes share, for each of them."""
+"""As well, if this program has DTensors: half a second, and 64 MB of memory that processes share, for each of them."""
 
 GRACE = 10.0
 """Seconds after which processes told to stop are looked at: those that don't listen, or were aborted, are killed."""

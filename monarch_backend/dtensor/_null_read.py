@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import io
 import socket
 
 from monarch_backend import _native
@@ -20,13 +19,11 @@ from monarch_backend import _native
 def explain() -> None:
     """From now on such a read says what it was, with the lines of Python that led there, before the process ends."""
     if not faulthandler.is_enabled():
-        with contextlib.suppress(
-            AttributeError, OSError, ValueError, io.UnsupportedOperation
-        ):  # a stderr without a file
+        with contextlib.suppress(Exception):  # a stderr that is closed, or no file, does not matter to a mesh
             faulthandler.enable()
     _native.explain_null_reads(
-        f" on host {socket.gethostname()}, where nothing is, and ends. C++ that asks a tensor of a mesh's workers for "
-        "its untyped address (const_data_ptr(), storage().data()) gets that: the memory is in other processes. Read "
+        f" on host {socket.gethostname()}, where nothing is. If C++ asked a tensor of a mesh's workers for its untyped "
+        "address (const_data_ptr(), storage().data()), that is what it got: the memory is in other processes. Read "
         "the values before (.numpy(), .full_tensor()), or run what needs the memory on the workers: "
         "monarch_backend.dtensor.run(mesh, function, ...)"
     )

@@ -92,14 +92,18 @@ def serve(configuration: Configuration) -> Spawn:
 
 
 def preload(more: Sequence[str] = ()) -> None:
-    """Import what children will need."""
+    """Import what children will need; a child that misses one of ``more`` says why it is not there."""
+    collects = gc.isenabled()
     gc.disable()  # as _interpreter has it
-    for name in (*_PRELOAD, *more):
-        importlib.import_module(name)
-    for name in _PRELOAD_IF_THERE:
-        with contextlib.suppress(ImportError):
+    try:
+        for name in _PRELOAD:
             importlib.import_module(name)
-    gc.enable()
+        for name in (*_PRELOAD_IF_THERE, *more):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
     _child.openblas()  # found once, for all children
 
 

@@ -40,7 +40,6 @@ from monarch_backend.rdma._route import (
 from monarch_backend.rdma.verbs import (
     Allocation,
     Engine,
-    NoConnectionError,
     Plan,
     Region,
     UnreachableMemoryError,
@@ -180,15 +179,18 @@ class Verbs:
         self._program.aside(lambda: self._meet(token))
 
     def _meet(self, token: str) -> None:
-        engine = self._started()
+        engine, offer = self._started(), b""
         self._met.add(token)
-        self._no_way.discard(token)
         try:
-            answer = ask(self._program, self._program.router.peer(token), "verbs", engine.offer(token))
+            offer = engine.offer(token)
+            answer = ask(self._program, self._program.router.peer(token), "verbs", offer)
+            self._no_way.add(token)  # before those who wait are told
             engine.connect(token, answer)
+            self._no_way.discard(token)
         except (VerbsError, RDMAError) as error:
             self._no_way.add(token)
-            engine.peer_gone(token, NoConnectionError(str(error), "", "", token))
+            if not engine.no_connection(token, offer, str(error)):
+                self._no_way.discard(token)
 
     def carry(self, token: str, write: bool, region: Region, segment: Segment, memory: Any) -> Awaited:
         """One piece between staging memory there and here. Raises VerbsError."""

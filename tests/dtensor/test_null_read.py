@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +17,9 @@ from torch.utils import cpp_extension
 from tests.actor.scripts import Run
 
 SCRIPT = """
-import ctypes, faulthandler, os, signal, torch
+import ctypes, faulthandler, os, signal, sys, torch
 from torch.distributed.tensor import Replicate, distribute_tensor
 from monarch_backend.dtensor import simulated_mesh
-
-def before(*_):
-    os.write(2, b"the program's own handler\\n")
-    os._exit(3)
 
 WHEN
 mesh = simulated_mesh((2,), ("x",))
@@ -30,42 +27,67 @@ x = torch.distributed.tensor.ones(4, device_mesh=mesh, placements=[Replicate()])
 READ
 print("not reached")
 """
-NOTE = "where nothing is, and ends. C++ that asks a tensor of a mesh's workers for its untyped address"
-NEAR, FAR = "ctypes.string_at(16, 1)  # the line", "ctypes.string_at(1 << 46, 1)  # the line"
+NOTE = "where nothing is. If C++ asked a tensor of a mesh's workers for its untyped address"
+NEAR = "ctypes.string_at(16, 1)  # the line"
+OTHERS = {
+    "far": "ctypes.string_at(1 << 46, 1)  # the line",
+    "no address": "ctypes.string_at(0xdeadbeefdeadbeef, 1)  # the line",  # which the kernel tells as 0
+    "sent": "os.kill(os.getpid(), signal.SIGSEGV)  # the line",
+}
+LINE = re.compile(r'script\.py", line (\d+) in <module>')
 
 
 def ended(run_script: Callable[..., Run], read: str, when: str = "") -> Run:
     run = run_script(SCRIPT.replace("READ", read).replace("WHEN", when))
     assert "not reached" not in run.out
+    assert run.returncode == -signal.SIGSEGV, run.err
     return run
+
+
+def line_of(said: str, read: str, when: str = "") -> bool:
+    """Whether the line of Python that led there is told."""
+    lines = SCRIPT.replace("READ", read).replace("WHEN", when).splitlines()
+    found = LINE.search(said)
+    return found is not None and lines[int(found[1]) - 1].endswith("# the line")
 
 
 def test_a_read_at_address_0_says_what_it_was(run_script: Callable[..., Run]) -> None:
     run = ended(run_script, NEAR)
-    assert run.returncode == -signal.SIGSEGV
-    assert f"pid {run.pid} used address 0x10 on host " in run.err and NOTE in run.err
+    assert f"pid {run.pid} used address 0x10 on host " in run.err
+    assert NOTE in run.err
     assert "monarch_backend.dtensor.run(mesh, function, ...)" in run.err
-    assert 'script.py", line 13 in <module>' in run.err, "the line of Python that led there"
+    assert line_of(run.err, NEAR)
 
 
-@pytest.mark.parametrize("read", [FAR, "os.kill(os.getpid(), signal.SIGSEGV)"])
+@pytest.mark.parametrize("read", OTHERS.values(), ids=OTHERS.keys())
 def test_another_segmentation_fault_is_another_matter(run_script: Callable[..., Run], read: str) -> None:
     run = ended(run_script, read)
-    assert run.returncode == -signal.SIGSEGV
     assert NOTE not in run.err
-    assert 'script.py", line 13 in <module>' in run.err
+    assert line_of(run.err, read)
 
 
-@pytest.mark.parametrize("read", [NEAR, FAR, "os.kill(os.getpid(), signal.SIGSEGV)"])
-def test_a_handler_that_was_there_before_is_called(run_script: Callable[..., Run], read: str) -> None:
-    """Python's own handlers run between lines of Python, where a fault never comes to; faulthandler's does."""
-    with_file = "faulthandler.enable(open('faults', 'w'))"
-    run = ended(
-        run_script, f"os.chdir('/'); {read}", f"os.chdir(os.path.dirname(os.path.abspath(__file__))); {with_file}"
-    )
-    assert run.returncode == -signal.SIGSEGV
+@pytest.mark.parametrize("read", [NEAR, OTHERS["far"]], ids=["near", "far"])
+def test_a_handler_that_was_there_before_is_called(run_script: Callable[..., Run], tmp_path: Path, read: str) -> None:
+    when = f"faulthandler.enable(open({str(tmp_path / 'faults')!r}, 'w'))"
+    run = ended(run_script, read, when)
     assert (NOTE in run.err) == (read == NEAR)
-    assert "Fatal Python error" not in run.err, "it has gone into the program's own file"
+    assert "Fatal Python error" not in run.err
+    assert "Fatal Python error: Segmentation fault" in (tmp_path / "faults").read_text()
+    assert line_of((tmp_path / "faults").read_text(), read, when)
+
+
+NO_STDERR = {
+    "none": "sys.stderr = None",
+    "closed": "sys.stderr.close()",
+    "no descriptor": "os.close(2); os.open('/dev/null', os.O_RDONLY); os.close(2)",
+    "no file": "sys.stderr = type('Cell', (), {name: lambda *_: None for name in ('fileno', 'write', 'flush')})()",
+}
+
+
+@pytest.mark.parametrize("gone", NO_STDERR.values(), ids=NO_STDERR.keys())
+def test_a_program_without_a_stderr_has_meshes_all_the_same(run_script: Callable[..., Run], gone: str) -> None:
+    run = run_script(SCRIPT.replace("WHEN", f"{gone}\nfaulthandler.disable()").replace("READ", "").replace("not ", ""))
+    assert run.out == "reached\n"
 
 
 EXTENSION = """
@@ -92,7 +114,8 @@ def test_an_extension(run_script: Callable[..., Run], tmp_path: Path) -> None:
     command = ["c++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", *paths, str(source), "-o", str(library), *told]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     assert sys.platform == "linux"
-    run = ended(run_script, USES.replace("LIBRARY", repr(str(library))))
-    assert run.returncode == -signal.SIGSEGV
-    assert "used address 0x0 on host " in run.err and NOTE in run.err
-    assert 'script.py", line 17 in <module>' in run.err
+    read = USES.replace("LIBRARY", repr(str(library)))
+    run = ended(run_script, read)
+    assert "used address 0x0 on host " in run.err
+    assert NOTE in run.err
+    assert line_of(run.err, read)

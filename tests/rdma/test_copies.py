@@ -9,26 +9,37 @@ import itertools
 import mmap
 import os
 import random
+import signal
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from monarch_backend import _native
 from monarch_backend.rdma import _registry
-from monarch_backend.rdma._route import CANCELLED, DONE, FAILED, REFUSED
+from monarch_backend.rdma._route import CANCELLED, DONE, FAILED, LOST, REFUSED
 from tests.rdma.actors import ROUTES, pattern, two_processes
 from tests.rdma.owners import Memory
+from tests.rdma.verbs.peers import until
 
 MIB = 1 << 20
 SIZE = 24 * MIB
 CONTENT = pattern(SIZE, 3).numpy().tobytes()
-There = tuple[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that has memory registered. ``there``: for those who want it."""
+
+    there: tuple[str, tuple[int, int, int]]
+    pid: int
 
 
 @contextlib.contextmanager
-def owned(memory: Memory, missing: int = 0) -> Iterator[There]:
-    """By a fork, which has so many bytes at its end no more."""
+def owned(memory: Memory, missing: int = 0, first: bool = False) -> Iterator[Owner]:
+    """By a fork, which has so many bytes at its end no more; or ``first``, at its beginning."""
     said, says = os.pipe()
     hears, tell = os.pipe()
     pid = os.fork()
@@ -37,7 +48,8 @@ def owned(memory: Memory, missing: int = 0) -> Iterator[There]:
             registered = _native.Memory(host := _native.Host(64 * MIB))
             ticket = registered.add(memory.address, memory.size, True)
             if missing:
-                ctypes.CDLL(None).munmap(ctypes.c_void_p(memory.address + memory.size - missing), missing)
+                at = memory.address + (0 if first else memory.size - missing)
+                ctypes.CDLL(None).munmap(ctypes.c_void_p(at), missing)
             os.write(says, " ".join(map(str, (host.token, *ticket))).encode())
             os.close(tell)
             os.read(hears, 1)
@@ -45,7 +57,7 @@ def owned(memory: Memory, missing: int = 0) -> Iterator[There]:
     try:
         os.close(says), os.close(hears)
         token, *ticket = os.read(said, 200).decode().split()
-        yield token, (int(ticket[0]), int(ticket[1]), int(ticket[2]))
+        yield Owner((token, (int(ticket[0]), int(ticket[1]), int(ticket[2]))), pid)
     finally:
         os.close(tell), os.close(said)
         os.waitpid(pid, 0)
@@ -60,25 +72,29 @@ def segments(memory: Memory) -> list[tuple[int, int, int]]:
     return pieces
 
 
-def copiers() -> int:
-    tasks = Path("/proc/self/task").iterdir()
-    return sum((each / "comm").read_text() == "monarch_copy\n" for each in tasks)
+def nobody_copies() -> bool:
+    """The kernel may list a thread for a moment after it was joined."""
+    names = []
+    for each in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names.append((each / "comm").read_text())
+    return "monarch_copy\n" not in names
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 6, 16])
 def test_each_byte_once(threads: int) -> None:
     there, here = Memory(SIZE, CONTENT), Memory(SIZE)
-    with owned(there) as of:
+    with owned(there) as owner:
         native, forever = _native.Memory(_native.Host(64 * MIB), True, True, threads), _native.Patient()
-        assert native.move(*of, False, segments(here), forever)[0] == DONE
-        assert native.way(*of) == ROUTES["kernel"].way
+        assert native.move(*owner.there, False, segments(here), forever)[0] == DONE
+        assert native.way(*owner.there) == ROUTES["kernel"].way
         assert here[:] == CONTENT
         here[:] = CONTENT[::-1]
-        assert native.move(*of, True, segments(here), forever)[0] == DONE
+        assert native.move(*owner.there, True, segments(here), forever)[0] == DONE
         here[:] = bytes(SIZE)
-        assert native.move(*of, False, here.all(), forever)[0] == DONE
+        assert native.move(*owner.there, False, here.all(), forever)[0] == DONE
         assert here[:] == CONTENT[::-1]
-    assert copiers() == 0
+    assert until(nobody_copies)
 
 
 @pytest.mark.parametrize("missing", [mmap.PAGESIZE, 13 * MIB, SIZE])
@@ -86,23 +102,66 @@ def test_each_byte_once(threads: int) -> None:
 @pytest.mark.parametrize("write", [False, True])
 def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, write: bool) -> None:
     here = Memory(SIZE)
-    with owned(Memory(SIZE, CONTENT), missing) as of:
+    with owned(Memory(SIZE, CONTENT), missing) as owner:
         native, forever = _native.Memory(_native.Host(64 * MIB), True, True, threads), _native.Patient()
-        outcome, _, error, *_ = native.move(*of, write, here.all(), forever)
+        outcome, _, error, *_ = native.move(*owner.there, write, here.all(), forever)
         assert (outcome, error) == (FAILED, errno.EFAULT)
-        assert native.move(*of, write, [(0, here.address, 8)], forever)[0] == (FAILED if missing == SIZE else DONE)
-    assert copiers() == 0
+        assert native.move(*owner.there, write, [(0, here.address, 8)], forever)[0] == (
+            FAILED if missing == SIZE else DONE
+        )
+    assert until(nobody_copies)
+
+
+def test_where_one_fails_the_others_stop() -> None:
+    """A thread may have come to the end of its share before the first one begins: not every time."""
+    with owned(Memory(4 * SIZE, CONTENT * 4), mmap.PAGESIZE, first=True) as owner:
+        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, 2), _native.Patient()
+        for _ in range(20):
+            here = Memory(4 * SIZE)
+            assert native.move(*owner.there, False, here.all(), forever)[0] == FAILED
+            if here[4 * SIZE - MIB : 4 * SIZE] == bytes(MIB):
+                return
+    pytest.fail("the second thread has copied all of its share, 20 times")
+
+
+def test_cancelled_in_the_middle() -> None:
+    found = set()
+    with owned(Memory(4 * SIZE, CONTENT * 4)) as owner:
+        native, here = _native.Memory(_native.Host(64 * MIB), True, True, 4), Memory(4 * SIZE)
+        for turn in range(200):
+            patient = _native.Patient()
+            cancelling = threading.Timer(turn % 20 * 1e-3, patient.cancel)
+            cancelling.start()
+            found.add(native.move(*owner.there, turn % 2 == 1, here.all(), patient)[0])
+            cancelling.join()
+            if {DONE, CANCELLED} <= found:
+                break
+    assert found == {DONE, CANCELLED}
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_an_owner_that_is_killed_in_the_middle(write: bool) -> None:
+    native, here = _native.Memory(_native.Host(64 * MIB), True, True, 4), Memory(4 * SIZE)
+    for turn in range(8):
+        with owned(Memory(4 * SIZE)) as owner:
+            assert native.move(*owner.there, False, here.all(), _native.Patient())[0] == DONE
+            killing = threading.Timer(turn * 2e-3, os.kill, (owner.pid, signal.SIGKILL))
+            killing.start()
+            assert native.move(*owner.there, write, here.all() * 3, _native.Patient())[0] in (DONE, LOST)
+            killing.join()
+            assert native.move(*owner.there, write, here.all(), _native.Patient())[0] == LOST
+    assert until(nobody_copies)
 
 
 def test_what_nobody_wants_and_what_is_out_of_range() -> None:
     here = Memory(SIZE)
-    with owned(Memory(SIZE, CONTENT)) as of:
+    with owned(Memory(SIZE, CONTENT)) as owner:
         native, patient = _native.Memory(_native.Host(64 * MIB), True, True, 4), _native.Patient()
         behind = [*here.all(), (SIZE, here.address, 1)]
-        assert native.move(*of, False, behind, patient)[0] == REFUSED
+        assert native.move(*owner.there, False, behind, patient)[0] == REFUSED
         assert here[:] == bytes(SIZE)
         patient.cancel()
-        assert native.move(*of, False, here.all(), patient)[0] == CANCELLED
+        assert native.move(*owner.there, False, here.all(), patient)[0] == CANCELLED
 
 
 @pytest.mark.usefixtures("faults")

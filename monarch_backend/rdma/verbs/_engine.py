@@ -37,7 +37,7 @@ from monarch_backend.rdma.verbs._completions import QUIET, Completions
 from monarch_backend.rdma.verbs._destroy import destroy
 from monarch_backend.rdma.verbs._device import Device, open_devices
 from monarch_backend.rdma.verbs._devices import available, distance, node_of_memory
-from monarch_backend.rdma.verbs._errors import UnreachableMemoryError, VerbsError
+from monarch_backend.rdma.verbs._errors import NoConnectionError, UnreachableMemoryError, VerbsError
 from monarch_backend.rdma.verbs._link import Link, State
 from monarch_backend.rdma.verbs._memory import Allocation, allocation_of, register
 from monarch_backend.rdma.verbs._messages import Answer, Endpoint, Offer, Pairing, RegionRecord
@@ -396,6 +396,14 @@ class Engine:
             self._completions.arm()  # for the signs of life
             self._link(peer).connect(message)
             self._nudge()  # there is a deadline now
+
+    def no_connection(self, peer: Peer, offer: bytes, why: str) -> bool:
+        """Nothing came of an :meth:`offer`, empty if there was none: whoever waits fails. False if that one was late:
+        another one is under way, or has led to a connection.
+        """
+        with self._lock:
+            link = self._links.get(peer)
+            return link is None or link.no_connection(offer, NoConnectionError(why, "", "", str(peer)))
 
     def connected(self, peer: Peer) -> bool:
         """There is a connection that works, as far as anybody knows."""

@@ -229,6 +229,15 @@ class Link:
         self.fail(error_of_all)
         raise error_of_all
 
+    def no_connection(self, offer: bytes, error: NoConnectionError) -> bool:
+        """See Engine."""
+        if self.state not in (State.IDLE, State.DIALING):
+            return False
+        if offer and self._nonce not in (b"", messages.unpack(Offer, offer).nonce):
+            return False
+        self.fail(error)
+        return True
+
     def _drop_offer(self) -> None:
         for lane in self._offered:
             lane.close()

@@ -18,16 +18,16 @@ import torch
 
 from monarch_backend.actor import CancelledError
 from monarch_backend.actor._program import program
-from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _action, _flight, _transfers
+from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _action, _flight, _transfers, _verbs
 from monarch_backend.rdma._memory import memory_of
-from monarch_backend.rdma._route import LATE, UNREACHABLE, Part, Result, patient
+from monarch_backend.rdma._route import DONE, FETCH_ADD, LATE, UNREACHABLE, Change, Part, Result, patient
 from monarch_backend.rdma._routes import Far
 from monarch_backend.rdma._verbs import _owners
 from monarch_backend.rdma._workers import Workers
 from monarch_backend.rdma.verbs import Settings, _completions, _device, _engine, _link
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._lane import Lane
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid, Offer, pack
 from tests.rdma.verbs.fabric import Fabric, FakePair
 from tests.rdma.verbs.far import MI, FarOwner, Make
 from tests.rdma.verbs.peers import until
@@ -1150,6 +1150,29 @@ def test_tcp_may_do_what_was_asked_when_no_queue_pair_of_ours_can_be_connected(
     assert until(lambda: ended, 10)
     assert ended[0].outcome == UNREACHABLE
     assert "no way from here" in ended[0].text
+
+
+@pytest.mark.parametrize("late", ["the offer", "the answer"])
+def test_a_question_whose_answer_is_late_ends_nothing(far: Make, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+    """Another one has led to a connection meanwhile, on which an atomic is under way: TCP would do it again."""
+    owner = far(Fabric(at_once=False))
+    ended: list[Result] = []
+    part = Change(owner.buffer._handle, FETCH_ADD, 0, 1, 0, lambda _: None)
+    assert owner.route.begin(part, patient(10), None, ended.append) is not None
+    if late == "the answer":
+
+        def ask(*_: Any) -> bytes:
+            raise RDMAError("it did not answer in time")
+
+        monkeypatch.setattr(owner.asking, "offer", lambda _: pack(Offer(b"12345678", [], [])))
+        monkeypatch.setattr(_verbs, "ask", ask)
+    owner.route._meet(owner.token)
+    assert not ended
+    assert owner.asking.connected(owner.token)
+    assert not owner.route.has_no_way(owner.token)
+    with Worker(owner.fabric):
+        assert until(lambda: ended, 10)
+    assert ended[0].outcome == DONE
 
 
 # ---- where large transfers go
