@@ -53,7 +53,7 @@ log = logging.getLogger("monarch_backend")
 PRELOAD = ("monarch_backend.actor._worker", "monarch_backend.actor._spmd", "monarch_backend.process_group")
 """Imported once, by the fork server."""
 
-PRELOAD_WITH_DTENSORS = ("torch.distributed.tensor", "monarch_backend.dtensor.worker")
+PRELOAD_WITH_DTENSORS = "monarch_backend.dtensor._preloaded"
 """As well, if this program has DTensors: half a second, and 64 MB of memory that processes share, for each of them."""
 
 GRACE = 10.0
@@ -164,8 +164,8 @@ class OwnedProcs:
 
 
 def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
-    has_dtensors = PRELOAD_WITH_DTENSORS[0] in sys.modules
-    return Spawner(on_event, server, preload=[*PRELOAD, *(PRELOAD_WITH_DTENSORS if has_dtensors else ())])
+    has_dtensors = "torch.distributed.tensor" in sys.modules
+    return Spawner(on_event, server, preload=[*PRELOAD, PRELOAD_WITH_DTENSORS] if has_dtensors else PRELOAD)
 
 
 class ProcessOwner:

@@ -92,14 +92,14 @@ def serve(configuration: Configuration) -> Spawn:
 
 
 def preload(more: Sequence[str] = ()) -> None:
-    """Import what children will need; a child that misses one of ``more`` says why it is not there."""
+    """Import what children will need."""
     collects = gc.isenabled()
     gc.disable()  # as _interpreter has it
     try:
-        for name in _PRELOAD:
+        for name in (*_PRELOAD, *more):
             importlib.import_module(name)
-        for name in (*_PRELOAD_IF_THERE, *more):
-            with contextlib.suppress(Exception):
+        for name in _PRELOAD_IF_THERE:
+            with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     finally:
         if collects:
