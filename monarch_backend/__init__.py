@@ -82,6 +82,17 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+def _torch_will_call_us() -> bool:
+    """Whether `import torch`, when somebody does it, looks for our entry point and finds it."""
+    import importlib.metadata
+    import os
+
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return False
+    found = importlib.metadata.entry_points(group="torch.backends", name="monarch")
+    return any(entry.module == "monarch_backend._autoload" for entry in found)
+
+
 def _on_import() -> None:
     import sys
 
@@ -90,6 +101,8 @@ def _on_import() -> None:
     loading = sys.modules.get("torch")
     if loading is not None and getattr(loading.__spec__, "_initializing", False):
         return
+    if loading is None and _torch_will_call_us():
+        return  # a host's daemon needs no torch, and is there in a tenth of the time
     import torch  # noqa: F401 # first and by itself: it calls our entry point, which needs the modules below
 
     from monarch_backend import _autoload, _versions

@@ -87,6 +87,27 @@ def test_import_torch_imports_little() -> None:
     assert set(out.stdout.split()) <= allowed
 
 
+HOST = """
+import sys
+import monarch_backend.cli
+from monarch_backend.hosts import _daemon, _standing
+from monarch_backend.hosts._messages import Versions
+daemon, versions = _daemon.Daemon(bytes(32)), Versions.here()
+daemon.start("127.0.0.1", 0)
+daemon.close()
+print(*(name for name in ("torch", "numpy") if name in sys.modules))
+import torch
+print(versions == Versions.here(), "monarch" in torch.distributed.Backend.backend_list)
+"""
+
+
+def test_a_hosts_daemon_imports_no_torch() -> None:
+    """And who imports torch afterwards has the backend all the same."""
+    out = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True, timeout=120)
+    known = str(_autoload._needs_stand_ins(dist))  # else torch asks for it when it is used
+    assert (out.stdout, out.returncode) == (f"\nTrue {known}\n", 0), out.stdout + out.stderr
+
+
 def test_a_broken_hook_does_not_break_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("no luck")

@@ -5,9 +5,12 @@ Processes are spoken of in the words of mesh/_spawn_messages.py. No sending.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import platform
 import socket
+import sys
 from typing import Any
 
 import msgspec
@@ -24,6 +27,16 @@ REMEDY = "install the same versions on both, or, if torch differs on purpose, at
 """Where versions differ."""
 
 
+def _torch_version() -> str:
+    """Without an import of it, which takes a daemon ten times as long as all else that it does."""
+    loaded = sys.modules.get("torch")
+    if loaded is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version("torch")
+        loaded = importlib.import_module("torch")  # it was built, and not installed
+    return str(loaded.__version__)
+
+
 class Versions(msgspec.Struct, frozen=True):
     """What must be the same on both sides, since code and data travel."""
 
@@ -35,12 +48,10 @@ class Versions(msgspec.Struct, frozen=True):
     @classmethod
     def here(cls, any_torch: bool = False) -> Versions:
         """Of this interpreter. ``any_torch``: the other side may have another one."""
-        import torch
-
         from monarch_backend import __version__
 
         # The build's suffix ("+cpu", "+cu126") may differ: hosts may have other accelerators.
-        return cls(platform.python_version(), ANY if any_torch else torch.__version__.partition("+")[0], __version__)
+        return cls(platform.python_version(), ANY if any_torch else _torch_version().partition("+")[0], __version__)
 
     def differences(self, host: Versions) -> list[str]:
         """Of a controller's from a host's, in words; Python's micro versions may differ."""
