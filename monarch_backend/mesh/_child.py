@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import importlib
 import io
 import multiprocessing.process
 import os
@@ -31,6 +32,7 @@ from monarch_backend.mesh._spawn_messages import Spawn
 
 def main(argument: str) -> NoReturn:
     """Of a plainly spawned process: ``argument`` is the descriptor of a file that holds its Spawn message."""
+    importlib.import_module("torch")  # a forked child has it, and here its threads and random numbers are seen to
     with open(int(argument), "rb") as file:
         spec = msgspec.msgpack.decode(file.read(), type=Spawn)
     run(spec)
