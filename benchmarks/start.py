@@ -1,0 +1,120 @@
+"""How long it takes until there is something to work with: processes, a mesh of them, a host; and their memory.
+
+    python benchmarks/start.py [--workers 2] [--rounds 5] [--out FILE]
+
+Every round runs each contender once, in an interpreter of its own, from another one on each time, with everything in
+the page cache. What counts:
+
+processes    from `spawn_procs` until all are there, with the fork server that they come from
+first value  from `device_mesh` until the value of an operation on a DTensor is here
+own memory   of a worker then, which it shares with nobody; without preloading, as where the program imports DTensors
+             only after its processes are there
+host         from the start of `monarch-backend up` until it says that it listens, and its resident memory
+
+The floor is an interpreter that imports torch, or torch with DTensors, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from _machine import Others, machine
+
+PROGRAM = """
+import json, sys, time
+import torch
+from monarch_backend.actor import Actor, endpoint, this_host
+if "DTENSORS" == "before":
+    import torch.distributed.tensor
+
+class Memory(Actor):
+    @endpoint
+    def own(self):
+        lines = open("/proc/self/smaps_rollup").read().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) / 1024
+
+began = time.monotonic()
+procs = this_host().spawn_procs({"x": WORKERS})
+procs.initialized.get()
+there = time.monotonic()
+import torch.distributed.tensor as dt
+imported = time.monotonic()
+mesh = procs.device_mesh("cpu")
+x = dt.distribute_tensor(torch.ones(WORKERS), mesh, [dt.Shard(0)])
+assert (x + x).full_tensor().sum().item() == 2 * WORKERS
+value = time.monotonic()
+own = max(procs.spawn("memory", Memory).own.call().get().values())
+print(json.dumps({"processes, s": there - began, "first value, s": value - imported, "own memory, MiB": own}))
+procs.stop().get()
+"""
+FLOORS = {"import torch": "import torch", "import torch and DTensors": "import torch, torch.distributed.tensor"}
+HOST = [sys.executable, "-m", "monarch_backend", "up", "--address", "127.0.0.1:0"]
+
+
+def _program(workers: int, dtensors: str) -> dict[str, float]:
+    text = PROGRAM.replace("WORKERS", str(workers)).replace("DTENSORS", dtensors)
+    path = Path(sys.argv[0]).resolve().parents[1] / "build" / "start_program.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _floor(code: str) -> dict[str, float]:
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", code + "; import os; os._exit(0)"], check=True)
+    return {"all of it, s": time.monotonic() - began}
+
+
+def _host() -> dict[str, float]:
+    began = time.monotonic()
+    with subprocess.Popen(HOST, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host:
+        assert host.stdout is not None
+        line = host.stdout.readline()
+        ready = time.monotonic() - began
+        assert "is up" in line, line
+        pages = int(Path(f"/proc/{host.pid}/statm").read_text().split()[1])
+        host.terminate()
+    return {"host, s": ready, "resident, MiB": pages * 4 / 1024}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    contenders = {
+        "DTensors imported first": lambda: _program(args.workers, "before"),
+        "DTensors imported after": lambda: _program(args.workers, "after"),
+        "monarch-backend up": _host,
+        **{name: lambda code=code: _floor(code) for name, code in FLOORS.items()},
+    }
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    others, names = Others(), list(contenders)
+    for turn in range(args.rounds + 1):  # the first one fills the page cache
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for what, figure in contenders[name]().items():
+                if turn:
+                    found[name][what].append(figure)
+    lines = [f"{machine()}; {args.workers} workers, {args.rounds} rounds; {others.note()}", ""]
+    lines += ["| | | median | least | most |", "| --- | --- | ---: | ---: | ---: |"]
+    for name, each in found.items():
+        for what, figures in each.items():
+            middle = statistics.median(figures)
+            lines.append(f"| {name} | {what} | {middle:.2f} | {min(figures):.2f} | {max(figures):.2f} |")
+    report = "\n".join(lines) + "\n"
+    print(report)
+    if args.out:
+        args.out.write_text(report)
+
+
+if __name__ == "__main__":
+    main()
