@@ -29,7 +29,7 @@ def test_promises() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 100 + MANY_SEEDS, BIG_CHUNK))
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
 def test_promises_of_many_seeds(first: int) -> None:
     run_in_interpreters(range(first, first + BIG_CHUNK), *SMALL)
 
