@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdint>
-#include <cstring>
 #include <system_error>
 
 #include <fcntl.h>
@@ -21,9 +19,9 @@ constexpr std::uintptr_t kNeverMapped = 0x10000;
 constexpr std::size_t kLongest = 1000;
 constexpr std::array<int, 2> kSignals = {SIGSEGV, SIGBUS};
 
-// A handler may run at any time, also within explain_null_reads: a note is complete before its length is there.
+// Written before the handler is there, and never again.
 std::array<char, kLongest> note_text;
-std::atomic<std::size_t> note_length{0};
+std::size_t note_length = 0;
 std::array<struct sigaction, kSignals.size()> before;
 bool installed = false;
 bool stderr_is_open = false;  // else its number may be that of any file
@@ -54,7 +52,7 @@ void say_note(std::uintptr_t address) {
   say_number(static_cast<std::uintptr_t>(getpid()), 10);
   say(" used address 0x", 16);
   say_number(address, 16);
-  say(note_text.data(), note_length.load(std::memory_order_acquire));
+  say(note_text.data(), note_length);
   say("\n", 1);
 }
 
@@ -74,11 +72,8 @@ void on_fault(int signal, siginfo_t* info, void*) {
 }  // namespace
 
 void explain_null_reads(const std::string& note) {
-  note_length.store(0, std::memory_order_release);
-  const std::size_t length = std::min(note.size(), kLongest);
-  std::memcpy(note_text.data(), note.data(), length);
-  note_length.store(length, std::memory_order_release);
   if (installed) return;
+  note_length = note.copy(note_text.data(), kLongest);
   stderr_is_open = fcntl(STDERR_FILENO, F_GETFD) >= 0;
   struct sigaction ours = {};
   ours.sa_sigaction = on_fault;

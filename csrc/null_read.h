@@ -7,7 +7,7 @@ namespace monarch {
 
 // From here on SIGSEGV and SIGBUS at an address that nothing is ever mapped at write the pid, the address and `note` to stderr;
 // then the signal takes its course, with the handler that was there before (Python's faulthandler, a debugger's). A
-// later call changes the note; `note` is cut at 1,000 bytes. Raises std::system_error if the kernel refuses.
+// second call does nothing; `note` is cut at 1,000 bytes. Raises std::system_error if the kernel refuses.
 void explain_null_reads(const std::string& note);
 
 }  // namespace monarch

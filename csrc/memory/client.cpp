@@ -307,8 +307,7 @@ std::optional<Refusal> Stream::hear_until(Transfer& transfer, Answer& answer, Mo
 }
 
 void Stream::ask_staged(const StageRequest& what, const std::vector<Segment>& ranges, const Limits& limits) {
-  std::uint64_t bytes = 0;
-  for (const Segment& range : ranges) bytes += range.bytes;
+  const std::uint64_t bytes = bytes_of(ranges);
   const wire::Request request{wire::request_magic,
                               what.write ? wire::stage_write : wire::stage_read,
                               what.ticket.slot,
@@ -732,9 +731,7 @@ Result Client::atomic(const Ticket& ticket, std::uint64_t offset, Access access,
 
 std::unique_ptr<Errand> Client::begin(Access access, const Ticket& ticket, const std::vector<Segment>& segments, std::uint64_t operand,
                                       std::uint64_t expected, Moment deadline, const Cancel* cancel) {
-  std::uint64_t bytes = 0;
-  for (const Segment& segment : segments) bytes += segment.bytes;
-  if (bytes > (access == Access::write ? errand_writes : errand_reads)) return nullptr;
+  if (bytes_of(segments) > (access == Access::write ? errand_writes : errand_reads)) return nullptr;
   auto transfer = std::make_shared<Transfer>(access, ticket, segments, pool_->limits(deadline, cancel));
   if (transfer->pieces() != 1 || transfer->device != gpu::none) return nullptr;
   transfer->operand = operand, transfer->expected = expected;

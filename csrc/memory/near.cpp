@@ -70,12 +70,6 @@ void copy(int device, void* to, const void* from, std::uint64_t bytes) {
   }
 }
 
-std::uint64_t bytes_of(const std::vector<Segment>& segments) {
-  std::uint64_t bytes = 0;
-  for (const Segment& segment : segments) bytes += segment.bytes;
-  return bytes;
-}
-
 // One after the other, as equal as it goes; `count` is at most their bytes.
 std::vector<std::vector<Segment>> shares_of(const std::vector<Segment>& segments, std::uint64_t count) {
   std::vector<std::vector<Segment>> shares(count);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "memory/table.h"
 
@@ -14,6 +15,12 @@ struct Segment {
   char* local;
   std::uint64_t bytes;
 };
+
+inline std::uint64_t bytes_of(const std::vector<Segment>& segments) {
+  std::uint64_t bytes = 0;
+  for (const Segment& segment : segments) bytes += segment.bytes;
+  return bytes;
+}
 
 // The numbers are Python's, too. `unreachable`: nothing was asked for; `lost`: it may have been done.
 enum class Outcome : std::uint32_t { done, refused, lost, late, cancelled, failed, unreachable };

@@ -93,17 +93,12 @@ def serve(configuration: Configuration) -> Spawn:
 
 def preload(more: Sequence[str] = ()) -> None:
     """Import what children will need."""
-    collects = gc.isenabled()
-    gc.disable()  # as _interpreter has it
-    try:
+    with _child.without_collector():
         for name in (*_PRELOAD, *more):
             importlib.import_module(name)
         for name in _PRELOAD_IF_THERE:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-    finally:
-        if collects:
-            gc.enable()
     _child.openblas()  # found once, for all children
 
 

@@ -7,20 +7,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# Importing monarch_backend imports torch, which takes seconds in which the parent may die: so the first thing is to be
-# bound to its life. A fifth of those seconds would go to a collector that finds next to nothing in modules. With -c,
-# unlike -m, no directory of the user's is searched before sys.path is the one given.
+# What it imports, torch above all, takes seconds in which the parent may die: so the first thing is to be bound to its
+# life. With -c, unlike -m, no directory of the user's is searched before sys.path is the one given.
 _PROGRAM = """import sys
 sys.path[:] = sys.argv[4:]
 if sys.platform == "linux":
     import ctypes, os
     ctypes.CDLL(None).prctl(1, 9)
     if os.getppid() != int(sys.argv[1]): os._exit(1)
-import gc, importlib
-gc.disable()
-module = importlib.import_module(sys.argv[2])
-gc.enable()
-module.main(sys.argv[3])
+import importlib
+importlib.import_module(sys.argv[2]).main(sys.argv[3])
 """
 
 

@@ -186,11 +186,11 @@ class Verbs:
             answer = ask(self._program, self._program.router.peer(token), "verbs", offer)
             self._no_way.add(token)  # before those who wait are told
             engine.connect(token, answer)
-            self._no_way.discard(token)
         except (VerbsError, RDMAError) as error:
             self._no_way.add(token)
-            if not engine.no_connection(token, offer, str(error)):
-                self._no_way.discard(token)
+            if engine.no_connection(token, offer, str(error)):
+                return
+        self._no_way.discard(token)
 
     def carry(self, token: str, write: bool, region: Region, segment: Segment, memory: Any) -> Awaited:
         """One piece between staging memory there and here. Raises VerbsError."""

@@ -53,10 +53,8 @@ class View {
 
 PyResult move(Registered& memory, const std::string& token, const PyTicket& ticket, bool write, const PySegments& parts, const Patient& patient) {
   const std::vector<Segment> segments = segments_of(parts);
-  std::uint64_t bytes = 0;
-  for (const Segment& segment : segments) bytes += segment.bytes;
   const Access access = write ? Access::write : Access::read;
-  return with(memory, token, ticket_of(ticket), bytes, patient,
+  return with(memory, token, ticket_of(ticket), bytes_of(segments), patient,
                      [&](const auto& peer) { return memory.near().move(peer, ticket_of(ticket), access, segments, patient); });
 }
 
