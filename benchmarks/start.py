@@ -11,6 +11,8 @@ own memory   of a worker then, which it shares with nobody; without preloading, 
              only after its processes are there
 host         from the start of `monarch-backend up` until it says that it listens, and its resident memory
 
+on a host    the same on a host of which another program has been a controller before: its fork server is there
+
 The floor is an interpreter that imports torch, or torch with DTensors, and nothing else.
 """
 
@@ -31,6 +33,7 @@ PROGRAM = """
 import json, sys, time
 import torch
 from monarch_backend.actor import Actor, endpoint, this_host
+from monarch_backend.hosts import attach_to_workers
 if "DTENSORS" == "before":
     import torch.distributed.tensor
 
@@ -41,7 +44,7 @@ class Memory(Actor):
         return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) / 1024
 
 began = time.monotonic()
-procs = this_host().spawn_procs({"x": WORKERS})
+procs = PLACE.spawn_procs({"x": WORKERS})
 procs.initialized.get()
 there = time.monotonic()
 import torch.distributed.tensor as dt
@@ -58,8 +61,8 @@ FLOORS = {"import torch": "import torch", "import torch and DTensors": "import t
 HOST = [sys.executable, "-m", "monarch_backend", "up", "--address", "127.0.0.1:0"]
 
 
-def _program(workers: int, dtensors: str) -> dict[str, float]:
-    text = PROGRAM.replace("WORKERS", str(workers)).replace("DTENSORS", dtensors)
+def _program(workers: int, dtensors: str, place: str = "this_host()") -> dict[str, float]:
+    text = PROGRAM.replace("WORKERS", str(workers)).replace("DTENSORS", dtensors).replace("PLACE", place)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -82,6 +85,17 @@ def _host() -> dict[str, float]:
     return {"host, s": ready, "resident, MiB": pages * 4 / 1024}
 
 
+def _on_a_host(workers: int, dtensors: str) -> dict[str, float]:
+    with subprocess.Popen(HOST, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host:
+        assert host.stdout is not None
+        address = host.stdout.readline().split()[-1]
+        place = f"attach_to_workers([{address!r}]).slice(hosts=0)"
+        _program(workers, dtensors, place)
+        found = _program(workers, dtensors, place)
+        host.terminate()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
@@ -91,6 +105,8 @@ def main() -> None:
     contenders = {
         "DTensors imported first": lambda: _program(args.workers, "before"),
         "DTensors imported after": lambda: _program(args.workers, "after"),
+        "on a host, DTensors imported first": lambda: _on_a_host(args.workers, "before"),
+        "on a host, DTensors imported after": lambda: _on_a_host(args.workers, "after"),
         "monarch-backend up": _host,
         **{name: lambda code=code: _floor(code) for name, code in FLOORS.items()},
     }

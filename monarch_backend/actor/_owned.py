@@ -163,9 +163,12 @@ class OwnedProcs:
     over: bool = False  # stopped, and all of its processes have ended
 
 
+def _with_dtensors() -> list[str]:
+    return [PRELOAD_WITH_DTENSORS] if "torch.distributed.tensor" in sys.modules else []
+
+
 def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
-    has_dtensors = "torch.distributed.tensor" in sys.modules
-    return Spawner(on_event, server, preload=[*PRELOAD, PRELOAD_WITH_DTENSORS] if has_dtensors else PRELOAD)
+    return Spawner(on_event, server, preload=[*PRELOAD, *_with_dtensors()])
 
 
 class ProcessOwner:
@@ -262,6 +265,7 @@ class ProcessOwner:
         processors = len(os.sched_getaffinity(0))
         environment = {**os.environ, **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
+        imports = _with_dtensors()
         neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # on each host
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
@@ -279,6 +283,7 @@ class ProcessOwner:
                 environment=environment if host is None else {**(env or {}), RANKS_HERE: str(neighbours)},
                 path=path, argv=argv, cwd=cwd, bootstrap=packed, cpus=cpus[rank],
                 threads=len(cpus[rank]) if cpus[rank] else max(1, processors // count),
+                imports=imports,
             )  # fmt: skip
 
         return make

@@ -425,6 +425,7 @@ class AgentProcess:
             argv=[os.fsdecode(word) for word in message.argv], cwd=cwd if os.path.isdir(cwd) else os.getcwd(),
             bootstrap=message.bootstrap, cpus=None if message.cpus is None else frozenset(message.cpus),
             threads=max(1, len(os.sched_getaffinity(0)) // here), stdout=stdout, stderr=stderr,
+            imports=message.imports,
         )  # fmt: skip
 
     def _event(self, event: Event) -> None:

@@ -161,10 +161,7 @@ class Server:
 
     def serve(self) -> Spawn | None:
         """Until the first connection has ended; then None. In a child: what it is to be, with nothing of ours open."""
-        if self._lasting:
-            gc.collect()
-            _linux.use_huge_pages()
-        gc.freeze()  # the collector of a child leaves alone what it shares with us, and so the memory stays shared
+        self._settle()
         while self._clients:
             busy = any(client.waiting for client in self._clients)
             for key, events in self._selector.select(0 if busy else None):
@@ -181,6 +178,30 @@ class Server:
         self._processes.end()
         return None
 
+    def _settle(self) -> None:
+        """Have what is imported by now be cheap to copy."""
+        if self._lasting:
+            gc.collect()
+            _linux.use_huge_pages()
+        gc.freeze()  # the collector of a child leaves alone what it shares with us, and so the memory stays shared
+
+    def _import(self, names: Sequence[str]) -> None:
+        """What children will need besides; of this package only, so that nobody's program is ever in here."""
+        missing = [name for name in names if name not in sys.modules]
+        if not missing:
+            return
+        if others := [name for name in missing if not name.startswith("monarch_backend.")]:
+            raise StartError(f"the fork server imports no modules of others: {', '.join(others)}")
+        before = _open_descriptors()
+        try:
+            with _child.without_collector():
+                for name in missing:
+                    importlib.import_module(name)
+        except Exception as error:
+            raise StartError(f"the fork server can't import {', '.join(missing)}: {error!r}") from error
+        self._keep |= _open_descriptors() - before
+        self._settle()
+
     # Processes
 
     def _start(self, client: _Client, job: _Job) -> bool:
@@ -188,6 +209,8 @@ class Server:
         stdout = self._stdout if job.stdout is None else job.stdout
         stderr = self._stderr if job.stderr is None else job.stderr
         try:
+            if job.spec.method != "spawn":
+                self._import(job.spec.imports)
             birth = self._processes.start(job.spec, stdout, stderr)
         except StartError as error:
             client.say(SpawnFailed(job.spec.id, str(error)))

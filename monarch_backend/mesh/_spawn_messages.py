@@ -42,6 +42,7 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     stdout: bool  # whether the message carries a file for it
     stderr: bool
     method: Method | None  # None: fork where that is safe
+    imports: list[str] = []  # modules of this package, which the server has before it forks
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):

@@ -70,7 +70,8 @@ class ProcessSpec:
     complete. ``cpus`` is from _binding.plan. ``threads``: of torch and OpenBLAS, unless the environment says
     OMP_NUM_THREADS; None: as many as the cpus of ``cpus``, or what torch chooses. ``stdout`` and ``stderr`` are open
     files of the caller's that become the process's, None: those that the caller had when the fork server was started.
-    Standard input is empty.
+    Standard input is empty. ``imports`` are modules of this package that the process will need: the server imports them
+    first, once, so that those that are forked have them.
     """
 
     label: str
@@ -84,6 +85,7 @@ class ProcessSpec:
     threads: int | None = None
     stdout: int | None = None
     stderr: int | None = None
+    imports: Sequence[str] = ()
 
 
 def _start_method() -> Method | None:
@@ -109,6 +111,7 @@ def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spaw
         stdout=spec.stdout is not None,
         stderr=spec.stderr is not None,
         method=method,
+        imports=list(spec.imports),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,14 @@ from tests.actor.support import Faults
 from tests.hosts.support import PATIENCE
 
 BOUNDS = {"heartbeat": 0.3, "silence": 6.0}  # workers train on as many cores as the hosts share
+
+
+class Modules(ma.Actor):
+    """Of its process."""
+
+    @ma.endpoint
+    def has(self, name: str) -> bool:
+        return name in sys.modules
 
 
 def _pid() -> int:
@@ -49,6 +58,8 @@ def trains(workers: Sequence[str]) -> None:
     """Operations, FSDP between hosts with tensor parallelism inside each, and a second mesh that gets the values."""
     hosts = attach_to_workers(workers[:2], **BOUNDS)
     procs = hosts.spawn_procs({"gpus": 2})
+    has = procs.spawn("modules", Modules).has.call("torch.distributed.tensor").get(PATIENCE)
+    assert all(there for _, there in has.items()), "a host's fork server has it, and no worker imports it by itself"
     mesh = procs.device_mesh("cpu")
     assert mesh.mesh_dim_names == ("hosts", "gpus") and mesh.shape == (2, 2), mesh
     whole = torch.arange(35.0).view(7, 5).sin()

@@ -724,6 +724,29 @@ def test_unsafe_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog:
         host.spawner.close()
 
 
+def test_what_processes_will_need_is_imported_once_when_the_first_of_them_comes(host: Host) -> None:
+    name = "monarch_backend.cli"
+
+    def tell() -> None:
+        fds = [n for n in os.listdir("/proc/self/fd") if int(n) > 3]
+        print(name in sys.modules, name in sys.modules and id(sys.modules[name]), fds)
+
+    assert host.run(tell).out == "False False []\n"
+    first, second = [host.run(tell, imports=[name]) for _ in range(2)]
+    assert first.started.method == second.started.method == "fork"
+    assert first.out.startswith("True ") and first.out.endswith(" []\n")
+    assert second.out == first.out  # the same module, and no descriptor of the server's
+    assert host.run(tell).out == first.out
+
+
+def test_the_server_imports_nobody_elses_modules(host: Host) -> None:
+    reason = host.wait(host.spawn(nothing, imports=["antigravity"]), SpawnFailed).reason
+    assert reason == "the fork server imports no modules of others: antigravity"
+    reason = host.wait(host.spawn(nothing, imports=["monarch_backend.no_such_room"]), SpawnFailed).reason
+    assert reason.startswith("the fork server can't import monarch_backend.no_such_room: ModuleNotFoundError(")
+    assert host.run(nothing).exited.returncode == 0
+
+
 def test_a_variable_that_is_read_at_start_only(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     outcome = host.run(lambda: print(hash("monarch")), environment={**os.environ, "PYTHONHASHSEED": "1"})
     fresh = run_program(["-c", "print(hash('monarch'))"], env={**os.environ, "PYTHONHASHSEED": "1"})
