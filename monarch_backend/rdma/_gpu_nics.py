@@ -29,6 +29,16 @@ class GpuNics:
         """See FlyingRoute. What is staged a thread does."""
         return self._verbs.begin(part, patient, keep, done) if part.handle.verbs else None
 
+    def is_ready(self, handle: Handle) -> bool:
+        """See NicRoute."""
+        return self._verbs.is_ready(handle) and (bool(handle.verbs) or self._staged.has_borrowed(handle.token))
+
+    def prepare(self, handle: Handle) -> None:
+        """See NicRoute."""
+        self._verbs.prepare(handle)
+        if not handle.verbs:
+            self._staged.prepare(handle)
+
     def planned(self, part: Part | Change, keep: Any) -> Any:
         """See NicRoute."""
         return self._verbs.planned(part, keep) if part.handle.verbs else None

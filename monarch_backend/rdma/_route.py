@@ -117,6 +117,14 @@ class FlyingRoute(Route, Protocol):
 class NicRoute(FlyingRoute, Protocol):
     """One whose flights NICs do: they need no ``patient``, and end when their owner does."""
 
+    def is_ready(self, handle: Handle) -> bool:
+        """What a transfer with this memory needs is there, as far as anybody knows: it would ask the owner nothing."""
+        ...
+
+    def prepare(self, handle: Handle) -> None:
+        """Try to have that. On a thread that may wait; nothing is moved. Never raises for an owner that says no."""
+        ...
+
     def planned(self, part: Part | Change, keep: Any) -> Any:
         """What `begin` finds out, for `begin_planned` as long as the local memory is where it is. None: it can't."""
         ...

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ FORCED = ("", "tcp", "verbs")
 
 MOST_WARNED = 4096
 """Processes that are remembered of those that a warning was about."""
+
+AGAIN_SECONDS = 60.0
+"""After which NICs are tried again to a process that TCP leads to, though both sides have some."""
 
 _KINDS = tuple(itertools.product((False, True), (False, True)))
 """Of memory: whether a NIC can reach it, and whether it is a GPU's."""
@@ -149,7 +153,7 @@ class Routes:
             if handle.verbs:
                 _say(handle, "verbs")  # else the first transfer says how
             nics: NicRoute = self.verbs if handle.device == CPU else self._gpu_nics
-            return nics if self._forced == "verbs" else Far(nics, self._tcp, self._warn_of_tcp)
+            return nics if self._forced == "verbs" else Far(nics, self._tcp, self._warn_of_tcp, self._program.aside)
         why = why or "its owner has not registered it with a NIC"
         if self._forced == "verbs":
             raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA wants it: {why}")
@@ -171,22 +175,55 @@ class Routes:
 
 
 class Far:
-    """Verbs, or TCP where the two NICs do not reach each other."""
+    """Verbs, or TCP where the two NICs do not reach each other: then they are tried again later, beside transfers.
 
-    def __init__(self, verbs: NicRoute, tcp: Tcp, warn: Callable[[Handle, str], None]) -> None:
-        """``warn``: of a process to which TCP leads, and why."""
-        self._verbs, self._tcp, self._warn, self._why = verbs, tcp, warn, ""
+    A transfer takes one of the two. Only one that has not begun over verbs, and never will there, goes to the other: an
+    atomic is done at most once.
+    """
+
+    def __init__(
+        self,
+        verbs: NicRoute,
+        tcp: Tcp,
+        warn: Callable[[Handle, str], None],
+        aside: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """``warn``: of a process to which TCP leads, and why. ``aside``: have it done by a thread that may wait."""
+        self._verbs, self._tcp, self._warn, self._aside = verbs, tcp, warn, aside
+        self._lock = threading.Lock()
+        self._why = ""  # TCP is taken; empty: verbs
+        self._next = 0.0  # when NICs are tried again
+        self._tries = False  # and that was begun
 
     @property
     def name(self) -> str:
         """Of the route that is taken."""
         return self._tcp.name if self._why else self._verbs.name
 
+    def _takes_tcp(self, handle: Handle) -> bool:
+        """Asked when a transfer begins. It waits for nobody: whoever tries the NICs again does that for later ones."""
+        if not self._why:
+            return False
+        with self._lock:
+            if not self._why or (self._tries and self._verbs.is_ready(handle)):
+                self._why, self._tries = "", False
+                return False
+            now = time.monotonic()
+            begin = now >= self._next
+            if begin:
+                self._next, self._tries = now + AGAIN_SECONDS, True
+        if begin:
+            self._aside(lambda: self._verbs.prepare(handle))
+        return True
+
     def _falls_back(self, handle: Handle, result: Result) -> bool:
-        if result.outcome == UNREACHABLE and handle.ways and not self._why:
-            self._why = result.text
-            self._warn(handle, self._why)
-        return bool(self._why)
+        """This one has not begun over verbs. What has become of others says nothing about it."""
+        if result.outcome != UNREACHABLE or not handle.ways:
+            return False
+        with self._lock:
+            self._why, self._next, self._tries = result.text or "?", time.monotonic() + AGAIN_SECONDS, False
+        self._warn(handle, result.text)
+        return True
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
@@ -194,7 +231,15 @@ class Far:
 
     def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
         """See FlyingRoute. Over TCP a thread does it: which of the two has begun it `mend` would not know."""
-        return None if self._why else self._verbs.begin(part, patient, keep, done)
+        return None if self._takes_tcp(part.handle) else self._verbs.begin(part, patient, keep, done)
+
+    def is_ready(self, handle: Handle) -> bool:
+        """See NicRoute."""
+        return self._verbs.is_ready(handle)
+
+    def prepare(self, handle: Handle) -> None:
+        """See NicRoute."""
+        self._verbs.prepare(handle)
 
     def planned(self, part: Part | Change, keep: Any) -> Any:
         """See NicRoute."""
@@ -206,7 +251,7 @@ class Far:
 
     def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
         """See NicRoute."""
-        return None if self._why else self._verbs.begin_planned(part, plan, done)
+        return None if self._takes_tcp(part.handle) else self._verbs.begin_planned(part, plan, done)
 
     def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
         """See FlyingRoute."""
@@ -215,12 +260,16 @@ class Far:
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
         part = Part(handle, write, segments)
-        return self._or_tcp(part, None if self._why else moved(part, self._verbs, patient, keep), patient, keep)
+        return self._moved(part, patient, keep)
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route."""
         part = Change(handle, access, offset, operand, expected, lambda _: None)
-        return self._or_tcp(part, None if self._why else moved(part, self._verbs, patient, keep=None), patient, None)
+        return self._moved(part, patient, None)
+
+    def _moved(self, part: Part | Change, patient: Any, keep: Any) -> Result:
+        tried = None if self._takes_tcp(part.handle) else moved(part, self._verbs, patient, keep)
+        return self._or_tcp(part, tried, patient, keep)
 
     def _or_tcp(self, part: Part | Change, result: Result | None, patient: Any, keep: Any) -> Result:
         """``result``: over verbs, if that was tried."""

@@ -32,6 +32,7 @@ from monarch_backend.rdma._route import (
     Part,
     Result,
     Segment,
+    patient,
 )
 from monarch_backend.rdma._staging import Borrowed, Lender, Pins
 from monarch_backend.rdma._tcp import Tcp
@@ -346,6 +347,16 @@ class Staged:
         if made is borrowed:
             self._say(handle, f"verbs, staged through pinned memory of both hosts: {borrowed.why or self.why_here}")
         return made
+
+    def has_borrowed(self, token: str) -> bool:
+        """That process has lent something."""
+        with self._lock:
+            return token in self._borrowed
+
+    def prepare(self, handle: Handle) -> None:
+        """See NicRoute."""
+        with contextlib.suppress(_Ended):
+            self._borrow(handle, patient(None))
 
     def give_back(self, handle: Handle, patient: Any) -> None:
         """No NIC of ours reaches it, as was seen."""

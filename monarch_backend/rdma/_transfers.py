@@ -52,7 +52,7 @@ from monarch_backend.rdma._route import (
     patient,
 )
 from monarch_backend.rdma._routes import Routes, refuse_the_parents
-from monarch_backend.rdma._verbs import refusal_of
+from monarch_backend.rdma._verbs import Kept, refusal_of
 from monarch_backend.rdma._workers import Workers
 from monarch_backend.transport._frames import Setting
 from monarch_backend.transport._peer import Peer
@@ -110,7 +110,7 @@ class Engine:
             if nics is not None and timeout is None and (single := self.single(part, nics, keep, result)) is not None:
                 return single
         else:
-            routed = gathered(routed)
+            routed, keep = gathered(routed), Kept(keep or ())
         self.guard()
         transfer = _Transfer(self, len(routed), keep, timeout, result)
         if all(_is_quick(part, route) for part, route in routed):

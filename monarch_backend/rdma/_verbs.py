@@ -31,6 +31,7 @@ from monarch_backend.rdma._route import (
     READ,
     READ_ONLY,
     REFUSED,
+    UNREACHABLE,
     WRITE,
     Change,
     Part,
@@ -197,6 +198,15 @@ class Verbs:
         kind: Literal["write", "read"] = "write" if write else "read"
         return Awaited(self._started(), token, plan_transfer(kind, region, [segment], memory))
 
+    def is_ready(self, handle: Handle) -> bool:
+        """See NicRoute."""
+        return self._engine is not None and self._engine.connected(handle.token)
+
+    def prepare(self, handle: Handle) -> None:
+        """See NicRoute."""
+        if not self.is_ready(handle):
+            self._meet(handle.token)
+
     def has_no_way(self, token: str) -> bool:
         """The NICs of that process and ours did not reach each other when that was last tried."""
         return token in self._no_way
@@ -256,11 +266,14 @@ class Verbs:
             region = _region(part.handle.verbs)
             if refusal := _refusal(part, region):
                 return Result(REFUSED, refusal, 0, 0)
-            return Awaited(engine, part.handle.token, _plan(part, region, keep)).wait(patient)
-        except UnreachableMemoryError as error:
-            return result_of(error, 0)
+            plan = _plan(part, region, keep)
         except (VerbsError, ValueError, TypeError) as error:
             return Result(FAILED, 0, 0, 0, str(error))
+        try:
+            awaited = Awaited(engine, part.handle.token, plan)
+        except VerbsError as error:  # no port is up here, or no memory can be locked: it has not begun
+            return Result(UNREACHABLE, 0, 0, 0, str(error))
+        return awaited.wait(patient)
 
     def _explained(self, part: Part | Change, result: Result, patient: Any) -> Result:
         """A NIC says that it may not, and not why: its owner knows."""
@@ -295,6 +308,20 @@ class Verbs:
             self._engine.peer_gone(token, VerbsError("the program has ended", "", "", token))
 
 
+class Kept(list[Any]):
+    """What the local addresses of a transfer of many parts are in: looked up once, and not by each part."""
+
+    _places: tuple[list[int], list[tuple[Allocation, Any]]] | None = None
+
+    def places(self) -> tuple[list[int], list[tuple[Allocation, Any]]]:
+        """Addresses in order, and what lies there."""
+        if self._places is None:
+            each_one = [memory.keep if isinstance(memory, LocalMemory) else memory for memory in self]
+            found = sorted(((allocation_of(each), each) for each in each_one), key=lambda pair: pair[0][:2])
+            self._places = [allocation.address for allocation, _ in found], found
+        return self._places
+
+
 @functools.lru_cache(4096)
 def _region(packed: bytes) -> Region:
     """Of a handle. Raises VerbsError."""
@@ -325,11 +352,10 @@ def _plan(part: Part | Change, region: Region, keep: Any) -> Plan:
 
 def _owners(segments: Sequence[Segment], keep: Any) -> Any:
     """The object of each local address, among those that are kept for the transfer."""
-    each_one = [memory.keep if isinstance(memory, LocalMemory) else memory for memory in keep]
-    if len(each_one) == 1:
-        return each_one[0]
-    found = sorted(((allocation_of(each), each) for each in each_one), key=lambda pair: pair[0][:2])
-    starts = [allocation.address for allocation, _ in found]
+    if len(keep) == 1:
+        (memory,) = keep
+        return memory.keep if isinstance(memory, LocalMemory) else memory
+    starts, found = keep.places() if isinstance(keep, Kept) else Kept(keep).places()
 
     def owner(address: int, nbytes: int) -> Any:
         """One may be a part of another: the nearest that has all of it."""

@@ -256,7 +256,7 @@ class Link:
             text = f"{self.peer} has not answered within {DIAL_SECONDS:.0f} s"
             if self._trouble:
                 text = f"{self._trouble}; and then {text}"
-            self.fail(VerbsError(text, *self._words()))
+            self.fail(NoConnectionError(text, *self._words()))  # there are no lanes: nothing is under way
 
     @property
     def _silence(self) -> float:
@@ -323,8 +323,8 @@ class Link:
         if self.state is State.UP and lane.proved:
             self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_SECONDS
             self._close_lanes([lane for lane in self.lanes if not lane.proved])
-        if self.state is State.PROVING and not self.lanes:
-            self.fail(error)
+        if self.state is State.PROVING and not self.lanes:  # none of them has taken anything but its proof
+            self.fail(NoConnectionError(str(error), error.status, error.device, error.peer))
         self._drained()
 
     def _unfinished(self, posted: Posted, culprit: bool, status: int, error: VerbsError) -> None:

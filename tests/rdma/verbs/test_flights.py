@@ -18,13 +18,13 @@ import torch
 
 from monarch_backend.actor import CancelledError
 from monarch_backend.actor._program import program
-from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _action, _flight, _transfers, _verbs
+from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _action, _flight, _routes, _transfers, _verbs
 from monarch_backend.rdma._memory import memory_of
-from monarch_backend.rdma._route import DONE, FETCH_ADD, LATE, UNREACHABLE, Change, Part, Result, patient
+from monarch_backend.rdma._route import DONE, FAILED, FETCH_ADD, LATE, LOST, UNREACHABLE, Change, Part, Result, patient
 from monarch_backend.rdma._routes import Far
 from monarch_backend.rdma._verbs import _owners
 from monarch_backend.rdma._workers import Workers
-from monarch_backend.rdma.verbs import Settings, _completions, _device, _engine, _link
+from monarch_backend.rdma.verbs import Settings, VerbsError, _completions, _device, _engine, _link
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._lane import Lane
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid, Offer, pack
@@ -1100,29 +1100,120 @@ def test_a_broken_connection_is_made_again(far: Make) -> None:
     assert owner.holds(into, len(into))
 
 
+class OtherWay:
+    """As Tcp, of which it is seen what it was asked for; ``route`` goes there from these NICs."""
+
+    name = "tcp"
+
+    def __init__(self, owner: FarOwner) -> None:
+        self.tried: list[Any] = []
+        self.warned: list[Any] = []
+        self.aside: list[Any] = []
+        self.handle = owner.buffer._handle._replace(ways=(("there", 1),))
+        self.route = Far(owner.route, self, lambda *of: self.warned.append(of), self.aside.append)  # type: ignore[arg-type]
+
+    def move(self, *args: Any) -> Result:
+        self.tried.append(args)
+        return Result(DONE, 0, 0, 0)
+
+    change = move
+
+
+NO_WAY = Result(UNREACHABLE, 0, 0, 0, "no way")
+
+
 def test_tcp_is_taken_where_the_devices_stop_to_reach_each_other(far: Make) -> None:
-    owner, warned = far(), []
-    handle = owner.buffer._handle._replace(ways=(("there", 1),))
-    part, over = Part(handle, False, ((0, 0, 8),)), Result(UNREACHABLE, 0, 0, 0, "no way")
-    tried: list[Any] = []
-
-    class Tcp:
-        name = "tcp"
-
-        def move(self, *args: Any) -> Result:
-            tried.append(args)
-            return Result(0, 0, 0, 0)
-
-    route = Far(owner.route, Tcp(), lambda handle, why: warned.append((handle, why)))  # type: ignore[arg-type]
+    other = OtherWay(far())
+    route, handle, part = other.route, other.handle, Part(other.handle, False, ((0, 0, 8),))
     assert route.name == "verbs"
     late = Result(LATE, 0, 0, 0)
     assert route.mend(part, late, patient(None), None) == late
-    assert not tried
-    assert route.mend(part, over, patient(None), None).outcome == 0
-    assert len(tried) == 1
+    assert not other.tried
+    assert route.mend(part, NO_WAY, patient(None), None).outcome == DONE
+    assert len(other.tried) == 1
     assert route.name == "tcp"
     assert route.begin(part, patient(None), None, lambda _: None) is None
-    assert warned == [(handle, "no way")]
+    assert other.warned == [(handle, "no way")]
+    assert not other.aside, "it is too early to try NICs again"
+
+
+def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = far()
+    other = OtherWay(owner)
+    route, memory = other.route, torch.zeros(8, dtype=torch.uint8)
+    part, answers = Part(other.handle, False, ((0, memory.data_ptr(), 8),)), [False, True]
+
+    def move() -> Result:
+        return route.move(other.handle, False, part.segments, patient(10), (memory,))
+
+    def meet(_: str) -> None:
+        if answers.pop(0):
+            owner.until_up()
+
+    monkeypatch.setattr(owner.route, "_meet", meet)
+    owner.asking.give_up(owner.token, "it was slow")
+    route.mend(part, NO_WAY, patient(None), None)
+    monkeypatch.setattr(_routes, "AGAIN_SECONDS", 0.0)
+    route.mend(part, NO_WAY, patient(None), None)
+    assert move().outcome == DONE
+    assert len(other.tried) == 3, "nobody waits for whoever tries NICs"
+    other.aside.pop(0)()
+    assert move().outcome == DONE
+    assert len(other.tried) == 4, "the owner was slow again"
+    monkeypatch.setattr(_routes, "AGAIN_SECONDS", 60.0)
+    other.aside.pop(0)()
+    assert not other.aside
+    assert route.begin(part, patient(None), (memory,), lambda _: None) is not None
+    assert route.name == "verbs"
+    assert move().outcome == DONE
+    assert len(other.tried) == 4
+    assert owner.holds(memory.numpy(), 8)
+
+
+@pytest.mark.parametrize("outcome", [DONE, LOST, FAILED, LATE])
+def test_that_another_one_takes_tcp_does_not_repeat_an_atomic(
+    far: Make, monkeypatch: pytest.MonkeyPatch, outcome: int
+) -> None:
+    owner = far()
+    other = OtherWay(owner)
+    ended = Result(outcome, 0, 0, 7, "it is said why")
+
+    def change(*_: Any) -> Result:
+        other.route.mend(Part(other.handle, False, ((0, 0, 8),)), NO_WAY, patient(None), None)  # of another thread
+        return ended
+
+    monkeypatch.setattr(owner.route, "change", change)
+    assert other.route.change(other.handle, FETCH_ADD, 0, 1, 0, patient(None)) == ended
+    assert (
+        other.route.mend(Change(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None), ended, patient(None), None) == ended
+    )
+    assert len(other.tried) == 1
+
+
+@pytest.mark.parametrize("why", ["nobody answers", "nothing comes through", "no port is up here"])
+def test_what_has_not_begun_may_take_another_way(far: Make, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    owner = far(Fabric(at_once=False))
+    owner.asking.give_up(owner.token, "a new one is needed")
+    if why == "nobody answers":
+        monkeypatch.setattr(_link, "DIAL_SECONDS", 0.05)
+        owner.connects = False
+    elif why == "nothing comes through":
+        owner.fabric.dead = True
+    else:
+
+        def devices() -> list[Any]:
+            raise VerbsError("no port of a verbs device is active here")
+
+        monkeypatch.setattr(owner.asking, "devices", devices)
+    memory = torch.zeros(8, dtype=torch.uint8)
+    other = OtherWay(owner)
+    with Worker(owner.fabric):
+        moved = other.route.move(other.handle, False, ((0, memory.data_ptr(), 8),), patient(10), (memory,))
+        added = other.route.change(other.handle, FETCH_ADD, 0, 1, 0, patient(10))
+    assert (moved.outcome, added.outcome) == (DONE, DONE)
+    assert len(other.tried) == 2
+    assert len(other.warned) == 1
+    owner.fabric.dead = False
 
 
 def test_tcp_may_do_what_was_asked_when_no_queue_pair_of_ours_can_be_connected(

@@ -20,6 +20,7 @@ import torch
 
 from monarch_backend import _native
 from monarch_backend.actor import ActorError, ActorMesh, endpoint
+from monarch_backend.actor._program import program
 from monarch_backend.rdma import RDMABuffer, _staging
 from monarch_backend.rdma._registry import registry
 from monarch_backend.rdma._route import DONE, DROPPED, NO_STAGING, OUT_OF_RANGE, READ_ONLY, REFUSED, patient
@@ -68,7 +69,7 @@ class StagedProcess(DeviceProcess):
     def may_take_tcp(self, buffer: RDMABuffer) -> None:
         """As between hosts, where MONARCH_RDMA does not say that it must be verbs."""
         routes = engine().routes
-        far = Far(routes._gpu_nics, routes._tcp, routes._warn_of_tcp)
+        far = Far(routes._gpu_nics, routes._tcp, routes._warn_of_tcp, program().aside)
         routes._chosen[buffer._handle.token, True, True] = far
 
     @endpoint
