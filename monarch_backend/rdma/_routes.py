@@ -80,6 +80,7 @@ class Routes:
         self._warning = threading.Lock()
         # By process and the kind of the memory.
         self._chosen: dict[tuple[str, bool, bool], Route] = {}
+        self._choosing = threading.RLock()  # a program's log handler may come back
         self._forced = forced()
         self.near = self._near.met
         """Processes to whose memory the way is that of one host, as the first transfer has shown."""
@@ -89,7 +90,10 @@ class Routes:
         which = handle.token, _for_nics(handle), handle.device != CPU
         route = self._chosen.get(which)
         if route is None:
-            route = self._chosen[which] = self._choose(handle)
+            with self._choosing:  # by one thread: what it says is said once, and what it finds is found once
+                route = self._chosen.get(which)
+                if route is None:
+                    route = self._chosen[which] = self._choose(handle)
         return route
 
     def outgoing(self, handle: Handle) -> Handle:

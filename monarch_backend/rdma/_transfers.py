@@ -313,6 +313,8 @@ class _Transfer:
         self._end_queued(
             TimeoutError(
                 f"the transfer was not done within {self._timeout:g} s: a part of it waited for too many others"
+                if self._timeout
+                else "the transfer was not done at once (timeout=0)"
             )
         )
         self._end_flights(LATE)

@@ -241,6 +241,29 @@ def test_those_that_nobody_reads_are_done_soon(far: tuple[RDMABuffer, Tcp]) -> N
     assert until(lambda: not far[1]._errands._sweeps, 10), "nobody looks for what is not there"
 
 
+def test_the_way_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, route = far[0]._handle, far[1]
+    chosen, first, others = [], threading.Event(), threading.Event()
+
+    def choose(of: Handle) -> Tcp:
+        chosen.append(of)
+        first.set()
+        assert others.wait(10)
+        return route
+
+    monkeypatch.setattr(engine().routes, "_choose", choose)
+    engine().routes._chosen.pop((handle.token, False, False))
+    threads = [threading.Thread(target=engine().routes.to, args=(handle,)) for _ in range(4)]
+    threads[0].start()
+    assert first.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    others.set()
+    for thread in threads:
+        thread.join()
+    assert chosen == [handle]
+
+
 def test_callbacks_and_await(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch_backend.rdma._errand.SWEEP", 60.0)
     called = threading.Event()

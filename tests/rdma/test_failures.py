@@ -353,6 +353,11 @@ def test_a_deadline_that_is_over() -> None:
     with pytest.raises(ValueError, match="timeout"):
         procs_free.read_into(torch.zeros(8), timeout=-1)
     procs_free.drop()
+    large = torch.zeros(64 * MIB, dtype=torch.uint8)
+    buffer = RDMABuffer(large)
+    with pytest.raises(TimeoutError, match=r"was not done (at once \(timeout=0\)|within 0 s)"):
+        buffer.read_into(torch.empty_like(large), timeout=0).get(20)
+    buffer.drop()
 
 
 def test_a_cancelled_future_says_whether_it_was_in_time() -> None:
