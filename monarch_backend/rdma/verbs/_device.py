@@ -14,6 +14,7 @@ from monarch_backend.rdma.verbs import _devices
 from monarch_backend.rdma.verbs._binding import LOCAL_WRITE, Binding, Registration
 from monarch_backend.rdma.verbs._destroy import destroy
 from monarch_backend.rdma.verbs._devices import PortFacts
+from monarch_backend.rdma.verbs._keys import Retired
 from monarch_backend.rdma.verbs._memory import MemoryCache, register
 from monarch_backend.rdma.verbs._messages import Endpoint
 from monarch_backend.rdma.verbs._settings import Settings
@@ -74,6 +75,7 @@ class Device:
         self.untimed = 0  # transfers that need not be timed
         self.looked_promptly = False  # who looks now finds what has come a moment ago
         self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
+        self.retired = Retired()
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []
         self._slots: list[Slot] = []

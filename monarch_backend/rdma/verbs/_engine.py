@@ -8,6 +8,7 @@ before it is needed. Callbacks run on the engine's thread or on that of one who 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -114,12 +115,14 @@ class Region:
 class _Exposed:
     """What stands behind a region here: its owner lives as long."""
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.registrations: list[tuple[Registration, str]] = []  # and of which device
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner, self.address, self.nbytes = owner, address, nbytes
+        self.registrations: list[tuple[Registration, Device]] = []
 
     def close(self) -> None:
-        ended = [destroy(registration, "a region", device) for registration, device in self.registrations]
+        for registration, device in self.registrations:
+            device.retired.add(registration.rkey, self.address, self.nbytes)
+        ended = [destroy(registration, "a region", device.name) for registration, device in self.registrations]
         if not all(ended):
             _native.keep_for_ever(self.owner)  # others may still reach its memory: so it is nobody else's
         self.registrations, self.owner = [], None
@@ -277,14 +280,15 @@ class Engine:
         if nbytes < 1:
             raise ValueError("a region of no bytes")
         access = LOCAL_WRITE | REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC if writable else REMOTE_READ
-        exposed = _Exposed(owner)
+        exposed = _Exposed(owner, address, nbytes)
         with self._in_use() as opened:
             devices = opened[: messages.MOST_ENDPOINTS]
             try:
                 for device in devices:
                     caches = [device.cache for device in devices]
-                    made = register(device.nic, address, nbytes, access, caches)
-                    exposed.registrations.append((made, device.name))
+                    make = functools.partial(register, device.nic, address, nbytes, access, caches)
+                    made = device.retired.fresh(make, address, nbytes, device.name)
+                    exposed.registrations.append((made, device))
                 with self._lock:
                     self.devices()  # raises if the engine was closed meanwhile
                     keys = [registration.rkey for registration, _ in exposed.registrations]

@@ -200,6 +200,8 @@ class FakeNic:
 
     def _registered(self, address: int, nbytes: int, access: int, shift: int) -> Registered:
         key = next(self.fabric.numbers) << 8
+        if self.fabric.stingy:
+            key = next(number << 8 for number in itertools.count(1) if number << 8 not in self.registered)
         self.opened += 1
         self.registered[key] = Registered(self, address, nbytes, access, key, key, shift)
         return self.registered[key]
@@ -230,6 +232,7 @@ class Fabric:
     gpus: list[tuple[int, int, int]] = field(default_factory=list)  # addresses, bytes, where they really are
     peer_memory: bool = False
     dma_buf: bool = False
+    stingy: bool = False  # with keys: of memory that is registered anew it is the first that is free
     unreachable: set[bytes] = field(default_factory=set)
     nics: list[FakeNic] = field(default_factory=list)
     pairs: dict[int, FakePair] = field(default_factory=dict)

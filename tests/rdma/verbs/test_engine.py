@@ -15,6 +15,7 @@ import pytest
 
 from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, _device, _link
 from monarch_backend.rdma.verbs._devices import PortFacts
+from monarch_backend.rdma.verbs._keys import MOST, TRIES, Retired
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import Memory, Outcome, until
@@ -136,6 +137,55 @@ def test_atomics_want_eight_aligned_bytes(two: Callable[..., Two]) -> None:
     for offset in (-8, 4, 256 * KI - 4):
         with pytest.raises(ValueError, match="eight aligned bytes"):
             pair.asking.atomic("owner", "fetch_add", pair.region, offset, 1, 0, Outcome())
+
+
+def keys_of(region: Region) -> set[int]:
+    return set(region.record.keys)
+
+
+def test_what_was_dropped_is_not_reached_by_a_key_that_was_given_out_again(two: Callable[..., Two]) -> None:
+    pair = two(Fabric(stingy=True))
+    stale = []
+    for _ in range(6):
+        stale.append(pair.region)
+        pair.owner.release(pair.region)
+        pair.region = pair.expose()
+        assert not keys_of(pair.region) & set().union(*map(keys_of, stale))
+    part = pair.owner.expose(pair.there.address + 8, 8, pair.there.view)
+    assert not keys_of(part) & set().union(*map(keys_of, stale)), "a part of it is as bad"
+    for region in stale:
+        with pytest.raises(VerbsError, match="remote access error"):
+            pair.start([(0, 0, 8)], region=region).wait()
+    pair.start([(0, 0, 8)]).wait()
+    pair.owner.release(part)
+    assert len(pair.fabric.nics[0].registered) <= 4, "what did not fit is taken back"
+
+
+def test_keys_are_remembered_so_long() -> None:
+    retired = Retired()
+    for rkey in range(MOST + 5):
+        retired.add(rkey, 4096 * rkey, 4096)
+    assert len(retired) == MOST
+    assert not retired.led_to(4, 4096 * 4, 8)
+    for address, nbytes, led in (
+        (4096 * 9, 1, True),
+        (4096 * 9 - 8, 9, True),
+        (4096 * 9 - 8, 8, False),
+        (4096 * 10, 8, False),
+    ):
+        assert retired.led_to(9, address, nbytes) == led, address
+    retired.add(9, 4096 * 11, 1)
+    assert retired.led_to(9, 4096 * 9, 1) and retired.led_to(9, 4096 * 11, 1)
+
+    class Made:
+        rkey, closed = 9, 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    made: list[Any] = []
+    last = retired.fresh(lambda: made.append(Made()) or made[-1], 4096 * 9, 1, "fake0")
+    assert (len(made), last.closed, sum(each.closed for each in made)) == (TRIES + 1, 0, TRIES)
 
 
 def test_a_wrong_key_is_one_request_s_failure(two: Callable[..., Two]) -> None:
