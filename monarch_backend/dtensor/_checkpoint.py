@@ -124,9 +124,11 @@ def _merged(value: Any, loaded: Any, *fill: type) -> Any:
             with torch.no_grad():
                 value.copy_(loaded)
         return value
-    if type(value) is type(loaded) and isinstance(value, MutableMapping) and value.keys() == loaded.keys():
-        for key in value:
-            value[key] = _merged(value[key], loaded[key], *fill)
+    if type(value) is type(loaded) and isinstance(value, MutableMapping):
+        for key in value.keys() - loaded.keys():
+            del value[key]
+        for key in loaded:  # a planner may have put more in: all that the checkpoint has, where it was given nothing
+            value[key] = _merged(value[key], loaded[key], *fill) if key in value else loaded[key]
         return value
     if type(value) is type(loaded) and type(value) in (list, tuple) and len(value) == len(loaded):
         members = [_merged(*pair, *fill) for pair in zip(value, loaded, strict=True)]

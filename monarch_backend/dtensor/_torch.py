@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from monarch_backend.dtensor import (
     _by_rank_op,
     _convolution,
     _dispatch,
+    _fused,
     _group,
     _host_by_rank,
     _norms,
@@ -101,7 +102,7 @@ def install() -> None:
     handlers.update({func: _random_operation(handle) for func, handle in _random.handlers.items()})
     for operator, ours in {**_convolution.HANDLERS, **_scaler.HANDLERS}.items():
         handlers[operator] = _of_controllers(ours, handlers[operator])
-    handlers.update({func: _or_torchs(handle) for func, handle in _norms.HANDLERS.items()})
+    handlers.update({func: _or_torchs(handle) for func, handle in {**_norms.HANDLERS, **_fused.HANDLERS}.items()})
     handlers.update(_by_parts.HANDLERS)
     _register_lists()
     _torch_strategies.correct()
@@ -810,8 +811,7 @@ def _or_torchs(ours: Replacement) -> Replacement:
     """For an operator that torch has no handler for."""
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
-        given = [each for each in args if isinstance(each, DTensor)]
-        is_ours = all(_is_remote(each) or _is_traced(each) for each in given)
+        is_ours = all(_is_remote(each) or _is_traced(each) for each in _distributed(args))
         return (ours if is_ours else _in_torchs_way)(func, args, kwargs)
 
     return handle
@@ -831,19 +831,23 @@ def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
     """For an operator that torch's DTensor does by talking from rank to rank."""
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
-        given = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in args)
-        remote = any(isinstance(each, DTensor) and _is_remote(each) for each in given)
-        return ours(func, args, kwargs) if remote else own(func, args, kwargs)
+        is_ours = any(_is_remote(each) or _is_traced(each) for each in _distributed(args))
+        return (ours if is_ours else own)(func, args, kwargs)
 
     return handle
 
 
+def _distributed(args: Any) -> Iterator[DTensor]:
+    """Those among an operator's arguments, also in its lists."""
+    given = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in args)
+    return (each for each in given if isinstance(each, DTensor))
+
+
 def _register_lists() -> None:
-    """Operators on lists of tensors, which are calculated one value at a time, and that torch has left out."""
+    """An operator on lists of tensors, which are calculated one value at a time, that torch has left out."""
     known = api.DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
-    for operator in (_aten._fused_sgd_.default, _aten._fused_adagrad_.default, _aten._foreach_copy_.default):
-        if operator not in known:
-            pointwise._register_single_dim_pointwise(operator)
+    if _aten._foreach_copy_.default not in known:
+        pointwise._register_single_dim_pointwise(_aten._foreach_copy_.default)
 
 
 # Reading --------------------------------------------------------------------------------------------------------

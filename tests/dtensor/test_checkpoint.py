@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import itertools
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, format_utils
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -76,6 +78,25 @@ def test_a_checkpoint_is_torchs_own(mesh_of: Callable[[str], Any], tmp_path: Pat
     state = {"x": zeros(5, 3, device_mesh=mesh_of("2"), placements=[Shard(1)])}
     dcp.load(state, checkpoint_id=tmp_path / "b")
     assert value(state["x"]).equal(whole + 1)
+
+
+def test_a_checkpoint_becomes_a_file_of_torch_save_and_comes_of_one(
+    mesh_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Their planners are given nothing, and put in what the checkpoint has."""
+    whole, one, two = torch.randn(4, 3), tmp_path / "one.pt", tmp_path / "two"
+    saved = {"model": {"w": distribute_tensor(whole, mesh_of("2"), [Shard(0)])}, "step": 3}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    importlib.reload(format_utils)  # as in a program that imports it when there is a mesh already
+    format_utils.dcp_to_torch_save(tmp_path, one)
+    loaded = torch.load(one)
+    assert loaded["step"] == 3 and loaded["model"]["w"].equal(whole)
+    assert _load_state_dict_from_keys({"model"}, checkpoint_id=tmp_path)["model"]["w"].equal(whole)
+    format_utils.torch_save_to_dcp(one, two)
+    state = {"model": {"w": zeros(4, 3, device_mesh=mesh_of("3"), placements=[Shard(1)])}, "step": 0}
+    dcp.load(state, checkpoint_id=two)
+    assert value(state["model"]["w"]).equal(whole)  # type: ignore[index]
+    assert state["step"] == 3
 
 
 def test_saved_while_the_controller_goes_on(mesh_of: Callable[[str], Any], tmp_path: Path) -> None:

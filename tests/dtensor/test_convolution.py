@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,6 +36,30 @@ def test_any_placement(line: Any, bias: bool, transposed: bool, groups: int) -> 
         expected.square().sum().backward()
         for mine, theirs in zip(ours, whole, strict=True):
             same(mine.grad, theirs.grad, 1e-3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("here", "there"), PLACES)
+@pytest.mark.parametrize("name", ["2", "2x2"])
+def test_in_a_captured_step(mesh_of: Callable[[str], Any], name: str, here: Any, there: Any) -> None:
+    def step(x: Any, w: Any) -> Any:
+        y = torch.conv2d(x, w, padding=1).relu()
+        return y.detach(), y.square().sum()
+
+    torch._dynamo.reset()
+    mesh, whole = mesh_of(name), [torch.randn(5, 4, 6, 6).requires_grad_(), torch.randn(4, 4, 3, 3).requires_grad_()]
+    before = [Replicate()] * (mesh.ndim - 1)
+    ours = [
+        distribute_tensor(x.detach(), mesh, [*before, p]).requires_grad_()
+        for x, p in zip(whole, (here, there), strict=True)
+    ]
+    captured = torch.compile(step, backend="monarch", fullgraph=True, options={"inductor": False})
+    (result, loss), (expected, of_one) = captured(*ours), step(*whole)
+    same(result, expected, 1e-4)
+    loss.backward()
+    of_one.backward()
+    for mine, theirs in zip(ours, whole, strict=True):
+        same(mine.grad, theirs.grad, 1e-3)  # type: ignore[arg-type]
+    torch._dynamo.reset()
 
 
 def test_a_sharded_weight_makes_sharded_channels(line: Any) -> None:

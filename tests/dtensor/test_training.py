@@ -256,7 +256,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.ASGD, {"lr": 1e-2}),
 ]
 """All of torch's that its DTensor can do: Rprop writes into what a mask selects, LBFGS is given other losses."""
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 CASES = [
     pytest.param(kind, {**options, how: on}, id=f"{kind.__name__}{i}-{how if on else 'for-loop'}")
     for i, (kind, options) in enumerate(OPTIMIZERS)
@@ -274,6 +274,44 @@ def test_optimizers(mesh_of: Any, kind: Any, options: Any) -> None:
     # ASGD makes its step's number by the name of the parameter's device, which several sets of workers have.
     with mesh if kind is torch.optim.ASGD else contextlib.nullcontext():
         both(ours, alone, lambda parameters: kind(parameters, **options))
+
+
+PLACES = (Replicate(), Shard(0), Shard(1))
+
+
+def _weight_after(kind: Any, options: Any, weight: Any, x: Any, move: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Three steps; after the first one the optimizer's states are where ``move`` has them."""
+    parameter = nn.Parameter(weight)
+    optimizer = kind([parameter], fused=True, **options)
+    for number in range(3):
+        optimizer.zero_grad()
+        (x @ parameter.T).square().mean().backward()
+        optimizer.step()
+        if number == 0:
+            state = optimizer.state[parameter]
+            state.update({name: move(each) for name, each in state.items() if each.ndim == 2})
+    return parameter
+
+
+@pytest.mark.parametrize("there", PLACES, ids=str)
+@pytest.mark.parametrize("kind", FUSED)
+def test_what_a_fused_step_changes_is_changed_where_it_lies(mesh_of: Any, kind: Any, there: Any) -> None:
+    """torch makes a momentum like the first gradient, which lies elsewhere than its parameter."""
+    mesh, options = mesh_of("2"), {"lr": torch.tensor(0.1) if kind is torch.optim.AdamW else 0.1}
+    if kind is torch.optim.SGD:
+        options |= {"momentum": 0.9, "nesterov": True}
+    weight, x = torch.randn(4, 6), torch.randn(2, 6)
+    expected = _weight_after(kind, options, weight.clone(), x)
+    for of_x in PLACES:
+        ours, batch = distribute_tensor(weight, mesh, [there]), distribute_tensor(x, mesh, [of_x])
+        same(_weight_after(kind, options, ours, batch), expected)
+    for moved in PLACES:
+        ours = distribute_tensor(weight, mesh, [there])
+
+        def move(state: Any, where: Any = moved) -> Any:
+            return state.redistribute(mesh, [where])
+
+        same(_weight_after(kind, options, ours, distribute_tensor(x, mesh, [Replicate()]), move), expected)
 
 
 @pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])

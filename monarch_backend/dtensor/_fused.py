@@ -1,0 +1,78 @@
+"""torch's fused optimizers, operators on lists of tensors: each rank does them with what it has of these.
+
+torch's DTensor has a step's other tensors where its parameter is. What it changes of these (moments, sums) it would
+have changed in a copy, if they lie elsewhere: a momentum is made like the first gradient, which may be sharded in
+another way than the parameter, and a state that was loaded may be, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from monarch_backend.dtensor import _results
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+
+_aten = torch.ops.aten
+_GRADIENTS = 1
+"""The place of that list, of which nobody wants to have what a step writes there."""
+
+
+def _step(func: Any, args: Any, kwargs: Any) -> None:
+    """``args``: lists of parameters, gradients, and states, of which some may be empty; last, the steps' numbers."""
+    of_workers: dict[Any, list[int]] = {}  # those of several meshes are several records
+    for i, parameter in enumerate(args[0]):
+        of_workers.setdefault(_workers_of(parameter), []).append(i)
+    for places in of_workers.values():
+        _step_of(func, [[each[i] for i in places] if each else each for each in args], kwargs or {})
+
+
+def _step_of(func: Any, lists: Sequence[Any], options: dict[str, Any]) -> None:
+    moved: list[tuple[Any, Any]] = []
+    locals_ = []
+    for place, each in enumerate(lists):
+        beside = [_beside(tensor, parameter) for tensor, parameter in zip(each, lists[0], strict=False)]
+        if place != _GRADIENTS:
+            moved += [(tensor, there) for tensor, there in zip(each, beside, strict=True) if there is not tensor]
+        locals_.append([_local_of(there) for there in beside])
+    func(*locals_, **{name: _local_of(_whole(value)) for name, value in options.items()})
+    for tensor, there in moved:
+        tensor.copy_(there if isinstance(tensor, DTensor) else there.full_tensor())
+
+
+def _beside(tensor: Any, parameter: Any) -> Any:
+    """What each rank has of it, by what it has of the parameter; all of a step's number."""
+    if tensor is parameter or not isinstance(parameter, DTensor):
+        return tensor
+    if tensor.ndim == 0 and parameter.ndim:
+        return _whole(tensor)
+    there = _results.distributed(tensor, parameter.device_mesh)
+    if there.placements == parameter.placements:  # a plain tensor is where it should be, too: replicated
+        return tensor
+    return there.redistribute(parameter.device_mesh, parameter.placements)
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    everywhere = [Replicate()] * value.device_mesh.ndim
+    return value if list(value.placements) == everywhere else value.redistribute(value.device_mesh, everywhere)
+
+
+def _local_of(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _workers_of(parameter: Any) -> Any:
+    local = _local_of(parameter)
+    return local._meta.workers if isinstance(local, RemoteTensor) else None
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    getattr(getattr(_aten, f"_fused_{kind}_"), overload): _step
+    for kind, overload in itertools.product(("sgd", "adagrad", "adam", "adamw"), ("default", "tensor_lr"))
+}
