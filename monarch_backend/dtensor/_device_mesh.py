@@ -47,6 +47,7 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
     """
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
+    _group.refuse_a_rank()  # before the processes are asked for anything
     _torch.install()
     workers = workers_for(procs, device_type, timeout)
     key = (tuple(procs._shape.ranks), tuple(procs.extent.sizes), tuple(procs.extent.labels))

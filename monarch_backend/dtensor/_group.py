@@ -186,15 +186,21 @@ def universe() -> _Universe:
     global _universe
     if is_controller():
         return _universe  # type: ignore[return-value]
-    if dist.is_initialized():
-        raise RemoteTensorError(
-            "this process is a rank of a torch.distributed group already; a controller of device meshes is none: "
-            "call torch.distributed.destroy_process_group() first, or make the mesh in a program of its own"
-        )
+    refuse_a_rank()
     _universe = _Universe()
     _torch_groups.register(_universe, _DEFAULT, [])
     _torch_groups.set_default(_universe)
     return _universe
+
+
+def refuse_a_rank() -> None:
+    """Raises RemoteTensorError where torch's default group is another one than a controller's."""
+    if dist.is_initialized() and not is_controller():
+        raise RemoteTensorError(
+            "this process is a rank of a torch.distributed group already; a controller of device meshes is none: "
+            "call torch.distributed.destroy_process_group() first, or make the mesh in a program of its own. What "
+            "a function of run() needs it calls itself, on every rank"
+        )
 
 
 def is_controller() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from monarch_backend._torch_patches import overriding
 from monarch_backend.dtensor import _devices, _dispatch, _group
 from monarch_backend.dtensor._device_handle import Event, Stream
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import DIVERTED, Replacement, _is_remote, _replaces, grouped_by_device
 
 
@@ -257,10 +259,25 @@ def _module_to(own: Any) -> Replacement:
         # Torch without GPUs knows no device without a number; with one, it asks for a tensor there.
         args = tuple(_with_number(each) for each in args)
         options = {name: _with_number(each) for name, each in options.items()}
-        with _swapping():  # a parameter of this process would take the memory of a remote tensor, which has none
+        # A parameter of this process would take the memory of a remote tensor, which has none.
+        changes_class = _is_to_workers((*args, *options.values())) or any(map(_is_on_workers, _tensors_of(self)))
+        with _swapping() if changes_class else contextlib.nullcontext():
             return own(self, *args, **options)
 
     return to
+
+
+def _is_to_workers(given: Any) -> bool:
+    devices = [each.device if isinstance(each, torch.Tensor) else each for each in given]
+    return any(isinstance(each, torch.device) and is_of_workers(each.type) for each in devices)
+
+
+def _is_on_workers(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, (RemoteTensor, DTensor))
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 @_replaces(torch.nn.Module, "cuda")

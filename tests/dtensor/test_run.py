@@ -258,6 +258,29 @@ def test_one_that_fails_again_and_again(mesh_of: Callable[[str], Any]) -> None:
         assert values(after.get(60)) == [1, 1]
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_is_no_exception_ends_the_function_only(mesh_of: Callable[[str], Any], kind: type[BaseException]) -> None:
+    def end(mesh: Any) -> None:
+        if mesh.get_rank() == 1:
+            raise kind("by itself")
+
+    with pytest.raises(RemoteOpError, match=f"{kind.__name__}.*by itself"):
+        run(mesh_of("2"), end, mesh_of("2")).get()
+    assert len(values(run(mesh_of("2"), os.getpid).get())) == 2
+
+
+def test_a_function_on_the_workers_controls_nobody(all_procs: Any) -> None:
+    procs = all_procs["2"]
+
+    def nested() -> Any:
+        return run(procs, os.getpid).get()
+
+    for _ in range(3):
+        with pytest.raises(RemoteOpError, match=r"is a rank of a torch\.distributed group already"):
+            run(procs, nested).get()
+    assert len(values(run(procs, os.getpid).get())) == 2
+
+
 def test_captured_steps_go_on_with_the_groups_after_one_that_failed(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])

@@ -38,9 +38,9 @@ def execute(executor: Executor, run: int, number: int, site: int, meshes: list[A
         with torch.enable_grad():
             result = function(*args, **kwargs)
         body, buffers, kept = _parcels.pack(result, own)
-    except (KeyboardInterrupt, CancelledError):  # of the actor, not the function's
+    except CancelledError:  # of the actor, not the function's
         raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # also a KeyboardInterrupt; torch's CheckpointException is no Exception
         failure = error.failure if isinstance(error, NotThereError) else executor.new_failure(name, site, error)
         executor.keep(number, failure)
         raise RunFailed(executor.told(failure)) from None
