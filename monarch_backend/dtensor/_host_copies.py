@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from monarch_backend.dtensor import _torch_autograd
+from monarch_backend.dtensor._metadata import refuse_sparse
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -87,6 +88,7 @@ def source(value: torch.Tensor) -> Source | None:
     """Of a tensor of this process. None if nobody would know that it had changed."""
     if not value.ndim or value.is_inference():
         return None
+    refuse_sparse(value)
     of = value.dtype, value.storage_offset(), value.shape, value.stride(), value.is_neg(), value.is_conj()
     return Source(value.untyped_storage(), value._version, of, value.numel() * value.element_size())
 

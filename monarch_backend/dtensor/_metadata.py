@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monarch_backend.dtensor import _rank_ints, _remote_tensor
+from monarch_backend.dtensor._errors import RemoteTensorError
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
@@ -86,6 +87,7 @@ class Metas:
 
     def like(self, tensor: torch.Tensor, device: torch.device | None = None) -> Meta:
         """That of a tensor of this process, which may be a fake one."""
+        refuse_sparse(tensor)
         where = device or tensor.device
         return self.same(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, where)
 
@@ -119,6 +121,16 @@ class Metas:
         found.form = _remote_tensor.form_of(found)
         found.nbytes = max(each.nbytes for each in classes)
         return found
+
+
+def refuse_sparse(tensor: torch.Tensor) -> None:
+    """Raises RemoteTensorError: shards, records and messages are of tensors with strides."""
+    if tensor.layout is not torch.strided:
+        raise RemoteTensorError(
+            f"a tensor with layout {tensor.layout}: those of the workers of one controller are dense. Use its "
+            "to_dense(), nn.Embedding(sparse=False), or run what needs it on the workers "
+            "(monarch_backend.dtensor.run)"
+        )
 
 
 def _int(metas: Sequence[Meta | None], of: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch.distributed._local_tensor import maybe_run_for_local_tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import _MaskPartial
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from monarch_backend.dtensor import _torch
 from monarch_backend.dtensor._torch import Replacement, _replaces
@@ -69,6 +69,8 @@ def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
     values, would be found by the next trace, and by real tensors.
     """
     dispatcher = DTensor._op_dispatcher
+    if func is MASKED[0]:
+        args = (_with_one_mask(args[0]), *args[1:])
     info = dispatcher.unwrap_to_op_info(func, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
     spec: Any = info.output_sharding.output_spec  # type: ignore[union-attr]
@@ -77,6 +79,24 @@ def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
         placements = tuple(_without_mask(each, local) for each in spec.placements)
         spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     return dispatcher.wrap(local, spec)
+
+
+def _with_one_mask(table: Any) -> Any:
+    """Rows that are sharded over several dimensions of a mesh would have a mask for each of these, in one place."""
+    if not isinstance(table, DTensor):
+        return table
+    by_rows = [at for at, each in enumerate(table.placements) if _shards_rows(each)]
+    if len(by_rows) < 2:
+        return table
+    kept = max(by_rows, key=table.device_mesh.size)
+    placements = [
+        Shard(0) if at == kept else Replicate() if at in by_rows else each for at, each in enumerate(table.placements)
+    ]
+    return table.redistribute(placements=placements)
+
+
+def _shards_rows(placement: Any) -> bool:
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == 0
 
 
 def _without_mask(placement: Any, local: Any) -> Any:

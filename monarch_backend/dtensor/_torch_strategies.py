@@ -7,8 +7,9 @@ here); shardings of our own, in _strategies.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
 from torch.distributed.tensor._ops import _math_ops as math_ops
 from torch.distributed.tensor.parallel import loss
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from monarch_backend.dtensor import _by_parts, _checks, _strategies, _torch_masks, _torch_unsharded
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -46,13 +49,16 @@ def correct() -> None:
     handlers.update(dict.fromkeys(_torch_masks.MASKED, _torch_masks.masked_at_once))
     for operator in _by_parts.OF_CLASSES:
         handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
-    for operator in (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default):
-        known_one = propagator.op_single_dim_strategy_funcs[operator]
-        propagator.op_single_dim_strategy_funcs[operator] = dataclasses.replace(
-            known_one, func=_by_masks(known_one.func)
-        )
+    single = propagator.op_single_dim_strategy_funcs
+    for operator, corrected in (
+        (_aten.index_put.default, _by_masks),
+        (_aten.index_put_.default, _by_masks),
+        (_aten._index_put_impl_.default, _by_masks),
+        (_aten.embedding_dense_backward.default, _of_all_indices),
+    ):
+        single[operator] = dataclasses.replace(single[operator], func=corrected(single[operator].func))
     for operator in _strategies.CORRECTED:
-        propagator.op_single_dim_strategy_funcs.pop(operator, None)
+        single.pop(operator, None)
 
 
 def has_nothing(spec: DTensorSpec, dim: int) -> bool:
@@ -91,8 +97,12 @@ def _aligned(own: Replacement) -> Replacement:
     """Rows of the index belong to the same rows of the input: where there are more of these, shards do not fit."""
 
     def gather_strategy(op_schema: Any) -> Any:
+        x, dim, index, *rest = op_schema.args_schema
+        is_strided = any(map(_is_strided, (*_placements_of(x), *_placements_of(index))))
+        if is_strided:  # from such shards torch knows no way to a mask
+            args = (_from_whole(x), dim, _from_whole(index), *rest)
+            op_schema = dataclasses.replace(op_schema, args_schema=args)
         found = own(op_schema)
-        x, dim, index = op_schema.args_schema[:3]
         gathered = dim % max(x.ndim, 1)
 
         def fits(each: Any) -> bool:
@@ -104,6 +114,8 @@ def _aligned(own: Replacement) -> Replacement:
             masked = [_torch_masks.is_masked(each) for each in rows]
             if not any(masked):
                 return True
+            if is_strided:
+                return False
             others = [
                 each
                 for pair, is_one in zip(zip(given, rows, strict=True), masked, strict=True)
@@ -119,6 +131,31 @@ def _aligned(own: Replacement) -> Replacement:
         return found
 
     return gather_strategy
+
+
+def _is_strided(placement: Any) -> bool:
+    return isinstance(placement, _StridedShard)
+
+
+def _placements_of(strategy: Any) -> Iterator[Any]:
+    return itertools.chain.from_iterable(each.output_spec.placements for each in strategy.strategies)
+
+
+def _from_whole(strategy: Any) -> OpStrategy:
+    """As if what is sharded with strides were gathered."""
+    specs = [each.output_spec for each in strategy.strategies]
+    return OpStrategy([OpSpec(_without(spec, list(map(_is_strided, spec.placements)))) for spec in specs])
+
+
+def _of_all_indices(own: Replacement) -> Replacement:
+    """Gradients that are divided by how often a row was looked up: a rank counts the indices that it has."""
+
+    def embedding_dense_backward_strategy(op: Any, args: Any, kwargs: Any) -> Any:
+        found = own(op, args, kwargs)
+        by_frequency = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)
+        return [way for way in found if way[2].is_replicate()] if by_frequency else found
+
+    return embedding_dense_backward_strategy
 
 
 def _counted_from_the_start(own: Replacement) -> Replacement:

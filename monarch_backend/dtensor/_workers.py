@@ -20,7 +20,7 @@ from monarch_backend import _native
 from monarch_backend.actor import SupervisionError
 from monarch_backend.dtensor import _sites, _wire
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
-from monarch_backend.dtensor._metadata import Metas
+from monarch_backend.dtensor._metadata import Metas, refuse_sparse
 from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._stream import DEAD, FIRST, MOST, Stream
 from monarch_backend.dtensor._wire import Define, Graph, Signature, Step
@@ -451,6 +451,7 @@ def _those(actors: Any, ranks: Sequence[int]) -> Any:
 def _dense(value: torch.Tensor) -> torch.Tensor:
     """As it arrives: tensors travel without gaps, over the CPU, and what has no gaps keeps its strides."""
     tensor = value.detach()
+    refuse_sparse(tensor)
     if tensor.is_cuda:
         tensor = tensor.cpu()
     gaps = not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) != 0

@@ -274,3 +274,21 @@ def test_rows_of_a_sharded_table_by_an_index_of_any_dimensions(mesh_of: Callable
         (found * (row + 1)).sum().backward()
         (expected * (row + 1)).sum().backward()
     same(rows.grad, alone.grad)
+
+
+@pytest.mark.parametrize("by_frequency", [True, False], ids=["by frequency", "plain"])
+def test_the_gradient_of_rows_that_were_looked_up(mesh_of: Callable[[str], Any], by_frequency: bool) -> None:
+    """By how often, also where each rank has some of the indices; and of a table by rows in both dimensions."""
+    mesh, table = mesh_of("2x2"), torch.randn(10, 4)
+    index = torch.tensor([[1, 2, 3], [2, 9, 9], [0, 1, 4], [7, 7, 7], [5, 6, 1]])
+    alone = table.clone().requires_grad_()
+    options: dict[str, Any] = {"scale_grad_by_freq": by_frequency, "padding_idx": 4}
+    expected = F.embedding(index, alone, **options)
+    expected.square().sum().backward()
+    places = list(itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2))
+    for of_table, of_index in itertools.product(places, places[:5]):
+        ours = distribute_tensor(table, mesh, of_table).requires_grad_()
+        found = F.embedding(distribute_tensor(index, mesh, of_index), ours, **options)
+        same(found, expected)
+        found.square().sum().backward()
+        same(ours.grad, alone.grad)

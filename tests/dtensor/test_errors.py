@@ -24,6 +24,7 @@ from monarch_backend.dtensor import (
     RemoteTensorError,
     _group,
 )
+from monarch_backend.dtensor.worker import _failures
 from tests.actor.actors import until
 from tests.actor.scripts import Run
 from tests.dtensor import failing
@@ -350,3 +351,9 @@ def test_an_end_in_the_middle_of_things_is_no_failure(capfd: pytest.CaptureFixtu
         procs.stop().get(30)
         del sums
     assert "nobody has read" not in capfd.readouterr().err
+
+
+def test_a_long_message_that_nobody_has_asked_for_is_told_shortly() -> None:
+    assert _failures._shortly("ValueError: no") == "ValueError: no"
+    assert _failures._shortly("ValueError: no\n" + "a line of a table\n" * 100) == "ValueError: no ..."
+    assert _failures._shortly("x" * 1000) == "x" * _failures.LONGEST + " ..."

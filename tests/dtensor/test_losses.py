@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,28 @@ def test_as_in_a_single_process(mesh_of: Callable[[str], Any], name: str) -> Non
                 found = loss(x, how)
                 same(found, expected)
                 (found * weights).sum().backward()
+                same(x.grad, alone.grad)
+
+
+@pytest.mark.parametrize("name", ["3", "2x2"])
+@pytest.mark.parametrize("how", ["mean", "none"])
+def test_of_sequences_that_are_sharded(mesh_of: Callable[[str], Any], name: str, how: str) -> None:
+    """A language model's loss: what is flattened is sharded with strides."""
+    mesh = mesh_of(name)
+    for batch, length in ((2, 4), (7, 3), (1, 2)):
+        logits, labels = torch.randn(batch, length, 5), torch.randint(0, 5, (batch, length))
+        labels[0, 0] = -100
+        alone = logits.clone().requires_grad_()
+        expected = F.cross_entropy(alone.flatten(0, 1), labels.flatten(), reduction=how)
+        expected.square().sum().backward()
+        for places in itertools.product((Shard(0), Shard(1)), repeat=mesh.ndim):
+            x = distribute_tensor(logits, mesh, places).requires_grad_()
+            for of_labels in (places, [Replicate()] * mesh.ndim):
+                target = distribute_tensor(labels, mesh, of_labels)
+                found = F.cross_entropy(x.flatten(0, 1), target.flatten(), reduction=how)  # type: ignore[attr-defined]
+                same(found, expected)
+                x.grad = None
+                found.square().sum().backward()
                 same(x.grad, alone.grad)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from monarch_backend.actor import this_host
@@ -182,6 +183,7 @@ AFTER_THE_LAST = """
 import sys
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from monarch_backend.actor import this_host
@@ -265,3 +267,23 @@ def test_a_mesh_of_gpus_of_processes_without() -> None:
         mesh = procs.device_mesh("cpu")
         assert workers_of(mesh).device.type == "cpu"
         assert distribute_tensor(torch.ones(4), mesh, [S0]).sum().item() == 4
+
+
+SPARSE: dict[str, Callable[[Any], Any]] = {
+    "to_sparse": lambda x: x.to_sparse(),
+    "of a shard": lambda x: x.to_local().to_sparse(),
+    "sparse_coo_tensor": lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), x[0], (4,)),
+    "of an embedding": lambda x: F.embedding(torch.tensor([0, 1]), x, sparse=True).sum().backward(),
+    "of the controller": lambda x: x.to_local() + torch.eye(2).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE.keys())
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors(mesh_of: Callable[[str], Any], make: Callable[[Any], Any]) -> None:
+    x = distribute_tensor(torch.eye(2), mesh_of("2"), [Replicate()]).requires_grad_()
+    with pytest.raises(
+        RemoteTensorError, match=r"layout torch\.sparse_coo.*to_dense\(\), nn\.Embedding\(sparse=False\)"
+    ):
+        make(x)
+    assert value(x).equal(torch.eye(2))

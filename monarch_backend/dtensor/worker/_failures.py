@@ -11,6 +11,9 @@ from typing import Any
 MOST = 8
 """So many checks that failed are kept for the next who reads: a loop that never reads may have any number of them."""
 
+LONGEST = 500
+"""Characters of a message that nobody has asked for."""
+
 
 class Failure:
     """In the place of a tensor: why it is not there.
@@ -64,9 +67,15 @@ class Failures:
             report = self._untold.report
             print(
                 f"monarch_backend: {report['failed']} raised on rank {report['rank']} (host {report['host']}, pid "
-                f"{report['pid']}), and nobody has read what depends on it: {report['message']}",
+                f"{report['pid']}), and nobody has read what depends on it: {_shortly(report['message'])}",
                 file=sys.stderr,
             )
+
+
+def _shortly(message: str) -> str:
+    """Some of torch's have a line for each of its backends."""
+    first, *rest = message.splitlines()
+    return f"{first[:LONGEST]} ..." if rest or len(first) > LONGEST else first
 
 
 def report_of(operation: str, site: int, rank: int, error: BaseException) -> dict[str, Any]:
