@@ -1,0 +1,36 @@
+"""The scripts of benchmarks/ run: what they measure is nobody's business here, but that they still can is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+SCRIPTS = sorted(path.name for path in FOLDER.glob("[!_]*.py"))
+QUICK = {
+    "controller.py": ["--only", "kinds", "--rounds", "1"],
+    "rdma.py": ["--only", "own", "--rounds", "1", "--sizes", "8"],
+}
+"""Those that are over soon, and what they are given."""
+pytestmark = pytest.mark.slow
+
+
+def said(name: str, *options: str, cwd: Path) -> str:
+    command = [sys.executable, str(FOLDER / name), *options]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_says_what_it_measures(name: str, tmp_path: Path) -> None:
+    assert "--help" in said(name, "--help", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_it_measures(name: str, tmp_path: Path) -> None:
+    options = QUICK[name] if name != "rdma.py" else [*QUICK[name], "--out", str(tmp_path)]
+    assert any(character.isdigit() for character in said(name, *options, cwd=tmp_path))
