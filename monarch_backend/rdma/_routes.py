@@ -152,7 +152,7 @@ class Routes:
         return self._far(handle)
 
     def _far(self, handle: Handle) -> Route:
-        why = "MONARCH_RDMA says so" if self._forced == "tcp" else self.verbs.unusable()
+        why = "MONARCH_RDMA says so" if self._forced == "tcp" else self.verbs.unusable(up=False)
         if why is None and _for_nics(handle):
             if handle.verbs:
                 _say(handle, "verbs")  # else the first transfer says how

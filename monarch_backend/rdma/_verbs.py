@@ -92,20 +92,19 @@ class Verbs:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._regions: dict[Ticket, Region] = {}
-        self._unusable: str | None = None
-        self._looked = False
+        self._unusable: dict[bool, str | None] = {}  # by whether a port has to be up
         self.why_staged = ""
         """Why the NICs did not reach the memory of a GPU here that was exposed last."""
         self._unreachable: set[Ticket] = set()  # that they did not reach
         self._no_way: set[str] = set()  # processes with which none could be had, the last time
         self._met: set[str] = set()  # processes with which there is, or was, a connection
 
-    def unusable(self) -> str | None:
-        """Why verbs can't be used in this process; None if they can."""
+    def unusable(self, up: bool = True) -> str | None:
+        """Why verbs can't be used in this process; None if they can. Not ``up``: perhaps later, when a port is up."""
         with self._lock:
-            if not self._looked:
-                self._looked, self._unusable = True, available()
-            return self._unusable
+            if up not in self._unusable:
+                self._unusable[up] = available(up=up)
+            return self._unusable[up]
 
     @property
     def started(self) -> bool:

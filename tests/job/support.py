@@ -37,7 +37,7 @@ class Where(Actor):
         return os.environ.get(name)
 
 
-def in_program(fn: Callable[..., Any], *args: Any) -> Any:
+def in_program(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
     """What ``fn(*args)`` returns in a program of its own, which then ends as programs do."""
 
     def run(_rank: int, _address: str) -> Any:
@@ -47,7 +47,7 @@ def in_program(fn: Callable[..., Any], *args: Any) -> Any:
             program().shutdown()  # type: ignore[attr-defined]
             program().kill_all()  # type: ignore[attr-defined]
 
-    return run_ranks(run, 1, backend=None, timeout=60)[0]
+    return run_ranks(run, 1, backend=None, timeout=timeout)[0]
 
 
 def marked(mark: str) -> list[str]:

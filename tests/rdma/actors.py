@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import io
 import os
@@ -19,7 +20,7 @@ from monarch_backend import rdma
 from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import RDMAAction, RDMABuffer, _torch_ipc
 from tests.rdma import pretended
-from tests.rdma.verbs import across
+from tests.rdma.verbs import across, peers
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,21 @@ def case(route: str) -> RouteCase:
     return ROUTES.get(route) or DEVICE_ROUTES[route]
 
 
-def take(route: str) -> None:
-    """The bootstrap of a process that is to take this route."""
+def nics(route: str) -> tuple[str, str]:
+    """The device of the owner and that of the reader, if it goes over real ones: on one and the same a NIC would copy
+    within itself, and nothing would cross a cable. Skips where there are not two.
+    """
+    if case(route).name != "verbs" or case(route).nic:
+        return "", ""
+    reader, owner, *_ = peers.two_devices()
+    return owner, reader
+
+
+def take(route: str, device: str = "") -> None:
+    """The bootstrap of a process that is to take this route, on this device if it goes over one."""
     os.environ.update(case(route).environment)
+    if device:
+        os.environ["MONARCH_RDMA_DEVICES"] = device
     if case(route).device:
         pretended.take(case(route).refuses)
     if case(route).nic:
@@ -268,11 +281,24 @@ class Process(Actor):
             sum(range(20_000_000))  # one call, which never looks up
         return time.monotonic() - begun
 
+    @endpoint
+    def hold_interpreter_until_read(self, fifo: str) -> int:
+        """One call of C code writes more than fits: whoever reads a byte knows that no Python of this process runs, and
+        that none will until he has read all of it.
+        """
+        with open(fifo, "wb", buffering=0) as pipe:
+            return int(ctypes.PyDLL(None).write(pipe.fileno(), bytes(1 << 20), ctypes.c_size_t(1 << 20)))
+
 
 def two_processes(route: str, kind: type[Process] = Process) -> Iterator[tuple[ActorMesh, ActorMesh]]:
     """An owner of memory and a reader in processes of their own, which take this route; for fixtures."""
-    procs = this_host().spawn_procs({"gpus": 2}, bootstrap=functools.partial(take, route), name=f"memory {route}")
-    both = procs.spawn("process", kind, route)
-    both.pid.call().get()
-    yield both.slice(gpus=0), both.slice(gpus=1)
-    procs.stop().get(30)
+    procs = [
+        this_host().spawn_procs({"gpus": 1}, bootstrap=functools.partial(take, route, device), name=f"memory {route}")
+        for device in nics(route)
+    ]
+    owner, reader = (each.spawn("process", kind, route) for each in procs)
+    for each in (owner, reader):
+        each.pid.call().get()
+    yield owner, reader
+    for mesh in procs:
+        mesh.stop().get(30)

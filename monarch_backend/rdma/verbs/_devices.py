@@ -106,8 +106,10 @@ def usable(settings: Settings, root: Path = SYSFS) -> list[PortFacts]:
     return [facts for facts in survey(root) if facts.active and settings.permits(facts.device, facts.port)]
 
 
-def available(root: Path = SYSFS, device_files: Path = _DEVICE_FILES) -> str | None:
-    """Why verbs cannot be used here; None if they can, as far as can be told without opening a device."""
+def available(root: Path = SYSFS, device_files: Path = _DEVICE_FILES, *, up: bool = True) -> str | None:
+    """Why verbs cannot be used here; None if they can, as far as can be told without opening a device. ``up``: now, for
+    which a port has to be ACTIVE.
+    """
     ports = survey(root)
     if not ports:
         return "this machine has no verbs device (an RDMA NIC with its driver, or `rdma link add` of soft-RoCE)"
@@ -115,7 +117,7 @@ def available(root: Path = SYSFS, device_files: Path = _DEVICE_FILES) -> str | N
         settings = from_environment()
     except VerbsError as error:
         return str(error)
-    if not usable(settings, root):
+    if not any((port.active or not up) and settings.permits(port.device, port.port) for port in ports):
         seen = ", ".join(f"{p.device}:{p.port} {p.state}" for p in ports)
         return f"no port is both ACTIVE and permitted by MONARCH_RDMA_DEVICES: {seen}"
     if not any(os.access(path, os.R_OK | os.W_OK) for path in device_files.glob("uverbs*")):

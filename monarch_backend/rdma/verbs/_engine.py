@@ -309,7 +309,17 @@ class Engine:
     def accept(self, peer: Peer, offer: bytes) -> bytes:
         """Connect what a peer offers to queue pairs here; the answer for it. Raises VerbsError."""
         wanted = messages.unpack(Offer, offer)
-        devices = self.devices()
+        with self._in_use() as devices:
+            made, answer = self._paired(peer, wanted, devices)
+            with self._lock:
+                self._hang_up(peer)
+                self._accepted[peer] = made
+        return answer
+
+    def _paired(
+        self, peer: Peer, wanted: Offer, devices: Sequence[Device]
+    ) -> tuple[list[tuple[QueuePair, str]], bytes]:
+        """Queue pairs for what is offered, and the answer."""
         made: list[tuple[QueuePair, str]] = []
         pairings: list[Pairing] = []
         problems: list[str] = []
@@ -330,10 +340,7 @@ class Engine:
                 break
         if not pairings:
             raise VerbsError(_no_way(peer, wanted.endpoints, devices, problems), "", "", str(peer))
-        with self._lock:
-            self._hang_up(peer)
-            self._accepted[peer] = made
-        return messages.pack(Answer(wanted.nonce, pairings))
+        return made, messages.pack(Answer(wanted.nonce, pairings))
 
     def _answer(
         self, device: Device, endpoint: Endpoint, way: Way, theirs: Endpoint, place: int, end: messages.End

@@ -53,7 +53,7 @@ def use() -> None:
     address = bytes(10) + b"\xff\xff" + os.getpid().to_bytes(4, "big")
     facts = [PortFacts("across0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, address),), -1)]
     _device._devices.usable = lambda *_: facts  # type: ignore[assignment]
-    _engine.available = _verbs.available = lambda *_: None  # type: ignore[assignment]
+    _engine.available = _verbs.available = lambda *_, **__: None  # type: ignore[assignment]
     _engine.load = lambda _="": Across()  # type: ignore[assignment]
 
 

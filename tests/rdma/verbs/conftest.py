@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from tests.rdma.verbs.peers import Peer, two_devices
 
 Start = Callable[..., Peer]
+CABLE = Path("/run/cable")
+"""Of the guest: cuts it and mends it."""
 
 
 @pytest.fixture(params=["pyverbs", "ibverbs"])
@@ -50,3 +54,16 @@ def owner(start: Start, devices: list[str]) -> Peer:
 @pytest.fixture
 def asking(start: Start, devices: list[str]) -> Peer:
     return start("asking", devices[0])
+
+
+@pytest.fixture
+def cable() -> Iterator[Callable[[str], None]]:
+    """``cable("down")``; it is up again afterwards."""
+    if not CABLE.exists():
+        pytest.skip("only the guest has a cable that can be cut")
+
+    def do(what: str) -> None:
+        subprocess.run([CABLE, what], check=True)
+
+    yield do
+    do("up")

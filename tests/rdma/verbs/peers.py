@@ -13,6 +13,7 @@ import mmap
 import multiprocessing
 import os
 import queue
+import resource
 import signal
 import threading
 import time
@@ -41,6 +42,20 @@ def two_devices() -> list[str]:
     if len(found) < 2:
         pytest.skip("two verbs devices are needed; make test-rdma has them")
     return found
+
+
+def lock_at_most(nbytes: int) -> None:
+    """This process, from before it has other threads. It stays who it is, for others let nobody else in; what goes is
+    the privilege that lifts the limit.
+    """
+    assert len(os.listdir("/proc/self/task")) == 1, "a privilege is a thread's own"
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes, resource.RLIM_INFINITY))
+    libc, ipc_lock = ctypes.CDLL(None, use_errno=True), 14
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    for i in range(3):  # effective, permitted, inheritable
+        sets[i] &= ~(1 << ipc_lock)
+    assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
 class Memory:

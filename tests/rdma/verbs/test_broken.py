@@ -6,10 +6,8 @@ import gc
 import os
 import re
 import resource
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from tests.rdma.verbs.peers import Host, Outcome, Peer
 pytestmark = pytest.mark.verbs
 
 MI = 1 << 20
-CABLE = Path("/run/cable")
-"""Of the guest: cuts it and mends it."""
 
 
 def _wrong(region: bytes) -> bytes:
@@ -34,18 +30,6 @@ def _wrong(region: bytes) -> bytes:
 
 def _writable(region: bytes) -> bytes:
     return Region(msgspec.structs.replace(Region.from_bytes(region).record, writable=True)).to_bytes()
-
-
-@pytest.fixture
-def cable() -> Iterator[Any]:
-    if not CABLE.exists():
-        pytest.skip("only the guest has a cable that can be cut")
-
-    def do(what: str) -> None:
-        subprocess.run([CABLE, what], check=True)
-
-    yield do
-    do("up")
 
 
 def _start(host: Host, name: str, kind: Any, region: bytes, nbytes: int) -> None:

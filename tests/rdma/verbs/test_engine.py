@@ -17,7 +17,7 @@ from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemo
 from monarch_backend.rdma.verbs._devices import PortFacts
 from monarch_backend.rdma.verbs._keys import MOST, TRIES, Retired
 from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
-from tests.rdma.verbs.fabric import Fabric
+from tests.rdma.verbs.fabric import Fabric, FakeNic, FakePair
 from tests.rdma.verbs.peers import Memory, Outcome, until
 
 GID = bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1])
@@ -564,3 +564,32 @@ def test_completions_that_cannot_be_read_are_tried_again_with_the_next_transfer(
             done.wait()
         time.sleep(0.1)
         assert caplog.text.count("cannot be read") == 1
+
+
+def test_a_device_is_not_closed_while_an_offer_is_accepted(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a process that a peer is just about to connect to."""
+    pair = two(connects=False)
+    offer, owner = pair.asking.offer("owner"), pair.owner
+    begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()
+    make, wait_for = FakeNic.queue_pair, owner._idle.wait_for
+
+    def slow(nic: FakeNic, depth: int) -> FakePair:
+        begun.set()
+        assert go_on.wait(30)
+        return make(nic, depth)
+
+    monkeypatch.setattr(FakeNic, "queue_pair", slow)
+    monkeypatch.setattr(owner._idle, "wait_for", lambda holds: (holds() or waits.set(), wait_for(holds))[1])
+    accepting = threading.Thread(target=owner.accept, args=("asking", offer))
+    closing = threading.Thread(target=owner.close)
+    accepting.start()
+    assert begun.wait(30)
+    closing.start()
+    assert until(lambda: waits.is_set() or not closing.is_alive())
+    was_closed = not closing.is_alive()
+    go_on.set()
+    for thread in (accepting, closing):
+        thread.join(30)
+    assert not was_closed

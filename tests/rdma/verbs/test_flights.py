@@ -931,6 +931,30 @@ def test_buffers_that_begin_at_one_address(far: Make) -> None:
         assert bytes(owner.memory.view[at : at + 8]) == data[begin : begin + 8]
 
 
+def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once for each part: that grows with the square of their number."""
+    owner, count = far(), 2000
+    looked = {module: [] for module in (_verbs, _engine)}  # type: dict[Any, list[int]]
+    for module, addresses in looked.items():
+        find = module.allocation_of
+
+        def looks(each: Any, find: Any = find, addresses: list[int] = addresses) -> Any:
+            addresses.append(find(each).address)
+            return find(each)
+
+        monkeypatch.setattr(module, "allocation_of", looks)
+    into = [torch.zeros(64, dtype=torch.uint8) for _ in range(count)]
+    action = RDMAAction()
+    for number, each in enumerate(into):
+        action.read_remote(each, owner.buffer[number * 64 : number * 64 + 64])
+    for _ in range(2):
+        action.submit().get(60)
+        assert torch.cat(into).numpy().tobytes() == bytes(owner.memory.view[: count * 64])
+        for addresses in looked.values():  # to find the memory of each part, and to register it
+            assert sorted(addresses) == sorted(each.data_ptr() for each in into)
+            addresses.clear()
+
+
 def test_the_owner_of_each_address_has_all_of_it() -> None:
     data = bytearray(100)
     keep = [memory_of(memoryview(data)[start:stop], "it") for start, stop in ((0, 100), (0, 8), (10, 18))]

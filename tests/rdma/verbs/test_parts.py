@@ -177,6 +177,18 @@ def test_why_verbs_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert available(tmp_path / "ib", tmp_path / "dev") is None
 
 
+def test_a_port_that_is_down_may_be_up_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MONARCH_RDMA_DEVICES", raising=False)
+    monkeypatch.setattr(_binding, "installed", lambda: ["ibverbs"])
+    make_port(tmp_path / "ib", "rxe0", "1: DOWN", gids=[V4_GID])
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "uverbs0").touch()
+    assert "no port is both ACTIVE and permitted" in str(available(tmp_path / "ib", tmp_path / "dev"))
+    assert available(tmp_path / "ib", tmp_path / "dev", up=False) is None
+    monkeypatch.setenv("MONARCH_RDMA_DEVICES", "mlx5_0")
+    assert "MONARCH_RDMA_DEVICES: rxe0:1 DOWN" in str(available(tmp_path / "ib", tmp_path / "dev", up=False))
+
+
 def test_memory_nodes_have_distances(tmp_path: Path) -> None:
     (tmp_path / "node0").mkdir()
     (tmp_path / "node0" / "distance").write_text("10 21\n")

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,7 +37,6 @@ from tests.rdma.verbs import across
 from tests.rdma.verbs.peers import until
 
 MIB = 1 << 20
-CABLE = Path("/run/cable")
 SLOT = _staging.SLOT_BYTES
 SIZES = [1, 77, 4096, 512 << 10, SLOT, SLOT + 1, 9 * MIB + 5]
 Pair = tuple[ActorMesh, ActorMesh]
@@ -51,11 +48,6 @@ class StagedProcess(DeviceProcess):
     @endpoint
     def nic(self, **manners: Any) -> None:
         across.manners.__dict__.update(manners)
-
-    @endpoint
-    def uses(self, device: str) -> None:
-        """This one only; before it uses any."""
-        os.environ["MONARCH_RDMA_DEVICES"] = device
 
     @endpoint
     def lent(self) -> int:
@@ -190,23 +182,17 @@ def test_a_connection_of_the_nics_that_breaks(fresh: Pair, write: bool) -> None:
 
 
 @pytest.mark.verbs
-def test_a_cable_is_cut(faults: Faults) -> None:
+def test_a_cable_is_cut(faults: Faults, cable: Any) -> None:
     """The words still arrive. The transfer fails by itself, and the next one is right."""
-    if not CABLE.exists():
-        pytest.skip("only the guest has a cable that can be cut")
     pretended.library()
     processes = two_processes("gpu verbs", StagedProcess)
     owner, reader = next(processes)
-    owner.uses.call_one("rxe1").get()
-    reader.uses.call_one("rxe0").get()
     buffer = owner.own.call_one("tensor", 9 * MIB).get()
     assert reader.read.call_one(buffer).get(60)
-    subprocess.run([CABLE, "down"], check=True)
-    try:
-        reading = reader.read_for_ever.call_one(buffer)
-        assert reading.get(90).startswith("RDMAError")
-    finally:
-        subprocess.run([CABLE, "up"], check=True)
+    cable("down")
+    reading = reader.read_for_ever.call_one(buffer)
+    assert reading.get(90).startswith("RDMAError")
+    cable("up")
     assert reader.read.call_one(buffer).get(60)
     reader.write.call_one(buffer, "tensor", 3).get(60)
     assert owner.shows.call_one(9 * MIB, 3).get()
