@@ -30,6 +30,7 @@ WITH_A_NUMBER: dict[str, Callable[[Any, Any], Any]] = {
     "sub_": lambda x, n: x.clone().sub_(n), "rsub": lambda x, n: n - x, "gt": operator.gt, "eq": operator.eq,
     "where": lambda x, n: torch.where(x == x, x, n),
 }  # fmt: skip
+ALWAYS = ("mul", "mul_", "rsub", "eq")
 NOT_COMPLEX = ("rsub", "gt", "eq")
 """torch's DTensor can't hash a complex "Scalar"."""
 
@@ -73,7 +74,9 @@ def exactly(found: Any, expected: Any) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", list(WITH_A_NUMBER))
+@pytest.mark.parametrize(
+    "name", [each if each in ALWAYS else pytest.param(each, marks=pytest.mark.slow) for each in WITH_A_NUMBER]
+)
 def test_numbers_of_all_kinds_behind_each_other(mesh_of: Any, name: str) -> None:
     """1, 1.0, True and 1+0j are equal, hash alike and are four different operands; so are 0.0 and -0.0."""
     of, mesh = WITH_A_NUMBER[name], mesh_of("2")
@@ -199,7 +202,9 @@ def test_views_share_their_values_each_time(mesh_of: Any, rows: int, ways: list[
     assert torch.ops.aten.view.default in ways and torch.ops.aten.select.int in ways
 
 
-def test_sizes_dtypes_and_placements_between_the_same_views(mesh: Any) -> None:
+@pytest.mark.parametrize("name", ["2", "3", pytest.param("2x2", marks=pytest.mark.slow)])
+def test_sizes_dtypes_and_placements_between_the_same_views(mesh_of: Any, name: str) -> None:
+    mesh = mesh_of(name)
     for _ in range(3):
         for whole in (torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 6).double(), torch.arange(24).view(4, 6)):
             for there in itertools.product([Shard(0), Replicate(), Shard(1)], repeat=mesh.ndim):

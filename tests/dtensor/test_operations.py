@@ -231,7 +231,9 @@ def test_in_inference_mode(mesh_of: Callable[[str], Any], on: str, name: str) ->
             same(of_local, expected)
 
 
-def test_gradients(mesh: Any) -> None:
+@pytest.mark.parametrize("name", ["2", "3", pytest.param("2x2", marks=pytest.mark.slow)])
+def test_gradients(mesh_of: Any, name: str) -> None:
+    mesh = mesh_of(name)
     a, b = torch.randn(UNEVEN), torch.randn(7, 5)
     for left, right in itertools.product(placements(mesh), repeat=2):
         x = distribute_tensor(a, mesh, left).requires_grad_()

@@ -68,7 +68,7 @@ def test_partial_values(line: Any, repeated: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("name", "compiled"), [
-    ("3", False), ("2x2", False), ("3", True), pytest.param("2x2", True, marks=pytest.mark.slow)
+    ("3", False), ("2x2", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("3", "2x2"))
 ], ids=["3-eager", "2x2-eager", "3-captured", "2x2-captured"])  # fmt: skip
 def test_from_one_kind_of_partial_to_another(mesh_of: Any, name: str, compiled: bool) -> None:
     """torch joins sums and averages as one kind of them, and has no way from the other."""
