@@ -73,7 +73,10 @@ def test_the_same_output(probed: tuple[Launched, Launched]) -> None:
         assert "error of rank 0\n" in one.stderr and "[default1]:error of rank 1\n" in one.stderr
 
 
-@pytest.mark.parametrize(("way", "code"), [("raise", 1), ("exit", 3), pytest.param("kill", 9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("way", "code"),
+    [("raise", 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("exit", 3), ("kill", 9)))],
+)
 def test_a_rank_fails(way: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(scripts.FAILING)
     program = ["-m", "failing"] if way == "exit" else [str(tmp_path / "failing.py")]

@@ -537,7 +537,7 @@ def test_the_server_is_asked_to_end(own_host: Host) -> None:
         assert (exited.returncode, exited.reason) == (-signal.SIGKILL, "")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_process_dies_with_the_server_in_whatever_state(
     own_host: Host, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
