@@ -44,7 +44,7 @@ def _handler(func: Any) -> Callable[..., Any]:
             _checks.require(worker_checks.probabilities, args[0])
         if not is_whole:
             if func in OF_CLASSES:
-                args = (_with_all_classes(args[0]), *args[1:])
+                args = (_with_all_classes(args[0]), args[1], _gathered(args[2]), *args[3:])
             return in_parts(*args, **(kwargs or {}))
         mesh, placements = given[0].device_mesh, given[0].placements
         args, kwargs = pytree.tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs or {}))
@@ -65,6 +65,13 @@ def _looks(local: Any) -> bool:
 def _with_all_classes(scores: Any) -> Any:
     dim = min(1, scores.ndim - 1)
     return scores.redistribute(placements=[Replicate() if each.is_shard(dim) else each for each in scores.placements])
+
+
+def _gathered(weight: Any) -> Any:
+    """Of classes, each of which any label may be."""
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.redistribute(placements=[Replicate()] * weight.device_mesh.ndim)
 
 
 def _index_add(_func: Any, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from monarch_backend.dtensor import _results
+from monarch_backend.dtensor import _rank_ints, _results
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 _aten = torch.ops.aten
@@ -33,15 +33,19 @@ def _step(func: Any, args: Any, kwargs: Any) -> None:
 
 def _step_of(func: Any, lists: Sequence[Any], options: dict[str, Any]) -> None:
     moved: list[tuple[Any, Any]] = []
-    locals_ = []
+    locals_: list[list[Any]] = []
     for place, each in enumerate(lists):
-        beside = [_beside(tensor, parameter) for tensor, parameter in zip(each, lists[0], strict=False)]
-        if place != _GRADIENTS:
-            moved += [(tensor, there) for tensor, there in zip(each, beside, strict=True) if there is not tensor]
-        locals_.append([_local_of(there) for there in beside])
+        locals_.append([])
+        for tensor, parameter in zip(each, lists[0], strict=False):
+            there = _beside(tensor, parameter)
+            local = _in_order(_local_of(there), _local_of(parameter))
+            locals_[-1].append(local)
+            if place != _GRADIENTS:
+                moved += [(_local_of(there), local)] if local is not _local_of(there) else []
+                moved += [(tensor, there)] if there is not tensor else []
     func(*locals_, **{name: _local_of(_whole(value)) for name, value in options.items()})
     for tensor, there in moved:
-        tensor.copy_(there if isinstance(tensor, DTensor) else there.full_tensor())
+        tensor.copy_(there.full_tensor() if isinstance(there, DTensor) and not isinstance(tensor, DTensor) else there)
 
 
 def _beside(tensor: Any, parameter: Any) -> Any:
@@ -54,6 +58,19 @@ def _beside(tensor: Any, parameter: Any) -> Any:
     if there.placements == parameter.placements:  # a plain tensor is where it should be, too: replicated
         return tensor
     return there.redistribute(parameter.device_mesh, parameter.placements)
+
+
+def _in_order(local: Any, of_parameter: Any) -> Any:
+    """With its values where the parameter has its own: the kernels go through all memory at once. A gradient that was
+    scattered along another dimension than the first lies between what pads it.
+    """
+    if local.ndim == 0 or _strides(local) == _strides(of_parameter):
+        return local
+    return torch.empty_like(of_parameter, dtype=local.dtype).copy_(local)
+
+
+def _strides(local: Any) -> list[Any]:
+    return [_rank_ints.values_of(each) or each for each in local.stride()]
 
 
 def _whole(value: Any) -> Any:

@@ -34,7 +34,7 @@ def _attention(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any]:
     whole: Any = ([Replicate()] * 2, [*[Replicate()] * 3, *rest])
     if attn_mask is not None:
         return [([Replicate()] * 2, [*[Replicate()] * 3, *rest, Replicate()])]
-    return [whole, *(([Shard(dim)] * 2, [*[Shard(dim)] * 3, *rest]) for dim in (1, 0))]
+    return [whole, *(([Shard(dim)] * 2, [*[Shard(dim)] * 3, *rest]) for dim in _shared(args[:3]))]
 
 
 def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any]:
@@ -42,7 +42,21 @@ def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any
     if attn_mask is not None:
         return [([Replicate()] * 3, [*[Replicate()] * 6, *rest, Replicate()])]
     whole: Any = ([Replicate()] * 3, [*[Replicate()] * 6, *rest])
-    return [whole, *(([Shard(dim)] * 3, [*[Shard(dim)] * 6, *rest]) for dim in (1, 0))]
+    return [whole, *(([Shard(dim)] * 3, [*[Shard(dim)] * 6, *rest]) for dim in _shared(args[1:4]))]
+
+
+def _shared(tensors: Any) -> list[int]:
+    """The batch, and heads where each rank has some: torch's kernel divides by their number."""
+    return [0] if any(_leaves_one_without(each, 1) for each in tensors) else [1, 0]
+
+
+def _leaves_one_without(spec: Any, dim: int) -> bool:
+    """As it is sharded now: nobody else would choose to have it so."""
+    left = spec.shape[dim]
+    for placement, count in zip(spec.placements, spec.mesh.shape, strict=True):
+        if placement.is_shard(dim):
+            left -= -(-left // count) * (count - 1)
+    return bool(left <= 0)
 
 
 def _fill(tensor: Any, value: Any) -> list[Any]:

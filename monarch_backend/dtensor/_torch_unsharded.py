@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -78,6 +79,8 @@ def _or_whole(own: Any) -> Replacement:
             return _attention.masked(op_call, args, kwargs)
         if _is_never_empty(op_call) and _are_ours(args, kwargs) and any(map(_has_nothing, _given(args, kwargs))):
             return _whole(op_call, args, kwargs)
+        if op_call in _OTHER_SIZES and _are_ours(args, kwargs) and _parts_strides(args[0], args[1]):
+            return _whole(op_call, args, kwargs)
         by_others = _torch_decompositions.made_of_others(op_call)
         if by_others is not None and _are_ours(args, kwargs):  # torch takes another version, with other random numbers
             return by_others(*args, **(kwargs or {}))
@@ -94,6 +97,32 @@ def _or_whole(own: Any) -> Replacement:
         return _whole(op_call, args, kwargs)
 
     return _propagate_op_sharding_dispatch_slow_path
+
+
+def _parts_strides(x: Any, sizes: Any) -> bool:
+    """A dimension of which ranks have parts of parts, in turns, becomes a part of another, or several: torch takes the
+    turns for those of the new dimension. Right is only what stays, and an even one that comes first.
+    """
+    if not isinstance(x, DTensor) or x.numel() == 0:
+        return False
+    given = math.prod(each for each in sizes if each != -1)
+    after = [x.numel() // given if each == -1 else each for each in sizes]
+    for dim in range(x.ndim):
+        sharing = [at for at, each in enumerate(x.placements) if _is_of(each, dim)]
+        if not any(isinstance(x.placements[at], _StridedShard) for at in sharing):
+            continue
+        ranks = math.prod(x.device_mesh.size(at) for at in sharing)
+        before = math.prod(x.shape[:dim])
+        at = next((at for at in range(len(after)) if math.prod(after[:at]) == before and after[at] != 1), None)
+        is_kept = at is not None and after[at] == x.shape[dim]
+        comes_first = at is not None and after[at] % x.shape[dim] == 0 and x.shape[dim] % ranks == 0
+        if not (is_kept or comes_first):
+            return True
+    return False
+
+
+def _is_of(placement: Any, dim: int) -> bool:
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from monarch_backend.dtensor import _torch_views
 from tests.dtensor.values import same
@@ -292,3 +293,42 @@ def test_the_gradient_of_rows_that_were_looked_up(mesh_of: Callable[[str], Any],
         same(found, expected)
         found.square().sum().backward()
         same(ours.grad, alone.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "places"), [("3", (Shard(1),)), ("2x2", (Shard(1), Shard(1))), ("2x2", (Shard(0), Shard(1)))]
+)
+def test_attention_where_a_rank_has_no_heads(mesh_of: Callable[[str], Any], name: str, places: Any) -> None:
+    for heads in (1, 2, 4):
+        whole = torch.randn(2, heads, 5, 8)
+
+        def attend(x: Any) -> Any:
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+        alone, ours = whole.clone().requires_grad_(), distribute_tensor(whole, mesh_of(name), places).requires_grad_()
+        expected, found = attend(alone), attend(ours)
+        same(found, expected)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        same(ours.grad, alone.grad)
+
+
+STRIDED = [
+    ((4, 4), 1, (16,)), ((4, 4), 1, (2, 8)), ((4, 4), 0, (16,)), ((3, 4), 1, (12,)), ((12,), 0, (6, 2)),
+    ((6, 6), 0, (36,)), ((4, 6), 1, (24,)), ((2, 4, 3), 1, (2, 12)), ((2, 4, 3), 1, (8, 3)),
+    ((2, 4, 3), 1, (2, 4, 3, 1)),
+]  # fmt: skip
+"""Sizes, the dimension of which ranks have parts of parts, and sizes of a view."""
+
+
+@pytest.mark.parametrize(("sizes", "dim", "after"), STRIDED)
+def test_views_of_what_is_sharded_with_strides(mesh_of: Callable[[str], Any], sizes: Any, dim: int, after: Any) -> None:
+    mesh, whole = mesh_of("2x2"), torch.randn(sizes)
+    places = (_StridedShard(dim, split_factor=2), Shard(dim))  # as fully_shard has it of what is parallelized so
+    alone, ours = whole.clone().requires_grad_(), distribute_tensor(whole, mesh, places).requires_grad_()
+    same(ours, whole, 0)
+    same(ours.view(after), whole.view(after), 0)
+    weights = torch.randn(after)
+    (alone.view(after) * weights).sum().backward()
+    (ours.view(after) * weights).sum().backward()
+    same(ours.grad, alone.grad)

@@ -80,6 +80,25 @@ def test_of_sequences_that_are_sharded(mesh_of: Callable[[str], Any], name: str,
                 same(x.grad, alone.grad)
 
 
+def test_of_weighted_classes_that_are_sharded(mesh_of: Callable[[str], Any]) -> None:
+    mesh, labels = mesh_of("2x2"), torch.tensor([1, 0, -100, 2, 5])
+    weight, alone = WEIGHT[0], X.clone().requires_grad_()
+    expected = F.cross_entropy(alone, labels, weight)
+    expected.backward()
+    for of_x, of_labels, of_weight in itertools.product(
+        ([Shard(0), Replicate()], [Shard(1), Shard(1)], [Shard(0), Shard(1)]),
+        ([Shard(0), Replicate()], [Replicate(), Replicate()]),
+        ([Replicate(), Shard(0)], [Shard(0), Shard(0)]),
+    ):
+        x = distribute_tensor(X, mesh, of_x).requires_grad_()
+        found = F.cross_entropy(
+            x, distribute_tensor(labels, mesh, of_labels), distribute_tensor(weight, mesh, of_weight)
+        )
+        same(found, expected)
+        found.backward()
+        same(x.grad, alone.grad)
+
+
 def test_over_two_dimensions(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2x2")
     for loss in (LOSSES["mse"], LOSSES["cross_entropy"]):

@@ -279,6 +279,16 @@ def test_optimizers(mesh_of: Any, kind: Any, options: Any) -> None:
 PLACES = (Replicate(), Shard(0), Shard(1))
 
 
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_fused_step_of_gradients_that_lie_between_what_pads_them(mesh_of: Any, kind: Any) -> None:
+    mesh, options = mesh_of("3"), {"lr": 0.1} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
+    weight, x = torch.arange(64.0).view(8, 8) / 64, torch.randn(6, 8)
+    ours = distribute_tensor(weight, mesh, [Shard(1)])
+    found = _weight_after(kind, options, ours, distribute_tensor(x, mesh, [Shard(0)]))
+    assert found.grad.placements == (Partial(),), "scattered along the second dimension, whose shards are uneven"
+    same(found, _weight_after(kind, options, weight.clone(), x))
+
+
 def _weight_after(kind: Any, options: Any, weight: Any, x: Any, move: Callable[[Any], Any] = lambda x: x) -> Any:
     """Three steps; after the first one the optimizer's states are where ``move`` has them."""
     parameter = nn.Parameter(weight)
