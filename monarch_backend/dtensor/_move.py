@@ -6,6 +6,7 @@ do is worker/_move.py's; the reading of memory, rdma/_sharded.py's.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -89,7 +90,15 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
         if error is not None:
             desk.target.refuse.broadcast(parcel, str(error))
 
+    def over(_: Any) -> None:
+        source.end(("move", parcel))
+        error = offered.exception() or filled.exception()
+        if error is not None:
+            for side in (desk.source, desk.target):
+                with contextlib.suppress(Exception):  # its processes may have gone, and all that they had
+                    side.forget.broadcast(parcel, str(error))
+
     offered.add_done_callback(tell)  # type: ignore[arg-type]
     source.begin(("move", parcel))
-    filled.add_done_callback(lambda _: source.end(("move", parcel)))
+    filled.add_done_callback(lambda _: offered.add_done_callback(over))
     return _parcels.first_like(filled.held, frame)

@@ -16,7 +16,9 @@ from monarch_backend.dtensor.worker._side import boards
 
 def left_on_boards() -> int:
     """What was to be taken from the boards of this process and has not been."""
-    return sum(len(board._parcels) + len(board._kept) + len(board._refused) for board in boards.values())
+    return sum(
+        len(board._parcels) + len(board._kept) + len(board._refused) + len(board._readers) for board in boards.values()
+    )
 
 
 class Box:

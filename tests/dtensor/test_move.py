@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from monarch_backend.actor import _calls
 from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run
+from monarch_backend.dtensor.worker._side import MOST_FORGOTTEN, Board
 from monarch_backend.transport._bodies import size_of
 from monarch_backend.transport._router import Router
 from tests.dtensor import failing, on_workers
@@ -118,6 +120,49 @@ def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[s
     with pytest.raises(RemoteOpError, match=f"has not come: .*{failing.OPERATION}"):
         moved.tolist()
     assert (move(x, mesh_of("3")) + 1).sum().item() == 12
+    nothing_is_left(mesh_of("2"), mesh_of("3"))
+
+
+def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
+    board, released = Board(), []
+    board.deliver(1, 0, "a part")
+    board.refuse(1, "the other part has failed")
+    board.keep(1, 2, lambda: released.append(1))
+    board.let_go(1)
+    board.keep(2, 1, lambda: released.append(2))
+    board.forget(1, "another one could not take it")
+    assert released == [1]
+    board.deliver(1, 1, "what was on its way")
+    board.refuse(1, "so was this")
+    board.let_go(1)
+    assert not (board._parcels or board._refused or 1 in board._kept or 1 in board._readers)
+    with pytest.raises(RuntimeError, match="has not come: another one could not take it"):
+        board.take(1, 2)
+    assert not board._parcels
+    board.let_go(2)
+    assert released == [1, 2]
+    failed: list[str] = []
+
+    def wait() -> None:
+        try:
+            board.take(3, 1)
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    board.forget(3, "no")
+    waits.join(10)
+    assert failed == ["what was to be moved here has not come: no"]
+    for parcel in range(3, 3 + 2 * MOST_FORGOTTEN):
+        board.forget(parcel, "")
+    assert len(board._forgotten) == MOST_FORGOTTEN
+
+
+def nothing_is_left(*meshes: Any) -> None:
+    """The last reader's word may still be on its way."""
+    for mesh in meshes:
+        assert any(set(run(mesh, on_workers.left_on_boards).get().values()) == {0} for _ in range(1000))
 
 
 def test_nothing_is_left_behind(mesh_of: Callable[[str], Any]) -> None:
@@ -125,8 +170,7 @@ def test_nothing_is_left_behind(mesh_of: Callable[[str], Any]) -> None:
     x = zeros(8, 8, device_mesh=here, placements=[Shard(0)])
     for _ in range(3):
         assert move(x, there, [Shard(0)]).sum().item() == 0
-    for mesh in (here, there):  # the last reader's word may still be on its way
-        assert any(set(run(mesh, on_workers.left_on_boards).get().values()) == {0} for _ in range(1000))
+    nothing_is_left(here, there)
 
 
 def test_what_cannot_be_moved(mesh_of: Callable[[str], Any]) -> None:

@@ -16,6 +16,9 @@ from monarch_backend.actor import Actor, endpoint
 LOOK = 1.0
 """Seconds after which a wait is begun anew: only between two of them can a cancelled call be interrupted."""
 
+MOST_FORGOTTEN = 1024
+"""So many parcels of which something may still come."""
+
 
 class Ended(RuntimeError):
     """A run ended on another rank before it began here."""
@@ -31,6 +34,7 @@ class Board:
         self._refused: dict[int, str] = {}
         self._kept: dict[int, Callable[[], object]] = {}
         self._readers: defaultdict[int, int] = defaultdict(int)  # that are still to come; below 0: came too early
+        self._forgotten: dict[int, str] = {}  # and why
         self._running: int | None = None
 
     def begin(self, run: int) -> None:
@@ -66,21 +70,24 @@ class Board:
     def deliver(self, parcel: int, sender: int, content: Any) -> None:
         """From another worker."""
         with self._changed:
-            self._parcels[parcel][sender] = content
-            self._changed.notify_all()
+            if parcel not in self._forgotten:
+                self._parcels[parcel][sender] = content
+                self._changed.notify_all()
 
     def refuse(self, parcel: int, why: str) -> None:
         """It will not come."""
         with self._changed:
-            self._refused[parcel] = why
-            self._changed.notify_all()
+            if parcel not in self._forgotten:
+                self._refused[parcel] = why
+                self._changed.notify_all()
 
     def take(self, parcel: int, count: int) -> list[Any]:
         """What so many senders have delivered, by sender; waits for the last of them. Raises RuntimeError."""
         with self._changed:
-            while len(self._parcels[parcel]) < count and parcel not in self._refused:
+            while not (len(self._parcels[parcel]) >= count or parcel in self._refused or parcel in self._forgotten):
                 self._changed.wait(LOOK)
             found, refused = self._parcels.pop(parcel), self._refused.pop(parcel, None)
+            refused = self._forgotten.get(parcel, refused)
         if refused is not None:
             raise RuntimeError(f"what was to be moved here has not come: {refused}")
         return [found[sender] for sender in sorted(found)]
@@ -97,12 +104,30 @@ class Board:
 
     def _count(self, parcel: int, more: int) -> None:
         with self._changed:
+            if parcel in self._forgotten:
+                return
             self._readers[parcel] += more
             if self._readers[parcel] or parcel not in self._kept:
                 return
             del self._readers[parcel]
             release = self._kept.pop(parcel)
         release()
+
+    def forget(self, parcel: int, why: str) -> None:
+        """Nobody takes it any more, or lets it go: something has failed, and those that had not begun never will. Those
+        that wait for it need not. What was sent before may still come.
+        """
+        with self._changed:
+            self._forgotten[parcel] = why
+            if len(self._forgotten) > MOST_FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
+            self._parcels.pop(parcel, None)
+            self._refused.pop(parcel, None)
+            self._readers.pop(parcel, None)
+            release = self._kept.pop(parcel, None)
+            self._changed.notify_all()
+        if release is not None:
+            release()
 
 
 boards: defaultdict[str, Board] = defaultdict(Board)
@@ -158,3 +183,8 @@ class Side(Actor):
     def let_go(self, parcel: int) -> None:
         """See `Board.let_go`."""
         self._board.let_go(parcel)
+
+    @endpoint
+    def forget(self, parcel: int, why: str) -> None:
+        """See `Board.forget`."""
+        self._board.forget(parcel, why)
