@@ -137,7 +137,7 @@ def test_a_call_is_one_record_and_nothing_new_is_defined(two: Any) -> None:
     assert _compile.statistics["graphs"] == graphs
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_an_optimizer_step(two: Any, inductor: bool) -> None:
     ours, reference = two_layers(two)
     mine, theirs = torch.optim.AdamW(ours.parameters(), lr=0.01), torch.optim.AdamW(reference.parameters(), lr=0.01)
@@ -217,7 +217,7 @@ def test_the_language_model_is_four_records_a_step(two: Any, train_lm: Any, indu
         same(one, other, 1e-4)
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_each_rank_has_its_own_numbers(two: Any, inductor: bool) -> None:
     """Which rows a rank keeps, and which words of a vocabulary it has, is the only thing that differs."""
     x = torch.randn(8, 16)
@@ -292,7 +292,7 @@ def test_two_dimensions(mesh_of: Callable[[str], Any]) -> None:
     same(moved, x.sin() @ x.t())
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_inputs_that_are_changed_and_results_that_are_views(two: Any, inductor: bool) -> None:
     def step(x: torch.Tensor) -> Any:
         x.add_(1)
@@ -477,7 +477,7 @@ def test_shards_of_unequal_sizes(mesh_of: Callable[[str], Any], name: str, dims:
     assert [records(mesh, lambda: step(there)) for _ in range(2)] == [1, 1]
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_gradients_with_other_strides_of_shards_of_unequal_sizes(two: Any, inductor: bool) -> None:
     x, gradient = torch.randn(5, 7).requires_grad_(), torch.randn(7, 5)
     there = distribute_tensor(x.detach(), two, [Shard(0)]).requires_grad_()
@@ -570,7 +570,7 @@ def test_graphs_that_do_not_fit_together() -> None:
     _class_graphs.check([traced(one), traced(lambda x: one(x * 2))])
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_random_numbers_are_those_of_a_single_process(two: Any, inductor: bool) -> None:
     """To the last bit, on sharded, replicated and plain tensors, forward and backward, and those that come after."""
 
@@ -667,7 +667,7 @@ def lookup(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return found.sum(0).redistribute(placements=[Replicate()])
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_what_a_rank_could_not_do_is_raised_with_the_programs_line(two: Any, inductor: bool) -> None:
     table = distribute_tensor(torch.randn(5, 4), two, [Replicate()])
     good, bad = (distribute_tensor(torch.tensor(ids), two, [Shard(0)]) for ids in ([1, 2], [1, 7]))

@@ -136,6 +136,7 @@ def test_parallelisms_agree_with_one_process(lab: Lab, reference: dict, parallel
     _agrees(lab, lab.train(parallel, nproc, parallel), reference, parallel, nproc)
 
 
+@pytest.mark.slow  # the demo is ddp
 def test_ddp_agrees_with_one_process(lab: Lab, ddp: Launch, reference: dict) -> None:
     _agrees(lab, lab.losses("ddp", ddp), reference, "ddp", 2)
 

@@ -33,7 +33,8 @@ def test_what_processes_write_is_shown_with_who_it_was(anywhere: tuple[World, li
     assert "logged that" in run.err and "hosts 1 gpus 0" in run.err
 
 
-@pytest.mark.parametrize("tls", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tls", ["0", "1"])
 def test_ipv6_with_tls_and_without(tls: str, world: World) -> None:
     env = {"MONARCH_TLS": tls}
     with world.daemon(1, env=env, address=any_address6(1)) as daemon:
