@@ -64,9 +64,15 @@ def _in_order(local: Any, of_parameter: Any) -> Any:
     """With its values where the parameter has its own: the kernels go through all memory at once. A gradient that was
     scattered along another dimension than the first lies between what pads it.
     """
-    if local.ndim == 0 or _strides(local) == _strides(of_parameter):
+    if local is of_parameter or local.ndim == 0 or _is_like(local, of_parameter):
         return local
     return torch.empty_like(of_parameter, dtype=local.dtype).copy_(local)
+
+
+def _is_like(local: Any, of_parameter: Any) -> bool:
+    if type(local) is type(of_parameter) is RemoteTensor and local._meta is of_parameter._meta:
+        return True
+    return _strides(local) == _strides(of_parameter)
 
 
 def _strides(local: Any) -> list[Any]:

@@ -42,7 +42,7 @@ def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any
     if attn_mask is not None:
         return [([Replicate()] * 3, [*[Replicate()] * 6, *rest, Replicate()])]
     whole: Any = ([Replicate()] * 3, [*[Replicate()] * 6, *rest])
-    return [whole, *(([Shard(dim)] * 3, [*[Shard(dim)] * 6, *rest]) for dim in _shared(args[1:4]))]
+    return [whole, *(([Shard(dim)] * 3, [*[Shard(dim)] * 6, *rest]) for dim in _shared(args[:4]))]
 
 
 def _shared(tensors: Any) -> list[int]:
@@ -51,10 +51,10 @@ def _shared(tensors: Any) -> list[int]:
 
 
 def _leaves_one_without(spec: Any, dim: int) -> bool:
-    """As it is sharded now: nobody else would choose to have it so."""
+    """As it is sharded now, or would be if a sum over ranks were scattered: nobody else would choose to have it so."""
     left = spec.shape[dim]
     for placement, count in zip(spec.placements, spec.mesh.shape, strict=True):
-        if placement.is_shard(dim):
+        if placement.is_shard(dim) or placement.is_partial():
             left -= -(-left // count) * (count - 1)
     return bool(left <= 0)
 

@@ -103,9 +103,11 @@ def _parts_strides(x: Any, sizes: Any) -> bool:
     """A dimension of which ranks have parts of parts, in turns, becomes a part of another, or several: torch takes the
     turns for those of the new dimension. Right is only what stays, and an even one that comes first.
     """
-    if not isinstance(x, DTensor) or x.numel() == 0:
+    if not isinstance(x, DTensor) or not any(isinstance(each, _StridedShard) for each in x.placements):
         return False
     given = math.prod(each for each in sizes if each != -1)
+    if given == 0 or x.numel() == 0:
+        return False
     after = [x.numel() // given if each == -1 else each for each in sizes]
     for dim in range(x.ndim):
         sharing = [at for at, each in enumerate(x.placements) if _is_of(each, dim)]

@@ -332,3 +332,18 @@ def test_views_of_what_is_sharded_with_strides(mesh_of: Callable[[str], Any], si
     (alone.view(after) * weights).sum().backward()
     (ours.view(after) * weights).sum().backward()
     same(ours.grad, alone.grad)
+
+
+def test_the_gradient_of_attention_where_a_rank_would_get_no_heads(mesh_of: Callable[[str], Any]) -> None:
+    """A gradient that is a sum over ranks would be scattered by heads, of which four ranks' share leaves one none."""
+    mesh, whole, weight = mesh_of("3"), torch.randn(2, 4, 5, 8), torch.randn(8, 6)
+
+    def project(x: Any, w: Any) -> Any:
+        return F.scaled_dot_product_attention(x, x, x) @ w  # by columns: the gradient of what goes in is a sum
+
+    alone, ours = whole.clone().requires_grad_(), distribute_tensor(whole, mesh, [Replicate()]).requires_grad_()
+    expected, found = project(alone, weight), project(ours, distribute_tensor(weight, mesh, [Shard(1)]))
+    same(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    same(ours.grad, alone.grad, 1e-4)

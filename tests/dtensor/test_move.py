@@ -124,13 +124,14 @@ def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[s
 
 
 def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
-    board, released = Board(), []
+    board, released, gone = Board(), [], threading.Event()
     board.deliver(1, 0, "a part")
     board.refuse(1, "the other part has failed")
-    board.keep(1, 2, lambda: released.append(1))
+    board.keep(1, 2, lambda: (released.append(1), gone.set()))
     board.let_go(1)
     board.keep(2, 1, lambda: released.append(2))
     board.forget(1, "another one could not take it")
+    assert gone.wait(10)
     assert released == [1]
     board.deliver(1, 1, "what was on its way")
     board.refuse(1, "so was this")
@@ -141,6 +142,8 @@ def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
     assert not board._parcels
     board.let_go(2)
     assert released == [1, 2]
+    board.keep(1, 2, lambda: released.append(1))
+    assert released == [1, 2, 1]
     failed: list[str] = []
 
     def wait() -> None:

@@ -269,6 +269,12 @@ def test_a_mesh_of_gpus_of_processes_without() -> None:
         assert distribute_tensor(torch.ones(4), mesh, [S0]).sum().item() == 4
 
 
+def test_sizes_of_a_view_that_are_none(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(torch.ones(4, 4), mesh_of("2"), [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"shape '\[-1, 0\]' is invalid|cannot reshape|unspecified dimension"):
+        x.view(-1, 0)  # type: ignore[attr-defined]
+
+
 SPARSE: dict[str, Callable[[Any], Any]] = {
     "to_sparse": lambda x: x.to_sparse(),
     "of a shard": lambda x: x.to_local().to_sparse(),

@@ -6,12 +6,15 @@ and no operation here.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from monarch_backend.actor import Actor, endpoint
+
+log = logging.getLogger("monarch_backend")
 
 LOOK = 1.0
 """Seconds after which a wait is begun anew: only between two of them can a cancelled call be interrupted."""
@@ -95,8 +98,13 @@ class Board:
     def keep(self, parcel: int, count: int, release: Callable[[], object]) -> None:
         """Until it was let go so many times; then ``release`` it."""
         with self._changed:
-            self._kept[parcel] = release
-        self._count(parcel, count)
+            is_wanted = parcel not in self._forgotten
+            if is_wanted:
+                self._kept[parcel] = release
+        if is_wanted:
+            self._count(parcel, count)
+        else:
+            release()
 
     def let_go(self, parcel: int) -> None:
         """By one of those that it was kept for. After a failure that may be before it is kept, if it ever is."""
@@ -127,7 +135,15 @@ class Board:
             release = self._kept.pop(parcel, None)
             self._changed.notify_all()
         if release is not None:
-            release()
+            # Somebody may be in the middle of it, whose run has failed elsewhere: not on the thread that hears of runs.
+            threading.Thread(target=_release, args=(release,), name="monarch-forget", daemon=True).start()
+
+
+def _release(kept: Callable[[], object]) -> None:
+    try:
+        kept()
+    except Exception as error:
+        log.warning("the copy of a tensor that could not be moved is kept: %s", error)
 
 
 boards: defaultdict[str, Board] = defaultdict(Board)

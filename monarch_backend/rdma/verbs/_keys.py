@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from monarch_backend.rdma.verbs._binding import Registration
 from monarch_backend.rdma.verbs._destroy import destroy
+from monarch_backend.rdma.verbs._errors import VerbsError
 
 MOST = 4096
 """Keys that are remembered. Drivers begin anew after 256 of one memory, or after 16 million of all."""
@@ -54,6 +55,10 @@ class Retired:
             for _ in range(TRIES):
                 if not self.led_to(made.rkey, address, nbytes):
                     break
-                unfit.callback(destroy, made, "a region", device)  # only then: it would give out the same key
-                made = make()
+                try:
+                    another = make()
+                except (VerbsError, OSError):  # twice is too much for a limit: then this one it is
+                    break
+                unfit.callback(destroy, made, "a region", device)  # only now: it would give out the same key
+                made = another
             return made
