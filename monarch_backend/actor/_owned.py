@@ -54,7 +54,9 @@ PRELOAD = ("monarch_backend.actor._worker", "monarch_backend.actor._spmd", "mona
 """Imported once, by the fork server."""
 
 PRELOAD_WITH_DTENSORS = "monarch_backend.dtensor._preloaded"
-"""As well, if this program has DTensors: half a second, and 64 MB of memory that processes share, for each of them."""
+"""Before the first process, if this program has DTensors: half a second, and 64 MB of memory that they share. Not when
+the server starts: it may be there for a gateway to other hosts only.
+"""
 
 GRACE = 10.0
 """Seconds after which processes told to stop are looked at: those that don't listen, or were aborted, are killed."""
@@ -168,7 +170,7 @@ def _with_dtensors() -> list[str]:
 
 
 def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
-    return Spawner(on_event, server, preload=[*PRELOAD, *_with_dtensors()])
+    return Spawner(on_event, server, preload=PRELOAD)
 
 
 class ProcessOwner:
