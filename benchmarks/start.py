@@ -19,12 +19,14 @@ The floor is an interpreter that imports torch, or torch with DTensors, and noth
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from _machine import Others, machine
@@ -73,27 +75,32 @@ def _floor(code: str) -> dict[str, float]:
     return {"all of it, s": time.monotonic() - began}
 
 
+@contextlib.contextmanager
+def _up() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A host, and what it says when it listens. It ends whatever becomes of the rest."""
+    with subprocess.Popen(HOST, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host:
+        try:
+            assert host.stdout is not None
+            line = host.stdout.readline()
+            assert "is up" in line, line
+            yield host, line
+        finally:
+            host.terminate()
+
+
 def _host() -> dict[str, float]:
     began = time.monotonic()
-    with subprocess.Popen(HOST, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host:
-        assert host.stdout is not None
-        line = host.stdout.readline()
+    with _up() as (host, _):
         ready = time.monotonic() - began
-        assert "is up" in line, line
         pages = int(Path(f"/proc/{host.pid}/statm").read_text().split()[1])
-        host.terminate()
     return {"host, s": ready, "resident, MiB": pages * 4 / 1024}
 
 
 def _on_a_host(workers: int, dtensors: str) -> dict[str, float]:
-    with subprocess.Popen(HOST, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host:
-        assert host.stdout is not None
-        address = host.stdout.readline().split()[-1]
-        place = f"attach_to_workers([{address!r}]).slice(hosts=0)"
+    with _up() as (_, line):
+        place = f"attach_to_workers([{line.split()[-1]!r}]).slice(hosts=0)"
         _program(workers, dtensors, place)
-        found = _program(workers, dtensors, place)
-        host.terminate()
-    return found
+        return _program(workers, dtensors, place)
 
 
 def main() -> None:

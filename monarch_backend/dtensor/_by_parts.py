@@ -44,7 +44,7 @@ def _handler(func: Any) -> Callable[..., Any]:
             _checks.require(worker_checks.probabilities, args[0])
         if not is_whole:
             if func in OF_CLASSES:
-                args = (_with_all_classes(args[0]), args[1], _gathered(args[2]), *args[3:])
+                args = (_with_all_classes(args[0]), args[1], _results.everywhere(args[2]), *args[3:])
             return in_parts(*args, **(kwargs or {}))
         mesh, placements = given[0].device_mesh, given[0].placements
         args, kwargs = pytree.tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs or {}))
@@ -67,18 +67,11 @@ def _with_all_classes(scores: Any) -> Any:
     return scores.redistribute(placements=[Replicate() if each.is_shard(dim) else each for each in scores.placements])
 
 
-def _gathered(weight: Any) -> Any:
-    """Of classes, each of which any label may be."""
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.redistribute(placements=[Replicate()] * weight.device_mesh.ndim)
-
-
 def _index_add(_func: Any, args: Any, kwargs: Any) -> Any:
     """torch would take the source's shards for those of a tensor that is whole on all ranks."""
     added = _aten.index_add.default(*args, **(kwargs or {}))
     if any(placement.is_partial() for placement in args[0].placements):  # no shard becomes a part of a sum
-        added = added.redistribute(placements=[Replicate()] * added.device_mesh.ndim)
+        added = _results.everywhere(added)
     return args[0].copy_(added)
 
 

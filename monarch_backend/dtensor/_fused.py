@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor import _rank_ints, _results
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -26,7 +26,7 @@ def _step(func: Any, args: Any, kwargs: Any) -> None:
     """``args``: lists of parameters, gradients, and states, of which some may be empty; last, the steps' numbers."""
     of_workers: dict[Any, list[int]] = {}  # those of several meshes are several records
     for i, parameter in enumerate(args[0]):
-        of_workers.setdefault(_workers_of(parameter), []).append(i)
+        of_workers.setdefault(_results.workers_of(parameter), []).append(i)
     for places in of_workers.values():
         _step_of(func, [[each[i] for i in places] if each else each for each in args], kwargs or {})
 
@@ -38,12 +38,12 @@ def _step_of(func: Any, lists: Sequence[Any], options: dict[str, Any]) -> None:
         locals_.append([])
         for tensor, parameter in zip(each, lists[0], strict=False):
             there = _beside(tensor, parameter)
-            local = _in_order(_local_of(there), _local_of(parameter))
+            local = _in_order(_results.local_of(there), _results.local_of(parameter))
             locals_[-1].append(local)
             if place != _GRADIENTS:
-                moved += [(_local_of(there), local)] if local is not _local_of(there) else []
+                moved += [(_results.local_of(there), local)] if local is not _results.local_of(there) else []
                 moved += [(tensor, there)] if there is not tensor else []
-    func(*locals_, **{name: _local_of(_whole(value)) for name, value in options.items()})
+    func(*locals_, **{name: _results.local_of(_results.everywhere(value)) for name, value in options.items()})
     for tensor, there in moved:
         tensor.copy_(there.full_tensor() if isinstance(there, DTensor) and not isinstance(tensor, DTensor) else there)
 
@@ -53,7 +53,7 @@ def _beside(tensor: Any, parameter: Any) -> Any:
     if tensor is parameter or not isinstance(parameter, DTensor):
         return tensor
     if tensor.ndim == 0 and parameter.ndim:
-        return _whole(tensor)
+        return _results.everywhere(tensor)
     there = _results.distributed(tensor, parameter.device_mesh)
     if there.placements == parameter.placements:  # a plain tensor is where it should be, too: replicated
         return tensor
@@ -77,22 +77,6 @@ def _is_like(local: Any, of_parameter: Any) -> bool:
 
 def _strides(local: Any) -> list[Any]:
     return [_rank_ints.values_of(each) or each for each in local.stride()]
-
-
-def _whole(value: Any) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    everywhere = [Replicate()] * value.device_mesh.ndim
-    return value if list(value.placements) == everywhere else value.redistribute(value.device_mesh, everywhere)
-
-
-def _local_of(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _workers_of(parameter: Any) -> Any:
-    local = _local_of(parameter)
-    return local._meta.workers if isinstance(local, RemoteTensor) else None
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

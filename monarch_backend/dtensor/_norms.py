@@ -25,9 +25,9 @@ def _batch_norm(func: Any, args: Any, _kwargs: Any) -> Any:
     whole = [_results.distributed(each, mesh) for each in args[:5]]
     placed = [_placed(each, Shard(0 if i else 1), by_channel) for i, each in enumerate(whole)]
     keeps = bool(args[5]) and None not in args[_RUNNING]
-    if keeps and _torch_traces.is_traced(_local_of(x)):
+    if keeps and _torch_traces.is_traced(_results.local_of(x)):
         func = _aten._native_batch_norm_legit.default  # which says what it writes, and a graph is to have it
-    found = func(*map(_local_of, placed), *args[5:])
+    found = func(*map(_results.local_of, placed), *args[5:])
     if keeps:
         for running, there in zip(args[_RUNNING], placed[_RUNNING], strict=True):
             _keep(running, there)
@@ -42,7 +42,7 @@ def _batch_norm_backward(func: Any, args: Any, _kwargs: Any) -> Any:
     mesh, by_channel = x.device_mesh, _by_channel(x)
     whole = [_results.distributed(each, mesh) for each in args[:7]]
     placed = [_placed(each, Shard(0 if i > 1 else 1), by_channel) for i, each in enumerate(whole)]
-    found = func(*map(_local_of, placed), *args[7:])
+    found = func(*map(_results.local_of, placed), *args[7:])
     of_x = None if found[0] is None else _results.of_parts(found[0], _results.meta_of(x), mesh, placed[1].placements)
     return of_x, *(_of_channels(each, x, by_channel) for each in found[1:])
 
@@ -64,10 +64,6 @@ def _placed(tensor: Any, shard: Any, is_sharded: Sequence[bool]) -> Any:
     if tensor.numel() == 0:  # as the batch's mean in `eval()`
         is_sharded = [False] * len(is_sharded)
     return tensor.redistribute(tensor.device_mesh, _where(shard, is_sharded))
-
-
-def _local_of(tensor: Any) -> Any:
-    return None if tensor is None else tensor._local_tensor
 
 
 def _keep(running: Any, there: Any) -> None:
@@ -101,7 +97,7 @@ def _group_norm_backward(func: Any, args: Any, _kwargs: Any) -> Any:
         _placed(each, Shard(0), [False] * mesh.ndim if of_all else by_batch)
         for each, of_all in zip(whole, is_weight, strict=True)
     ]
-    found = func(*map(_local_of, placed), placed[1]._local_tensor.size(0), *args[6:])
+    found = func(*map(_results.local_of, placed), placed[1]._local_tensor.size(0), *args[6:])
     added = [Partial() if each else Replicate() for each in by_batch]
     wheres = (_where(Shard(0), by_batch), added, added)
     wholes = _results.wholes(func, (*whole, *args[5:]))

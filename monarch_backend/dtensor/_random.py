@@ -263,7 +263,7 @@ def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -
     if known is None:
         shards = _Shards([], 1) if tensor is local else _shards(tensor._spec)
         if shards is None:
-            whole = _replicated(torch.empty_like(tensor))
+            whole = _results.everywhere(torch.empty_like(tensor))
             return tensor.copy_(_fill(func, whole, args, generator))
         known = step.fills[key] = _Fill(func, tensor, shards, args)
     with _in_step:
@@ -290,7 +290,7 @@ def _fill_in_a_trace(func: Any, tensor: Any, args: tuple[Any, ...], generator: G
     with _torch_traces.outside():
         shards = _shards(tensor._spec)
     if shards is None:
-        return tensor.copy_(_fill_in_a_trace(func, _replicated(torch.empty_like(tensor)), args, generator))
+        return tensor.copy_(_fill_in_a_trace(func, _results.everywhere(torch.empty_like(tensor)), args, generator))
     draw = Draw(func, tuple(whole.shape), tuple(whole.stride), whole.dtype, shards.cuts, shards.keeps, args, False)
     tensor._local_tensor.copy_(_draw_op.draw(tensor._local_tensor, draw))
     return tensor
@@ -402,7 +402,7 @@ def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
     the workers say how they have left the generator."""
     first = next(each for each in args if isinstance(each, DTensor))
     mesh = first.device_mesh
-    inner = [_replicated(each)._local_tensor if isinstance(each, DTensor) else each for each in args]
+    inner = [_results.everywhere(each)._local_tensor if isinstance(each, DTensor) else each for each in args]
     result = _whole(func, _local(first), inner, kwargs, is_plain=False)
     for at in _changed(func):
         args[at].copy_(_distributed(inner[at], mesh))
@@ -436,10 +436,6 @@ def _changed(func: Any) -> list[int]:
 @functools.cache
 def _shapes_of(func: Any) -> Callable[..., Any]:
     return lambda _name, *args, **kwargs: func(*args, **kwargs)
-
-
-def _replicated(tensor: Any) -> Any:
-    return tensor.redistribute(tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
 
 
 def _distributed(local: Any, mesh: Any) -> Any:

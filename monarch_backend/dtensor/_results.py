@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
+
 
 class _Tensor(NamedTuple):
     shape: tuple[Any, ...]
@@ -26,6 +28,24 @@ def distributed(tensor: Any, mesh: Any) -> Any:
     if tensor is None or isinstance(tensor, DTensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def everywhere(tensor: Any) -> Any:
+    """A DTensor that each rank has all of; anything else as it is."""
+    if not isinstance(tensor, DTensor) or all(each.is_replicate() for each in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def local_of(tensor: Any) -> Any:
+    """What each rank has of a DTensor; anything else as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def workers_of(tensor: Any) -> Any:
+    """None: it is a tensor of this process."""
+    local = local_of(tensor)
+    return local._meta.workers if isinstance(local, RemoteTensor) else None
 
 
 def of_parts(local: Any, whole: TensorMeta, mesh: Any, placements: Sequence[Any]) -> Any:

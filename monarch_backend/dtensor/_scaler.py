@@ -13,7 +13,6 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from monarch_backend.dtensor import _results
-from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 _check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -24,10 +23,10 @@ def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
     by_mesh: dict[Any, list[Any]] = {}
     others: list[Any] = []
     distributed = sorted((each for each in gradients if isinstance(each, DTensor)), key=lambda x: x.device_mesh.size())
-    of_workers = {_workers_of(each): each.device_mesh for each in distributed}  # the largest
+    of_workers = {_results.workers_of(each): each.device_mesh for each in distributed}  # the largest
     for gradient in gradients:
         # Each rank has a plain one of its own: what it finds there is told to the others with the rest.
-        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else of_workers.get(_workers_of(gradient))
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else of_workers.get(_results.workers_of(gradient))
         (others if mesh is None else by_mesh.setdefault(mesh, [])).append(gradient)
     for mesh, of_mesh in by_mesh.items():
         flag, factor = (_results.distributed(each, mesh).to_local() for each in (found, inverse))
@@ -37,12 +36,6 @@ def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
         found.copy_(parts.full_tensor())
     if others:  # of this process, or of processes that have no DTensor among these
         _check(others, found, inverse, **(kwargs or {}))
-
-
-def _workers_of(gradient: Any) -> Any:
-    """None: it is a tensor of this process."""
-    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    return local._meta.workers if isinstance(local, RemoteTensor) else None
 
 
 def _to_look_at(gradient: Any, factor: Any) -> Any:

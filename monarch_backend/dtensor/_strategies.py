@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import _StridedShard
 
 _aten = torch.ops.aten
 
@@ -47,16 +49,30 @@ def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any
 
 def _shared(tensors: Any) -> list[int]:
     """The batch, and heads where each rank has some: torch's kernel divides by their number."""
-    return [0] if any(_leaves_one_without(each, 1) for each in tensors) else [1, 0]
+    return [0] if any(has_nothing(_scattered(each, 1), 1) for each in tensors) else [1, 0]
 
 
-def _leaves_one_without(spec: Any, dim: int) -> bool:
+def _scattered(spec: Any, dim: int) -> DTensorSpec:
     """As it is sharded now, or would be if a sum over ranks were scattered: nobody else would choose to have it so."""
-    left = spec.shape[dim]
-    for placement, count in zip(spec.placements, spec.mesh.shape, strict=True):
-        if placement.is_shard(dim) or placement.is_partial():
-            left -= -(-left // count) * (count - 1)
-    return bool(left <= 0)
+    placements = tuple(Shard(dim) if each.is_partial() else each for each in spec.placements)
+    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+
+
+def shards(placement: Any, dim: int) -> bool:
+    """Also in turns."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def has_nothing(spec: DTensorSpec, dim: int) -> bool:
+    """Whether there is a rank without any of this dimension."""
+    sizes: Any = spec.shape
+    if not sizes:  # a number, which has a dimension 0 for torch
+        return False
+    least = sizes[dim]
+    for each, count in zip(spec.placements, spec.mesh.shape, strict=True):
+        if each.is_shard(dim):
+            least = max(least - (count - 1) * -(-least // count), 0)
+    return bool(least == 0 and sizes[dim] != 0)
 
 
 def _fill(tensor: Any, value: Any) -> list[Any]:

@@ -14,9 +14,9 @@ from torch.distributed._local_tensor import maybe_run_for_local_tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.distributed.tensor.placement_types import _MaskPartial
 
-from monarch_backend.dtensor import _torch
+from monarch_backend.dtensor import _strategies, _torch
 from monarch_backend.dtensor._torch import Replacement, _replaces
 from monarch_backend.dtensor.worker import _checks
 
@@ -85,7 +85,7 @@ def _with_one_mask(table: Any) -> Any:
     """Rows that are sharded over several dimensions of a mesh would have a mask for each of these, in one place."""
     if not isinstance(table, DTensor):
         return table
-    by_rows = [at for at, each in enumerate(table.placements) if _shards_rows(each)]
+    by_rows = [at for at, each in enumerate(table.placements) if _strategies.shards(each, 0)]
     if len(by_rows) < 2:
         return table
     kept = max(by_rows, key=table.device_mesh.size)
@@ -93,10 +93,6 @@ def _with_one_mask(table: Any) -> Any:
         Shard(0) if at == kept else Replicate() if at in by_rows else each for at, each in enumerate(table.placements)
     ]
     return table.redistribute(placements=placements)
-
-
-def _shards_rows(placement: Any) -> bool:
-    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == 0
 
 
 def _without_mask(placement: Any, local: Any) -> Any:

@@ -61,18 +61,6 @@ def correct() -> None:
         single.pop(operator, None)
 
 
-def has_nothing(spec: DTensorSpec, dim: int) -> bool:
-    """Whether there is a rank without any of this dimension."""
-    sizes: Any = spec.shape
-    if not sizes:  # a number, which has a dimension 0 for torch
-        return False
-    least = sizes[dim]
-    for each, count in zip(spec.placements, spec.mesh.shape, strict=True):
-        if each.is_shard(dim):
-            least = max(least - (count - 1) * -(-least // count), 0)
-    return bool(least == 0 and sizes[dim] != 0)
-
-
 @_replaces(math_ops, "common_reduction_strategy")
 def _of_norms(own: Any) -> Replacement:
     def common_reduction_strategy(
@@ -82,7 +70,7 @@ def _of_norms(own: Any) -> Replacement:
         # A rank that has nothing has no largest value. Norms of which each has a part: their sum is not the sum of the
         # norms.
         specs = [way.output_spec for way in input_strategy.strategies]
-        if reduction_op != "sum" and any(has_nothing(spec, dim) for spec in specs for dim in reduce_dims):
+        if reduction_op != "sum" and any(_strategies.has_nothing(spec, dim) for spec in specs for dim in reduce_dims):
             reduction_linear = False
         norms = {
             each.norm_type for spec in specs for each in spec.placements if isinstance(each, math_ops._NormPartial)
@@ -123,7 +111,7 @@ def _aligned(own: Replacement) -> Replacement:
                 for each in pair
             ]
             is_whole = all(each.is_replicate() for each in others) and masked.count(True) == 1
-            return is_whole and not has_nothing(way.input_specs[0], gathered)
+            return is_whole and not _strategies.has_nothing(way.input_specs[0], gathered)
 
         found.strategies = [
             way for way in found.strategies if all(map(fits, way.input_specs[1].placements)) and has_all_it_masks(way)
@@ -200,7 +188,7 @@ def _from_the_start(own: Replacement) -> Replacement:
             args = (args[0], args[1] + max(args[0].ndim, 1), *args[2:])
         x = args[0]
         dims = range(x.ndim) if len(args) < 2 or args[1] is None else [args[1]]
-        empty = [dim for dim in dims if has_nothing(x._spec, dim)]
+        empty = [dim for dim in dims if _strategies.has_nothing(x._spec, dim)]
         if empty:  # torch asks each rank for its largest
             whole = [Replicate() if each.is_shard() and each.dim in empty else each for each in x.placements]
             args = (x.redistribute(placements=whole), *args[1:])

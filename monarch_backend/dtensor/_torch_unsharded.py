@@ -29,6 +29,7 @@ from monarch_backend.dtensor import (
     _attention,
     _results,
     _signatures,
+    _strategies,
     _torch,
     _torch_decompositions,
     _torch_traces,
@@ -110,7 +111,7 @@ def _parts_strides(x: Any, sizes: Any) -> bool:
         return False
     after = [x.numel() // given if each == -1 else each for each in sizes]
     for dim in range(x.ndim):
-        sharing = [at for at, each in enumerate(x.placements) if _is_of(each, dim)]
+        sharing = [at for at, each in enumerate(x.placements) if _strategies.shards(each, dim)]
         if not any(isinstance(x.placements[at], _StridedShard) for at in sharing):
             continue
         ranks = math.prod(x.device_mesh.size(at) for at in sharing)
@@ -123,10 +124,6 @@ def _parts_strides(x: Any, sizes: Any) -> bool:
     return False
 
 
-def _is_of(placement: Any, dim: int) -> bool:
-    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
-
-
 @functools.cache
 def _is_never_empty(op_call: Any) -> bool:
     return op_call._schema.name.removeprefix("aten::").startswith(_NEVER_EMPTY)  # type: ignore[no-any-return]
@@ -134,9 +131,7 @@ def _is_never_empty(op_call: Any) -> bool:
 
 def _has_nothing(tensor: Any) -> bool:
     """On some rank."""
-    from monarch_backend.dtensor._torch_strategies import has_nothing  # which needs this module
-
-    return any(has_nothing(tensor._spec, dim) for dim in range(tensor.ndim))
+    return any(_strategies.has_nothing(tensor._spec, dim) for dim in range(tensor.ndim))
 
 
 def _given(args: Any, kwargs: Any) -> list[Any]:

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,11 @@ def two_devices() -> list[str]:
     if len(found) < 2:
         pytest.skip("two verbs devices are needed; make test-rdma has them")
     return found
+
+
+def crossed(what: str) -> int:
+    """Bytes of the guest's cable, as the reader's end counts them."""
+    return int(Path("/sys/class/net/v0/statistics", f"{what}_bytes").read_text())
 
 
 def lock_at_most(nbytes: int) -> None:

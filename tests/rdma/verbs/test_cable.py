@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from monarch_backend.rdma.verbs import Region
 from tests.actor.actors import until
 from tests.rdma import pretended
 from tests.rdma.actors import Process, as_tensor, nics, pattern, take, two_processes
-from tests.rdma.verbs.peers import lock_at_most
+from tests.rdma.verbs.peers import crossed, lock_at_most
 
 pytestmark = [pytest.mark.verbs, pytest.mark.usefixtures("faults")]
 
@@ -97,11 +96,6 @@ class Tried(Process):
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     yield from two_processes("verbs", Tried)
-
-
-def crossed(what: str) -> int:
-    """Bytes of the guest's cable, as the reader's end counts them."""
-    return int(Path("/sys/class/net/v0/statistics", f"{what}_bytes").read_text())
 
 
 @pytest.mark.parametrize("route", ["verbs", "gpu verbs"])

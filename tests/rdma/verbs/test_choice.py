@@ -23,7 +23,7 @@ from monarch_backend.rdma.verbs import _link, available
 from tests.actor.actors import until
 from tests.job.support import MARK, in_program, new_mark
 from tests.rdma.actors import Process, nics, pattern
-from tests.rdma.verbs.peers import lock_at_most
+from tests.rdma.verbs.peers import crossed, lock_at_most
 
 pytestmark = [pytest.mark.verbs, pytest.mark.usefixtures("short")]
 
@@ -89,9 +89,9 @@ class Asking:
     def until_verbs(self) -> None:
         """By transfers, which go on meanwhile; then they cross the cable."""
         until(lambda: self.goes_by() == "verbs", "NICs are taken again", 60)
-        before = crossed()
+        before = crossed("rx")
         assert self.goes_by() == "verbs"
-        assert crossed() - before >= MIB
+        assert crossed("rx") - before >= MIB
 
 
 @contextmanager
@@ -106,11 +106,6 @@ def asking(path: Path, owners: int = 1) -> Iterator[tuple[list[str], list[Asking
     procs.stop().get(30)
 
 
-def crossed() -> int:
-    """Bytes that have come over the cable to the reader's end."""
-    return int(Path("/sys/class/net/v0/statistics/rx_bytes").read_text())
-
-
 def lose_the_way() -> None:
     """The ports are up, and what goes to the owner's address comes to nobody; until the cable is put up again."""
     nobody = ["10.77.0.2", "lladdr", "02:00:00:00:00:99", "dev", "v0", "nud", "permanent"]
@@ -120,9 +115,9 @@ def lose_the_way() -> None:
 def _no_way(path: Path, cable: Cable) -> list[str]:
     with asking(path, 2) as (said, (one, other)):
         assert one.buffer.backend == "verbs"
-        before = crossed()
+        before = crossed("rx")
         assert {one.goes_by() for _ in range(3)} == {"verbs"}
-        assert crossed() - before >= 3 * MIB
+        assert crossed("rx") - before >= 3 * MIB
         assert not said
         lose_the_way()
         assert available() is None
