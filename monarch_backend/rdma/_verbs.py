@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -54,6 +56,8 @@ from monarch_backend.rdma.verbs import (
 from monarch_backend.transport._peer import Peer
 
 _NO_ACCESS = "remote access error"
+LOOK_SECONDS = 60.0
+"""After which it is asked again whether a port is up, where none was."""
 
 
 class Awaited:
@@ -94,6 +98,7 @@ class Verbs:
         self._engine: Engine | None = None
         self._regions: dict[Ticket, Region] = {}
         self._unusable: dict[bool, str | None] = {}  # by whether a port has to be up
+        self._look_again = math.inf  # when a port may be up that was not
         self.why_staged = ""
         """Why the NICs did not reach the memory of a GPU here that was exposed last."""
         self._unreachable: set[Ticket] = set()  # that they did not reach
@@ -103,8 +108,11 @@ class Verbs:
     def unusable(self, up: bool = True) -> str | None:
         """Why verbs can't be used in this process; None if they can. Not ``up``: perhaps later, when a port is up."""
         with self._lock:
-            if up not in self._unusable:
-                self._unusable[up] = available(up=up)
+            if up not in self._unusable or (up and time.monotonic() >= self._look_again):
+                why = self._unusable[up] = available(up=up)
+                if up:
+                    waits = why is not None and available(up=False) is None
+                    self._look_again = time.monotonic() + LOOK_SECONDS if waits else math.inf
             return self._unusable[up]
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from monarch_backend.rdma import _available, get_rdma_backend, is_rdma_available
+from monarch_backend.rdma import _available, _verbs, get_rdma_backend, is_rdma_available
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,36 @@ def test_nothing_is_started_to_find_out() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_owner_looks_again_for_a_port_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles that it sends later are for NICs."""
+    now, up, asked = [100.0], [False], []
+
+    def available(*, up_now: bool) -> str | None:
+        asked.append(up_now)
+        return "no port is both ACTIVE and permitted" if up_now and not up[0] else None
+
+    monkeypatch.setattr(_verbs, "available", lambda up: available(up_now=up))
+    monkeypatch.setattr(_verbs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    verbs = _verbs.Verbs(None, None)  # type: ignore[arg-type]
+    assert verbs.unusable() is not None
+    assert verbs.unusable(up=False) is None
+    up[0] = True
+    asked.clear()
+    assert verbs.unusable() is not None
+    assert not asked
+    now[0] += _verbs.LOOK_SECONDS
+    assert verbs.unusable() is None
+    now[0] += _verbs.LOOK_SECONDS
+    assert verbs.unusable() is None
+    assert asked == [True]
+
+
+def test_a_machine_without_nics_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(_verbs, "available", lambda up: asked.append(up) or "no verbs device")
+    monkeypatch.setattr(_verbs, "LOOK_SECONDS", 0.0)
+    verbs = _verbs.Verbs(None, None)  # type: ignore[arg-type]
+    assert [verbs.unusable() for _ in range(3)] == ["no verbs device"] * 3
+    assert asked == [True, False]
