@@ -35,8 +35,10 @@ GOODBYE = 1.0
 LATE = 6.0
 """Seconds that the gateway has to say that time is up, and what the trouble was."""
 
-PATIENCE = 30.0
-"""Seconds for this host's gateway to start: it may be the first that needs the fork server."""
+PATIENCE = 120.0
+"""Seconds for this host's gateway to start, whose end is noticed at once: it may be the first that needs the fork
+server, which imports, on a busy machine.
+"""
 
 
 class Host:
