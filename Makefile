@@ -43,7 +43,7 @@ test-fast: $(STAMP)  ## the process group's own tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not xla and not verbs" tests/process_group tests/cli tests/test_*.py
 
 test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
-	$(BIN)/python -m pytest -m "slow and not gpu and not xla and not verbs" --durations=25
+	$(BIN)/python -m tests.halves -m "slow and not gpu and not xla and not verbs" --durations=25
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/test_sanitizers.py
