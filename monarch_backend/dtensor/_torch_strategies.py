@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
+from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops as math_ops
 from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -59,6 +59,7 @@ def correct() -> None:
         single[operator] = dataclasses.replace(single[operator], func=corrected(single[operator].func))
     for operator in _strategies.CORRECTED:
         single.pop(operator, None)
+    propagator.op_to_schema_info[_aten.view.dtype] = RuntimeSchemaInfo(1)  # else any dtype gets the first one's result
 
 
 @_replaces(math_ops, "common_reduction_strategy")

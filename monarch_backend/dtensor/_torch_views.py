@@ -144,6 +144,8 @@ def _set(own: Any) -> Replacement:
             for taken, copy in chain:
                 _written(taken, copy)
                 taken.version = _version(taken.args[0])
+            if _indexing.copies is None:
+                _write_through(chain[-1][0].args[0] if chain else self)
             _renew(self, 0, [each._local_tensor for each in (*copies, *(copy for _, copy in chain))])
 
     return __setitem__
@@ -190,6 +192,11 @@ def _after_each(own: Any) -> Replacement:
 
 
 @functools.cache
+def _changes_a_list(op_call: Any) -> bool:
+    return op_call._schema.name.startswith("aten::_foreach_") and _changes(op_call)
+
+
+@functools.cache
 def _changes(op_call: Any) -> bool:
     return bool(op_call._schema.is_mutable)
 
@@ -211,22 +218,29 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
     """What this operator has changed, of what was taken of another tensor, is in that tensor, too."""
     if not _changes(op_call):
         return
-    for changed in {id(each): each for each in _signatures.written(op_call._schema, args, kwargs or {})}.values():
-        if not isinstance(changed, DTensor) or not _is_ours(changed):
-            continue
-        chain = _chain(changed)
-        for taken, _ in chain:
-            taken.check()
-        for taken, copy in chain:
-            with torch.no_grad():
-                _written(taken, copy)
-            taken.version += 1  # torch counts it when this is over
-            if _indexing.copies is not None:
-                _indexing.copies = [each for each in _indexing.copies if each._local_tensor is not copy._local_tensor]
-        if _indexing.copies is None:
-            with torch.no_grad():
+    written = _signatures.written(op_call._schema, args, kwargs or {})
+    ours = {id(each): each for each in written if isinstance(each, DTensor) and _is_ours(each)}
+    chains = [_chain(each) for each in ours.values()]
+    steps = [step for chain in chains for step in chain]
+    for taken, _ in steps:
+        taken.check()
+    behind = 1  # torch counts it when this is over, but for lists, which it does not count
+    if _changes_a_list(op_call):
+        behind = 0
+        counted = (each for each in ours.values() if _torch._is_remote(each) and not each.is_inference())
+        torch.autograd.graph.increment_version(list(counted))
+    for taken, copy in steps:
+        with torch.no_grad():
+            _written(taken, copy)
+        taken.version = taken.version + 1 if behind else _version(taken.args[0])
+        if _indexing.copies is not None:
+            _indexing.copies = [each for each in _indexing.copies if each._local_tensor is not copy._local_tensor]
+    if _indexing.copies is None:
+        with torch.no_grad():  # when all are written: one's copy may be among them, too
+            for changed, chain in zip(ours.values(), chains, strict=True):
                 _write_through(chain[-1][0].args[0] if chain else changed)
-                _renew(changed, 1, [copy._local_tensor for _, copy in chain])
+            for changed in ours.values():
+                _renew(changed, behind, [copy._local_tensor for _, copy in steps])
 
 
 def _base(tensor: Any) -> Any:

@@ -256,3 +256,59 @@ def test_what_is_written_into_a_view_without_the_sharded_dimension_is_in_the_ten
     x.view(-1).mul_(2)
     x.squeeze(0)[1:].add_(1)
     same(x, torch.tensor([[2.0, 3.0, 3.0, 3.0]]))
+
+
+VIEWS_OF_A_COPY: dict[str, Callable[[Any], Any]] = {
+    "transposed": lambda x: x.chunk(2, 1)[0].t(),
+    "a part of it": lambda x: x.chunk(2, 1)[0].chunk(2, 1)[0],
+    "flat": lambda x: x.reshape(3, 4).flatten(),
+    "as another": lambda x: x.chunk(2, 1)[1].view_as(torch.empty(2, 3)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_A_COPY)
+def test_what_is_written_by_an_index_into_a_view_of_rows(mesh_of: Callable[[str], Any], view: str) -> None:
+    for name in ("2", "3"):
+        here = torch.arange(12.0).view(2, 6)
+        there = distribute_tensor(here, mesh_of(name), [Shard(1)])
+        for x in (here, there):
+            VIEWS_OF_A_COPY[view](x)[:] = 100.0
+        same(there, here)
+
+
+def test_what_a_list_changes(mesh_of: Callable[[str], Any]) -> None:
+    """Of which several are rows of the same tensor, again and again; and each is a change to autograd."""
+    here = torch.arange(24.0).view(4, 6)
+    there = distribute_tensor(here, mesh_of("3"), [Shard(0)])
+    for x in (here, there):
+        rows = [x[1:], x[0]]
+        for _ in range(2):
+            torch._foreach_mul_(rows, 2.0)
+            rows[0].add_(1)
+            rows[1].sub_(1)
+    same(there, here)
+
+
+def test_a_list_that_was_changed_is_not_differentiated(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(torch.rand(4, 6), mesh_of("3"), [Shard(0)]).requires_grad_()
+    y = x.exp()
+    torch._foreach_mul_([y], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    y = x * 1.0
+    view = y.t()
+    torch._foreach_mul_([view], 3.0)
+    [grad] = torch.autograd.grad(y.sum() + 10 * view.sum(), x)
+    same(grad, torch.full((4, 6), 33.0))
+
+
+def test_the_same_bytes_in_several_dtypes(mesh_of: Callable[[str], Any]) -> None:
+    """One after the other: what is known of one is not said of another."""
+    here = torch.randn(4, 6)
+    for placement in (Replicate(), Shard(0)):
+        there = distribute_tensor(here, mesh_of("3"), [placement])
+        for dtype in (torch.int16, torch.float64, torch.uint8):
+            assert there.view(dtype).shape == here.view(dtype).shape
+            assert torch.equal(
+                there.view(dtype).full_tensor().to(torch.float64).cpu(), here.view(dtype).to(torch.float64)
+            )
