@@ -23,7 +23,6 @@ from monarch_backend.dtensor import (
     _torch_decompositions,
     _values,
 )
-from monarch_backend.dtensor._errors import MeshMismatchError
 from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._signatures import Entry, Target
@@ -137,7 +136,9 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
     kwargs = kwargs or {}
     changed = [each for each in _signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
     plain = _plain(args, kwargs, plan.target.schema)
-    sent = [(each, plain(each)) for each in changed]
+    metas = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    outside = frozenset[int]().union(*(meta.outside for meta in metas))  # who takes no part, and has an old value
+    sent = [(each, metas[0].workers.without(plain(each), outside)) for each in changed]
     known = {id(each): remote for each, remote in sent}
     args, kwargs = pytree.tree_map(lambda v: known[id(v)] if id(v) in known else plain(v), (args, kwargs))
     result = _native.issue(plan, args, kwargs, None)
@@ -232,10 +233,7 @@ def _workers_of(plan: _native.Plan, args: Any, kwargs: Any) -> Workers:
     workers: Workers = tensors[0]._meta.workers
     for each in tensors:
         if each._meta.workers is not workers:
-            raise MeshMismatchError(
-                f"{plan.target.name} got a tensor of {workers.name} and one of {each._meta.workers.name}: move one of "
-                "them first: monarch_backend.dtensor.move(x, mesh)"
-            )
+            raise _signatures.other_workers(plan.target.name, workers, each._meta.workers)
     return workers
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 
-from monarch_backend.dtensor import _dispatch, _results
+from monarch_backend.dtensor import _dispatch, _results, _torch
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
@@ -44,6 +44,7 @@ def make(workers: Workers, init_op: Any, size: Any, mesh: Any, placements: Any, 
         dtype = options.get("dtype") or torch.full((), value).dtype
     device = torch.device(mesh.device_type)
     local = _dispatch.create(workers, _OPERATORS[init_op], args, {"dtype": dtype, "device": device})
+    local = workers.without(local, _torch.outside(mesh))
     strides = torch._prims_common.make_contiguous_strides_for(size)
     made = _results.of_parts(local, TensorMeta(size, strides, local.dtype), mesh, placements)
     if init_op is torch.rand:

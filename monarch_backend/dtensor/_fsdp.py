@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor import _dispatch, _host_by_rank, _rank_ints
 from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
-from monarch_backend.dtensor._torch import workers_of
+from monarch_backend.dtensor._torch import outside, workers_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +46,7 @@ def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:
             return value.redistribute(mesh, [Shard(0)] * mesh.ndim).to_local()
         if not isinstance(value, torch.Tensor):
             return value
-        rows = Chunks(_host_by_rank.belonging(value.detach(), workers), mesh.size(), 0)[place]
+        rows = Chunks(_host_by_rank.belonging(value.detach(), workers, outside(mesh)), mesh.size(), 0)[place]
         return rows.sent() if isinstance(rows, HostByRank) else rows
 
     return pytree.tree_map(mine, batch)
@@ -57,7 +57,7 @@ def whole(param: torch.Tensor, workers: Workers) -> Any:
     if param.is_meta:
         options = {"dtype": param.dtype, "device": torch.device("meta")}
         return _dispatch.create(workers, torch.ops.aten.empty.memory_format, [list(param.shape)], options)
-    return _host_by_rank.belonging(param.detach(), workers)
+    return _host_by_rank.belonging(param.detach(), workers, frozenset())  # its shards will be the members' only
 
 
 class Chunks:

@@ -55,6 +55,11 @@ class HostByRank(torch.Tensor):
         """Where it is going to be: a controller without a GPU can't move it there first."""
         return next(t for t in self.by_rank if t is not None).device if self.workers is None else self.workers.device
 
+    @property
+    def outside(self) -> frozenset[int]:
+        """The ranks that take no part."""
+        return frozenset(rank for rank, each in enumerate(self.by_rank) if each is None)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -74,7 +79,7 @@ class HostByRank(torch.Tensor):
         if func is torch.ops.aten.dim.default:
             return next(each for each in args[0].by_rank if each is not None).ndim
         if func is torch.ops.aten.new_zeros.default and args[0].workers is not None:  # needs none of the values
-            return args[0].workers.zeros(args[1], args[0].dtype)
+            return args[0].workers.without(args[0].workers.zeros(args[1], args[0].dtype), args[0].outside)
         flat = pytree.tree_leaves((args, kwargs))
         if func._schema.is_mutable:
             for each in flat:
@@ -103,7 +108,7 @@ class HostByRank(torch.Tensor):
         if owner is None:
             raise TypeError("nobody knows the workers of this tensor")
         if self.is_meta:
-            return owner.put_shape(self)
+            return owner.without(owner.put_shape(self), self.outside)
         first = self.by_rank[0]
         if all(each is first for each in self.by_rank) and first is not None:
             return _host_copies.put(owner, schema, _host_copies.source(first), lambda: owner.put(first))
@@ -114,16 +119,17 @@ class HostByRank(torch.Tensor):
         return self.sent().requires_grad_(requires_grad)
 
 
-def belonging(tensor: Any, workers: Workers) -> Any:
-    """The tensor, to be sent to these; what is there already stays."""
+def belonging(tensor: Any, workers: Workers, outside: frozenset[int]) -> Any:
+    """The tensor, to be sent to these; what is there already stays. ``outside``: the ranks that get nothing."""
     from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
     if isinstance(tensor, RemoteTensor):
-        return tensor
+        return tensor if outside <= tensor._meta.outside else workers.without(tensor, outside)
     if isinstance(tensor, HostByRank):
         tensor.workers = workers
         return tensor
-    made = HostByRank([tensor.detach()] * workers.size, workers)
+    detached = tensor.detach()
+    made = HostByRank([None if rank in outside else detached for rank in range(workers.size)], workers)
     return torch.Tensor.requires_grad_(made, tensor.requires_grad)  # its own would send it
 
 

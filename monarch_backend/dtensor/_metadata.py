@@ -56,6 +56,11 @@ class Meta:
         which = self.of_rank[rank]
         return None if which < 0 else self.classes[which]
 
+    @property
+    def outside(self) -> frozenset[int]:
+        """The ranks that have nothing of it."""
+        return frozenset(rank for rank, which in enumerate(self.of_rank) if which < 0)
+
     def __repr__(self) -> str:
         return f"Meta({self.shape}, {self.dtype}, {self.device})"
 

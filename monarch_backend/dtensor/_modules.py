@@ -47,16 +47,16 @@ def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     with torch.inference_mode(False), torch.no_grad():  # it is not only for a forward without gradients
         for name, parameter in module.named_parameters():
             if type(parameter) is nn.Parameter and not parameter.is_meta:
-                _put_parameter(name, parameter, workers)
-        put_buffers(module.modules(), workers)
+                _put_parameter(name, parameter, mesh)
+        put_buffers(module.modules(), mesh)
     return module
 
 
-def _put_parameter(name: str, parameter: nn.Parameter, workers: Workers) -> None:
-    remote: Any = nn.Parameter(workers.put(parameter), requires_grad=parameter.requires_grad)
+def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    remote: Any = nn.Parameter(_put(parameter, mesh), requires_grad=parameter.requires_grad)
     remote.__dict__.update(parameter.__dict__)
     if parameter.grad is not None:
-        remote.grad = parameter.grad if isinstance(parameter.grad, RemoteTensor) else workers.put(parameter.grad)
+        remote.grad = parameter.grad if isinstance(parameter.grad, RemoteTensor) else _put(parameter.grad, mesh)
     why = _torch.exchange(parameter, remote)
     if why:
         log.warning(
@@ -67,14 +67,20 @@ def _put_parameter(name: str, parameter: nn.Parameter, workers: Workers) -> None
         )
 
 
-def put_buffers(modules: Iterable[nn.Module], workers: Workers) -> None:
-    """The modules' buffers on all workers: an operation there could not change one that is here."""
+def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    workers = _torch.workers_of(mesh)
+    assert workers is not None
+    return workers.put_on(tensor, _torch.outside(mesh))
+
+
+def put_buffers(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """The modules' buffers on all workers of the mesh: an operation there could not change one that is here."""
     known: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
             if type(buffer) is torch.Tensor and not buffer.is_meta:
                 if buffer not in known:
-                    known[buffer] = workers.put(buffer)
+                    known[buffer] = _put(buffer, mesh)
                 module._buffers[name] = known[buffer]
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
 from monarch_backend.dtensor import _rank_ints, _wire
-from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._wire import Kind
@@ -138,16 +138,32 @@ class Operand:
         self.meta = meta
 
 
+def other_workers(what: str, one: Workers, other: Workers) -> MeshMismatchError:
+    """For who has to do with tensors of both."""
+    return MeshMismatchError(
+        f"{what} got a tensor of {one.name} and one of {other.name}: move one of them first: "
+        "monarch_backend.dtensor.move(x, mesh)"
+    )
+
+
 def _classes(workers: Workers, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
     """For each rank its class, -1 for who takes no part, and the first rank of each class; None if all are alike."""
     varied: list[Sequence[int | None]] = []
     for each in flat:
         if isinstance(each, RemoteTensor):
+            if each._meta.workers is not workers:
+                raise other_workers("an operation", workers, each._meta.workers)
             if each._meta.classes is not None:
                 varied.append(each._meta.of_rank)
         else:
             values = _rank_ints.values_of(each)
             if values is not None:
+                if len(values) != workers.size:
+                    raise MeshMismatchError(
+                        f"a tensor of {workers.name}, which has {workers.size} processes, and a number that is another "
+                        f"on each of {len(values)} ranks ({each}), of another mesh: move the tensor there first: "
+                        "monarch_backend.dtensor.move(x, mesh)"
+                    )
                 varied.append(values)
     if not varied:
         return None

@@ -184,6 +184,20 @@ def rows_of(mesh: Any) -> torch.Tensor:
     return mesh._layout.remap_to_tensor(mesh._rank_map)  # type: ignore[no-any-return]
 
 
+def outside(mesh: Any) -> frozenset[int]:
+    """Those of the workers that are not in the mesh, nor in another one of its slices; none of what is no controller's.
+
+    What belongs to the mesh they do not have. They would not take part in what changes it, and would have old values.
+    """
+    found = mesh.__dict__.get("_monarch_outside")
+    if found is None:
+        workers = workers_of(mesh)
+        ranks = range(0 if workers is None else workers.size)
+        inside = set() if workers is None else {rank - workers.first for rank in rows_of(mesh).flatten().tolist()}
+        found = mesh.__dict__["_monarch_outside"] = frozenset(ranks) - inside
+    return found  # type: ignore[no-any-return]
+
+
 def root_of(mesh: Any) -> DeviceMesh:
     """The mesh that it was sliced from, or itself."""
     return mesh._get_root_mesh()  # type: ignore[no-any-return]
@@ -478,7 +492,7 @@ def _shard_tensor(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is None:
             return own(self, tensor, mesh, mesh_dim, src_data_rank)
-        return _host_by_rank.belonging(own(self, tensor, mesh, mesh_dim, None), workers)
+        return _host_by_rank.belonging(own(self, tensor, mesh, mesh_dim, None), workers, outside(mesh))
 
     return _shard_tensor
 
@@ -536,9 +550,16 @@ def _distribute(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is not None and isinstance(tensor, DTensor):
             check_mesh("distribute_tensor() of a DTensor", tensor.device_mesh, mesh)
+        if workers is not None and isinstance(tensor, RemoteTensor) and tensor._meta.workers is not workers:
+            raise MeshMismatchError(
+                f"distribute_tensor() of a tensor of {tensor._meta.workers.name} on a mesh of {workers.name}: make a "
+                "DTensor of its own mesh, and move that (monarch_backend.dtensor.move)"
+            )
         is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
         if workers is not None and is_host and tensor.device != workers.device:
-            tensor = _host_by_rank.belonging(tensor, workers)  # else torch moves it to a device that is not here
+            tensor = _host_by_rank.belonging(
+                tensor, workers, outside(mesh)
+            )  # else torch moves it to a device that is not here
         return (own if workers is None else ours)(tensor, mesh, placements, **options)
 
     return distribute_tensor
@@ -550,7 +571,7 @@ def _replicate_tensor(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is None:
             return own(cls, tensor, mesh, mesh_dim, src_data_rank)
-        return _host_by_rank.belonging(tensor, workers)
+        return _host_by_rank.belonging(tensor, workers, outside(mesh))
 
     return _make_replicate_tensor
 

@@ -64,7 +64,7 @@ def _init_group(own: Any) -> Replacement:
                 )
             state._monarch_workers = workers
             for module in modules:
-                _modules.put_buffers(module.modules(), workers)
+                _modules.put_buffers(module.modules(), mesh_info.mesh)
         own(state, params, modules, mesh_info, after_forward, *args, **options)
 
     return _init_param_group

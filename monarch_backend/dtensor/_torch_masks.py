@@ -82,13 +82,16 @@ def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_one_mask(table: Any) -> Any:
-    """Rows that are sharded over several dimensions of a mesh would have a mask for each of these, in one place."""
+    """Rows that are sharded over several dimensions of a mesh would have a mask for each of these, in one place. A rank
+    without any can't look up one.
+    """
     if not isinstance(table, DTensor):
         return table
     by_rows = [at for at, each in enumerate(table.placements) if _strategies.shards(each, 0)]
-    if len(by_rows) < 2:
+    nobodys = bool(by_rows) and _strategies.has_nothing(table._spec, 0)
+    if len(by_rows) < 2 and not nobodys:
         return table
-    kept = max(by_rows, key=table.device_mesh.size)
+    kept = None if nobodys else max(by_rows, key=table.device_mesh.size)
     placements = [
         Shard(0) if at == kept else Replicate() if at in by_rows else each for at, each in enumerate(table.placements)
     ]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops as math_ops
+from torch.distributed.tensor._ops import _view_ops as view_ops
 from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -80,6 +81,20 @@ def _of_norms(own: Any) -> Replacement:
         return own(input_strategy, reduce_dims, keep_dim, reduction_linear and (is_same or not norms), reduction_op)
 
     return common_reduction_strategy
+
+
+@_replaces(view_ops, "view_groups")
+def _of_nothing(own: Any) -> Replacement:
+    def view_groups(from_size: Any, to_size: Any) -> Any:
+        if not any(type(size) is int and size == 0 for size in from_size):
+            return own(from_size, to_size)
+        # torch goes round for ever: its products stay 0. Dimensions from the start that stay may be sharded.
+        sizes = view_ops.infer_size(0, view_ops.normalize_sizes(to_size))
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(from_size, sizes, strict=False))
+        kept = len(list(same))
+        return tuple(view_ops.InputDim(dim) if dim < kept else view_ops.Singleton() for dim in range(len(sizes)))
+
+    return view_groups
 
 
 def _aligned(own: Replacement) -> Replacement:

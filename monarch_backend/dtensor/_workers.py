@@ -43,7 +43,7 @@ class Workers:
         self.line = line
         self.metas = Metas(self)
         self.ids = itertools.count(1)
-        self.kept: dict[str, Any] = {}  # what a room knows of these workers, for as long as there are any
+        self.kept: dict[Any, Any] = {}  # what a room knows of these workers, for as long as there are any
         self.stream = Stream(line)
         self._words = self.stream.words
         self.unreachable = self.stream.unreachable
@@ -231,6 +231,29 @@ class Workers:
         self.stream.flush()
         self.line.put_by_rank(number, dense)
         return RemoteTensor(meta, Ref(self, number))
+
+    def put_on(self, value: torch.Tensor, outside: frozenset[int]) -> RemoteTensor:
+        """The same tensor on all ranks but these."""
+        if not outside:
+            return self.put(value)
+        if value.is_meta:
+            return self.without(self.put(value), outside)
+        return self.put_by_rank([None if rank in outside else value for rank in range(self.size)])
+
+    def without(self, tensor: RemoteTensor, outside: frozenset[int]) -> RemoteTensor:
+        """The same tensor, which these ranks do not have: they would not see what the others do to it."""
+        from monarch_backend.dtensor import _dispatch
+        from monarch_backend.dtensor.worker import _parts
+
+        if not outside:
+            return tensor
+        key = "inside", outside
+        inside = self.kept.get(key)
+        if inside is None:
+            mark = torch.zeros(())
+            inside = self.kept[key] = self.put_by_rank([None if r in outside else mark for r in range(self.size)])
+        name = f"{_parts.__name__}:{_parts.own.__name__}"
+        return _dispatch.call(_parts.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
 
     def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
         """Begins to read; what is returned waits for the value, which is that of the first rank that has one.

@@ -144,6 +144,18 @@ def test_groups_of_other_meshes_are_refused(mesh_of: Callable[[str], Any]) -> No
     assert sum_over(x, mesh_of("2").get_group()) == [2, 4]
 
 
+def test_tensors_of_other_meshes_are_refused(mesh_of: Callable[[str], Any]) -> None:
+    """Also what each rank of the other mesh has, which no DTensor says where it is."""
+    theirs = distribute_tensor(torch.arange(5.0), mesh_of("3"), [S0]).full_tensor()
+    for placement in (R, S0):
+        with pytest.raises(
+            MeshMismatchError, match=r"distribute_tensor\(\) of a tensor of procs-\d+ on a mesh of procs-"
+        ):
+            distribute_tensor(theirs, mesh_of("2"), [placement])
+        with pytest.raises(MeshMismatchError, match=r"dtensor\.move"):
+            distribute_tensor(torch.zeros(5), mesh_of("2"), [placement]).copy_(theirs)
+
+
 def test_meshes_by_ranks_are_of_one_and_of_those_that_run(mesh_of: Callable[[str], Any]) -> None:
     first, world = mesh_of("3").mesh[0].item(), dist.get_world_size()
     again = DeviceMesh(DEVICE, [first, first + 1, first + 2])

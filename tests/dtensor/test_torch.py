@@ -143,6 +143,7 @@ FORMS = {
     ),
     "FSDPState._root_pre_forward": "self module args kwargs",
     "torch.distributed.tensor._ops._math_ops._infer_reduction_dims": "dims_arg ndim",
+    "torch.distributed.tensor._ops._view_ops.view_groups": "from_size to_size",
     "torch.cuda._lazy_init": "",
     "torch.cuda.current_stream": "device",
     "torch.cuda.default_stream": "device",

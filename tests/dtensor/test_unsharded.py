@@ -312,3 +312,31 @@ def test_the_same_bytes_in_several_dtypes(mesh_of: Callable[[str], Any]) -> None
             assert torch.equal(
                 there.view(dtype).full_tensor().to(torch.float64).cpu(), here.view(dtype).to(torch.float64)
             )
+
+
+VIEWS_OF_NOTHING: list[Callable[[Any], Any]] = [
+    lambda x: x.flatten(), lambda x: x.reshape(-1), lambda x: x.view(0), lambda x: x.view(3, 0),
+    lambda x: x.reshape(0, 3), lambda x: x.unsqueeze(0).flatten(1), lambda x: x.take(torch.empty(0, dtype=torch.long)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 3)])
+def test_views_of_nothing(mesh_of: Callable[[str], Any], shape: tuple[int, ...]) -> None:
+    """torch's own way to a view's sharding does not come to an end."""
+    for placements in ([Replicate()], [Shard(0)], [Shard(len(shape) - 1)]):
+        x = distribute_tensor(torch.zeros(shape), mesh_of("3"), placements)
+        for view in VIEWS_OF_NOTHING:
+            same(view(x), view(torch.zeros(shape)))
+
+
+@pytest.mark.parametrize("rows", [2, 4, 5])
+def test_a_table_of_which_a_rank_has_no_rows(mesh_of: Callable[[str], Any], rows: int) -> None:
+    """Four rows on three ranks are two, two and none."""
+    table, ids = torch.randn(rows, 6), torch.tensor([[0, 1], [1, rows - 1]])
+    there = distribute_tensor(table, mesh_of("3"), [Shard(0)]).requires_grad_()
+    here = table.clone().requires_grad_()
+    found, expected = F.embedding(ids, there), F.embedding(ids, here)
+    same(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    same(there.grad, here.grad)
