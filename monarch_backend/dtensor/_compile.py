@@ -42,7 +42,7 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
     try:
         _refuse_autocast(graph)
         with on_the_cpu():
-            return _traced(graph, inputs, inductor)
+            return _torch_compile.once_differentiable(_traced(graph, inputs, inductor))
     except _torch_compile.Restart:
         raise
     except Exception as error:

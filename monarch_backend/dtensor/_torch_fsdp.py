@@ -53,8 +53,9 @@ def _move_states(own: Any) -> Replacement:
 @_replaces(_fully_shard, "_init_param_group")
 def _init_group(own: Any) -> Replacement:
     def _init_param_group(
-        state: Any, params: Any, modules: Any, mesh_info: Any, after_forward: Any, *args: Any, **options: Any
-    ) -> None:
+        state: Any, params: Any, modules: Any, mesh_info: Any, after_forward: Any, device: Any, placement: Any,
+        *args: Any, **options: Any,
+    ) -> None:  # fmt: skip
         workers = workers_of(mesh_info.mesh)
         if workers is not None:
             if after_forward not in (None, mesh_info) and slices_of(mesh_info.mesh) > 1:
@@ -62,12 +63,23 @@ def _init_group(own: Any) -> Replacement:
                     f"reshard_after_forward={options.get('reshard_after_forward')} with {mesh_info.mesh}: torch makes "
                     "a mesh of this one's first slice only. Give True or False, or a mesh that is no slice of another"
                 )
+            if after_forward not in (None, mesh_info) and any(_is_by_another_dimension(placement, p) for p in params):
+                raise RemoteTensorError(
+                    f"reshard_after_forward={options.get('reshard_after_forward')} with a shard_placement_fn that "
+                    "shards by another dimension than 0: torch reshards by that one only. Give True or False"
+                )
             state._monarch_workers = workers
             for module in modules:
                 _modules.put_buffers(module.modules(), mesh_info.mesh)
-        own(state, params, modules, mesh_info, after_forward, *args, **options)
+        own(state, params, modules, mesh_info, after_forward, device, placement, *args, **options)
 
     return _init_param_group
+
+
+def _is_by_another_dimension(placement_fn: Any, param: Any) -> bool:
+    found = None if placement_fn is None else placement_fn(param)
+    found = getattr(found, "placement", found)  # it may say on which mesh, too
+    return found is not None and found.dim % param.ndim != 0
 
 
 @_replaces(FSDPParam, "_init_sharded_param")

@@ -23,12 +23,25 @@ from torch.distributed.tensor._ops import _view_ops as view_ops
 from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from monarch_backend.dtensor import _by_parts, _checks, _strategies, _torch_masks, _torch_unsharded
+from monarch_backend.dtensor import (
+    _by_parts,
+    _checks,
+    _results,
+    _strategies,
+    _torch,
+    _torch_masks,
+    _torch_unsharded,
+)
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 from monarch_backend.dtensor.worker import _checks as worker_checks
 
 _aten = torch.ops.aten
+
+
+_BY_ONE_NUMBER = (
+    _aten._foreach_mul.Tensor, _aten._foreach_mul_.Tensor, _aten._foreach_div.Tensor, _aten._foreach_div_.Tensor,
+)  # fmt: skip
 
 
 def correct() -> None:
@@ -47,6 +60,7 @@ def correct() -> None:
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
     handlers[_aten.as_strided.default] = _torch_unsharded.strided(handlers[_aten.as_strided.default])
+    handlers.update(dict.fromkeys(_BY_ONE_NUMBER, _by_a_whole_number))
     handlers.update(dict.fromkeys(_torch_masks.MASKED, _torch_masks.masked_at_once))
     for operator in _by_parts.OF_CLASSES:
         handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
@@ -211,6 +225,12 @@ def _from_the_start(own: Replacement) -> Replacement:
         return own(func, args, kwargs)
 
     return argminmax_handler
+
+
+def _by_a_whole_number(func: Any, args: Any, kwargs: Any) -> Any:
+    """The first of the list says for all whether the number may be a sum over ranks: of others it would be wrong."""
+    tensors, number, *rest = args
+    return _torch._in_torchs_way(func, (tensors, _results.everywhere(number), *rest), kwargs)
 
 
 def _of_values(own: Replacement) -> Replacement:

@@ -991,3 +991,16 @@ def test_a_checkpoint_around_attention(two: Any) -> None:
     assert len(set(counts)) == 1 and counts[0] <= 4, counts
     for one, other in zip(ours.parameters(), reference.parameters(), strict=True):
         same(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_captured_step_has_no_second_derivative(mesh_of: Callable[[str], Any]) -> None:
+    """It is refused: without a word, what comes of the first gradient would be left out of the second."""
+    x = distribute_tensor(torch.arange(1.0, 5), mesh_of("2"), [Shard(0)]).requires_grad_()
+    step = torch.compile(lambda x: (x * x * x).sum(), backend="monarch", options={"inductor": False})
+    [gradient] = torch.autograd.grad(step(x), x)
+    same(gradient, 3 * torch.arange(1.0, 5) ** 2)
+    with pytest.raises(RemoteTensorError, match="no second derivative"):
+        torch.autograd.grad(step(x), x, create_graph=True)
+    view = torch.compile(lambda x: (x * x).view(2, 2).t(), backend="monarch", options={"inductor": False})
+    with pytest.raises(RemoteTensorError, match="no second derivative"):
+        torch.autograd.grad(view(x).sum(), x, create_graph=True)

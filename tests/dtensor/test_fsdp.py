@@ -212,6 +212,12 @@ def test_a_slice_can_not_be_resharded_to_fewer_ranks() -> None:
         fully_shard(Net(), mesh=mesh, reshard_after_forward=2)
 
 
+def test_what_is_sharded_by_another_dimension_can_not_be_resharded_to_fewer_ranks() -> None:
+    mesh = simulated_mesh((4,), ("dp",))
+    with pytest.raises(RemoteTensorError, match="by another dimension than 0"):
+        fully_shard(Net(), mesh=mesh, reshard_after_forward=2, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+
+
 def test_parameters_sharded_by_another_dimension(mesh_of: Any) -> None:
     mesh, reference = mesh_of("2"), Net(hidden=12)
     model = sharded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -340,3 +341,26 @@ def test_a_table_of_which_a_rank_has_no_rows(mesh_of: Callable[[str], Any], rows
     found.square().sum().backward()
     expected.square().sum().backward()
     same(there.grad, here.grad)
+
+
+@pytest.mark.parametrize("name", ["mul", "mul_", "div", "div_"])
+def test_a_list_by_one_number_that_is_a_sum_over_ranks(mesh_of: Callable[[str], Any], name: str) -> None:
+    """Each of the list is placed in its own way."""
+    mesh, here = mesh_of("3"), [torch.rand(4, 6), torch.rand(4, 6)]
+    operation = getattr(torch, f"_foreach_{name}")
+    expected = [each.clone() for each in here]
+    made = operation(expected, torch.tensor(3.0))
+    expected = expected if name.endswith("_") else made
+    for first, second in itertools.product((Replicate(), Shard(0), Partial()), repeat=2):
+        there = [
+            DTensor.from_local(each / 3, mesh, [placement])
+            if placement.is_partial()
+            else distribute_tensor(each, mesh, [placement])
+            for each, placement in zip(here, (first, second), strict=True)
+        ]
+        number = DTensor.from_local(
+            distribute_tensor(torch.ones(()), mesh, [Replicate()]).to_local(), mesh, [Partial()]
+        )
+        found = operation(there, number)
+        for one, other in zip(there if name.endswith("_") else found, expected, strict=True):
+            same(one, other, 1e-5)
