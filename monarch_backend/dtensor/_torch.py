@@ -557,9 +557,8 @@ def _distribute(own: Any) -> Replacement:
             )
         is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
         if workers is not None and is_host and tensor.device != workers.device:
-            tensor = _host_by_rank.belonging(
-                tensor, workers, outside(mesh)
-            )  # else torch moves it to a device that is not here
+            # Else torch moves it to a device that is not here.
+            tensor = _host_by_rank.belonging(tensor, workers, outside(mesh))
         return (own if workers is None else ours)(tensor, mesh, placements, **options)
 
     return distribute_tensor

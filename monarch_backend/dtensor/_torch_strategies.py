@@ -38,7 +38,6 @@ from monarch_backend.dtensor.worker import _checks as worker_checks
 
 _aten = torch.ops.aten
 
-
 _BY_ONE_NUMBER = (
     _aten._foreach_mul.Tensor, _aten._foreach_mul_.Tensor, _aten._foreach_div.Tensor, _aten._foreach_div_.Tensor,
 )  # fmt: skip
