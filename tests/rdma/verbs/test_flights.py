@@ -852,8 +852,7 @@ def test_a_timeout(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = far(Fabric(at_once=False))
     began = time.monotonic()
     for future in (owner.buffer[:8].read_into(bytearray(8), timeout=0.1), owner.buffer.fetch_add(1, timeout=0.0)):
-        # On a busy machine the thread that would mend it may begin too late.
-        with pytest.raises(TimeoutError, match=r"was not done within 0(\.1)? s[;:] a part of it (may be|waited for)"):
+        with pytest.raises(TimeoutError, match=r"was not done within 0(\.1)? s; a part of it may be"):
             future.get(10)
     assert time.monotonic() - began < 5
     assert not program().pending
