@@ -136,9 +136,7 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
     kwargs = kwargs or {}
     changed = [each for each in _signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
     plain = _plain(args, kwargs, plan.target.schema)
-    metas = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
-    outside = frozenset[int]().union(*(meta.outside for meta in metas))  # who takes no part, and has an old value
-    sent = [(each, metas[0].workers.without(plain(each), outside)) for each in changed]
+    sent = [(each, _where_all_are(plain(each), args, kwargs)) for each in changed]
     known = {id(each): remote for each, remote in sent}
     args, kwargs = pytree.tree_map(lambda v: known[id(v)] if id(v) in known else plain(v), (args, kwargs))
     result = _native.issue(plan, args, kwargs, None)
@@ -149,6 +147,12 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
             each.copy_(_values.as_host(remote))
     back = {id(remote): each for each, remote in sent}
     return pytree.tree_map(lambda v: back.get(id(v), v), result)
+
+
+def _where_all_are(sent: RemoteTensor, args: Any, kwargs: Any) -> RemoteTensor:
+    """Not with who takes no part, since it lacks another argument: it would have the old value."""
+    others = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    return sent._meta.workers.without(sent, frozenset[int]().union(*(meta.outside for meta in others)))
 
 
 def _is_host(value: Any) -> bool:

@@ -542,6 +542,14 @@ def _distribute_module(own: Any) -> Replacement:
     return distribute_module
 
 
+def _check_workers(what: str, tensor: RemoteTensor, workers: Workers) -> None:
+    if tensor._meta.workers is not workers:
+        raise MeshMismatchError(
+            f"{what} of a tensor of {tensor._meta.workers.name} on a mesh of {workers.name}: make it on its own mesh, "
+            "and move that (monarch_backend.dtensor.move)"
+        )
+
+
 def _distribute(own: Any) -> Replacement:
     ours = without_spmd(own)
 
@@ -550,11 +558,8 @@ def _distribute(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is not None and isinstance(tensor, DTensor):
             check_mesh("distribute_tensor() of a DTensor", tensor.device_mesh, mesh)
-        if workers is not None and isinstance(tensor, RemoteTensor) and tensor._meta.workers is not workers:
-            raise MeshMismatchError(
-                f"distribute_tensor() of a tensor of {tensor._meta.workers.name} on a mesh of {workers.name}: make a "
-                "DTensor of its own mesh, and move that (monarch_backend.dtensor.move)"
-            )
+        if workers is not None and isinstance(tensor, RemoteTensor):
+            _check_workers("distribute_tensor()", tensor, workers)
         is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
         if workers is not None and is_host and tensor.device != workers.device:
             # Else torch moves it to a device that is not here.
@@ -598,11 +603,8 @@ def _from_local(own: Any) -> Replacement:
             local = local.sent(workers).requires_grad_(local.requires_grad)
         elif not isinstance(local, RemoteTensor):
             local = _modules().sent(local, workers)
-        elif local._meta.workers is not workers:
-            raise MeshMismatchError(
-                f"DTensor.from_local() of a tensor of {local._meta.workers.name} on a mesh of {workers.name}: make it "
-                "on its own mesh, and move that (monarch_backend.dtensor.move)"
-            )
+        else:
+            _check_workers("DTensor.from_local()", local, workers)
         return own(local, mesh, placements, **{**options, "run_check": False})
 
     return from_local

@@ -233,11 +233,9 @@ class Workers:
         return RemoteTensor(meta, Ref(self, number))
 
     def put_on(self, value: torch.Tensor, outside: frozenset[int]) -> RemoteTensor:
-        """The same tensor on all ranks but these."""
+        """The same tensor on all ranks but these. Not one of the meta device."""
         if not outside:
             return self.put(value)
-        if value.is_meta:
-            return self.without(self.put(value), outside)
         return self.put_by_rank([None if rank in outside else value for rank in range(self.size)])
 
     def without(self, tensor: RemoteTensor, outside: frozenset[int]) -> RemoteTensor:
