@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,8 @@ def test_an_unreachable_tensor_is_gone_with_the_next_batch(mesh_of: Callable[[st
 
 
 def _peak_from_now() -> int:
-    """Forget the process's peak; its memory now, in bytes."""
+    """Forget the process's peak, and give back what the C library keeps; its memory now, in bytes."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _in_status("VmRSS")
 
@@ -63,12 +65,12 @@ def test_large_tensors_that_are_unreachable_do_not_wait_for_the_end_of_a_batch(
     step(step(x)).sum().item()  # its signatures
     before = run(mesh, _peak_from_now).get().values()
     y = x
-    for _ in range(120):
+    for _ in range(480):
         y = step(y)
-    assert y.min().item() == 2  # hundreds of MiB have been made of it, in few batches
+    assert y.min().item() == 2  # two GiB have been made of it, in few batches
     peaks = run(mesh, _in_status, "VmHWM").get().values()
     for peak, memory in zip(peaks, before, strict=True):
-        assert peak - memory < 96 * mi  # a third of it is _stream.DEAD
+        assert peak - memory < 256 * mi, "_stream.DEAD, and the holes that the C library leaves"
 
 
 def train(mesh: Any, steps: int) -> Callable[[int], None]:

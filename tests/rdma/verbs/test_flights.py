@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -847,18 +847,49 @@ def test_a_connection_on_which_nothing_ends_is_closed(far: Make, monkeypatch: py
     assert owner.holds(into, 8)
 
 
-def test_a_timeout(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """``clocks.pop()()``: the time of the last transfer is over, and not before, however busy the machine is."""
+    pump, due = program().pump, []
+    later = pump.later
+
+    def held(seconds: float, call: Callable[[], None]) -> Any:
+        if getattr(call, "__func__", None) is not _transfers._Transfer._time_is_over:
+            return later(seconds, call)
+        due.append(call)
+        return later(600, call)  # which the transfer cancels when it has ended
+
+    monkeypatch.setattr(pump, "later", held)
+    return due
+
+
+@pytest.mark.parametrize("timeout", [0.1, 0.0])
+@pytest.mark.parametrize("kind", ["read", "atomic"])
+def test_a_timeout(
+    far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]], kind: str, timeout: float
+) -> None:
     monkeypatch.setattr(_flight, "MERCY", 0.05)
-    owner = far(Fabric(at_once=False))
-    began = time.monotonic()
-    for future in (owner.buffer[:8].read_into(bytearray(8), timeout=0.1), owner.buffer.fetch_add(1, timeout=0.0)):
-        with pytest.raises(TimeoutError, match=r"was not done within 0(\.1)? s; a part of it may be"):
-            future.get(10)
-    assert time.monotonic() - began < 5
+    part = far(Fabric(at_once=False)).buffer[:8]
+    late = part.read_into(bytearray(8), timeout=timeout) if kind == "read" else part.fetch_add(1, timeout=timeout)
+    clocks.pop()()
+    with pytest.raises(TimeoutError, match=rf"was not done within {timeout:g} s; a part of it may be"):
+        late.get(10)
     assert not program().pending
 
 
-def test_a_timeout_while_all_threads_are_taken(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_that_is_over_before_anything_has_begun(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program().pump, "later", lambda _, call: (call(), threading.Timer(0, call))[1])
+    buffer = far().buffer
+    with pytest.raises(TimeoutError, match=r"was not done at once \(timeout=0\)"):
+        buffer[:8].read_into(bytearray(8), timeout=0.0).get(10)
+    with pytest.raises(TimeoutError, match=r"was not done within 0\.1 s: a part of it waited for too many others"):
+        buffer.fetch_add(1, timeout=0.1).get(10)
+    assert not program().pending
+
+
+def test_a_timeout_while_all_threads_are_taken(
+    far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]]
+) -> None:
     """Owners that stand still may have taken them: nobody else is late for that."""
     monkeypatch.setattr(_flight, "MERCY", 0.05)
     monkeypatch.setattr("monarch_backend.rdma._verbs.ask", lambda *_: b"\x01")
@@ -870,15 +901,21 @@ def test_a_timeout_while_all_threads_are_taken(far: Make, monkeypatch: pytest.Mo
     try:
         for _ in range(4):
             movers.submit(lambda: (go.wait(60), None)[1])
+        late = slow.buffer[:8].read_into(bytearray(8), timeout=0.1)
+        clocks.pop()()
         with pytest.raises(TimeoutError, match=r"was not done within 0\.1 s; a part of it may be"):
-            slow.buffer[:8].read_into(bytearray(8), timeout=0.1).get(10)
+            late.get(10)
         with pytest.raises(RDMAError, match="not registered any more"):
             bad.buffer[:8].read_into(bytearray(8)).get(10)
         bad.until_up()
         for _ in range(4):
             menders.submit(lambda: (go.wait(60), None)[1])
+        late = bad.buffer[:8].read_into(bytearray(8), timeout=0.1)
+        transfer = late._transfer  # type: ignore[attr-defined]
+        assert until(lambda: (transfer.glance(), bool(transfer._queued))[1])
+        clocks.pop()()
         with pytest.raises(TimeoutError, match="a part of it waited for too many others"):
-            bad.buffer[:8].read_into(bytearray(8), timeout=0.1).get(10)
+            late.get(10)
         bad.until_up()
         late = bad.buffer[:8].read_into(bytearray(8))
         assert late.cancel("no more")
