@@ -67,7 +67,9 @@ def play(ending: str) -> None:
         procs.stop().get(PATIENCE)
 
 
-@pytest.mark.parametrize("ending", ["stop", "actors first", "kill"])
+@pytest.mark.parametrize(
+    "ending", ["stop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("actors first", "kill"))]
+)
 def test_a_mesh_that_has_ended_leaves_nothing(ending: str) -> None:
     play(ending)
     before = records()

@@ -110,7 +110,7 @@ def test_what_is_replaced_of_torch_is_there() -> None:
         assert getattr(where, name).__wrapped__.__name__ == name
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_forward_and_backward(two: Any, inductor: bool) -> None:
     ours, reference = two_layers(two)
     x = torch.randn(8, 16)
@@ -873,8 +873,8 @@ WITH_HOSTS = {
     [
         *((name, "2", (Shard(0),)) for name in WITH_HOSTS),
         ("other results", "2", (Shard(1),)),
-        ("other results", "3", (Shard(0),)),
-        ("other results", "2x2", (Shard(0), Shard(1))),
+        pytest.param("other results", "3", (Shard(0),), marks=pytest.mark.slow),
+        pytest.param("other results", "2x2", (Shard(0), Shard(1)), marks=pytest.mark.slow),
     ],
 )
 def test_a_hosts_tensor_is_each_ranks_own_part(mesh_of: Any, name: str, mesh_name: str, placements: Any) -> None:
@@ -914,7 +914,9 @@ def test_embeddings_of_a_hosts_words(two: Any, words: int, inductor: bool) -> No
     same(model.weight.grad, reference.weight.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["a number", "a tensor"])
+@pytest.mark.parametrize(
+    "rate", [0.1, pytest.param(torch.tensor(0.1), marks=pytest.mark.slow)], ids=["a number", "a tensor"]
+)
 def test_gradients_are_clipped_and_the_rate_follows_a_schedule(two: Any, rate: Any) -> None:
     """Clipping is a graph of its own between backward and optimizer. A rate that is a number is traced for each."""
     ours, reference = two_layers(two)

@@ -39,7 +39,7 @@ def test_any_placement(line: Any, bias: bool, transposed: bool, groups: int) -> 
 
 
 @pytest.mark.parametrize(("here", "there"), PLACES)
-@pytest.mark.parametrize("name", ["2", "2x2"])
+@pytest.mark.parametrize("name", ["2", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_in_a_captured_step(mesh_of: Callable[[str], Any], name: str, here: Any, there: Any) -> None:
     def step(x: Any, w: Any) -> Any:
         y = torch.conv2d(x, w, padding=1).relu()

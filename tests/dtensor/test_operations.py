@@ -210,7 +210,7 @@ WHOLE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(WHOLE))
-@pytest.mark.parametrize("on", ["3", "2x2"])
+@pytest.mark.parametrize("on", ["3", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_in_inference_mode(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
     """Where there is no autograd, they come as they are."""
     mesh = mesh_of(on)

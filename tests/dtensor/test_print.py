@@ -77,7 +77,10 @@ def shown(x: DTensor) -> str:
     return text.removeprefix("DTensor(").removesuffix(end)
 
 
-@pytest.mark.parametrize("name", TENSORS)
+MANY = {"just not large", "of four dimensions", "narrow", "giant in the middle", "large bfloat16", "large complex"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in MANY else ()) for x in TENSORS])
 def test_values_are_printed_as_torch_prints_them(mesh_of: Callable[[str], Any], name: str) -> None:
     whole = TENSORS[name]()
     for placement in [Replicate(), *map(Shard, range(min(whole.ndim, 2)))]:

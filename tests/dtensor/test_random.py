@@ -89,7 +89,7 @@ def test_of_other_dtypes(line: Any, dtype: torch.dtype) -> None:
         same_program(program, distribute_tensor(whole, line, [Shard(0)]), whole.clone())
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", [UNEVEN, SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=str)
 def test_made_like_another(mesh: Any, size: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [

@@ -543,7 +543,7 @@ def test_parts_of_a_norm() -> None:
     assert reductions.NormReduction(3).norm_type == 3
 
 
-@pytest.mark.parametrize("first", ["_compile", "_torch_views"])
+@pytest.mark.parametrize("first", ["_compile", pytest.param("_torch_views", marks=pytest.mark.slow)])
 def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
     """As `_compile` is, by torch's entry point, where a step is captured before there is a mesh."""
     program = f"""

@@ -137,7 +137,9 @@ def _in_graph(rank: int, collectives: dict[str, Collective]) -> Any:
     return results
 
 
-@pytest.mark.parametrize("collectives", [IN_PLACE, FUNCTIONAL], ids=["in-place", "functional"])
+@pytest.mark.parametrize(
+    "collectives", [IN_PLACE, pytest.param(FUNCTIONAL, marks=pytest.mark.slow)], ids=["in-place", "functional"]
+)
 def test_collectives(collectives: dict[str, Collective]) -> None:
     results = on_both(_in_graph, 2, collectives)
     for result in results:

@@ -102,7 +102,7 @@ def _hybrid(rank: int, policy: str) -> Any:
     return _train(shard(mlp(), mesh=mesh, **POLICIES[policy]), rank)
 
 
-@pytest.mark.parametrize("policy", ["plain", "bf16", "keep-gathered"])
+@pytest.mark.parametrize("policy", ["plain", "bf16", pytest.param("keep-gathered", marks=pytest.mark.slow)])
 def test_hybrid_sharding(policy: str) -> None:
     results = on_both(_hybrid, 4, policy)
     _check(results)

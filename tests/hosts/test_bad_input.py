@@ -121,6 +121,7 @@ def test_another_secret(anywhere: Anywhere) -> None:
         world.controller().drop()
 
 
+@pytest.mark.slow
 def test_another_idea_of_tls(anywhere: Anywhere) -> None:
     world, workers = anywhere
     world.run("refused", workers[:1], ["the same MONARCH_TLS"], [], env={"MONARCH_TLS": "0"})

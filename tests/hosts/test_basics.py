@@ -12,10 +12,13 @@ import pytest
 from tests.actor.scripts import WarmInterpreter
 from tests.hosts.support import World, any_address6
 
-BASICS = ["values", "exceptions", "payloads", "streams", "ports_and_references", "order"]
+BASICS = ["values", "payloads", "ports_and_references", "order"]
 
 
-@pytest.mark.parametrize("program", BASICS)
+SLOW = ["exceptions", "streams"]  # which do on hosts what they do on one
+
+
+@pytest.mark.parametrize("program", [*BASICS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_on_hosts(program: str, anywhere: tuple[World, list[str]]) -> None:
     world, workers = anywhere
     world.run(program, *workers)

@@ -38,7 +38,7 @@ def test_a_worker_is_killed(world: World, workers: list[str]) -> None:
     world.run("worker_killed", *workers[:2])
 
 
-@pytest.mark.parametrize("how", ["agent killed", "cut off"])
+@pytest.mark.parametrize("how", [pytest.param("agent killed", marks=pytest.mark.slow), "cut off"])
 def test_a_host_is_lost(how: str, world: World, daemons: list[Daemon]) -> None:
     lose(world, daemons[:2], how, 3 * SILENCE)
 
@@ -65,6 +65,7 @@ def test_two_hosts_do_not_hear_each_other(world: World, daemons: list[Daemon]) -
     world.run("cut_between", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
 
 
+@pytest.mark.slow
 def test_hosts_that_only_one_host_reaches(world: World, workers: list[str]) -> None:
     assert world.where is not None
     with world.daemon(1, "--workers", ",".join(workers[1:])) as gateway:

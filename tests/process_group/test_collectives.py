@@ -370,8 +370,14 @@ def _run_cells(rank: int, collective: str, dtype: str) -> tuple[int, list[str]]:
     return count, failures
 
 
-@pytest.mark.parametrize("dtype", reference.DTYPES)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+FOUR = {"float32", "bfloat16", "int64", "uint16", "bool", "complex64", "float8_e4m3fn"}  # one of each kind, each time
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [
+    pytest.param(size, dtype, marks=pytest.mark.slow if size == 4 and dtype not in FOUR else ())
+    for size in WORLD_SIZES
+    for dtype in reference.DTYPES
+])  # fmt: skip
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_collective(pool, collective: str, world_size: int, dtype: str) -> None:
     answers = pool(world_size).run(_run_cells, collective, dtype)
