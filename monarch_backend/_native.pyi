@@ -109,7 +109,7 @@ class Call:
 
     def __init__(
         self, function: Callable[..., Any], arguments: list[Any], names: tuple[str, ...], operands: int, results: int,
-        kind: int, /,
+        kind: int, writes: bool, /,
     ) -> None: ...  # fmt: skip
     def run(self, tensors: Any, words: list[Any], i: int, /) -> None:
         """Execute the record at ``words[i]``."""

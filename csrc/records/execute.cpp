@@ -26,6 +26,7 @@ struct Call {
   std::vector<Argument>* arguments;  // those with names last
   Py_ssize_t operands, results;
   int kind;
+  int writes;  // whether it changes any of its operands
 };
 
 PyTypeObject* call_type;
@@ -72,9 +73,9 @@ bool parse(PyObject* said, Argument& argument) {
 PyObject* call_new(PyTypeObject* type, PyObject* given, PyObject*) {
   PyObject *function, *arguments, *names;
   Py_ssize_t operands, results;
-  int kind;
-  if (!PyArg_ParseTuple(given, "OO!O!nni", &function, &PyList_Type, &arguments, &PyTuple_Type, &names, &operands,
-                        &results, &kind)) {
+  int kind, writes;
+  if (!PyArg_ParseTuple(given, "OO!O!nnip", &function, &PyList_Type, &arguments, &PyTuple_Type, &names, &operands,
+                        &results, &kind, &writes)) {
     return nullptr;
   }
   Owned made = own(type->tp_alloc(type, 0));
@@ -83,7 +84,7 @@ PyObject* call_new(PyTypeObject* type, PyObject* given, PyObject*) {
   call->arguments = new std::vector<Argument>(PyList_GET_SIZE(arguments));
   call->function = Py_NewRef(function);
   call->names = PyTuple_GET_SIZE(names) ? Py_NewRef(names) : nullptr;
-  call->operands = operands, call->results = results, call->kind = kind;
+  call->operands = operands, call->results = results, call->kind = kind, call->writes = writes;
   for (std::size_t i = 0; i < call->arguments->size(); ++i) {
     if (!parse(PyList_GET_ITEM(arguments, i), (*call->arguments)[i])) return nullptr;
   }
@@ -221,6 +222,7 @@ Py_ssize_t execute_one(const Batch& batch, PyObject** words, Py_ssize_t left) {
   const Py_ssize_t length = 2 + known->operands + known->results;
   if (Py_TYPE(call.get()) != call_type || length > left) return 0;
   if (may_wait) {
+    if (known->writes) return 0;  // a collective that is under way may read what this changes
     const int waiting = waits(words + 2, known->operands, batch.pending);
     if (waiting) return waiting < 0 ? -1 : 0;
   }

@@ -154,15 +154,18 @@ class _Graph:
     def _capture(self, workers: Workers, args: list[Any]) -> Capture:
         """For these arguments; ranks of one class are of several where they have other metadata of one of them."""
         classes = _rank_classes.of(workers, [each._meta for each in args if type(each) is RemoteTensor])
-        if self._classes is not None:
-            classes = self._classes.parted(classes.of_rank)
+        # Of one graph the arguments alone say who takes part: dynamo knows plain tensors by their sizes, and takes it
+        # for those of another slice, too.
+        several = self._classes if len(self.graphs) > 1 else None
+        if several is not None:
+            classes = several.parted(classes.of_rank)
         elif classes.is_one:
             return Capturer(workers, self.graphs[0], args, inductor=self._inductor).make()
         returned, by_rank = _class_graphs.made_of_arguments(self.graphs), _class_graphs.by_rank(self.graphs)
         constants = _class_graphs.constants(workers, self.graphs)
         captures = []
         for rank, *_ in classes.members:
-            graph = self.graphs[0 if self._classes is None else self._classes.of_rank[rank]]
+            graph = self.graphs[0 if several is None else several.of_rank[rank]]
             capturer = Capturer(
                 workers, graph, args, inductor=self._inductor, rank=rank, returned=returned, by_rank=by_rank,
                 constants=constants,

@@ -134,6 +134,8 @@ def _plan(func: Any) -> _native.Plan:
 def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
     """Those that the operation changes are read afterwards, which waits: nobody here would see a copy change."""
     kwargs = kwargs or {}
+    if plan.target.call is torch.ops.aten.copy_.default and args[0].is_meta:
+        return args[0]  # it has no values before, and none after
     changed = [each for each in _signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
     plain = _plain(args, kwargs, plan.target.schema)
     sent = [(each, _where_all_are(plain(each), args, kwargs)) for each in changed]

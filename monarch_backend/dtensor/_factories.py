@@ -55,15 +55,17 @@ def make(workers: Workers, init_op: Any, size: Any, mesh: Any, placements: Any, 
 
 
 class OnWorkers(TorchFunctionMode):
-    """``with OnWorkers(workers)``: ``torch.empty``, ``zeros`` and ``ones`` make tensors there.
+    """``with OnWorkers(mesh)``: ``torch.empty``, ``zeros`` and ``ones`` make tensors there.
 
     For functions of torch's that make buffers for tensors which are there. Not for a user's code: a tensor that is not
     meant to be there would be, too.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, mesh: Any) -> None:
         super().__init__()
-        self._workers = workers
+        workers = _torch.workers_of(mesh)
+        assert workers is not None
+        self._workers, self._outside = workers, _torch.outside(mesh)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,4 +73,5 @@ class OnWorkers(TorchFunctionMode):
             return func(*args, **kwargs)
         size = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         options = {"dtype": kwargs.get("dtype") or torch.get_default_dtype(), "device": self._workers.device}
-        return _dispatch.create(self._workers, _OPERATORS[func], [list(size)], options)
+        made = _dispatch.create(self._workers, _OPERATORS[func], [list(size)], options)
+        return self._workers.without(made, self._outside)

@@ -52,12 +52,15 @@ def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:
     return pytree.tree_map(mine, batch)
 
 
-def whole(param: torch.Tensor, workers: Workers) -> Any:
+def whole(param: torch.Tensor, mesh: Any) -> Any:
     """Of a parameter of this process: what its shards can be taken of. Nothing is sent yet."""
+    workers = workers_of(mesh)
+    assert workers is not None
     if param.is_meta:
         options = {"dtype": param.dtype, "device": torch.device("meta")}
-        return _dispatch.create(workers, torch.ops.aten.empty.memory_format, [list(param.shape)], options)
-    return _host_by_rank.belonging(param.detach(), workers, frozenset())  # its shards will be the members' only
+        made = _dispatch.create(workers, torch.ops.aten.empty.memory_format, [list(param.shape)], options)
+        return workers.without(made, outside(mesh))
+    return _host_by_rank.belonging(param.detach(), workers, outside(mesh))
 
 
 class Chunks:
@@ -87,7 +90,7 @@ class Chunks:
         lengths = _rank_ints.values_of(length) or [length] * len(tensors)
         parts = zip(tensors, starts, lengths, strict=True)
         return HostByRank(
-            [None if at is None else each.narrow(self._dim, at, size) for each, at, size in parts],
+            [None if each is None or at is None else each.narrow(self._dim, at, size) for each, at, size in parts],
             getattr(self._tensor, "workers", None),
         )
 

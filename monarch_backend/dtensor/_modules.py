@@ -111,16 +111,24 @@ class _Sent(torch.autograd.Function):
     """The way of a value to the workers, and of its gradient, which stays there, through what was calculated here."""
 
     @staticmethod
-    def forward(_ctx: Any, value: torch.Tensor, workers: Workers) -> torch.Tensor:
-        return workers.put(value)
+    def forward(_ctx: Any, value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> torch.Tensor:
+        return _only_inside(value, workers, outside)
 
     @staticmethod
     def backward(_ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return gradient, None, None
 
 
-def sent(value: torch.Tensor, workers: Workers) -> Any:
-    """A tensor of the controller, the same on all workers, with its history."""
+def sent(value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> Any:
+    """A tensor of the controller, or of workers, with its history; the same on all of these but who is ``outside``."""
+    if isinstance(value, RemoteTensor) and outside <= value._meta.outside:
+        return value
     if value.requires_grad and torch.is_grad_enabled():
-        return _Sent.apply(value, workers)  # type: ignore[no-untyped-call]
-    return workers.put(value)
+        return _Sent.apply(value, workers, outside)  # type: ignore[no-untyped-call]
+    return _only_inside(value, workers, outside)
+
+
+def _only_inside(value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> torch.Tensor:
+    if isinstance(value, RemoteTensor):
+        return workers.without(value, outside)
+    return workers.without(workers.put(value), outside) if value.is_meta else workers.put_on(value, outside)

@@ -601,10 +601,9 @@ def _from_local(own: Any) -> Replacement:
             raise RemoteTensorError(_NO_PLAIN_TENSOR)
         if isinstance(local, HostByRank):
             local = local.sent(workers).requires_grad_(local.requires_grad)
-        elif not isinstance(local, RemoteTensor):
-            local = _modules().sent(local, workers)
-        else:
+        elif isinstance(local, RemoteTensor):
             _check_workers("DTensor.from_local()", local, workers)
+        local = _modules().sent(local, workers, outside(mesh))
         return own(local, mesh, placements, **{**options, "run_check": False})
 
     return from_local

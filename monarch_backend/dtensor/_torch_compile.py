@@ -309,7 +309,8 @@ def _wrap_input(own: Any) -> Any:
         ):
             rows = "rows that an embedding has found on each rank, not yet reduced"
             break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
-        if _is_uneven(value) and getattr(options["source"], "member", "") != "_local_tensor":
+        differs = _is_uneven(value) and len(value._meta.classes) > 1  # else some ranks have nothing of it
+        if differs and getattr(options["source"], "member", "") != "_local_tensor":
             size = f"shards of sizes {', '.join(map(str, value.shape))}"
             break_graph(size, RankDependentError(size, "differ by rank"))
         if local is not value and isinstance(local, RemoteTensor) and _torch_slices.numbers(value._spec):

@@ -97,8 +97,9 @@ def _init_sharded(own: Any) -> Replacement:
 @_replaces(FSDPParam, "_init_sharding_spec_plain")
 def _init_spec(own: Any) -> Replacement:
     def _init_sharding_spec_plain(self: Any, param: Any, placement: Any) -> Any:
-        found, workers = own(self, param, placement), workers_of(self.mesh_info.mesh)
-        return found if workers is None or type(found.data) is not torch.Tensor else _fsdp.whole(found, workers)
+        found, mesh = own(self, param, placement), self.mesh_info.mesh
+        is_there = workers_of(mesh) is None or type(found.data) is not torch.Tensor
+        return found if is_there else _fsdp.whole(found, mesh)
 
     return _init_sharding_spec_plain
 
@@ -138,10 +139,9 @@ def _reset_sharded(own: Any) -> Replacement:
 @_replaces(FSDPParamGroup, "__init__")
 def _make_group(own: Any) -> Replacement:
     def __init__(self: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any) -> Any:
-        workers = workers_of(mesh_info.mesh)
-        if workers is None:
+        if workers_of(mesh_info.mesh) is None:
             return own(self, params, modules, mesh_info, *args, **options)
-        with OnWorkers(workers):
+        with OnWorkers(mesh_info.mesh):
             own(self, params, modules, mesh_info, *args, **options)
         return None
 
@@ -151,10 +151,9 @@ def _make_group(own: Any) -> Replacement:
 @_replaces(FSDPParam, "init_all_gather_outputs")
 def _init_outputs(own: Any) -> Replacement:
     def init_all_gather_outputs(self: Any, *args: Any) -> Any:
-        workers = None if self.all_gather_outputs else workers_of(self.mesh_info.mesh)
-        if workers is None:
+        if self.all_gather_outputs or workers_of(self.mesh_info.mesh) is None:
             return own(self, *args)
-        with OnWorkers(workers):
+        with OnWorkers(self.mesh_info.mesh):
             own(self, *args)
         return None
 
@@ -164,10 +163,10 @@ def _init_outputs(own: Any) -> Replacement:
 @_replaces(_fsdp_param_group, "foreach_all_gather", "foreach_reduce")
 def _communicate(own: Any) -> Replacement:
     def communicate(fsdp_params: Any, *args: Any, **options: Any) -> Any:
-        workers = workers_of(fsdp_params[0].mesh_info.mesh)
-        if workers is None:
+        mesh = fsdp_params[0].mesh_info.mesh
+        if workers_of(mesh) is None:
             return own(fsdp_params, *args, **options)
-        with OnWorkers(workers):
+        with OnWorkers(mesh):
             return own(fsdp_params, *args, **options)
 
     return communicate

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils as state_dicts
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint import state_dict as checkpoint_state_dict
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import visualize_sharding
 from torch.nn.parallel import distributed as data_parallel
 
@@ -30,8 +32,11 @@ def _broadcast(own: Any) -> Replacement:
             own(full_state_dict, local_state_dict, device, pg, strict, cpu_offload)
             return
         wanted = {key: each for key, each in full_state_dict.items() if key in local_state_dict}
+        before = dict(local_state_dict)
         # From where they are: `distribute_tensor` sends each worker its part.
         state_dicts._distribute_state_dict(wanted, local_state_dict, torch.device("cpu"), pg)
+        for key in wanted:
+            local_state_dict[key] = _filled(before[key], local_state_dict[key])
         for key, value in wanted.items():
             if cpu_offload and isinstance(value, torch.Tensor):
                 local_state_dict[key] = local_state_dict[key].cpu()
@@ -39,6 +44,30 @@ def _broadcast(own: Any) -> Replacement:
             local_state_dict.pop(key)
 
     return _broadcast_state_dict
+
+
+def _filled(there: Any, received: Any) -> Any:
+    """As what a rank receives: written into the DTensor that is there, if it has values.
+
+    A replicated one that was distributed of a tensor on the workers is that tensor: an optimizer would have its state
+    in the caller's state dict, and change it there.
+    """
+    if not isinstance(there, DTensor) or not isinstance(received, DTensor) or there.is_meta:
+        return received
+    with torch.no_grad():
+        return there.copy_(received)
+
+
+@_replaces(c10d, "_get_pg_default_device")
+def _device_of_all(own: Any) -> Replacement:
+    # Where a state dict's values are put that belong to tensors without any, on "meta".
+    def _get_pg_default_device(group: Any = None) -> torch.device:
+        if not _group.is_controller():
+            return own(group)  # type: ignore[no-any-return]
+        types = {each.device.type for each in _group.owners()}
+        return torch.device(types.pop() if len(types) == 1 else "cpu")
+
+    return _get_pg_default_device
 
 
 @_replaces(data_parallel, "_verify_param_shape_across_processes")

@@ -40,6 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 SIZES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"dp": 2, "tp": 2}}
 
+LAST_ROW = "last row"
+"""Of four processes: a mesh that has not all of them, and not the first one, where values would be read."""
+
 CUBES: dict[str, dict[str, Any]] = {  # of the same four processes
     "2x1x2": {"dp": ("dp", "cp"), "cp": 1},
     "1x2x2": {"dp": ("pp", "dp"), "pp": 1},
@@ -70,23 +73,25 @@ def all_procs() -> Iterator[dict[str, ProcMesh]]:
 
 @pytest.fixture
 def mesh_of(all_procs: dict[str, ProcMesh]) -> Callable[[str], Any]:
-    """``mesh_of("2x2")``: a device mesh of this shape."""
+    """``mesh_of("2x2")``: a device mesh of this shape; or of the LAST_ROW of one."""
 
     def made(name: str) -> Any:
-        if name not in all_procs:
-            pytest.skip(f"there are no {name} processes in this run")
-        return all_procs[name].device_mesh(DEVICE)
+        of = "2x2" if name == LAST_ROW else name
+        if of not in all_procs:
+            pytest.skip(f"there are no {of} processes in this run")
+        procs = all_procs[of]
+        return (procs.slice(dp=1) if name == LAST_ROW else procs).device_mesh(DEVICE)
 
     return made
 
 
-@pytest.fixture(params=list(SIZES))
+@pytest.fixture(params=[*SIZES, pytest.param(LAST_ROW, marks=pytest.mark.slow)])
 def mesh(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
     """One of each shape."""
     return mesh_of(request.param)
 
 
-@pytest.fixture(params=["2", "3"])
+@pytest.fixture(params=["2", "3", pytest.param(LAST_ROW, marks=pytest.mark.slow)])
 def line(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
     """A mesh of one dimension."""
     return mesh_of(request.param)

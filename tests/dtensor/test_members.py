@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, ones, zeros
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from monarch_backend.actor import ProcMesh
-from monarch_backend.dtensor import move, put_module, run
-from tests.dtensor.conftest import DEVICE
+from monarch_backend.dtensor import RemoteTensorError, _torch, move, put_module, run
+from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 
 FIVE = torch.arange(5.0)
@@ -148,6 +150,65 @@ def test_training(part: Any, how: str) -> None:
         given = distribute_tensor(x, part, [Replicate()]).to_local()
     for found, single in zip(_trained(model, given), _trained(expected, x), strict=True):
         same(found, single, 1e-5)
+
+
+@pytest.mark.parametrize("where", ["of the controller", "of all workers", "of its own members"])
+def test_what_a_plain_tensor_becomes(part: Any, where: str) -> None:
+    """As SequenceParallel does with a norm's parameters; its gradient goes back the same way."""
+    plain = torch.zeros(5)
+    if where == "of all workers":
+        plain = workers_of(part).put(plain)
+    elif where == "of its own members":
+        plain = zeros(5, device_mesh=part, placements=[Replicate()]).to_local()
+    plain.requires_grad_()
+    x = DTensor.from_local(plain, part, [Replicate()])
+    (x * distribute_tensor(FIVE, part, [Shard(0)])).sum().backward()
+    same(plain.grad, FIVE)
+    with torch.no_grad():
+        x.add_(distribute_tensor(FIVE, part, [Shard(0)]))
+    same(x, FIVE)
+
+
+def test_a_norm_between_sharded_layers_is_trained(part: Any) -> None:
+    torch.manual_seed(3)
+    expected = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4))
+    plan: dict[str, Any] = {
+        "0": ColwiseParallel(output_layouts=Shard(0)), "1": SequenceParallel(sequence_dim=0),
+        "2": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+    }  # fmt: skip
+    model = parallelize_module(copy.deepcopy(expected), part, plan)
+    x = torch.randn(8, 4)
+    for found, single in zip(_trained(model, x), _trained(expected, x), strict=True):
+        same(found, single, 1e-4)
+
+
+def test_a_tensor_of_all_is_not_changed_by_members_only(part: Any) -> None:
+    """Who is no member would keep the old values, and one of them might be read."""
+    x, of_all = distribute_tensor(FIVE, part, [Replicate()]).to_local(), workers_of(part).put(torch.zeros(5))
+    for change in (lambda: of_all.add_(x), lambda: of_all[:].copy_(x), lambda: torch._foreach_mul_([of_all], [x])):
+        with pytest.raises(RemoteTensorError, match=r"they would keep the old values\. Make a new"):
+            change()
+    same(of_all + x, FIVE)
+    of_all.add_(1)
+    same(of_all, torch.ones(5))
+
+
+def test_a_captured_step_of_a_module_that_was_put(part: Any) -> None:
+    torch.manual_seed(3)
+    expected = Model()
+    model = put_module(copy.deepcopy(expected), part)
+    x = torch.randn(8, 4)
+    given = distribute_tensor(x, part, [Replicate()]).to_local()
+    step = torch.compile(model, backend="monarch", fullgraph=True, options={"inductor": False})
+    for found, single in zip(_trained(step, given), _trained(expected, x), strict=True):
+        same(found, single, 1e-5)
+
+
+def test_parameters_that_are_sharded_again_are_the_members_only(part: Any) -> None:
+    with torch.device("meta"):
+        empty = fully_shard(Model(), mesh=part)
+    for each in (*fully_shard(Model(), mesh=part).parameters(), *empty.to_empty(device=DEVICE).parameters()):
+        assert each._local_tensor._meta.outside == _torch.outside(part)  # type: ignore[attr-defined]
 
 
 def test_all_processes_have_the_same_as_before(mesh_of: Callable[[str], Any]) -> None:

@@ -354,7 +354,7 @@ def test_plain_tensors_beside_distributed_ones(mesh: Any) -> None:
     whole, other = torch.arange(6.0), torch.arange(6.0) + 1
     d = distribute_tensor(whole, mesh, [Shard(0), Replicate()][: mesh.ndim])
     number = distribute_tensor(torch.tensor(2.0), mesh, [Replicate()] * mesh.ndim)
-    plain = workers_of(mesh).put(other)
+    plain = distribute_tensor(other, mesh, [Replicate()] * mesh.ndim).to_local()
     same(plain * d, other * whole)
     same(d * plain, other * whole)
     same(plain * number, other * 2)

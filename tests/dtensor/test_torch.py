@@ -193,6 +193,7 @@ FORMS = {
     "torch.distributed.tensor.parallel.loss._nll_loss_and_log_softmax_backward": (
         "grad_output x target weight reduction ignore_index total_weight input_shape channel_dim mesh mesh_dim"
     ),
+    "torch.distributed.distributed_c10d._get_pg_default_device": "group",
     "torch.nn.parallel.distributed._verify_param_shape_across_processes": "process_group tensors logger",
     **dict.fromkeys(
         (

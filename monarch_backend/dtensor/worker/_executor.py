@@ -50,6 +50,7 @@ class Executor(Actor):
         self._pending: dict[
             int, tuple[Signature, int, int]
         ] = {}  # collectives' results that nobody has waited for, and whose: see _failure
+        self._sources: dict[int, frozenset[int]] = {}  # by these results: the memory that their collectives read
         self._failures = _failures.Failures()
         self._before = 0  # words in the batches that are done
         self._waiting = 0  # words since XLA did what they say
@@ -279,6 +280,7 @@ class Executor(Actor):
         function: Function = self._functions[number]  # type: ignore[assignment]
         if self._pending:
             self._wait_for_operands(function, words, i)
+            self._wait_for_readers(function, words, i)
         try:
             function.run(self._tensors, words, i)
             call = function.quick(self._tensors, words, i) if number not in self._calls else None
@@ -290,7 +292,9 @@ class Executor(Actor):
         if function.is_collective:
             origin = function.signature, words[i + 1], self._order(i)
             written = [function.operands(words, i)[at] for at in function.signature.writes]
-            self._pending.update(dict.fromkeys([*function.results(words, i), *written], origin))
+            under_way = [*function.results(words, i), *written]
+            self._pending.update(dict.fromkeys(under_way, origin))
+            self._sources.update(dict.fromkeys(under_way, self._memory_of(function.operands(words, i))))
             for each in written:  # others may share their memory, for which nobody would wait
                 self._settled(each)
         return i + function.length
@@ -386,9 +390,24 @@ class Executor(Actor):
             if each in self._pending:
                 self._settled(each)
 
+    def _wait_for_readers(self, function: Function, words: list[Any], i: int) -> None:
+        """What a collective still reads must not be changed yet: a program that has waited for it may change it."""
+        writes = function.signature.writes
+        if not writes:
+            return
+        operands = function.operands(words, i)
+        written = self._memory_of([operands[at] for at in writes])
+        for each in [each for each, read in self._sources.items() if not written.isdisjoint(read)]:
+            self._settled(each)
+
+    def _memory_of(self, numbers: list[int]) -> frozenset[int]:
+        found = [_storage.identity(self._tensors.get(each)) for each in numbers]
+        return frozenset(each for each in found if each is not None)
+
     def _settled(self, number: int) -> Any:
         found = self._tensors.get(number)  # None: this rank takes no part in it
         origin = self._pending.pop(number, None)
+        self._sources.pop(number, None)
         if origin is not None and not isinstance(found, Failure):
             try:
                 found = funcol.wait_tensor(found)

@@ -84,7 +84,8 @@ def make(signature: Signature, rank: int, device: torch.device, group: Callable[
     arguments = [source.argument(each) for each in [*signature.args, *signature.kwargs.values()]]
     names = tuple(signature.kwargs)
     call = Call(
-        find(signature.target), arguments, names, signature.operands, signature.results, int(signature.kind)
+        find(signature.target), arguments, names, signature.operands, signature.results, int(signature.kind),
+        bool(signature.writes),
     )  # fmt: skip
     made = Function(signature, call.run, call)
     return skip(made) if source.is_absent else made

@@ -30,6 +30,13 @@ def live_bytes(tensors: Iterable[object]) -> int:
     return sum(storages.values())
 
 
+def identity(tensor: object) -> int | None:
+    """Of its storage, while that is there; None of what has none that could be changed behind somebody's back."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type == "xla":
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether what is written into one may be seen in the other."""
     if one.layout != torch.strided or other.layout != torch.strided:  # others have no storage
