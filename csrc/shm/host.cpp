@@ -204,6 +204,11 @@ Host::Host(std::size_t arena_bytes, const std::string& token)
     event.data.u64 = watch_key(0, fd);
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw system_failure("epoll_ctl");
   }
+  if (token.empty()) begin();
+}
+
+void Host::begin() {
+  begun_ = true;
   watcher_ = std::thread([this] {
     begin_native_thread("monarch_watch");
     watch();
@@ -213,6 +218,7 @@ Host::Host(std::size_t arena_bytes, const std::string& token)
 void Host::behave(Manners manners) {
   const std::lock_guard lock(mutex_);
   manners_ = std::move(manners);
+  if (!begun_) begin();
 }
 
 bool Host::tether(const std::string& token) {

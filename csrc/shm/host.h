@@ -51,10 +51,11 @@ class Host {
     std::function<void(std::shared_ptr<Peer>)> arrived;
     std::function<void(const std::string& token)> refused;
   };
-  // `token`: 32 hexadecimal digits that somebody else has chosen, or empty. Throws std::system_error.
+  // `token`: 32 hexadecimal digits that somebody else has chosen, or empty. Others may know such a one already and call:
+  // they are not answered before `behave`. Throws std::system_error.
   explicit Host(std::size_t arena_bytes, const std::string& token = {});
   ~Host();
-  void behave(Manners manners);  // before anybody can know the token
+  void behave(Manners manners);  // before anybody can know the token, if it is our own
 
   const std::string& token() const { return token_; }
   Arena& arena() { return *arena_; }
@@ -96,6 +97,7 @@ class Host {
   void release(std::uint64_t offset);
 
  private:
+  void begin();
   void watch();
   void accept_one();
   // To a process that has not answered yet. Without a link: the answer is being looked at.
@@ -132,6 +134,7 @@ class Host {
   std::atomic<std::uint32_t> departures_{0};
   Bell inside_{};
   std::atomic<bool> abandoned_{false};
+  bool begun_ = false;
   std::thread watcher_;
 };
 

@@ -17,10 +17,12 @@ NONE, ONE, MANY = 0, 1, 2
 _aten = torch.ops.aten
 
 
-def call(function: Callable[..., Any], *arguments: Any, results: int = 1, kind: int = ONE, **named: Any) -> Call:
+def call(
+    function: Callable[..., Any], *arguments: Any, results: int = 1, kind: int = ONE, writes: bool = False, **named: Any
+) -> Call:
     given = [*arguments, *named.values()]
     operands = 1 + max((last_of(each) for each in given), default=-1)
-    return Call(function, given, tuple(named), operands, results, kind)
+    return Call(function, given, tuple(named), operands, results, kind, writes)
 
 
 def last_of(argument: Any) -> int:
@@ -75,6 +77,9 @@ def test_it_stops_at_what_is_not_its_own() -> None:
     assert run(words, {7: made, 8: made}, tensors, {2: "under way"}) == 4, "2 must be waited for"
     assert run([0, 1, 2], {}, tensors, {2: "under way"}) == 0, "so must it before it is dropped"
     assert run(words, {7: made, 8: made}, tensors, {99: "under way"}) == 8
+    writing = call(lambda each: each, ("tensor", 0), writes=True)
+    assert run(words, {7: made, 8: writing}, tensors, {99: "under way"}) == 4, "99 may read what 8 changes"
+    assert run(words, {7: made, 8: writing}, tensors) == 8
 
 
 def test_a_failure_says_which_record_and_leaves_the_others() -> None:

@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import resource
+import secrets
 import signal
 import statistics
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend import _native
 from monarch_backend.mesh._linux import stands_still
 from tests.transport.posts import GONE, MET, PATIENCE, REFUSED, SILENT, UP, Office, play, until
 
@@ -1009,3 +1011,19 @@ def test_waiting_and_large_copies_leave_the_interpreter_to_others() -> None:
         office.read()
 
     assert play(sender, receiver)[0] >= enough
+
+
+def test_who_calls_before_there_is_a_post_is_answered_when_there_is() -> None:
+    """Whoever has chosen a process's token may call as soon as that listens."""
+    token = secrets.token_hex(16)
+    late, host = _native.Host(16 << 20, token), _native.Host(16 << 20)
+    post = _native.Post(host, False)
+    assert post.connect(token) == SILENT, "it does not answer yet"
+    its = _native.Post(late, False)
+    for each, other in ((post, token), (its, host.token)):
+        assert each.take()
+        (event,) = each.receive(PATIENCE)
+        assert event[1:3] == (MET, other), event
+        each.pass_on()
+    for each in (late, host):
+        each.leave()
