@@ -208,17 +208,17 @@ Host::Host(std::size_t arena_bytes, const std::string& token)
 }
 
 void Host::begin() {
-  begun_ = true;
   watcher_ = std::thread([this] {
     begin_native_thread("monarch_watch");
     watch();
   });
+  begun_ = true;
 }
 
 void Host::behave(Manners manners) {
   const std::lock_guard lock(mutex_);
-  manners_ = std::move(manners);
   if (!begun_) begin();
+  manners_ = std::move(manners);
 }
 
 bool Host::tether(const std::string& token) {
@@ -294,7 +294,7 @@ void Host::abandon() {
   abandoned_ = true;
   // The watcher does not exist in the child, and its locks may be held for ever: touch neither. Only descriptors
   // matter: a child that kept them would keep a dead parent's links open.
-  watcher_.detach();
+  if (watcher_.joinable()) watcher_.detach();
   for (int* fd : {&listener_, &epoll_, &nudge_}) {
     if (*fd >= 0) close(*fd);
     *fd = -1;

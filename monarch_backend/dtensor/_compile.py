@@ -158,7 +158,7 @@ class _Graph:
         # for those of another slice, too.
         several = self._classes if len(self.graphs) > 1 else None
         if several is not None:
-            classes = several.parted(classes.of_rank)
+            classes = several.parted(classes.of_rank).without(classes)
         elif classes.is_one:
             return Capturer(workers, self.graphs[0], args, inductor=self._inductor).make()
         returned, by_rank = _class_graphs.made_of_arguments(self.graphs), _class_graphs.by_rank(self.graphs)
@@ -171,6 +171,10 @@ class _Graph:
                 constants=constants,
             )  # fmt: skip
             captures.append(capturer.make())
+        for each in captures:
+            operands = [*(args[at] for at in each.tensors), *each.kept]
+            changed = [operands[at] for at in each.writes]
+            _signatures.refuse_old_values("a captured step", changed, classes.of_rank)
         return _class_graphs.combine(workers, captures, classes.of_rank)
 
 

@@ -135,7 +135,8 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
     """Those that the operation changes are read afterwards, which waits: nobody here would see a copy change."""
     kwargs = kwargs or {}
     if plan.target.call is torch.ops.aten.copy_.default and args[0].is_meta:
-        return args[0]  # it has no values before, and none after
+        # It has no values before, and none after; torch looks whether the sizes fit.
+        return args[0] if _is_by_rank(args[1].shape) else args[0].copy_(torch.empty(args[1].shape, device="meta"))
     changed = [each for each in _signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
     plain = _plain(args, kwargs, plan.target.schema)
     sent = [(each, _where_all_are(plain(each), args, kwargs)) for each in changed]
@@ -149,6 +150,10 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
             each.copy_(_values.as_host(remote))
     back = {id(remote): each for each, remote in sent}
     return pytree.tree_map(lambda v: back.get(id(v), v), result)
+
+
+def _is_by_rank(sizes: Any) -> bool:
+    return any(type(each) is not int for each in sizes)
 
 
 def _where_all_are(sent: RemoteTensor, args: Any, kwargs: Any) -> RemoteTensor:
@@ -220,8 +225,15 @@ def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: Workers
         workers = _workers_of(plan, args, kwargs)
     if plan.target.schema is not None:
         args, kwargs = _devices().at_home(args, kwargs)
-    args, kwargs = _signatures.with_numbers(plan.target.schema, args, kwargs)
-    entry = plan.entries[key] = _signatures.make(workers, plan.target, args, kwargs)
+    given, named = _signatures.with_numbers(plan.target.schema, args, kwargs)
+    try:
+        entry = plan.entries[key] = _signatures.make(workers, plan.target, given, named)
+    except _signatures.OldValuesError:
+        if not _one_by_one(plan.target, args, kwargs):
+            raise
+        entry = Entry()
+        entry.number, entry.host = 0, None  # it has been done, and is to be done so again the next time
+        return entry
     _known[workers] = _known.get(workers, 0) + 1
     if _known[workers] > KEPT:
         _forget_half(workers)
@@ -232,6 +244,20 @@ def _devices() -> Any:
     from monarch_backend.dtensor import _devices as found  # which needs this module
 
     return found
+
+
+def _one_by_one(target: Target, args: Any, kwargs: Any) -> bool:
+    """A list is changed one tensor at a time where they are of several slices; whether it is a list of several."""
+    count = len(args[0]) if target.name.startswith("aten._foreach_") and isinstance(args[0], (list, tuple)) else 1
+    if count == 1:
+        return False
+
+    def only(value: Any, at: int) -> Any:
+        return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    for at in range(count):
+        target.call(*[only(each, at) for each in args], **{name: only(each, at) for name, each in kwargs.items()})
+    return True
 
 
 def _workers_of(plan: _native.Plan, args: Any, kwargs: Any) -> Workers:

@@ -46,7 +46,8 @@ def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise ValueError(f"{mesh} is no controller's mesh: a rank of a process group has the module's tensors already")
     with torch.inference_mode(False), torch.no_grad():  # it is not only for a forward without gradients
         for name, parameter in module.named_parameters():
-            if type(parameter) is nn.Parameter and not parameter.is_meta:
+            is_here = type(parameter) is nn.Parameter and not parameter.is_meta
+            if is_here or _is_elsewhere_too(parameter, mesh):
                 _put_parameter(name, parameter, mesh)
         put_buffers(module.modules(), mesh)
     return module
@@ -54,9 +55,11 @@ def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     remote: Any = nn.Parameter(_put(parameter, mesh), requires_grad=parameter.requires_grad)
+    its_own = remote.__dict__.copy()
     remote.__dict__.update(parameter.__dict__)
+    remote.__dict__.update(its_own)
     if parameter.grad is not None:
-        remote.grad = parameter.grad if isinstance(parameter.grad, RemoteTensor) else _put(parameter.grad, mesh)
+        remote.grad = _put(parameter.grad, mesh)
     why = _torch.exchange(parameter, remote)
     if why:
         log.warning(
@@ -70,7 +73,16 @@ def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None
 def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     workers = _torch.workers_of(mesh)
     assert workers is not None
+    if isinstance(tensor, RemoteTensor):
+        return workers.without(tensor.detach(), _torch.outside(mesh))  # type: ignore[arg-type] # of this class as well
     return workers.put_on(tensor, _torch.outside(mesh))
+
+
+def _is_elsewhere_too(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """On workers that are not in the mesh, who would not change it."""
+    if not isinstance(tensor, RemoteTensor) or tensor._meta.workers is not _torch.workers_of(mesh):
+        return False
+    return not _torch.outside(mesh) <= tensor._meta.outside
 
 
 def put_buffers(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
@@ -78,7 +90,8 @@ def put_buffers(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     known: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
-            if type(buffer) is torch.Tensor and not buffer.is_meta:
+            is_here = type(buffer) is torch.Tensor and not buffer.is_meta
+            if is_here or _is_elsewhere_too(buffer, mesh):
                 if buffer not in known:
                     known[buffer] = _put(buffer, mesh)
                 module._buffers[name] = known[buffer]

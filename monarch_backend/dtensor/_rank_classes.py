@@ -55,6 +55,11 @@ class Classes:
         both = zip(self.of_rank, keys, strict=True)
         return Classes(self.workers, [None if its < 0 else (its, key) for its, key in both])
 
+    def without(self, others: Classes) -> Classes:
+        """As these, and who takes no part in the others does not here."""
+        both = zip(self.of_rank, others.of_rank, strict=True)
+        return Classes(self.workers, [None if its < 0 or theirs < 0 else its for its, theirs in both])
+
 
 def of(workers: Workers, metas: Sequence[Meta]) -> Classes:
     """The classes of ranks whose shards have the same metadata; a rank that has nothing of one takes no part."""

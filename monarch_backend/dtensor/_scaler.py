@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from monarch_backend.dtensor import _results
+from monarch_backend.dtensor import _dispatch, _results
+from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 _check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -33,9 +34,36 @@ def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
         of_rank = flag.clone()
         _check([_to_look_at(each, factor) for each in of_mesh], of_rank, factor, **(kwargs or {}))
         parts = _results.of_parts(of_rank, _results.meta_of(of_rank), mesh, [Partial("max")] * mesh.ndim)
-        found.copy_(parts.full_tensor())
+        _tell(found, parts.full_tensor())
     if others:  # of this process, or of processes that have no DTensor among these
         _check(others, found, inverse, **(kwargs or {}))
+
+
+def check_and_unscale_plain(func: Any, args: Any, kwargs: Any) -> None:
+    """The operator itself, of gradients that are no DTensors; those of slices have the flag of all told by members."""
+    gradients, found, inverse = args
+    by_members: dict[frozenset[int], list[Any]] = {}
+    for each in gradients:
+        by_members.setdefault(_outside(each), []).append(each)
+    for outside, of_members in by_members.items():
+        if not isinstance(found, RemoteTensor) or outside <= _outside(found):
+            _dispatch.run_plain(func, (of_members, found, inverse), kwargs or {})
+            continue
+        flag = found._meta.workers.without(found.clone(), outside)  # type: ignore[arg-type] # of this class as well
+        _dispatch.run_plain(func, (of_members, flag, inverse), kwargs or {})
+        _tell(found, flag)
+
+
+def _outside(tensor: Any) -> frozenset[int]:
+    return tensor._meta.outside if isinstance(tensor, RemoteTensor) else frozenset()
+
+
+def _tell(found: Any, flag: Any) -> None:
+    """To all ranks that have what is known to those of a slice."""
+    if isinstance(found, RemoteTensor) and not _outside(flag) <= _outside(found):
+        found.fill_(flag.item())
+    else:
+        found.copy_(flag)
 
 
 def _to_look_at(gradient: Any, factor: Any) -> Any:

@@ -93,8 +93,14 @@ def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
     if classes is None:
         return _make_same(workers, target, args, kwargs)
     of_rank, members = classes
+    if not members:
+        raise RemoteTensorError(
+            f"{target.name} got tensors of which no rank has all, of several slices of {workers.name}: move them to "
+            "one mesh first: monarch_backend.dtensor.move(x, mesh)"
+        )
     if -1 in of_rank:
-        _refuse_old_values(target, args, kwargs, of_rank)
+        changed = written(target.schema, args, kwargs) + [args[at] for at in target.writes]
+        refuse_old_values(target.name, changed, of_rank)
     given = [pytree.tree_unflatten([_on(each, rank) for each in flat], spec) for rank in members]
     calls = [(target, *each) for each in given]
     if target.name == _SPLIT:
@@ -102,16 +108,19 @@ def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
     return _combine(workers, [_make_same(workers, *each) for each in calls], of_rank)
 
 
-def _refuse_old_values(target: Target, args: Any, kwargs: Any, of_rank: list[int]) -> None:
-    """Raises RemoteTensorError where the operation changes what ranks have that take no part in it."""
-    changed = written(target.schema, args, kwargs) + [args[at] for at in target.writes]
+class OldValuesError(RemoteTensorError):
+    """A tensor would be changed on some of the ranks that have it."""
+
+
+def refuse_old_values(what: str, changed: Sequence[Any], of_rank: Sequence[int]) -> None:
+    """Raises OldValuesError where ranks have any of these that take no part in what changes it."""
     for each in changed:
         if not isinstance(each, RemoteTensor):
             continue
         left = [rank for rank, which in enumerate(of_rank) if which < 0 and each._meta.on(rank) is not None]
         if left:
-            raise RemoteTensorError(
-                f"{target.name} changes a tensor of all workers by one that ranks {left} have no part of (a slice's, "
+            raise OldValuesError(
+                f"{what} changes a tensor of all workers by one that ranks {left} have no part of (a slice's, "
                 "say): they would keep the old values. Make a new tensor in its place (y = y + x), or make the first "
                 "one of the other (torch.zeros_like(x), x.new_zeros(...))"
             )

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _collectives, _dispatch, _torch, _values
+from monarch_backend.dtensor import _collectives, _dispatch, _scaler, _torch, _values
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._signatures import Operand, propagate, stands_in
 
@@ -114,6 +114,7 @@ _dispatch.special.update(
     {
         _aten._local_scalar_dense.default: _item,
         _aten.equal.default: _equal,
+        _aten._amp_foreach_non_finite_check_and_unscale_.default: _scaler.check_and_unscale_plain,
         _aten._pack_padded_sequence.default: _pack,
         _aten.allclose.default: _allclose,
         _aten.detach.default: _same_handle,

@@ -188,9 +188,60 @@ def test_a_tensor_of_all_is_not_changed_by_members_only(part: Any) -> None:
     for change in (lambda: of_all.add_(x), lambda: of_all[:].copy_(x), lambda: torch._foreach_mul_([of_all], [x])):
         with pytest.raises(RemoteTensorError, match=r"they would keep the old values\. Make a new"):
             change()
+    step = torch.compile(lambda y, x: y.add_(x), backend="monarch", options={"inductor": False})
+    with pytest.raises(RemoteTensorError, match="a captured step changes a tensor of all workers"):
+        step(of_all, x)
     same(of_all + x, FIVE)
     of_all.add_(1)
     same(of_all, torch.ones(5))
+
+
+def test_a_list_of_tensors_of_all_and_of_members_is_changed(part: Any) -> None:
+    x, of_all = distribute_tensor(FIVE, part, [Replicate()]).to_local(), workers_of(part).put(torch.zeros(5))
+    for _ in range(2):
+        torch._foreach_add_([of_all, x], 1.0)
+        torch._foreach_addcmul_([of_all, x], [of_all, x], [of_all, x], value=0.0)
+        torch._foreach_mul_([of_all, x], [2.0, 1.0])
+    same(of_all, torch.full((5,), 6.0))
+    same(x, FIVE + 2)
+
+
+def test_tensors_of_two_slices(all_procs: dict[str, ProcMesh]) -> None:
+    if "2x2" not in all_procs:
+        pytest.skip("there are no 2x2 processes in this run")
+    x, y = (
+        distribute_tensor(FIVE, all_procs["2x2"].slice(dp=row).device_mesh(DEVICE), [Replicate()]).to_local()
+        for row in range(2)
+    )
+    with pytest.raises(RemoteTensorError, match=r"of several slices of procs-\d+: move them to one mesh"):
+        x + y
+
+
+def test_a_module_that_all_have_is_put_on_members(part: Any, mesh_of: Callable[[str], Any]) -> None:
+    torch.manual_seed(3)
+    expected, x = Model(), torch.randn(8, 4)
+    model = put_module(copy.deepcopy(expected), mesh_of("2x2"))
+    model.first.weight.mine = "here"
+    put_module(model, part)
+    assert model.first.weight.mine == "here"
+    given = distribute_tensor(x, part, [Replicate()]).to_local()
+    for found, single in zip(_trained(model, given), _trained(expected, x), strict=True):
+        same(found, single, 1e-5)
+
+
+@pytest.mark.parametrize("where", ["of this process", "of all workers"])
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+def test_what_overflows_on_a_member_is_known_to_all(part: Any, where: str, distributed: bool) -> None:
+    """As GradScaler asks; its flag is all workers' on a mesh of GPUs."""
+    gradient: Any = distribute_tensor(torch.tensor([1.0, torch.inf]), part, [Shard(0)])
+    if not distributed:
+        gradient = gradient.full_tensor()
+    flag, factor = torch.zeros(1), torch.full((1,), 0.5)
+    if where == "of all workers":
+        flag, factor = workers_of(part).put(flag), workers_of(part).put(factor)
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], flag, factor)
+    assert flag.tolist() == [1.0] and flag.mul(2).tolist() == [2.0]
+    assert gradient[:1].tolist() == [0.5]
 
 
 def test_a_captured_step_of_a_module_that_was_put(part: Any) -> None:
@@ -204,7 +255,7 @@ def test_a_captured_step_of_a_module_that_was_put(part: Any) -> None:
         same(found, single, 1e-5)
 
 
-def test_parameters_that_are_sharded_again_are_the_members_only(part: Any) -> None:
+def test_parameters_of_fully_shard_are_the_members_only(part: Any) -> None:
     with torch.device("meta"):
         empty = fully_shard(Model(), mesh=part)
     for each in (*fully_shard(Model(), mesh=part).parameters(), *empty.to_empty(device=DEVICE).parameters()):

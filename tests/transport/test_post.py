@@ -1027,3 +1027,11 @@ def test_who_calls_before_there_is_a_post_is_answered_when_there_is() -> None:
         each.pass_on()
     for each in (late, host):
         each.leave()
+
+
+def test_a_host_that_has_no_post_yet_is_abandoned() -> None:
+    """By a fork of the process, say, which has no threads of it."""
+    host = _native.Host(16 << 20, secrets.token_hex(16))
+    before = len(os.listdir("/proc/self/fd"))
+    host.abandon()
+    assert len(os.listdir("/proc/self/fd")) < before

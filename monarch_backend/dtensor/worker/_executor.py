@@ -50,7 +50,8 @@ class Executor(Actor):
         self._pending: dict[
             int, tuple[Signature, int, int]
         ] = {}  # collectives' results that nobody has waited for, and whose: see _failure
-        self._sources: dict[int, frozenset[int]] = {}  # by these results: the memory that their collectives read
+        self._sources: dict[int, frozenset[int]] = {}  # by these results: the storages that their collectives read
+        self._readers: dict[int, set[int]] = {}  # the other way round
         self._failures = _failures.Failures()
         self._before = 0  # words in the batches that are done
         self._waiting = 0  # words since XLA did what they say
@@ -294,7 +295,7 @@ class Executor(Actor):
             written = [function.operands(words, i)[at] for at in function.signature.writes]
             under_way = [*function.results(words, i), *written]
             self._pending.update(dict.fromkeys(under_way, origin))
-            self._sources.update(dict.fromkeys(under_way, self._memory_of(function.operands(words, i))))
+            self._note_readers(under_way, self._memory_of(function.operands(words, i)))
             for each in written:  # others may share their memory, for which nobody would wait
                 self._settled(each)
         return i + function.length
@@ -397,8 +398,19 @@ class Executor(Actor):
             return
         operands = function.operands(words, i)
         written = self._memory_of([operands[at] for at in writes])
-        for each in [each for each, read in self._sources.items() if not written.isdisjoint(read)]:
+        for each in [each for storage in written for each in self._readers.get(storage, ())]:
             self._settled(each)
+
+    def _note_readers(self, results: list[int], storages: frozenset[int]) -> None:
+        self._sources.update(dict.fromkeys(results, storages))
+        for storage in storages:
+            self._readers.setdefault(storage, set()).update(results)
+
+    def _forget_reader(self, result: int) -> None:
+        for storage in self._sources.pop(result, ()):
+            self._readers[storage].discard(result)
+            if not self._readers[storage]:
+                del self._readers[storage]
 
     def _memory_of(self, numbers: list[int]) -> frozenset[int]:
         found = [_storage.identity(self._tensors.get(each)) for each in numbers]
@@ -407,7 +419,7 @@ class Executor(Actor):
     def _settled(self, number: int) -> Any:
         found = self._tensors.get(number)  # None: this rank takes no part in it
         origin = self._pending.pop(number, None)
-        self._sources.pop(number, None)
+        self._forget_reader(number)
         if origin is not None and not isinstance(found, Failure):
             try:
                 found = funcol.wait_tensor(found)
