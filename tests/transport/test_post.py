@@ -931,8 +931,12 @@ def test_a_signal_ends_a_wait() -> None:
             assert office.post.receive(None) == []
         assert seen
 
+        raised: list[int] = []
+
         def interrupt(number: int, frame: object) -> None:
-            raise InterruptedHereError
+            if not raised:  # a busy machine may have the next one strike before its timer is stopped
+                raised.append(number)
+                raise InterruptedHereError
 
         def wait_for_ever() -> None:
             signal.signal(signal.SIGALRM, interrupt)
