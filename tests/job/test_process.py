@@ -152,7 +152,7 @@ def test_nothing_stays_of_a_job_that_starts_in_part(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_of_a_job_that_starts_too_late(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3)")
     late = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with new_mark() as mark:
         job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={MARK: mark, "PYTHONPATH": late})
