@@ -124,7 +124,7 @@ def belonging(tensor: Any, workers: Workers, outside: frozenset[int]) -> Any:
     from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
     if isinstance(tensor, RemoteTensor):
-        return tensor if outside <= tensor._meta.outside else workers.without(tensor, outside)
+        return workers.without(tensor, outside)
     if isinstance(tensor, HostByRank):
         tensor.workers = workers
         return tensor

@@ -243,7 +243,7 @@ class Workers:
         from monarch_backend.dtensor import _dispatch
         from monarch_backend.dtensor.worker import _parts
 
-        if not outside:
+        if outside <= tensor._meta.outside:
             return tensor
         key = "inside", outside
         inside = self.kept.get(key)
