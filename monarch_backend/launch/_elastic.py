@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -187,6 +188,32 @@ def _start_processes(ranks: Ranks) -> Callable[..., PContext]:
     return start_processes
 
 
+class _HeldSignals:
+    """Signals that come while ranks start, from ``hold`` on, are handled by ``let_go``: when the agent knows the ranks.
+
+    torch's handler raises. Earlier, nobody would tell the ranks, and they would end without a word.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._came: list[int] = []
+
+    def hold(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            if callable(signal.getsignal(number)):
+                self._handlers[number] = signal.signal(number, lambda came, _: self._came.append(came))
+
+    def let_go(self) -> None:
+        handlers, self._handlers = self._handlers, {}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in self._came[:1]:  # its handler ends all
+            self._came.clear()
+            handlers[number](number, None)
+
+
 class ForkedContext(SubprocessContext):
     """torch's bookkeeping of programs, whose processes the fork server makes."""
 
@@ -194,8 +221,17 @@ class ForkedContext(SubprocessContext):
         super().__init__(**kwargs)
         self._ranks = ranks
         self._ends_seen = 0
+        self._held = _HeldSignals()
 
     def _start(self) -> None:
+        self._held.hold()
+        try:
+            self._start_ranks()
+        except BaseException:
+            self._held.let_go()
+            raise
+
+    def _start_ranks(self) -> None:
         everyone = range(self.nprocs)
         started = self._ranks.start(
             [[str(word) for word in self.args[rank]] for rank in everyone],
@@ -206,8 +242,14 @@ class ForkedContext(SubprocessContext):
         handlers: dict[int, Any] = {rank: _Handler(process) for rank, process in enumerate(started)}
         self.subprocess_handlers = handlers
 
+    def wait(self, timeout: float = -1, period: float = 1) -> Any:
+        """torch's, by an agent that has this context."""
+        self._held.let_go()
+        return super().wait(timeout, period)
+
     def wait_for_end(self, timeout: float) -> None:
         """Until a rank ends that had not ended the last time."""
+        self._held.let_go()
         self._ends_seen = self._ranks.wait_for_end(self._ends_seen, timeout)
 
 

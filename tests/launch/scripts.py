@@ -82,6 +82,20 @@ while True:
     signal.pause()
 """
 
+# As early as it can, it has the launcher told to end, the process that its fork server is of; so must it be, then.
+HASTY = """
+import os, signal
+def end(number, frame):
+    os.write(1, f"rank {os.environ['RANK']} was told {signal.Signals(number).name}\\n".encode())
+    os._exit(0)
+signal.signal(signal.SIGINT, end)
+if os.environ["RANK"] == "0":
+    with open(f"/proc/{os.getppid()}/stat") as file:
+        os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGINT)
+while True:
+    signal.pause()
+"""
+
 # Fails in every attempt, and leaves torch's error file.
 RECORDED = """
 import os

@@ -120,6 +120,15 @@ def _errors(directory: Path) -> dict[str, Any]:
     return found
 
 
+def test_the_launcher_gets_a_signal_while_ranks_start(tmp_path: Path) -> None:
+    """They are told of it once they are all there."""
+    (tmp_path / "hasty.py").write_text(scripts.HASTY)
+    with launching("monarch", "--nproc-per-node=4", str(tmp_path / "hasty.py"), directory=tmp_path / "ran") as process:
+        ended = finish(process, tmp_path / "ran")
+    assert ended.returncode == 1 and "SignalException" in ended.stderr
+    assert "rank 0 was told SIGINT\n" in ended.stdout, ended
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_launcher_gets_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(scripts.WAITING)
