@@ -73,9 +73,7 @@ def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None
 def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     workers = _torch.workers_of(mesh)
     assert workers is not None
-    if isinstance(tensor, RemoteTensor):
-        return workers.without(tensor.detach(), _torch.outside(mesh))  # type: ignore[arg-type] # of this class as well
-    return workers.put_on(tensor, _torch.outside(mesh))
+    return workers.put_on(tensor.detach(), _torch.outside(mesh))
 
 
 def _is_elsewhere_too(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
@@ -125,7 +123,7 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> torch.Tensor:
-        return _only_inside(value, workers, outside)
+        return workers.put_on(value, outside)
 
     @staticmethod
     def backward(_ctx: Any, gradient: torch.Tensor) -> Any:
@@ -138,10 +136,4 @@ def sent(value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> Any:
         return value
     if value.requires_grad and torch.is_grad_enabled():
         return _Sent.apply(value, workers, outside)  # type: ignore[no-untyped-call]
-    return _only_inside(value, workers, outside)
-
-
-def _only_inside(value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> torch.Tensor:
-    if isinstance(value, RemoteTensor):
-        return workers.without(value, outside)
-    return workers.without(workers.put(value), outside) if value.is_meta else workers.put_on(value, outside)
+    return workers.put_on(value, outside)

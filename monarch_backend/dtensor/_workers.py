@@ -233,9 +233,11 @@ class Workers:
         return RemoteTensor(meta, Ref(self, number))
 
     def put_on(self, value: torch.Tensor, outside: frozenset[int]) -> RemoteTensor:
-        """The same tensor on all ranks but these. Not one of the meta device."""
-        if not outside:
-            return self.put(value)
+        """The same tensor on all ranks but these; what is on the workers already is not sent again."""
+        if isinstance(value, RemoteTensor):
+            return self.without(value, outside)
+        if not outside or value.is_meta:
+            return self.without(self.put(value), outside)
         return self.put_by_rank([None if rank in outside else value for rank in range(self.size)])
 
     def without(self, tensor: RemoteTensor, outside: frozenset[int]) -> RemoteTensor:
