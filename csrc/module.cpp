@@ -6,11 +6,12 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "absent_memory.h"
 #include "bind.h"
 #include "interpreter_exit.h"
 #include "machine.h"
 #include "mt19937.h"
-#include "null_read.h"
+#include "tensor_address.h"
 
 namespace {
 
@@ -44,8 +45,9 @@ PYBIND11_MODULE(_native, m) {
   m.def("cpu_features", &monarch::cpu_features, "Vector extensions of this processor that the core can use.");
   m.def("park_threads_at_exit", &monarch::park_threads_at_exit,
         "From now on a C++ thread that wants the GIL of an ending interpreter sleeps instead of aborting the process.");
-  m.def("explain_null_reads", &monarch::explain_null_reads, pybind11::arg("note"),
-        "From now on a process that reads at address 0 says this on stderr before it ends.");
+  m.def("explain_absent_memory", &monarch::explain_absent_memory, pybind11::arg("note"),
+        "From now on a process that ends since it used memory that is elsewhere says this on stderr before.");
+  if (!monarch::add_tensor_address(m.ptr())) throw pybind11::error_already_set();
   m.def("keep_for_ever", [](pybind11::object instance) { instance.release(); },
         "Never free this object, also not while the interpreter ends.");
   m.def("skip_mt19937", &skip_mt19937, pybind11::arg("words"), pybind11::arg("left"), pybind11::arg("count"),

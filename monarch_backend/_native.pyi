@@ -17,8 +17,24 @@ def cpu_features() -> list[str]:
 def park_threads_at_exit() -> None:
     """From now on a C++ thread that wants the GIL of an ending interpreter sleeps instead of aborting the process."""
 
-def explain_null_reads(note: str) -> None:
-    """From now on a process that reads at address 0 says its pid, the address and this on stderr before it ends."""
+def explain_absent_memory(note: str) -> None:
+    """From now on a process that ends since it used memory that is elsewhere, or address 0, says this on stderr before,
+    with its pid and the address."""
+
+def set_up_tensor_address(tensor: type, forbid_writing: Callable[[Any], object], error: type[Exception], /) -> None:
+    """Once. ``error``: what is raised, without arguments, in the thread that used an address, or in the main thread if
+    that one has not the GIL."""
+
+def reserve_tensor_address(main_thread: int, to_impl: int, to_storage: int, to_address: int, /) -> bool:
+    """From now on `no_pointer` gives tensors the address of memory that is elsewhere; whether there is one.
+
+    ``to_...``: how many bytes into a tensor its C++ part stands, into that its storage, into that the address."""
+
+def close_absent_memory() -> None:
+    """What was used is told again when it is used again; what was written there is gone."""
+
+def no_pointer(tensor: Any, /) -> None:
+    """C++ that wants to write a tensor's memory gets an error of torch's, and who uses the address is told."""
 
 def skip_mt19937(words: bytearray | memoryview, left: int, count: int) -> int:
     """Moves a Mersenne Twister's 624 words, changed in place, behind so many draws; returns how many are left then."""

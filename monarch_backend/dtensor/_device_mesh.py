@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from monarch_backend.dtensor import _collectives, _dispatch, _group, _null_read, _torch
+from monarch_backend.dtensor import _absent_memory, _collectives, _dispatch, _group, _torch
 from monarch_backend.dtensor import _special as _special
 from monarch_backend.dtensor import _torch_again as _torch_again
 from monarch_backend.dtensor import _torch_autocast as _torch_autocast
@@ -136,7 +136,7 @@ def _each(missing: dict[int, str]) -> str:
 
 def new_workers(name: str, size: int, device_type: str, line: Any) -> Workers:
     """Workers at the other end of this line."""
-    _null_read.explain()
+    _absent_memory.prepare()
     first = _group.universe().grow(size)
     # Each has a GPU of its own, which is its first for whoever asks, as with one GPU visible in each process.
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)

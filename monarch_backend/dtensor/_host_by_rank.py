@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _host_copies, _rank_ints
+from monarch_backend.dtensor._remote_tensor import no_pointer
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._host_copies import Source
@@ -44,6 +45,7 @@ class HostByRank(torch.Tensor):
             cls, sizes, strides=strides, dtype=first.dtype, device=first.device,
             dispatch_sizes_strides_policy="sizes" if differ else None,
         )  # fmt: skip
+        no_pointer(made)
         made.by_rank, made.workers = tuple(values), workers
         return made  # type: ignore[no-any-return]
 

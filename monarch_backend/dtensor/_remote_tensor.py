@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
+from monarch_backend.dtensor import _absent_memory as _absent_memory  # which sets no_pointer up
 from monarch_backend.dtensor._errors import NotReadableError
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._metadata import Meta
 
 make = torch.Tensor._make_wrapper_subclass
-no_pointer = torch._C._set_throw_on_mutable_data_ptr
+no_pointer = _native.no_pointer
 _set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Ways to a tensor's memory: of a tensor that is on workers each gives its values or raises; none reads address 0."""
+"""Ways to a tensor's memory: of a tensor that is on workers each gives its values or raises; none ends the program."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from monarch_backend.dtensor import NotReadableError, RemoteTensor, run
 from tests.dtensor import on_workers
+from tests.dtensor.addresses import address_of
 from tests.dtensor.conftest import DEVICE
 from tests.dtensor.values import same
 
@@ -52,6 +53,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "from_dlpack": lambda x: torch.from_dlpack(x.detach()),
     "NumPy's from_dlpack": lambda x: np.from_dlpack(x.detach()),
     "apply_": lambda x: x.detach().apply_(lambda number: number),
+    "const_data_ptr, read": lambda x: ctypes.string_at(address_of(x), 4),
+    "const_data_ptr, written": lambda x: ctypes.memset(address_of(x), 1, 4),
     "map_": lambda x: x.detach().map_(x.detach(), lambda number, _: number),
 }
 
@@ -131,6 +134,8 @@ def test_c_plus_plus_that_asks_for_the_memory(mesh_of: Callable[[str], Any]) -> 
     for each in made:
         with pytest.raises(RuntimeError, match="Cannot access data pointer of Tensor"):
             torch._C._to_dlpack(each)  # type: ignore[attr-defined]
+        with pytest.raises(NotReadableError):
+            ctypes.string_at(address_of(each), 4)
     for each in (x, x.to_local()):
         with pytest.raises(RuntimeError, match="Cannot access data pointer of Tensor"):
             torch.Tensor.data_ptr(each)
