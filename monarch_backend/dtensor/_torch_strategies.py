@@ -55,6 +55,7 @@ def correct() -> None:
     # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
     math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
     known[_aten.any.dims] = _where_none_is_none(known[_aten.any.dims])
+    known[_aten.logsumexp.default] = _also_of_a_number(known[_aten.logsumexp.default])
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
@@ -269,6 +270,16 @@ def _where_none_is_none(own: Replacement) -> Replacement:
             return own(op_schema)
         finally:
             _mode.none_is_none = False
+
+    return strategy
+
+
+def _also_of_a_number(own: Replacement) -> Replacement:
+    """For an operator whose dimensions torch does not know where there are none."""
+
+    def strategy(op_schema: Any) -> Any:
+        of = op_schema.args_schema[0]
+        return own(op_schema) if of.ndim else math_ops.common_reduction_strategy(of, [], reduction_linear=False)
 
     return strategy
 

@@ -56,6 +56,26 @@ def test_what_is_added_to_fewer_rows_than_there_are(mesh_of: Callable[[str], Any
     gradients_are_the_same(mesh, x, calculate, Shard(1))
 
 
+OF_A_NUMBER: dict[str, Callable[[Any], Any]] = {
+    **{name: lambda x, name=name: getattr(x, name)(0) for name in (
+        "sum", "mean", "amax", "amin", "logsumexp", "cumsum", "cumprod", "argmax", "argmin", "prod", "any", "all",
+        "softmax", "log_softmax", "count_nonzero", "nansum", "logcumsumexp", "flip", "argsort",
+    )},
+    **{f"{name} and where": lambda x, name=name: getattr(x, name)(-1)[0] for name in ("max", "min", "sort", "median")},
+    "without a mean": lambda x: x.var(0, unbiased=False), "aminmax": lambda x: x.aminmax(dim=0)[1],
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, dim=0), "topk": lambda x: x.topk(1, 0)[0],
+    "keepdim": lambda x: x.logsumexp(-1, keepdim=True), "all dimensions": lambda x: x.sum(()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", OF_A_NUMBER)
+def test_reductions_of_a_number(mesh_of: Callable[[str], Any], way: str) -> None:
+    mesh, whole = mesh_of("2"), torch.tensor([1.5, -0.5, 2.0])
+    expected = OF_A_NUMBER[way](whole.mean())
+    for placement in (Replicate(), Shard(0)):
+        same(OF_A_NUMBER[way](distribute_tensor(whole, mesh, [placement]).mean()), expected)
+
+
 def test_reductions_of_no_dimensions(mesh_of: Callable[[str], Any]) -> None:
     for shape in ((4,), (5, 2)):
         for dim in range(len(shape)):
