@@ -17,14 +17,6 @@ namespace {
 
 std::terminate_handler previous = nullptr;
 
-bool on_main_thread() {
-#if defined(__linux__)
-  return syscall(SYS_gettid) == getpid();
-#else
-  return pthread_main_np() != 0;
-#endif
-}
-
 bool interpreter_is_ending() {
 #if PY_VERSION_HEX >= 0x030d0000
   return Py_IsFinalizing() != 0 || Py_IsInitialized() == 0;
@@ -43,6 +35,14 @@ bool interpreter_is_ending() {
 }
 
 }  // namespace
+
+bool on_main_thread() {
+#if defined(__linux__)
+  return syscall(SYS_gettid) == getpid();
+#else
+  return pthread_main_np() != 0;
+#endif
+}
 
 void park_threads_at_exit() {
   if (std::get_terminate() == on_terminate) return;

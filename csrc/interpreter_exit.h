@@ -3,6 +3,9 @@
 
 namespace monarch {
 
+// Whether this is the thread that the process began with, or was forked with.
+bool on_main_thread();
+
 // Until Python 3.14 a thread that waits for the GIL while the interpreter ends is ended by pthread_exit. Its stack
 // is unwound, and where a noexcept function stands on it (the destructor of a tensor, in one of Gloo's threads)
 // C++ calls std::terminate: a script that did everything right ends with SIGABRT. From here on such a thread

@@ -19,22 +19,31 @@ def park_threads_at_exit() -> None:
 
 def explain_absent_memory(note: str) -> None:
     """From now on a process that ends since it used memory that is elsewhere, or address 0, says this on stderr before,
-    with its pid and the address."""
+    with its pid and the address. Again: if another handler has come since."""
 
 def set_up_tensor_address(tensor: type, forbid_writing: Callable[[Any], object], error: type[Exception], /) -> None:
-    """Once. ``error``: what is raised, without arguments, in the thread that used an address, or in the main thread if
-    that one has not the GIL."""
+    """``error``: what is raised, without arguments, in the thread that used an address, or in the main thread if that
+    one has not the GIL."""
 
-def reserve_tensor_address(main_thread: int, to_impl: int, to_storage: int, to_address: int, /) -> bool:
+def reserve_tensor_address(to_impl: int, to_storage: int, to_address: int, to_resizable: int, /) -> bool:
     """From now on `no_pointer` gives tensors the address of memory that is elsewhere; whether there is one.
 
-    ``to_...``: how many bytes into a tensor its C++ part stands, into that its storage, into that the address."""
+    ``to_...``: how many bytes into a tensor its C++ part stands, into that its storage, into that the address, and
+    whether it can be resized."""
 
 def close_absent_memory() -> None:
     """What was used is told again when it is used again; what was written there is gone."""
 
+def unraisable_hook(report: Callable[[Any], object], /) -> Callable[[Any], object]:
+    """For `sys.unraisablehook`: raises the error again in that thread, as soon as Python looks. Reports others.
+
+    In C, for in a function of Python's it would be raised there."""
+
 def no_pointer(tensor: Any, /) -> None:
-    """C++ that wants to write a tensor's memory gets an error of torch's, and who uses the address is told."""
+    """Who wants to write a tensor's memory gets an error of torch's, and so does who resizes it; uses are told."""
+
+def without_address(tensor: Any, /) -> None:
+    """Until `no_pointer`: torch may change the tensor's sizes."""
 
 def skip_mt19937(words: bytearray | memoryview, left: int, count: int) -> int:
     """Moves a Mersenne Twister's 624 words, changed in place, behind so many draws; returns how many are left then."""

@@ -11,7 +11,8 @@ import contextlib
 import faulthandler
 import functools
 import socket
-import threading
+import sys
+from typing import Any
 
 import torch
 
@@ -35,15 +36,18 @@ class AddressUsedError(NotReadableError):
             f"made of them, or returned just now, is worth nothing: {_INSTEAD}"
         )
 
+    def __reduce__(self) -> Any:
+        return NotReadableError, self.args
+
 
 _native.set_up_tensor_address(torch.Tensor, torch._C._set_throw_on_mutable_data_ptr, AddressUsedError)
 
 
-@functools.cache
 def prepare() -> bool:
     """From now on tensors get such addresses, if there are any: whether there are.
 
     In any case who uses one that does not go on says what it was, with the lines of Python, before the process ends.
+    With each mesh, for another handler may have come since.
     """
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # a stderr that is closed, or no file, does not matter to a mesh
@@ -52,5 +56,15 @@ def prepare() -> bool:
         f" on host {socket.gethostname()}, where nothing is. If C++ asked a tensor of a mesh's workers for its untyped "
         f"address (const_data_ptr(), storage().data()), that is what it got: {_INSTEAD}"
     )
+    return _reserve()
+
+
+@functools.cache
+def _reserve() -> bool:
     places = _torch_addresses.places()
-    return places is not None and _native.reserve_tensor_address(threading.main_thread().ident or 0, *places)
+    if places is None or not _native.reserve_tensor_address(*places):
+        return False
+    # A finaliser of an argument's, or a callback of a weak reference, runs before the line that called C++ goes on, and
+    # has the error: nobody could catch it.
+    sys.unraisablehook = _native.unraisable_hook(sys.unraisablehook)
+    return True

@@ -14,7 +14,15 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from monarch_backend.dtensor import _capture, _class_graphs, _rank_classes, _signatures, _sites, _torch_compile
+from monarch_backend.dtensor import (
+    _capture,
+    _class_graphs,
+    _rank_classes,
+    _signatures,
+    _sites,
+    _torch_compile,
+    _torch_tangents,
+)
 from monarch_backend.dtensor._capture import Capture, Capturer
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._host_by_rank import HostByRank
@@ -42,7 +50,7 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
     try:
         _refuse_autocast(graph)
         with on_the_cpu():
-            return _torch_compile.once_differentiable(_traced(graph, inputs, inductor))
+            return _torch_tangents.with_hooks(_traced(graph, inputs, inductor))
     except _torch_compile.Restart:
         raise
     except Exception as error:

@@ -65,7 +65,7 @@ class RemoteTensor(torch.Tensor):
             with torch.inference_mode(False):
                 return RemoteTensor(meta, ref)
         made = make(*meta.form)
-        no_pointer(made)  # C++ that wants the memory gets an error of torch's instead of address 0
+        no_pointer(made)  # C++ that wants the memory gets an error
         made._ref, made._meta = ref, meta
         return made  # type: ignore[no-any-return]
 

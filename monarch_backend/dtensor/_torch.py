@@ -38,6 +38,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
+from monarch_backend import _native
 from monarch_backend.dtensor import (
     _by_parts,
     _by_rank_op,
@@ -135,9 +136,13 @@ def put_in_place(where: Any, name: str, make: Callable[[Any], Replacement]) -> N
 
 
 def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
-    """Let an operator change the sizes of a wrapper, which has no values."""
-    with no_dispatch():
-        func(*args, **kwargs)
+    """Let an operator change the sizes of a wrapper, its first argument, which has no values."""
+    _native.without_address(args[0])
+    try:
+        with no_dispatch():
+            func(*args, **kwargs)
+    finally:
+        no_pointer(args[0])
 
 
 # Meshes ---------------------------------------------------------------------------------------------------------

@@ -14,14 +14,16 @@ import torch
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _STORAGE_WITHIN = 8  # words at the beginning of torch's TensorImpl, which has more of them
 _ADDRESS_WITHIN = 6  # and of its StorageImpl
+_RESIZABLE_WITHIN = 10
 
 
 class _Wrapper(torch.Tensor):
     __torch_dispatch__ = torch._C._disabled_torch_function_impl
 
 
-def places() -> tuple[int, int, int] | None:
-    """How many bytes into a tensor is the pointer to its C++ part, into that its storage's, into that the address.
+def places() -> tuple[int, int, int, int] | None:
+    """How many bytes into a tensor is the pointer to its C++ part, into that its storage's, into that the address, and
+    the byte that says whether it can be resized.
 
     None where a torch has them elsewhere: then addresses stay 0.
     """
@@ -30,7 +32,10 @@ def places() -> tuple[int, int, int] | None:
     if len(found) != 1 or None in found:
         return None
     (place,) = found
-    return place if place is not None and _has_none(place) else None
+    resizable = _resizable_of(real, [torch.frombuffer(bytearray(size), dtype=torch.uint8) for size in (3, 16)])
+    if place is None or resizable is None or not _is_right(*place, resizable):
+        return None
+    return (*place, resizable)
 
 
 def _places_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
@@ -44,17 +49,43 @@ def _places_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     return at if 0 not in at else None  # 0: a reference count, or a table of functions
 
 
-def _has_none(place: tuple[int, int, int]) -> bool:
-    """Whether a tensor without memory has address 0 there."""
+def _resizable_of(can: list[torch.Tensor], cannot: list[torch.Tensor]) -> int | None:
+    """The one byte that is 1 in these tensors' storages, and 0 in those of others' memory."""
+    can_be, cannot_be = ([_bytes(each.untyped_storage()._cdata) for each in tensors] for tensors in (can, cannot))
+    found = [
+        at
+        for at in range(_ADDRESS_WITHIN * _WORD, _RESIZABLE_WITHIN * _WORD)
+        if all(each[at] == 1 for each in can_be) and all(each[at] == 0 for each in cannot_be)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_right(to_impl: int, to_storage: int, to_address: int, to_resizable: int) -> bool:
+    """Whether torch itself says so of a tensor without memory, when it is written there."""
     made = torch.Tensor._make_wrapper_subclass(_Wrapper, (3,))
-    at: int = id(made)
-    for each in place:
-        at = ctypes.c_size_t.from_address(at + each).value
-    return at == 0
+    storage = _word(_word(id(made) + to_impl) + to_storage)
+    if storage != made.untyped_storage()._cdata or _word(storage + to_address) != 0:
+        return False
+    address = ctypes.c_size_t.from_address(storage + to_address)
+    resizable = ctypes.c_bool.from_address(storage + to_resizable)
+    could_be = made.untyped_storage().resizable()
+    address.value, resizable.value = _WORD, False
+    seen = made.untyped_storage()
+    said = seen.data_ptr(), seen.resizable()
+    address.value, resizable.value = 0, True
+    return could_be and said == (_WORD, False) and seen.resizable()
+
+
+def _word(address: int) -> int:
+    return ctypes.c_size_t.from_address(address).value
 
 
 def _words(address: int, count: int) -> list[int]:
     return list((ctypes.c_size_t * count).from_address(address))
+
+
+def _bytes(address: int) -> bytes:
+    return bytes((ctypes.c_ubyte * (_RESIZABLE_WITHIN * _WORD)).from_address(address))
 
 
 def _first(words: list[int], wanted: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import operator
 import pkgutil
 import warnings
@@ -57,6 +56,7 @@ from monarch_backend.dtensor import (
     _torch_devices,
     _torch_masks,
     _torch_slices,
+    _torch_tangents,
     _torch_traces,
 )
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
@@ -72,36 +72,6 @@ def two_graphs(forward: Compiler, backward: Compiler) -> Callable[..., Any]:
     """
 
     return _traced(forward, backward, min_cut_rematerialization_partition)
-
-
-def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """With an error where a gradient is to have a gradient. torch's own connects it to a leaf that nobody has, unless
-    a tensor that the backward was given wants one: what comes of it would be missing, without a word.
-    """
-
-    def call(*args: Any) -> Any:
-        results = compiled(*args)
-        if torch.is_grad_enabled():
-            for node in set(itertools.chain.from_iterable(map(_steps_of, pytree.tree_leaves(results)))):
-                node.register_prehook(_refuse_second)
-        return results
-
-    return call
-
-
-def _steps_of(result: Any) -> list[Any]:
-    """The backward of a captured step that made this; it may be a view of what one made."""
-    node = result.grad_fn if isinstance(result, torch.Tensor) else None
-    nearest = [] if node is None else [node, *(each for each, _ in node.next_functions)]
-    return [each for each in nearest if each is not None and each.name().startswith("CompiledFunction")]
-
-
-def _refuse_second(_gradients: Any) -> None:
-    if torch.is_grad_enabled():  # as it is in a backward with create_graph
-        raise RemoteTensorError(
-            "create_graph=True in the backward of a captured step, which has no second derivative, as no step of "
-            "torch.compile has: leave this one to eager code"
-        )
 
 
 def _traced(forward: Compiler, backward: Compiler, partition: Callable[..., Any]) -> Callable[..., Any]:
@@ -583,6 +553,7 @@ REPLACED += [
     (runtime_wrappers, "gen_alias_from_base", _view_of),
     (builder, "wrap_to_fake_tensor_and_record", _wrap_input),
     (runtime_wrappers, "coerce_to_expected_memory_format", _same_strides),
+    (runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", _torch_tangents.process),
 ]
 
 

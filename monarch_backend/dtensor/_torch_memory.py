@@ -1,4 +1,4 @@
-"""Ways to a tensor's memory, of which a controller's DTensor has none: torch's own have address 0, and read there.
+"""Ways to a tensor's memory, of which a controller's DTensor has none: torch's own would take its address, and read.
 
 Those of a RemoteTensor are its methods. torch itself asks a DTensor for the address to know that it has none
 (`deepcopy`, `nn.LSTM`, `get_model_state_dict`), so its own modules get the 0 that they expect.
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import dlpack
 
-from monarch_backend.dtensor._remote_tensor import RemoteTensor, not_readable
+from monarch_backend.dtensor._remote_tensor import RemoteTensor, no_pointer, not_readable
 from monarch_backend.dtensor._storage import RemoteStorage
 from monarch_backend.dtensor._torch import Replacement, _is_remote, _replaces
 
@@ -54,6 +54,18 @@ def _memory(own: Any) -> Replacement:
         return own(self, *args, **options)
 
     return memory
+
+
+@_replaces(torch._utils, "_set_obj_state")
+def _copied(own: Any) -> Replacement:
+    # `copy.copy` makes one without __init__.
+    def _set_obj_state(obj: Any, state: Any) -> Any:
+        made = own(obj, state)
+        if isinstance(made, DTensor) and _is_remote(made):
+            no_pointer(made)
+        return made
+
+    return _set_obj_state
 
 
 @_replaces(DTensor, "__cuda_array_interface__")

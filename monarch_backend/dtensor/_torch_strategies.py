@@ -111,6 +111,14 @@ def _of_nothing(own: Any) -> Replacement:
     return view_groups
 
 
+@_replaces(view_ops, "dim_transpose")
+def _of_a_number(own: Any) -> Replacement:
+    def dim_transpose(ndim: int, dim1: int, dim2: int) -> Any:
+        return own(ndim, dim1, dim2) if ndim else ()
+
+    return dim_transpose
+
+
 def _aligned(own: Replacement) -> Replacement:
     """Rows of the index belong to the same rows of the input: where there are more of these, shards do not fit."""
 
@@ -120,11 +128,14 @@ def _aligned(own: Replacement) -> Replacement:
         if is_strided:  # from such shards torch knows no way to a mask
             args = (_from_whole(x), dim, _from_whole(index), *rest)
             op_schema = dataclasses.replace(op_schema, args_schema=args)
-        found = own(op_schema)
         gathered = dim % max(x.ndim, 1)
+        args = (op_schema.args_schema[0], gathered, *op_schema.args_schema[2:])  # torch takes -1 of a number for -1
+        found = own(dataclasses.replace(op_schema, args_schema=args))
 
         def fits(each: Any) -> bool:
-            return not each.is_shard() or each.dim == gathered or bool(x.shape[each.dim] == index.shape[each.dim])
+            if not each.is_shard() or x.ndim == 0:
+                return not each.is_shard()
+            return each.dim == gathered or bool(x.shape[each.dim] == index.shape[each.dim])
 
         def has_all_it_masks(way: Any) -> bool:
             """The mask is made of all of the index, and of rows that there are."""

@@ -65,11 +65,13 @@ OF_A_NUMBER: dict[str, Callable[[Any], Any]] = {
     "without a mean": lambda x: x.var(0, unbiased=False), "aminmax": lambda x: x.aminmax(dim=0)[1],
     "vector_norm": lambda x: torch.linalg.vector_norm(x, dim=0), "topk": lambda x: x.topk(1, 0)[0],
     "keepdim": lambda x: x.logsumexp(-1, keepdim=True), "all dimensions": lambda x: x.sum(()),
+    "transpose": lambda x: x.transpose(-1, 0), "gather": lambda x: x.gather(-1, x.argmax(0)),
+    "gather one": lambda x: x.gather(0, x.argmax(0)[None]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("way", OF_A_NUMBER)
-def test_reductions_of_a_number(mesh_of: Callable[[str], Any], way: str) -> None:
+def test_dimensions_of_a_number(mesh_of: Callable[[str], Any], way: str) -> None:
     mesh, whole = mesh_of("2"), torch.tensor([1.5, -0.5, 2.0])
     expected = OF_A_NUMBER[way](whole.mean())
     for placement in (Replicate(), Shard(0)):

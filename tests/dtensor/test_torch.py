@@ -144,6 +144,8 @@ FORMS = {
     "FSDPState._root_pre_forward": "self module args kwargs",
     "torch.distributed.tensor._ops._math_ops._infer_reduction_dims": "dims_arg ndim",
     "torch.distributed.tensor._ops._view_ops.view_groups": "from_size to_size",
+    "torch.distributed.tensor._ops._view_ops.dim_transpose": "ndim dim1 dim2",
+    "torch._utils._set_obj_state": "obj state",
     "torch.cuda._lazy_init": "",
     "torch.cuda.current_stream": "device",
     "torch.cuda.default_stream": "device",

@@ -1,0 +1,105 @@
+"""What the backward of a captured step is given, and what it refuses. A part of _torch_compile, of AOTAutograd's.
+
+A gradient that nobody has comes as zeros: torch makes them in C++, as a tensor of this process, where the trace has a
+DTensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor import _torch
+from monarch_backend.dtensor._errors import RemoteTensorError
+
+
+class _Running(threading.local):
+    """Of the backward that runs. ``meshes``: of each result of its step, None for what is no DTensor. ``has_plain``:
+    whether somebody may have given it tensors of this process.
+    """
+
+    meshes: Sequence[Any] = ()
+    has_plain = True
+
+
+_running = _Running()
+
+
+def with_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What is called looks, in its backward, at what that is given."""
+
+    def call(*args: Any) -> Any:
+        results = compiled(*args)
+        if torch.is_grad_enabled():
+            made = pytree.tree_leaves(results)
+            looks = functools.partial(
+                _look_at, [each.device_mesh if isinstance(each, DTensor) else None for each in made]
+            )
+            for node in set(itertools.chain.from_iterable(map(_steps_of, made))):
+                node.register_prehook(looks)
+                node.register_hook(_forget)
+        return results
+
+    return call
+
+
+def _steps_of(result: Any) -> list[Any]:
+    """The backward of a captured step that made this; it may be a view of what one made."""
+    node = result.grad_fn if isinstance(result, torch.Tensor) else None
+    nearest = [] if node is None else [node, *(each for each, _ in node.next_functions)]
+    return [each for each in nearest if each is not None and each.name().startswith("CompiledFunction")]
+
+
+def _look_at(meshes: Sequence[Any], gradients: Any) -> None:
+    """Refuse to be differentiated: torch's own connects a gradient's gradient to a leaf that nobody has, unless a
+    tensor that the backward was given wants one; what comes of it would be missing, without a word.
+    """
+    if torch.is_grad_enabled():  # as it is in a backward with create_graph
+        raise RemoteTensorError(
+            "create_graph=True in the backward of a captured step, which has no second derivative, as no step of "
+            "torch.compile has: leave this one to eager code"
+        )
+    _running.meshes = meshes
+    _running.has_plain = any(type(each) is torch.Tensor for each in gradients)  # what nobody has is None here
+
+
+def _forget(*_: Any) -> None:
+    _running.meshes, _running.has_plain = (), True
+
+
+def process(own: Any) -> Any:
+    """In place of torch's function of this name: a gradient of this process that belongs to a DTensor goes there."""
+
+    def process_runtime_tangent(x: Any, meta: Any, at: Any = None, desc: Any = None, *rest: Any) -> Any:
+        if type(x) is torch.Tensor and getattr(meta, "original_subclass_type", None) is DTensor:
+            mesh = _mesh_of(desc)
+            if mesh is not None and _torch.workers_of(mesh) is not None:
+                x = _there(x, mesh, meta.meta[0])
+        return own(x, meta, at, desc, *rest)
+
+    return process_runtime_tangent
+
+
+def _mesh_of(desc: Any) -> Any:
+    """Of the result whose gradient this is; of what a result is a view of, if all results have the same."""
+    output = getattr(desc, "output", None)
+    if isinstance(output, PlainAOTOutput):
+        return _running.meshes[output.idx] if output.idx < len(_running.meshes) else None
+    found = {each for each in _running.meshes if each is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _there(x: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+    exact = [each if type(each) is Shard else Replicate() for each in placements]  # own() makes any other of these
+    with torch.no_grad():
+        if _running.has_plain and bool(x.any()):
+            return distribute_tensor(x, mesh, exact)
+        return zeros(x.shape, dtype=x.dtype, device_mesh=mesh, placements=exact)
