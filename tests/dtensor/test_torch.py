@@ -425,6 +425,9 @@ def test_masks_of_sharded_rows_are_kept_in_their_placement() -> None:
 FORMS_OF_COMPILE = {
     "torch._dynamo.variables.builder._automatic_dynamic": "e tx source static_shapes outer_only tensor_spec",
     "MetaTensorDescriber.describe_tensor": "self t recurse trace",
+    "AOTDispatchAutograd.process_runtime_tangent": (
+        "x meta tangent_idx tangent_desc compile_id_str tangent_stack_trace"
+    ),
     "ShardingPropagator.propagate_op_sharding_non_cached": "self op_schema",
     "OpDispatcher.redistribute_local_args": "op_info suggested_input_schema use_val_from_redistribute_schema",
     "DTensor.to_local": "self grad_placements",

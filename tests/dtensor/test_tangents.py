@@ -1,0 +1,112 @@
+"""The backward of a captured step of several results, of which somebody needs some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from monarch_backend.dtensor import _torch_tangents
+from tests.dtensor.conftest import LAST_ROW
+from tests.dtensor.values import same, value
+
+WHOLE = torch.arange(30.0).view(5, 6) / 10
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def captured(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend="monarch", options={"inductor": False}, **options)
+
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "logits and a loss": lambda x: ((y := x * 2), y.square().mean()),
+    "views": lambda x: ((y := x * 2), y.t(), y.view(-1)),
+    "views of what is given": lambda x: (x[1:], x * 3, x.t()),
+    "a sum": lambda x: (x.sum(0), x.square().sum()),
+}
+INPUTS: dict[str, Callable[[Any], Any]] = {
+    "uneven rows": lambda mesh_of: distribute_tensor(WHOLE, mesh_of("2x2"), [Shard(0), Replicate()]),
+    "columns of a part": lambda mesh_of: distribute_tensor(WHOLE, mesh_of("2x2")["tp"], [Shard(1)]),
+    "of a slice": lambda mesh_of: distribute_tensor(WHOLE, mesh_of(LAST_ROW), [Shard(0)]),
+    "a plain tensor": lambda mesh_of: distribute_tensor(WHOLE, mesh_of("2"), [Replicate()]).to_local(),
+}
+
+
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_of_the_results_is_enough(mesh_of: Callable[[str], Any], name: str, given: str) -> None:
+    program, step = PROGRAMS[name], captured(PROGRAMS[name], fullgraph=True)
+    for at in range(len(program(WHOLE))):
+        for _ in range(2):  # also with what is known by then
+            ours, alone = INPUTS[given](mesh_of).detach().requires_grad_(), WHOLE.clone().requires_grad_()
+            for way, x in ((step, ours), (program, alone)):
+                way(x)[at].sum().backward()
+            same(ours.grad, alone.grad)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_after_a_graph_break(mesh_of: Callable[[str], Any]) -> None:
+    """What the second graph takes no gradient of is a result of the first one."""
+
+    def program(x: Any, y: Any) -> Any:
+        hidden, other = x * 2, y.sigmoid()
+        torch._dynamo.graph_break()
+        return hidden.square().mean(), other.argmax(0)
+
+    ours = [distribute_tensor(WHOLE, mesh_of("2"), [Shard(1)]).requires_grad_() for _ in range(2)]
+    captured(program)(*ours)[0].backward()
+    same(ours[0].grad, 8 * WHOLE / WHOLE.numel())
+    assert ours[1].grad is None or not value(ours[1].grad).any()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_gradient_of_the_host_goes_there(mesh_of: Callable[[str], Any], at: int) -> None:
+    """Beside one that nobody has."""
+    x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_()
+    given = torch.randn(5, 6)
+    captured(lambda x: (x * 2, x * 3, x * 5), fullgraph=True)(x)[at].backward(given)
+    same(x.grad, given * (2 + at))
+
+
+def test_two_meshes_in_one_step(mesh_of: Callable[[str], Any]) -> None:
+    """Of one set of processes: each gradient goes to its own."""
+    of_all, of_part = INPUTS["uneven rows"](mesh_of), INPUTS["columns of a part"](mesh_of)
+    step = captured(lambda x, y: (x * 2, y * 3), fullgraph=True)
+    for at in range(2):
+        both = of_all.detach().requires_grad_(), of_part.detach().requires_grad_()
+        step(*both)[at].sum().backward()
+        same(both[at].grad, torch.full_like(WHOLE, 2.0 + at))
+        assert both[1 - at].grad is None or not value(both[1 - at].grad).any()
+
+
+def test_no_values_are_made_here_for_what_nobody_has(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits may be large."""
+    monkeypatch.setattr(_torch_tangents, "distribute_tensor", None)
+    looked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "any", lambda self, *_: looked.append(self))
+    x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_()
+    table = distribute_tensor(torch.randn(6, 50), mesh_of("2"), [Replicate()])
+
+    def program(x: Any) -> Any:
+        logits = x @ table
+        return logits, F.cross_entropy(logits, torch.arange(5))
+
+    for _ in range(2):
+        captured(program)(x)[1].backward()
+    assert not looked
+    alone = WHOLE.clone().requires_grad_()
+    F.cross_entropy(alone @ value(table), torch.arange(5)).backward()
+    assert alone.grad is not None
+    same(x.grad, 2 * alone.grad)
