@@ -278,7 +278,9 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
             entry.number, entry.parts = 0, []
             return entry
     elif target.schema.returns:
-        _propagated(workers, target.call, args, kwargs)
+        made, _ = _propagated(workers, target.call, args, kwargs)
+        if torch.Tag.out in getattr(target.call, "tags", ()):
+            _check_sizes(target, entry.returns(args, kwargs), made)
     operands: list[Any] = []
 
     def operand(value: Any) -> int | None:
@@ -295,6 +297,17 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     )
     entry.parts = [entry.number]
     return entry
+
+
+def _check_sizes(target: Target, given: Any, made: Any) -> None:
+    """torch resizes an ``out=`` of other sizes, with a warning that it will not for long."""
+    for out, result in zip(pytree.tree_leaves(given), pytree.tree_leaves(made), strict=True):
+        meta = _meta_of(out)
+        if meta is not None and isinstance(result, torch.Tensor) and tuple(meta.shape) != tuple(result.shape):
+            raise RemoteTensorError(
+                f"{target.name}: the result has the shape {tuple(result.shape)}, and `out`, a tensor of the workers, "
+                f"{tuple(meta.shape)}: give it one of that shape, or an empty one"
+            )
 
 
 def _stand_in(operand: Any) -> list[Any] | None:

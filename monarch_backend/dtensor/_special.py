@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _collectives, _dispatch, _scaler, _torch, _values
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
-from monarch_backend.dtensor._signatures import Operand, propagate, stands_in
+from monarch_backend.dtensor._signatures import Operand, propagate, stands_in, written
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -86,6 +86,26 @@ def _set_metadata(func: Any, args: Any, kwargs: Any) -> Any:
     return tensor
 
 
+def _into(func: Any, args: Any, kwargs: Any) -> Any:
+    """``out=``: torch gives one without values the result's sizes. Others are as they are: _signatures looks."""
+    given = written(func._schema, args, kwargs)
+    if any(_is_empty(each) for each in given) and all(_is_plain(each) for each in pytree.tree_leaves((args, kwargs))):
+        made = propagate(func, args, kwargs)
+        for out, like in zip(given, made if isinstance(made, (list, tuple)) else [made], strict=True):
+            if _is_empty(out):
+                out.resize_(like.shape)
+    return _dispatch.run_plain(func, args, kwargs)
+
+
+def _is_empty(tensor: Any) -> bool:
+    return isinstance(tensor, RemoteTensor) and 0 in tensor.shape
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether all ranks have the same, and none has it here."""
+    return value._meta.classes is None if isinstance(value, RemoteTensor) else not isinstance(value, torch.Tensor)
+
+
 def _changed(func: Any, args: Any, kwargs: Any) -> Any:
     """The first argument's metadata, afterwards."""
     meta = args[0]._meta
@@ -105,6 +125,8 @@ def _by_kind(func: Any) -> Any:
         return _collectives.eager
     if torch.Tag.inplace_view in func.tags:
         return _set_metadata
+    if torch.Tag.out in func.tags:
+        return _into
     if torch.Tag.dynamic_output_shape in func.tags:
         return _size_by_values
     return None

@@ -1,0 +1,68 @@
+"""``out=`` of the workers' tensors has the result's sizes afterwards, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from monarch_backend.dtensor import RemoteTensorError
+from tests.dtensor.conftest import workers_of
+from tests.dtensor.values import same
+
+WHOLE = torch.arange(6.0).view(3, 2)
+FLOATS = [torch.float32]
+
+WAYS: dict[str, tuple[Callable[..., Any], list[torch.dtype]]] = {
+    "add": (lambda x, out: torch.add(x, 1, out=out), FLOATS),
+    "cat": (lambda x, out: torch.cat([x, x], out=out), FLOATS),
+    "a number": (lambda x, out: torch.sum(x, (0, 1), out=out), FLOATS),
+    "two": (lambda x, *out: torch.sort(x, dim=0, descending=True, out=out), [torch.float32, torch.long]),
+}
+
+
+def given(x: Any, dtypes: list[torch.dtype], sizes: Any) -> list[Any]:
+    return [x.new_zeros(sizes, dtype=dtype) for dtype in dtypes]
+
+
+@pytest.mark.parametrize("sizes", [0, (0, 7), None], ids=["empty", "empty rows", "the right ones"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_result_has_its_sizes(line: Any, way: str, sizes: Any) -> None:
+    call, dtypes = WAYS[way]
+    expected = given(WHOLE, dtypes, 0)
+    call(WHOLE, *expected)
+    x = workers_of(line).put(WHOLE)
+    for _ in range(2):
+        ours = given(x, dtypes, expected[0].shape if sizes is None else sizes)
+        before = [each.detach() for each in ours]
+        call(x, *ours)
+        for found, wanted, earlier in zip(ours, expected, before, strict=True):
+            assert found.shape == wanted.shape
+            same(found, wanted)
+            same(found * 2, wanted * 2)
+            assert earlier.shape == (wanted.shape if sizes is None else torch.empty(sizes).shape)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_what_torch_would_resize_with_a_warning_is_refused(line: Any, way: str) -> None:
+    call, dtypes = WAYS[way]
+    x = workers_of(line).put(WHOLE)
+    ours = given(x, dtypes, (5, 5))
+    for _ in range(2):
+        with pytest.raises(RemoteTensorError, match=r"the result has the shape \(.*\), and `out`.* \(5, 5\): give it"):
+            call(x, *ours)
+    assert [each.shape for each in ours] == [(5, 5)] * len(ours)
+    same(ours[0], torch.zeros(5, 5))
+
+
+def test_sizes_that_differ_by_rank_are_no_empty_ones(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).to_local()
+    with pytest.raises(RemoteTensorError, match="give it one of that shape"):
+        torch.add(x, 1, out=x.new_empty(0))
+    out = torch.empty_like(x)
+    torch.add(x, 1, out=out)
+    same(out, WHOLE[:2] + 1)
