@@ -341,9 +341,22 @@ def _view_of(own: Any) -> Any:
         made = DTensor.from_local(
             local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride()
         )
+        made._spec = _in_the_order_of(target._spec, made._spec)
         return made if requires_grad else made.detach()
 
     return gen_alias_from_base
+
+
+def _in_the_order_of(like: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:
+    """What a view has made of shards (``x.view(-1)`` of columns) is in the order of the mesh's dimensions that it says;
+    torch takes it for one that says so by its strides.
+    """
+    if like.shard_order is None or not any(isinstance(each, _StridedShard) for each in spec.placements):
+        return spec
+    return DTensorSpec(
+        spec.mesh, spec.placements, tensor_meta=spec.tensor_meta, shard_order=like.shard_order,
+        use_strided_shard_as_shard_order=False,
+    )  # fmt: skip
 
 
 class _Strided(torch.autograd.Function):

@@ -1006,3 +1006,24 @@ def test_a_captured_step_has_no_second_derivative(mesh_of: Callable[[str], Any])
     view = torch.compile(lambda x: (x * x).view(2, 2).t(), backend="monarch", options={"inductor": False})
     with pytest.raises(RemoteTensorError, match="no second derivative"):
         torch.autograd.grad(view(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("placements", [(Shard(2), Shard(1)), (Shard(1), Shard(2)), (Shard(2), Shard(2))], ids=str)
+def test_a_result_that_is_a_view_of_shards_of_two_dimensions(mesh_of: Callable[[str], Any], placements: Any) -> None:
+    """Which of the mesh's dimensions has divided first, it has from the trace."""
+    whole, weights = torch.randn(5, 4, 6), torch.randn(120)
+
+    def program(x: Any) -> Any:
+        doubled = x * 2
+        return doubled, doubled.reshape(-1)
+
+    step, alone = captured(program), whole.clone().requires_grad_()
+    same(program(alone)[1], (whole * 2).view(-1))
+    (program(alone)[1] * weights).sum().backward()
+    for _ in range(2):
+        ours = distribute_tensor(whole, mesh_of("2x2"), placements).requires_grad_()
+        flat = step(ours)[1]
+        same(flat, (whole * 2).view(-1))
+        same(flat * 3, (whole * 6).view(-1))
+        (flat * weights).sum().backward()
+        same(ours.grad, alone.grad)
