@@ -31,6 +31,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_LOOKS = "monarch_backend.looks"
 
 
 def with_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,6 +45,8 @@ def with_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
                 _look_at, [each.device_mesh if isinstance(each, DTensor) else None for each in made]
             )
             for node in set(itertools.chain.from_iterable(map(_steps_of, made))):
+                if node.metadata.setdefault(_LOOKS, looks) is not looks:
+                    continue  # of the step before, whose result is an argument here
                 node.register_prehook(looks)
                 node.register_hook(_forget)
         return results

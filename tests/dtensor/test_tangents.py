@@ -61,12 +61,17 @@ def test_after_a_graph_break(mesh_of: Callable[[str], Any]) -> None:
     def program(x: Any, y: Any) -> Any:
         hidden, other = x * 2, y.sigmoid()
         torch._dynamo.graph_break()
-        return hidden.square().mean(), other.argmax(0)
+        return hidden.square().mean(), other.argmax(0), hidden.view(-1), hidden * 3
 
-    ours = [distribute_tensor(WHOLE, mesh_of("2"), [Shard(1)]).requires_grad_() for _ in range(2)]
-    captured(program)(*ours)[0].backward()
-    same(ours[0].grad, 8 * WHOLE / WHOLE.numel())
-    assert ours[1].grad is None or not value(ours[1].grad).any()
+    for at, expected in (
+        (0, 8 * WHOLE / WHOLE.numel()),
+        (2, torch.full_like(WHOLE, 2)),
+        (3, torch.full_like(WHOLE, 6)),
+    ):
+        ours = [distribute_tensor(WHOLE, mesh_of("2"), [Shard(1)]).requires_grad_() for _ in range(2)]
+        captured(program)(*ours)[at].sum().backward()
+        same(ours[0].grad, expected)
+        assert ours[1].grad is None or not value(ours[1].grad).any()
 
 
 @pytest.mark.parametrize("at", [0, 1])
