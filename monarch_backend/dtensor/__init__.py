@@ -35,6 +35,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from monarch_backend import _versions
 from monarch_backend.dtensor._errors import (
     MeshClosedError,
@@ -71,8 +73,8 @@ __all__ = [
     "simulated_mesh",
 ]
 
-_OLDEST = (2, 13)
-"""The first torch whose private parts a controller finds."""
+_TORCH = (2, 13)
+"""The torch whose private parts a controller finds. 2.14 keeps its shardings in other tables."""
 _ROOMS = {
     "RemoteTensor": "_remote_tensor", "device_mesh": "_device_mesh", "move": "_move", "own_random_numbers": "_random",
     "put_module": "_modules", "run": "_run", "shard_batch": "_fsdp", "simulated_mesh": "_device_mesh",
@@ -83,11 +85,11 @@ _ROOMS = {
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _versions.torch_version() < _OLDEST:
+    if _versions.torch_version() != _TORCH:
         raise ImportError(
-            f"{__name__}.{name} is for a controller of device meshes, which needs torch {_OLDEST[0]}.{_OLDEST[1]} or "
-            f"newer; this process has an older one, and can be a worker of one. Import it inside the "
-            "functions that the controller calls"
+            f"{__name__}.{name} is for a controller of device meshes, which needs torch {_TORCH[0]}.{_TORCH[1]}; this "
+            f"process has {torch.__version__}, and can be a worker of one. In a worker, import it inside the functions "
+            f"that the controller calls; in a controller, pip install 'torch=={_TORCH[0]}.{_TORCH[1]}.*'"
         )
     # All of them: which room is imported first makes no difference then.
     importlib.import_module(f"{__name__}._device_mesh")

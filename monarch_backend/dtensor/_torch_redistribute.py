@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -172,13 +173,16 @@ def _on_the_way(current: DTensorSpec, target: DTensorSpec) -> DTensorSpec | None
 
 def _in_order(local: Any, spec: DTensorSpec) -> Any:
     """With its dimensions in memory as the whole tensor says: by its strides ``view`` is allowed, or not. What was
-    gathered is contiguous.
+    gathered is contiguous; of what ranks have exchanged torch leaves rows out, where sizes do not divide.
     """
-    strides: Any = spec.tensor_meta.stride  # type: ignore[union-attr]
+    shape, strides = spec.tensor_meta.shape, spec.tensor_meta.stride  # type: ignore[union-attr]
     if not all(type(each) is int and each > 0 for each in strides):
         return local
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])  # stable
-    if order == list(range(len(strides))) or local.permute(order).is_contiguous():
+    if order == list(range(len(strides))):
+        is_dense = list(strides) == [math.prod(shape[dim + 1 :]) for dim in order]
+        return local.contiguous() if is_dense and not local.is_contiguous() else local
+    if local.permute(order).is_contiguous():
         return local
     return local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from monarch_backend import _versions
+from monarch_backend import _versions, dtensor
 from monarch_backend.dtensor.worker import _functions, _older_torch, _xla_ops
 
 SIZES = (1, 3, 4, 5, 6, 8)
@@ -124,3 +124,15 @@ def test_batch_norm_keeps_the_variance_that_torch_does(training: bool) -> None:
         found.append([*results, *kept])
     for mine, own in zip(*found, strict=True):
         torch.testing.assert_close(own, mine)
+
+
+@pytest.mark.parametrize("version", [(2, 9), (2, 12), (2, 14), (3, 0)], ids=str)
+def test_a_controller_with_another_torch_says_so(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+    monkeypatch.setattr(_versions, "torch_version", lambda: version)
+    for name in ("device_mesh", "run", "RemoteTensor"):
+        with pytest.raises(
+            ImportError, match=rf"dtensor\.{name} is for .* needs torch 2\.13; .* pip install 'torch==2"
+        ):
+            dtensor.__getattr__(name)
+    with pytest.raises(AttributeError):
+        dtensor.__getattr__("nothing")

@@ -167,3 +167,20 @@ def test_a_mesh_that_is_flattened_later_gathers_at_once() -> None:
     before = records()
     mesh["a", "b"]._flatten("all")
     assert 0 < records() < before
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 5), (4, 5, 6), (5, 6, 4), (2, 4, 7), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("by", [(1, 2), (2, 1), (1, 0), (0, 2)], ids=str)
+def test_views_of_shards_that_were_exchanged(line: Any, sizes: tuple[int, ...], by: tuple[int, int]) -> None:
+    """Where a size does not divide, ranks exchange more than they keep, and what they keep is to lie in order."""
+    whole = torch.randn(sizes)
+    for learns in (False, True):
+        x = distribute_tensor(whole, line, [Shard(by[0])]).requires_grad_(learns)
+        for each in (x, x * 1):
+            moved = each.redistribute(placements=[Shard(by[1])])
+            same(moved.flatten(), whole.flatten())
+            same(moved.view(sizes[0], -1), whole.view(sizes[0], -1))
+            same(moved.unflatten(1, (1, -1)), whole.unflatten(1, (1, -1)))
+            if learns:
+                moved.view(-1).square().sum().backward()
+    same(x.grad, 4 * whole)
