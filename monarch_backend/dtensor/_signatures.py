@@ -277,10 +277,10 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
         if entry.host is not None:
             entry.number, entry.parts = 0, []
             return entry
+    elif torch.Tag.out in getattr(target.call, "tags", ()):
+        _check_sizes(target, args, kwargs)
     elif target.schema.returns:
-        made, _ = _propagated(workers, target.call, args, kwargs)
-        if torch.Tag.out in getattr(target.call, "tags", ()):
-            _check_sizes(target, entry.returns(args, kwargs), made)
+        _propagated(workers, target.call, args, kwargs)
     operands: list[Any] = []
 
     def operand(value: Any) -> int | None:
@@ -299,15 +299,36 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     return entry
 
 
-def _check_sizes(target: Target, given: Any, made: Any) -> None:
-    """torch resizes an ``out=`` of other sizes, with a warning that it will not for long."""
-    for out, result in zip(pytree.tree_leaves(given), pytree.tree_leaves(made), strict=True):
-        meta = _meta_of(out)
-        if meta is not None and isinstance(result, torch.Tensor) and tuple(meta.shape) != tuple(result.shape):
+def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
+    """torch resizes an ``out=`` of other sizes, with a warning that it will not for long. Empty ones, which it always
+    resizes, are the caller's; also one of this process that was sent, for that one is read afterwards.
+    """
+    for out, size in out_sizes(target.call, args, kwargs):
+        if isinstance(out, RemoteTensor) and 0 not in out._meta.shape and tuple(out._meta.shape) != size:
             raise RemoteTensorError(
-                f"{target.name}: the result has the shape {tuple(result.shape)}, and `out`, a tensor of the workers, "
-                f"{tuple(meta.shape)}: give it one of that shape, or an empty one"
+                f"{target.name}: the result has the shape {size}, and `out`, a tensor of the workers, "
+                f"{tuple(out._meta.shape)}: give it one of that shape, or an empty one"
             )
+
+
+def out_sizes(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """What an operator is to write its results into, and the sizes that these have."""
+    fakes: list[tuple[Any, Any]] = []
+
+    def fake(value: Any) -> Any:
+        meta = _meta_of(value)
+        if meta is None and not isinstance(value, torch.Tensor):
+            return value
+        made = fake_like(value) if meta is None else fake_of(meta)
+        fakes.append((value, made))
+        return made
+
+    with one_at_a_time:
+        faked = pytree.tree_map(fake, (args, kwargs))
+        propagate(func, *faked)
+        outs = {each.name for each in func._schema.arguments if each.is_out}
+        given = pytree.tree_leaves([value for name, value in kwargs.items() if name in outs])
+        return [(value, tuple(made.shape)) for value, made in fakes if any(value is each for each in given)]
 
 
 def _stand_in(operand: Any) -> list[Any] | None:
@@ -330,7 +351,8 @@ def _returned(schema: Any) -> tuple[Callable[[Any, Any], Any] | None, list[Any]]
     def one(at: int, name: str) -> Callable[[Any, Any], Any]:
         return lambda args, kwargs: args[at] if at < len(args) else kwargs[name]
 
-    returned = [one(*each) for each in writes]
+    # What is changed and not said, batch norm's running values, is not returned.
+    returned = [one(*each) for each in writes if schema.arguments[each[0]].alias_info is not None]
     if len(schema.returns) == 1:
         return returned[0], writes
     return (lambda args, kwargs: tuple(each(args, kwargs) for each in returned)), writes

@@ -9,8 +9,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _collectives, _dispatch, _scaler, _torch, _values
+from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
-from monarch_backend.dtensor._signatures import Operand, propagate, stands_in, written
+from monarch_backend.dtensor._signatures import Operand, out_sizes, propagate, stands_in
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -88,22 +89,29 @@ def _set_metadata(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _into(func: Any, args: Any, kwargs: Any) -> Any:
     """``out=``: torch gives one without values the result's sizes. Others are as they are: _signatures looks."""
-    given = written(func._schema, args, kwargs)
-    if any(_is_empty(each) for each in given) and all(_is_plain(each) for each in pytree.tree_leaves((args, kwargs))):
-        made = propagate(func, args, kwargs)
-        for out, like in zip(given, made if isinstance(made, (list, tuple)) else [made], strict=True):
-            if _is_empty(out):
-                out.resize_(like.shape)
+    if any(map(_is_empty, pytree.tree_leaves(list(kwargs.values())))):
+        _resize_empty(func, args, kwargs)
     return _dispatch.run_plain(func, args, kwargs)
 
 
-def _is_empty(tensor: Any) -> bool:
-    return isinstance(tensor, RemoteTensor) and 0 in tensor.shape
+def _resize_empty(func: Any, args: Any, kwargs: Any) -> None:
+    given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    if any(each._meta.classes is not None for each in given):
+        raise RemoteTensorError(
+            f"{func}: an empty `out` beside tensors that differ in size by rank: give it one of the result's sizes "
+            "(torch.empty_like), or take what the operation returns"
+        )
+    try:
+        sizes = out_sizes(func, args, kwargs)
+    except Exception:
+        return  # the operation itself says what is wrong, or finds its sizes in another way
+    for out, size in sizes:
+        if _is_empty(out) and tuple(out.shape) != size:
+            out.resize_(size)
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether all ranks have the same, and none has it here."""
-    return value._meta.classes is None if isinstance(value, RemoteTensor) else not isinstance(value, torch.Tensor)
+def _is_empty(value: Any) -> bool:
+    return type(value) is RemoteTensor and 0 in value.shape
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -125,10 +133,10 @@ def _by_kind(func: Any) -> Any:
         return _collectives.eager
     if torch.Tag.inplace_view in func.tags:
         return _set_metadata
-    if torch.Tag.out in func.tags:
-        return _into
     if torch.Tag.dynamic_output_shape in func.tags:
         return _size_by_values
+    if torch.Tag.out in func.tags:
+        return _into
     return None
 
 

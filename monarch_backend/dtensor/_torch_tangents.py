@@ -6,9 +6,7 @@ DTensor.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,17 +19,30 @@ from monarch_backend.dtensor import _torch
 from monarch_backend.dtensor._errors import RemoteTensorError
 
 
-class _Running(threading.local):
-    """Of the backward that runs. ``meshes``: of each result of its step, None for what is no DTensor. ``has_plain``:
-    whether somebody may have given it tensors of this process.
+class _Step:
+    """Of one call. ``meshes``: of each result, None for what is no DTensor. ``has_plain``: whether its backward, which
+    runs, was given tensors of this process by somebody.
     """
 
-    meshes: Sequence[Any] = ()
-    has_plain = True
+    def __init__(self, results: Sequence[Any]) -> None:
+        self.meshes = [each.device_mesh if isinstance(each, DTensor) else None for each in results]
+        self.has_plain = True
+
+    def look_at(self, gradients: Any) -> None:
+        """Refuse to be differentiated: torch's own connects a gradient's gradient to a leaf that nobody has, unless a
+        tensor that the backward was given wants one; what comes of it would be missing, without a word.
+        """
+        if torch.is_grad_enabled():  # as it is in a backward with create_graph
+            raise RemoteTensorError(
+                "create_graph=True in the backward of a captured step, which has no second derivative, as no step of "
+                "torch.compile has: leave this one to eager code"
+            )
+        self.has_plain = any(type(each) is torch.Tensor for each in gradients)  # what nobody has is None here
 
 
-_running = _Running()
-_LOOKS = "monarch_backend.looks"
+_STEP = "monarch_backend.step"
+SAMPLE = 4096
+"""So many numbers say that a gradient is of zeros, where nobody is known to have given one."""
 
 
 def with_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,14 +52,11 @@ def with_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
         results = compiled(*args)
         if torch.is_grad_enabled():
             made = pytree.tree_leaves(results)
-            looks = functools.partial(
-                _look_at, [each.device_mesh if isinstance(each, DTensor) else None for each in made]
-            )
+            step = _Step(made)
             for node in set(itertools.chain.from_iterable(map(_steps_of, made))):
-                if node.metadata.setdefault(_LOOKS, looks) is not looks:
-                    continue  # of the step before, whose result is an argument here
-                node.register_prehook(looks)
-                node.register_hook(_forget)
+                # Another one's: of the step before, whose result is an argument here.
+                if node.metadata.setdefault(_STEP, step) is step:
+                    node.register_prehook(step.look_at)
         return results
 
     return call
@@ -61,48 +69,35 @@ def _steps_of(result: Any) -> list[Any]:
     return [each for each in nearest if each is not None and each.name().startswith("CompiledFunction")]
 
 
-def _look_at(meshes: Sequence[Any], gradients: Any) -> None:
-    """Refuse to be differentiated: torch's own connects a gradient's gradient to a leaf that nobody has, unless a
-    tensor that the backward was given wants one; what comes of it would be missing, without a word.
-    """
-    if torch.is_grad_enabled():  # as it is in a backward with create_graph
-        raise RemoteTensorError(
-            "create_graph=True in the backward of a captured step, which has no second derivative, as no step of "
-            "torch.compile has: leave this one to eager code"
-        )
-    _running.meshes = meshes
-    _running.has_plain = any(type(each) is torch.Tensor for each in gradients)  # what nobody has is None here
-
-
-def _forget(*_: Any) -> None:
-    _running.meshes, _running.has_plain = (), True
-
-
 def process(own: Any) -> Any:
     """In place of torch's function of this name: a gradient of this process that belongs to a DTensor goes there."""
 
     def process_runtime_tangent(x: Any, meta: Any, at: Any = None, desc: Any = None, *rest: Any) -> Any:
         if type(x) is torch.Tensor and getattr(meta, "original_subclass_type", None) is DTensor:
-            mesh = _mesh_of(desc)
+            node: Any = torch._C._current_autograd_node()
+            step: Any = None if node is None else node.metadata.get(_STEP)
+            mesh = None if step is None else _mesh_of(step, desc)
             if mesh is not None and _torch.workers_of(mesh) is not None:
-                x = _there(x, mesh, meta.meta[0])
+                x = _there(x, step, mesh, meta.meta[0])
         return own(x, meta, at, desc, *rest)
 
     return process_runtime_tangent
 
 
-def _mesh_of(desc: Any) -> Any:
+def _mesh_of(step: _Step, desc: Any) -> Any:
     """Of the result whose gradient this is; of what a result is a view of, if all results have the same."""
     output = getattr(desc, "output", None)
     if isinstance(output, PlainAOTOutput):
-        return _running.meshes[output.idx] if output.idx < len(_running.meshes) else None
-    found = {each for each in _running.meshes if each is not None}
+        return step.meshes[output.idx] if output.idx < len(step.meshes) else None
+    found = {each for each in step.meshes if each is not None}
     return found.pop() if len(found) == 1 else None
 
 
-def _there(x: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+def _there(x: torch.Tensor, step: _Step, mesh: Any, placements: Sequence[Any]) -> DTensor:
     exact = [each if type(each) is Shard else Replicate() for each in placements]  # own() makes any other of these
     with torch.no_grad():
-        if _running.has_plain and bool(x.any()):
+        # A hook that came after ours may have given one all the same; of logits that nobody has, not all are looked at.
+        looked_at = x if step.has_plain else x.reshape(-1)[:: 1 + x.numel() // SAMPLE]
+        if bool(looked_at.any()):
             return distribute_tensor(x, mesh, exact)
         return zeros(x.shape, dtype=x.dtype, device_mesh=mesh, placements=exact)

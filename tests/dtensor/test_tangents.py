@@ -99,8 +99,9 @@ def test_no_values_are_made_here_for_what_nobody_has(
 ) -> None:
     """Logits may be large."""
     monkeypatch.setattr(_torch_tangents, "distribute_tensor", None)
+    monkeypatch.setattr(_torch_tangents, "SAMPLE", 8)
     looked: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "any", lambda self, *_: looked.append(self))
+    monkeypatch.setattr(torch.Tensor, "any", lambda self, *_: looked.append(self.numel()))
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_()
     table = distribute_tensor(torch.randn(6, 50), mesh_of("2"), [Replicate()])
 
@@ -110,8 +111,49 @@ def test_no_values_are_made_here_for_what_nobody_has(
 
     for _ in range(2):
         captured(program)(x)[1].backward()
-    assert not looked
+    assert looked == [8, 8]
     alone = WHOLE.clone().requires_grad_()
     F.cross_entropy(alone @ value(table), torch.arange(5)).backward()
     assert alone.grad is not None
     same(x.grad, 2 * alone.grad)
+
+
+def test_a_gradient_that_a_later_hook_gives(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_()
+    results = captured(lambda x: (x * 2, x * 3))(x)
+    results[0].grad_fn.register_prehook(lambda gradients: (torch.ones(5, 6), gradients[1]))
+    results[0].sum().backward()
+    same(x.grad, torch.full_like(WHOLE, 2))
+
+
+@pytest.mark.parametrize("where", ["a hook", "a saved tensor"])
+def test_a_backward_inside_another(mesh_of: Callable[[str], Any], where: str) -> None:
+    x, y = (distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_() for _ in range(2))
+    inner = captured(lambda x: (x * 3, x.cos()))(y)[0].sum()
+    done: list[bool] = []
+
+    def once(value: Any) -> Any:
+        if not done:
+            done.append(True)
+            inner.backward()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: each, once if where == "a saved tensor" else lambda e: e
+    ):
+        results = captured(lambda x: (x.sin(), x.exp()))(x)
+    if where == "a hook":
+        results[0].grad_fn.register_prehook(lambda gradients: once(None))
+    results[0].sum().backward()
+    same(x.grad, WHOLE.cos())
+    same(y.grad, torch.full_like(WHOLE, 3))
+
+
+def test_a_backward_after_one_that_raised(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_()
+    first, second = (captured(lambda x: (x * 2, x * 3))(x) for _ in range(2))
+    first[0].grad_fn.register_prehook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first[0].sum().backward()
+    second[1].sum().backward()
+    same(x.grad, torch.full_like(WHOLE, 3))
