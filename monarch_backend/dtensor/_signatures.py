@@ -319,13 +319,13 @@ def out_sizes(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple[int, .
         meta = _meta_of(value)
         if meta is None and not isinstance(value, torch.Tensor):
             return value
-        made = fake_like(value) if meta is None else fake_of(meta)
+        made = fake_like(value) if meta is None else fake_of(meta, _CPU)  # sizes are the same on all devices
         fakes.append((value, made))
         return made
 
     with one_at_a_time:
-        faked = pytree.tree_map(fake, (args, kwargs))
-        propagate(func, *faked)
+        fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
+        propagate(func, fake_args, fake_kwargs, _CPU)
         outs = {each.name for each in func._schema.arguments if each.is_out}
         given = pytree.tree_leaves([value for name, value in kwargs.items() if name in outs])
         return [(value, tuple(made.shape)) for value, made in fakes if any(value is each for each in given)]

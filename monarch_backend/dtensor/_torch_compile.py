@@ -125,22 +125,28 @@ def _specialize() -> None:
 
 
 def _strided_again(own: Any) -> Any:
-    """What a view has made of shards (``x.view(-1)`` of columns) says that it is in no order of the mesh's dimensions.
-
-    torch writes down the order when it takes a DTensor apart, and not that it was said.
-    """
+    """torch writes down the order when it takes a DTensor apart, and not that it was said."""
 
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
         placements, meta, order, requires_grad = context
         if order is None or not any(isinstance(each, _StridedShard) for each in placements):
             return own(inner, context, size, stride)
-        spec = DTensorSpec(
-            inner["device_mesh"], placements, tensor_meta=TensorMeta(size, stride, meta.dtype), shard_order=order,
-            use_strided_shard_as_shard_order=False,
-        )  # fmt: skip
-        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+        spec = DTensorSpec(inner["device_mesh"], placements, tensor_meta=TensorMeta(size, stride, meta.dtype))
+        return DTensor(inner["_local_tensor"], _in_order(order, spec), requires_grad=requires_grad)
 
     return __tensor_unflatten__
+
+
+def _in_order(order: Any, spec: DTensorSpec) -> DTensorSpec:
+    """What a view has made of shards (``x.view(-1)`` of columns) is in the order of the mesh's dimensions that it says;
+    torch takes it for one that says so by its strides.
+    """
+    if order is None or not any(isinstance(each, _StridedShard) for each in spec.placements):
+        return spec
+    return DTensorSpec(
+        spec.mesh, spec.placements, tensor_meta=spec.tensor_meta, shard_order=order,
+        use_strided_shard_as_shard_order=False,
+    )  # fmt: skip
 
 
 def _places_of_strided(own: Any) -> Any:
@@ -341,22 +347,10 @@ def _view_of(own: Any) -> Any:
         made = DTensor.from_local(
             local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride()
         )
-        made._spec = _in_the_order_of(target._spec, made._spec)
+        made._spec = _in_order(target._spec.shard_order, made._spec)
         return made if requires_grad else made.detach()
 
     return gen_alias_from_base
-
-
-def _in_the_order_of(like: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:
-    """What a view has made of shards (``x.view(-1)`` of columns) is in the order of the mesh's dimensions that it says;
-    torch takes it for one that says so by its strides.
-    """
-    if like.shard_order is None or not any(isinstance(each, _StridedShard) for each in spec.placements):
-        return spec
-    return DTensorSpec(
-        spec.mesh, spec.placements, tensor_meta=spec.tensor_meta, shard_order=like.shard_order,
-        use_strided_shard_as_shard_order=False,
-    )  # fmt: skip
 
 
 class _Strided(torch.autograd.Function):
