@@ -48,7 +48,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 import monarch_backend
-from monarch_backend import _versions, dtensor
+from monarch_backend import dtensor
 from monarch_backend.dtensor import (
     _rank_classes,
     _rank_ints,
@@ -129,24 +129,21 @@ def _strided_again(own: Any) -> Any:
 
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
         placements, meta, order, requires_grad = context
-        if order is None or not any(isinstance(each, _StridedShard) for each in placements):
+        spec = _in_order(order, inner["device_mesh"], placements, TensorMeta(size, stride, meta.dtype))
+        if spec is None:
             return own(inner, context, size, stride)
-        spec = DTensorSpec(inner["device_mesh"], placements, tensor_meta=TensorMeta(size, stride, meta.dtype))
-        return DTensor(inner["_local_tensor"], _in_order(order, spec), requires_grad=requires_grad)
+        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     return __tensor_unflatten__
 
 
-def _in_order(order: Any, spec: DTensorSpec) -> DTensorSpec:
+def _in_order(order: Any, mesh: Any, placements: Any, meta: Any) -> DTensorSpec | None:
     """What a view has made of shards (``x.view(-1)`` of columns) is in the order of the mesh's dimensions that it says;
-    torch takes it for one that says so by its strides.
+    torch takes it for one that says so by its strides. None for what is no such view.
     """
-    if order is None or not any(isinstance(each, _StridedShard) for each in spec.placements):
-        return spec
-    return DTensorSpec(
-        spec.mesh, spec.placements, tensor_meta=spec.tensor_meta, shard_order=order,
-        use_strided_shard_as_shard_order=False,
-    )  # fmt: skip
+    if order is None or not any(isinstance(each, _StridedShard) for each in placements):
+        return None
+    return DTensorSpec(mesh, placements, tensor_meta=meta, shard_order=order, use_strided_shard_as_shard_order=False)
 
 
 def _places_of_strided(own: Any) -> Any:
@@ -347,7 +344,8 @@ def _view_of(own: Any) -> Any:
         made = DTensor.from_local(
             local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride()
         )
-        made._spec = _in_order(target._spec.shard_order, made._spec)
+        spec = made._spec
+        made._spec = _in_order(target._spec.shard_order, spec.mesh, spec.placements, spec.tensor_meta) or spec
         return made if requires_grad else made.detach()
 
     return gen_alias_from_base
@@ -429,10 +427,6 @@ def _local_of_uneven(own: Any) -> Any:
         return own(self, **options)
 
     return to_local
-
-
-GETATTR = "tp_getattro_impl" if _versions.torch_version() >= (2, 14) else "var_getattr"
-"""What dynamo calls to find an attribute of a tensor."""
 
 
 def _attribute(own: Any) -> Any:
@@ -550,7 +544,7 @@ REPLACED += [
     (DTensor, "to_local", _local_of_uneven),
     (DTensor, "__tensor_unflatten__", _strided_again),
     (_StridedShard, "local_shard_size_and_offset", _places_of_strided),
-    (TensorVariable, GETATTR, _attribute),
+    (TensorVariable, "var_getattr", _attribute),
     (TensorVariable, "call_method", _between_devices),
     (TorchInGraphFunctionVariable, "call_function", _made_there),
     (TorchScriptObjectVariable, "call_method", _number_of_the_rank),

@@ -433,7 +433,7 @@ FORMS_OF_COMPILE = {
     "DTensor.to_local": "self grad_placements",
     "DTensor.__tensor_unflatten__": "inner_tensors flatten_spec outer_size outer_stride",
     "_StridedShard.local_shard_size_and_offset": "self curr_local_size num_chunks rank offset_mode",
-    f"TensorVariable.{_torch_compile.GETATTR}": "self tx name",
+    "TensorVariable.var_getattr": "self tx name",
     "TensorVariable.call_method": "self tx name args kwargs",
     "TorchScriptObjectVariable.call_method": "self tx name args kwargs",
     "TorchInGraphFunctionVariable.call_function": "self tx args kwargs",
