@@ -32,10 +32,11 @@ def places() -> tuple[int, int, int, int] | None:
     if len(found) != 1 or None in found:
         return None
     (place,) = found
-    resizable = _resizable_of(real, [torch.frombuffer(bytearray(size), dtype=torch.uint8) for size in (3, 16)])
-    if place is None or resizable is None or not _is_right(*place, resizable):
+    if place is None:
         return None
-    return (*place, resizable)
+    others = [torch.frombuffer(bytearray(size), dtype=torch.uint8) for size in (3, 16)]
+    right = [each for each in _may_say_resizable(real, others) if _is_right(*place, each)]
+    return (*place, right[0]) if len(right) == 1 else None
 
 
 def _places_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
@@ -49,15 +50,18 @@ def _places_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     return at if 0 not in at else None  # 0: a reference count, or a table of functions
 
 
-def _resizable_of(can: list[torch.Tensor], cannot: list[torch.Tensor]) -> int | None:
-    """The one byte that is 1 in these tensors' storages, and 0 in those of others' memory."""
+def _may_say_resizable(can: list[torch.Tensor], cannot: list[torch.Tensor]) -> list[int]:
+    """The bytes that are 1 in these tensors' storages, and 0 in those of others' memory.
+
+    More than one now and then: there is a pointer, too, to the allocator of a tensor that can be resized, and the
+    system chooses its bytes.
+    """
     can_be, cannot_be = ([_bytes(each.untyped_storage()._cdata) for each in tensors] for tensors in (can, cannot))
-    found = [
+    return [
         at
         for at in range(_ADDRESS_WITHIN * _WORD, _RESIZABLE_WITHIN * _WORD)
         if all(each[at] == 1 for each in can_be) and all(each[at] == 0 for each in cannot_be)
     ]
-    return found[0] if len(found) == 1 else None
 
 
 def _is_right(to_impl: int, to_storage: int, to_address: int, to_resizable: int) -> bool:
@@ -67,12 +71,13 @@ def _is_right(to_impl: int, to_storage: int, to_address: int, to_resizable: int)
     if storage != made.untyped_storage()._cdata or _word(storage + to_address) != 0:
         return False
     address = ctypes.c_size_t.from_address(storage + to_address)
-    resizable = ctypes.c_bool.from_address(storage + to_resizable)
+    resizable = ctypes.c_ubyte.from_address(storage + to_resizable)
+    before = resizable.value
     could_be = made.untyped_storage().resizable()
-    address.value, resizable.value = _WORD, False
+    address.value, resizable.value = _WORD, 0
     seen = made.untyped_storage()
     said = seen.data_ptr(), seen.resizable()
-    address.value, resizable.value = 0, True
+    address.value, resizable.value = 0, before
     return could_be and said == (_WORD, False) and seen.resizable()
 
 

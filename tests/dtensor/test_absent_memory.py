@@ -297,6 +297,18 @@ def test_what_is_no_tensor_has_no_address(wrong: object) -> None:
         _native.no_pointer(wrong)
 
 
+@pytest.mark.parametrize("at", range(48, 80))
+def test_bytes_that_the_system_chooses_are_not_taken_for_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """An allocator's address has a 1 in it in one process of a hundred."""
+    found = _torch_addresses.places()
+    assert found is not None
+    asked = _torch_addresses._may_say_resizable
+    monkeypatch.setattr(_torch_addresses, "_may_say_resizable", lambda *tensors: sorted({*asked(*tensors), at}))
+    assert _torch_addresses.places() == found
+
+
 def test_a_torch_that_has_it_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _torch_addresses.places()
     assert found is not None, "this torch has a tensor's address elsewhere: read c10/core/StorageImpl.h"
