@@ -17,7 +17,7 @@ from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.support import Faults
 from tests.hosts.programs import BOUNDS
 from tests.hosts.support import PATIENCE
-from tests.rdma.actors import Process, pattern
+from tests.rdma.actors import Process, no_python_in, pattern
 from tests.support.hosts import Cables
 
 MIB = 1 << 20
@@ -57,10 +57,9 @@ def reads_and_writes(workers: Sequence[str]) -> None:
         assert number.fetch_add(0).get() == 40
         one.write.call_one(buffer, "tensor", 4).get(PATIENCE)
         assert torch.equal(mine, pattern(5 * MIB, 4))
-        busy = one.hold_interpreter.call_one(1.0)
-        theirs = other.own.call_one("tensor", 4 * MIB).get(PATIENCE)
-        assert other.read.call_one(theirs).get(PATIENCE)
-        busy.get(PATIENCE)
+        with no_python_in(one):
+            theirs = other.own.call_one("tensor", 4 * MIB).get(PATIENCE)
+            assert other.read.call_one(theirs).get(PATIENCE)
         buffer.drop(), number.drop()
 
 

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import io
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -274,20 +275,27 @@ class Process(Actor):
         return "done" if error is None else type(error).__name__
 
     @endpoint
-    def hold_interpreter(self, seconds: float) -> float:
-        """Run C code that does not let go of the interpreter: no Python of this process runs meanwhile."""
-        begun = time.monotonic()
-        while time.monotonic() - begun < seconds:
-            sum(range(20_000_000))  # one call, which never looks up
-        return time.monotonic() - begun
-
-    @endpoint
     def hold_interpreter_until_read(self, fifo: str) -> int:
         """One call of C code writes more than fits: whoever reads a byte knows that no Python of this process runs, and
         that none will until he has read all of it.
         """
         with open(fifo, "wb", buffering=0) as pipe:
             return int(ctypes.PyDLL(None).write(pipe.fileno(), bytes(1 << 20), ctypes.c_size_t(1 << 20)))
+
+
+@contextlib.contextmanager
+def no_python_in(owner: ActorMesh) -> Iterator[None]:
+    """Meanwhile the process runs none: who needs it has to wait until the end of this."""
+    with tempfile.TemporaryDirectory() as folder:
+        fifo = f"{folder}/held"
+        os.mkfifo(fifo)
+        holding = owner.hold_interpreter_until_read.call_one(fifo)
+        with open(fifo, "rb", buffering=0) as pipe:
+            assert len(pipe.read(1)) == 1
+            yield
+            while pipe.read(1 << 16):
+                pass
+        assert holding.get(30) == 1 << 20
 
 
 def two_processes(route: str, kind: type[Process] = Process) -> Iterator[tuple[ActorMesh, ActorMesh]]:

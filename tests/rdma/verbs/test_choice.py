@@ -5,7 +5,6 @@ and verbs again once they do. Every transfer is right meanwhile, and every atomi
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from monarch_backend.rdma import _routes
 from monarch_backend.rdma.verbs import _link, available
 from tests.actor.actors import until
 from tests.job.support import MARK, in_program, new_mark
-from tests.rdma.actors import Process, nics, pattern
+from tests.rdma.actors import Process, nics, no_python_in, pattern
 from tests.rdma.verbs.peers import crossed, lock_at_most
 
 pytestmark = [pytest.mark.verbs, pytest.mark.usefixtures("short")]
@@ -136,25 +135,18 @@ def test_two_nics_that_are_up_and_do_not_reach_each_other(job: Path, cable: Cabl
     assert all("transport retry counter exceeded" in line for line in said)
 
 
-def _held(path: Path, fifo: str) -> list[str]:
+def _held(path: Path) -> list[str]:
     with asking(path) as (said, [it]):
-        holding = it.owner.hold_interpreter_until_read.call_one(fifo)
-        with open(fifo, "rb", buffering=0) as pipe:
-            assert len(pipe.read(1)) == 1
-            with mock.patch.object(_link, "DIAL_SECONDS", 0.5):
-                assert {it.goes_by() for _ in range(3)} == {"tcp"}
-            while pipe.read(1 << 16):
-                pass
-        assert holding.get(30) == MIB
+        with no_python_in(it.owner), mock.patch.object(_link, "DIAL_SECONDS", 0.5):
+            assert {it.goes_by() for _ in range(3)} == {"tcp"}
         it.until_verbs()
         return said
 
 
 @pytest.mark.usefixtures("cable")
-def test_an_owner_that_does_not_answer(job: Path, tmp_path: Path) -> None:
+def test_an_owner_that_does_not_answer(job: Path) -> None:
     """It runs no Python: its memory is served, and it does not come to a connection of the NICs."""
-    os.mkfifo(tmp_path / "held")
-    [said] = in_program(_held, job, str(tmp_path / "held"), timeout=200)
+    [said] = in_program(_held, job, timeout=200)
     assert "has not answered within" in said
 
 
