@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _by_rank_op, _draw_op, _random, _signatures, _torch_traces, _wire
+from monarch_backend.dtensor import _by_rank_op, _draw_op, _orders, _random, _signatures, _torch_traces, _wire
 from monarch_backend.dtensor._draw_op import Draw
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
@@ -111,7 +111,7 @@ class Capturer:
         self.operand_metas: list[Meta] = []
         self.sent: list[fx.Node] = []  # of this process, tensors that workers need whole
         self.numbers: list[tuple[fx.Node, str]] = []
-        self.steps: list[tuple[Any, Any, Any, fx.Node]] = []
+        self.steps: list[tuple[Any, Any, Any, fx.Node, Any]] = []
         self.writes: list[int] = []
         self.draws: list[Draw] = []
         self.here = fx.Graph()
@@ -235,7 +235,7 @@ class Capturer:
         self.writes += [i for kind, i in (each.index for each in _written(node, args, kwargs)) if kind == "operand"]
 
     def _add(self, node: fx.Node, args: Any, kwargs: Any, fake: Any, target: Any = None) -> _There:
-        self.steps.append((target or node.target, args, kwargs, node))
+        self.steps.append((target or node.target, args, kwargs, node, _orders.said(fake, self.workers.device)))
         return _There(("step", len(self.steps) - 1), fake)
 
     def _own(self, node: fx.Node) -> None:
@@ -359,7 +359,7 @@ class Capturer:
             [_random.places(self.workers, each) for each in self.draws],
         )  # fmt: skip
 
-    def _wire_step(self, target: Any, args: Any, kwargs: Any, node: fx.Node) -> _wire.Step:
+    def _wire_step(self, target: Any, args: Any, kwargs: Any, node: fx.Node, orders: Any) -> _wire.Step:
         name = (
             str(target) if isinstance(target, torch._ops.OpOverload) else f"{target.__module__}:{target.__qualname__}"
         )
@@ -376,7 +376,7 @@ class Capturer:
 
         places = [_wire.place(each, operand, self.workers.group_name) for each in args]
         named = {key: _wire.place(each, operand, self.workers.group_name) for key, each in kwargs.items()}
-        return _wire.Step(name, places, named, _line_of(node), ins)
+        return _wire.Step(name, places, named, _line_of(node), ins, orders)
 
 
 def nbytes_of(results: Sequence[Result]) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from monarch_backend.dtensor import _torch
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -71,9 +71,12 @@ def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None
 
 
 def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    """``tensor``: one of the controller, or a gradient, which may be on workers already, by dimensions of a mesh."""
     workers = _torch.workers_of(mesh)
     assert workers is not None
-    return workers.put_on(tensor.detach(), _torch.outside(mesh))
+    if isinstance(tensor, DTensor):
+        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()
+    return sent(tensor.detach(), workers, _torch.outside(mesh))
 
 
 def _is_elsewhere_too(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:

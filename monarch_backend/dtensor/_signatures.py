@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
-from monarch_backend.dtensor import _rank_ints, _wire
+from monarch_backend.dtensor import _orders, _rank_ints, _wire
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -293,7 +293,8 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     named = {name: _wire.place(each, operand, workers.group_name) for name, each in kwargs.items()}
     ins = [_stand_in(each) for each in operands] if target.name.startswith(_wire.COLLECTIVES) else []
     entry.number = workers.define(
-        target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins
+        target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins,
+        _orders.said(entry.outs, workers.device),
     )
     entry.parts = [entry.number]
     return entry

@@ -1083,12 +1083,32 @@ class _AtFirstCall:
         return self
 
     def __call__(self, module: Any, _inputs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            from torch._dynamo.comptime import comptime
+
+            comptime(_put_in_a_trace)
+            return
         if torch.compiler.is_compiling():
-            return  # a trace could not do it; an eager call still can
+            return  # a trace of other kinds could not do it; an eager call still can
+        self.put(module)
+
+    def put(self, module: Any) -> None:
+        """What no style has taken goes to the workers, and the hook away."""
         for key in [key for key, each in module._forward_pre_hooks.items() if each is self]:  # of a copy, too
             del module._forward_pre_hooks[key]
         if workers_of(self.mesh) is not None:  # else it has travelled to a worker, who has everything
             _modules().put_module(module, self.mesh)
+
+
+def _put_in_a_trace(context: Any) -> None:
+    """Dynamo calls it while it traces the hook, with the names that the hook has. It begins anew, with what is there
+    then.
+    """
+    from torch._dynamo.exc import UnspecializeRestartAnalysis
+
+    hook, module = (context.get_local(name)._ComptimeVar__variable.value for name in ("self", "module"))
+    hook.put(module)
+    raise UnspecializeRestartAnalysis(restart_reason="what no plan names was put on the workers")
 
 
 def exchange(parameter: Any, remote: Any) -> str:

@@ -235,8 +235,11 @@ def _leave_alone() -> None:
     """
     alone = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(RemoteTensor.__torch_dispatch__.__func__.__code__, alone)  # type: ignore[attr-defined]
+    set_code_exec_strategy(
+        _torch._AtFirstCall.__call__.__code__, alone
+    )  # called by what dynamo skips: module.compile()
     for module in (api, collective_utils, dispatch, redistribute, utils, placement_types, device_mesh):
-        functions = list(vars(module).values())
+        functions = [*vars(module).values(), *api.DTensor._op_dispatcher._custom_op_handlers.values()]
         functions += [each for found in functions if inspect.isclass(found) for each in vars(found).values()]
         for found in functions:
             function = getattr(found, "__func__", found)
@@ -411,7 +414,12 @@ def _seen(tensor: Any) -> RemoteTensor:
 def _describe(own: Any) -> Any:
     def describe_tensor(self: Any, tensor: Any, **options: Any) -> Any:
         if not _is_uneven(tensor):
-            return own(self, tensor, **options)
+            described = own(self, tensor, **options)
+            of_another_kind = described.grad is not None and described.grad.is_traceable_wrapper_subclass
+            if of_another_kind and not described.is_traceable_wrapper_subclass:
+                # A plain parameter's, a DTensor, which torch would convert as if it was as plain.
+                return dataclasses.replace(described, grad=None)
+            return described
         described = own(self, _seen(tensor), **options)
         return dataclasses.replace(described, id=self.get_tensor_id(tensor), is_leaf=tensor.is_leaf)
 

@@ -70,7 +70,7 @@ class Signature(NamedTuple):
     """How a record of this number is to be read. ``target``: an operator's name, or ``module:function``.
 
     ``writes``: operands that it changes. ``ins``: of a collective, shape and dtype of each operand, for who must take
-    part without having it.
+    part without having it. ``orders``: the results' strides, as the controller has them; none are asked for if empty.
     """
 
     number: int
@@ -82,12 +82,14 @@ class Signature(NamedTuple):
     results: int
     writes: list[int]
     ins: list[Any]
+    orders: list[list[int] | None]
 
 
 class Step(NamedTuple):
     """One operation of a graph. ``args``: as a signature's; [OPERAND, i] is value i of the graph.
 
     ``where``: the program's line. ``ins``: of a collective, shape and dtype of each tensor among its arguments.
+    ``orders``: as a signature's.
     """
 
     target: str
@@ -95,6 +97,7 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     where: str
     ins: list[Any] | None
+    orders: list[list[int] | None]
 
 
 class Graph(NamedTuple):

@@ -111,11 +111,11 @@ class Workers:
 
     def define(
         self, target: str, args: list[Any], kwargs: dict[str, Any], operands: int, kind: int, results: int,
-        writes: list[int], ins: list[Any],
+        writes: list[int], ins: list[Any], orders: Sequence[list[int] | None] = (),
     ) -> int:  # fmt: skip
         """The number of a new signature."""
         number = next(self.stream.numbers)
-        signature = Signature(number, target, args, kwargs, operands, kind, results, writes, ins)
+        signature = Signature(number, target, args, kwargs, operands, kind, results, writes, ins, list(orders))
         self.stream.define(Define.SIGNATURE, *signature)
         return number
 

@@ -695,7 +695,7 @@ def test_a_worker_without_a_compiler_runs_the_operations_one_by_one(
         raise RuntimeError("no working C++ compiler found")
 
     monkeypatch.setattr(_torch_inductor, "compiled", no_compiler)
-    step = ["aten.sin.default", [[Tag.OPERAND, 0]], {}, "", None]
+    step = ["aten.sin.default", [[Tag.OPERAND, 0]], {}, "", None, [None]]
     function = _graphs.make(Graph(1, 1, [], [step], [1], [], [[[2], "float32"]], True, []), 0, torch.device("cpu"), str)
     tensors: dict[int, Any] = {5: torch.ones(2)}
     with caplog.at_level(logging.WARNING, "monarch_backend.dtensor"):

@@ -284,6 +284,8 @@ class Executor(Actor):
             self._wait_for_readers(function, words, i)
         try:
             function.run(self._tensors, words, i)
+            if function.orders:
+                function.put_in_order(self._tensors, words, i)
             call = function.quick(self._tensors, words, i) if number not in self._calls else None
         except Exception as error:
             call = None
@@ -382,7 +384,7 @@ class Executor(Actor):
                 self._functions[number] = _graphs.make(function.graph, self._rank, self._device, self.group)
             elif function is not None and function.signature.number == number:
                 made = self._made(function.signature)
-                function.run, function.call = made.run, made.call
+                function.run, function.call, function.orders = made.run, made.call, made.orders
 
     # Collectives that are under way -----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 
 from monarch_backend._native import Call
-from monarch_backend.dtensor import _torch_bindings
+from monarch_backend.dtensor import _orders, _torch_bindings
 from monarch_backend.dtensor._wire import COLLECTIVES, MEETINGS, Signature, Tag, constant
 from monarch_backend.dtensor.worker import _older_torch
 
@@ -25,7 +25,7 @@ Run = Callable[[dict[int, Any], list[Any], int], None]
 class Function:
     """``run(tensors, words, i)`` executes the record at ``words[i]``, which has ``length`` words."""
 
-    __slots__ = ("_floats", "call", "is_collective", "length", "meets_others", "run", "signature")
+    __slots__ = ("_floats", "call", "is_collective", "length", "meets_others", "orders", "run", "signature")
 
     def __init__(self, signature: Signature, run: Run, call: Call | None = None) -> None:
         self.signature, self.run, self.call = signature, run, call
@@ -33,6 +33,8 @@ class Function:
         self.length = 2 + signature.operands + signature.results
         self.is_collective = signature.target.startswith(COLLECTIVES)
         self.meets_others = signature.target.startswith(MEETINGS)
+        self.orders = signature.orders if call is not None and not self.meets_others else []
+        """Of its results, until somebody has looked whether they have them."""
 
     def operands(self, words: list[Any], i: int) -> list[Any]:
         """The record's tensors; 0, which is no tensor's id, for an operand that is a number."""
@@ -52,6 +54,30 @@ class Function:
             return None
         self.call.function = _torch_bindings.quickest(self.call.function, *self.call.given(tensors, words, i))
         return self.call
+
+    def put_in_order(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
+        """When it has executed this record, its first one: this one's results, and from then on all others'."""
+        wrong = {
+            at: order
+            for at, (number, order) in enumerate(zip(self.results(words, i), self.orders, strict=True))
+            if _orders.is_wrong(tensors.get(number), order)
+        }
+        self.orders = []
+        if not wrong:
+            return
+        as_it_is = self.run
+
+        def put(tensors: dict[int, Any], words: list[Any], i: int) -> None:
+            results = self.results(words, i)
+            for at, order in wrong.items():
+                tensors[results[at]] = _orders.ordered(tensors[results[at]], order)
+
+        def run(tensors: dict[int, Any], words: list[Any], i: int) -> None:
+            as_it_is(tensors, words, i)
+            put(tensors, words, i)
+
+        self.run, self.call = run, None
+        put(tensors, words, i)
 
     def stand_in(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
         """Take part in its collective. ``tensors``: those of its operands."""

@@ -14,7 +14,8 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 
 from monarch_backend.dtensor import _by_rank_op
-from monarch_backend.dtensor._wire import Graph, Kind, Signature, Step, Tag
+from monarch_backend.dtensor._orders import is_wrong, ordered
+from monarch_backend.dtensor._wire import MEETINGS, Graph, Kind, Signature, Step, Tag
 from monarch_backend.dtensor.worker import _functions
 from monarch_backend.dtensor.worker._functions import Function, Source
 
@@ -34,6 +35,7 @@ class GraphFunction(Function):
         "_groups",
         "_meetings",
         "_numbers_on",
+        "_orders",
         "_source",
         "_steps",
         "_wants_inductor",
@@ -42,7 +44,7 @@ class GraphFunction(Function):
 
     def __init__(self, graph: Graph, rank: int, device: torch.device, group: Callable[[str], Any]) -> None:
         signature = Signature(
-            graph.number, NAME, [], {}, graph.operands, Kind.MANY, len(graph.results), graph.writes, graph.ins
+            graph.number, NAME, [], {}, graph.operands, Kind.MANY, len(graph.results), graph.writes, graph.ins, []
         )
         super().__init__(signature, self._run)
         self.graph = graph
@@ -51,6 +53,7 @@ class GraphFunction(Function):
         self._steps = [Step(*each) for each in graph.steps]
         self._source = Source(rank, device, group)
         self._all: Any = None
+        self._orders: _Orders | None = None
         self._draws = [_draw(each, self._source) for each in graph.draws]
         self._meetings = _meetings(self._steps, self._source)
         self._groups = {meeting.group for meeting in self._meetings}
@@ -83,14 +86,20 @@ class GraphFunction(Function):
         given += drawn
         if self._all is None:  # now, since what can't be done is then this record's failure
             self._all = _function(self.graph, self._steps, self._source)
-        if self._wants_inductor:
-            self._compile(given)
+            if self._wants_inductor:
+                self._compile(given)
+            if self._compiled is None:
+                self._orders = _Orders(self._steps)
+                self._all = _function(self.graph, self._steps, self._source, self._orders)
         try:
             found = self._all(*given) if self._compiled is None else self._compiled(*given)
         except Exception as error:
             self._attend_the_rest(before)
             self._tell_where(error)
             raise
+        if self._orders is not None and self._orders.looks:
+            self._orders.looks = False
+            self._all = _function(self.graph, self._steps, self._source, self._orders)
         tensors.update(zip(self.results(words, i), found, strict=True))
 
     def _drawn(self, before: dict[str, int]) -> list[torch.Tensor]:
@@ -136,6 +145,36 @@ class GraphFunction(Function):
             frame = frame.tb_next
 
 
+class _Orders:
+    """Puts the results of steps into the order in memory that the graph was traced with.
+
+    ``looks``: it does not know yet of which steps that must be done.
+    """
+
+    def __init__(self, steps: list[Step]) -> None:
+        self.looks = True
+        self._orders = {
+            k: step.orders for k, step in enumerate(steps) if any(step.orders) and not step.target.startswith(MEETINGS)
+        }
+        self._wrong: dict[int, set[int]] = {}
+
+    def concern(self, k: int) -> bool:
+        """Whether the step's results go through `put`."""
+        return k in (self._orders if self.looks else self._wrong)
+
+    def put(self, k: int, found: Any) -> Any:
+        """The results of step k, with strides as they should be."""
+        orders = self._orders[k]
+        many = [found] if isinstance(found, torch.Tensor) else found
+        if self.looks:
+            wrong = {at for at, (each, order) in enumerate(zip(many, orders, strict=True)) if is_wrong(each, order)}
+            if wrong:
+                self._wrong[k] = wrong
+        wrong = self._wrong.get(k, set())
+        put = [ordered(each, orders[at] or ()) if at in wrong else each for at, each in enumerate(many)]
+        return put[0] if isinstance(found, torch.Tensor) else put
+
+
 class _Meeting:
     """A collective of a graph: attended with zeros by a rank that has nothing better."""
 
@@ -166,7 +205,9 @@ def by_rank(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     return _by_rank_op.tensors_of(_functions.find(name)(*args, **kwargs), tensors)
 
 
-def _function(graph: Graph, steps: list[Step], source: Source) -> Callable[..., list[Any]]:
+def _function(
+    graph: Graph, steps: list[Step], source: Source, orders: _Orders | None = None
+) -> Callable[..., list[Any]]:
     """All steps, a line for each, that forgets what is not needed any more."""
     first = graph.operands + len(graph.numbers) + len(graph.draws)
     last: dict[int, int] = {}
@@ -177,6 +218,9 @@ def _function(graph: Graph, steps: list[Step], source: Source) -> Callable[..., 
     kept = set(graph.results)
     for k, step in enumerate(steps):
         call = source.call(step.target, step.args, step.kwargs, "v{}".format)
+        if orders is not None and orders.concern(k):
+            source.constants["put"] = orders.put
+            call = f"put({k}, {call})"
         done = [at for at, end in last.items() if end == k and at not in kept]
         lines.append(f"    v{first + k} = {call}" + "".join(f"; del v{at}" for at in done))
     lines.append(f"    return [{', '.join(f'v{at}' for at in graph.results)}]")
