@@ -190,7 +190,8 @@ class Capturer:
         if self._random(node):
             return
         _check(node)
-        if any(isinstance(each, _There) for each in inputs):
+        is_collective = str(node.target).startswith(_wire.COLLECTIVES)  # in which no rank of a mesh is here
+        if any(isinstance(each, _There) for each in inputs) or is_collective:
             self._step(node)
         elif any(isinstance(each, _Here) for each in inputs):
             self._own(node)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from monarch_backend.dtensor import _rank_ints, _results, _torch_traces
+from monarch_backend.dtensor import _orders, _rank_ints, _results, _torch_traces
 
 _aten = torch.ops.aten
 _RUNNING = slice(3, 5)
@@ -31,6 +31,8 @@ def _batch_norm(func: Any, args: Any, _kwargs: Any) -> Any:
         for running, there in zip(args[_RUNNING], placed[_RUNNING], strict=True):
             _keep(running, there)
     y = _results.wholes(func, (*whole, *args[5:]))[0]
+    if mesh.device_type == "cpu":
+        y = y._replace(stride=_orders.of_a_batch_norm(x.shape, x.stride()))
     shared = [_results.of_parts(found[0], y, mesh, _where(Shard(1), by_channel))]
     return (*shared, *(_of_channels(each, x, by_channel) for each in found[1:]))
 

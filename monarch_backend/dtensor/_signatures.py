@@ -273,7 +273,9 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     writes += [(i, "") for i in target.writes]
     # First what may be refused; only then workers hear of it.
     if entry.returns is None:
-        _shape_results(workers, entry, *_propagated(workers, target.call, args, kwargs))
+        result, device = _propagated(workers, target.call, args, kwargs)
+        result = _orders.as_cpus_have_it(target.call, next(filter(None, map(_meta_of, args)), None), result)
+        _shape_results(workers, entry, result, device)
         if entry.host is not None:
             entry.number, entry.parts = 0, []
             return entry
@@ -293,7 +295,14 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     named = {name: _wire.place(each, operand, workers.group_name) for name, each in kwargs.items()}
     ins = [_stand_in(each) for each in operands] if target.name.startswith(_wire.COLLECTIVES) else []
     entry.number = workers.define(
-        target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins,
+        target.name,
+        places,
+        named,
+        len(operands),
+        entry.kind,
+        len(entry.outs),
+        _written(writes, places, named),
+        ins,
         _orders.said(entry.outs, workers.device),
     )
     entry.parts = [entry.number]

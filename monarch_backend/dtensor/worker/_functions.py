@@ -60,7 +60,7 @@ class Function:
         wrong = {
             at: order
             for at, (number, order) in enumerate(zip(self.results(words, i), self.orders, strict=True))
-            if _orders.is_wrong(tensors.get(number), order)
+            if order is not None and _orders.is_wrong(tensors.get(number), order)
         }
         self.orders = []
         if not wrong:
