@@ -50,8 +50,10 @@ def _step_of(func: Any, lists: Sequence[Any], options: dict[str, Any]) -> None:
 
 def _beside(tensor: Any, parameter: Any) -> Any:
     """What each rank has of it, by what it has of the parameter; all of a step's number."""
-    if tensor is parameter or not isinstance(parameter, DTensor):
+    if tensor is parameter:
         return tensor
+    if not isinstance(parameter, DTensor):
+        return _results.everywhere(tensor)  # a gradient may be each rank's part of a sum
     if tensor.ndim == 0 and parameter.ndim:
         return _results.everywhere(tensor)
     there = _results.distributed(tensor, parameter.device_mesh)

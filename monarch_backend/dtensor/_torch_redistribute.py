@@ -253,11 +253,19 @@ def _by_torchs_plan(
     first = _on_the_way(current_spec, target_spec) if is_ours else None
     steps = [current_spec, target_spec] if first is None else [current_spec, first, target_spec]
     result = local_tensor
-    # Indices that torch makes on a device of the workers': this mesh's make them. A trace's are on the CPU.
-    with mesh if type(local_tensor) is RemoteTensor else contextlib.nullcontext():
+    with _maker_of_indices(local_tensor, mesh):
         for before, after in itertools.pairwise(steps):
             result = own(result, before, after, async_op=async_op and after is target_spec, **settings)
     return _in_order(result, target_spec) if is_ours else result
+
+
+def _maker_of_indices(local: Any, mesh: Any) -> Any:
+    """torch makes some on the device of the workers: those of this mesh do. A trace's are its own, also where it makes
+    a view of its input once more, outside of its mode.
+    """
+    if type(local) is RemoteTensor:
+        return mesh
+    return _torch_traces.mode_of(local) or contextlib.nullcontext()
 
 
 @_replaces(op_dispatch.OpDispatcher, "_propagate_op_sharding_dispatch_slow_path")

@@ -26,6 +26,11 @@ def is_dynamos() -> bool:
     return _mode_of(_FAKE) is not None and TracingContext.try_get() is not None
 
 
+def mode_of(tensor: Any) -> Any:
+    """The mode that made it, of a tensor without values; None of any other."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
 def share_memory(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
     """Whether it is a view of one of these, or one of them."""
     return any(torch._C._is_alias_of(tensor, each) for each in others)  # type: ignore[attr-defined]
