@@ -18,36 +18,30 @@ Strides = list[int] | None
 """None: any will do."""
 
 _BATCH_NORMS = {
-    _aten.native_batch_norm.default,
-    _aten._native_batch_norm_legit.default,
-    _aten._native_batch_norm_legit.no_stats,
-    _aten._native_batch_norm_legit_no_training.default,
-    _aten._batch_norm_with_update.default,
+    _aten.native_batch_norm.default: 0,
+    _aten._native_batch_norm_legit.default: 0,
+    _aten._native_batch_norm_legit.no_stats: 0,
+    _aten._native_batch_norm_legit_no_training.default: 0,
+    _aten._batch_norm_with_update.default: 0,
+    _aten.native_batch_norm_backward.default: 1,
 }
-_CONTIGUOUS = {_aten.log_sigmoid_forward.default, _aten.pow.Scalar}
+"""Where the input stands among their arguments."""
 
 
-def as_cpus_have_it(func: Any, like: Any, result: Any) -> Any:
-    """What was found out on fake tensors, with the strides that CPUs return where torch says "those of the argument".
+def as_cpus_have_it(func: Any, arguments: Sequence[Any], result: Any) -> Any:
+    """What was found out on fake tensors, with the strides of a CPU's batch norm, where torch says: those of the input.
 
-    What fills memory with random numbers, dropout too, does it in the order of memory. Of eager code only: a trace is
-    torch's. ``like``: the argument's metadata.
+    Dropout after it fills memory in its order. Of eager code only: a trace is torch's. ``arguments``: metadata.
     """
-    if func not in _BATCH_NORMS and func not in _CONTIGUOUS:
+    at = _BATCH_NORMS.get(func)
+    if at is None or result[0] is None or result[0].device.type != "cpu":
         return result
-    first = result if isinstance(result, torch.Tensor) else result[0]
-    if first.device.type != "cpu":
-        return result
-    if func in _BATCH_NORMS:
-        strides = of_a_batch_norm(like.shape, like.stride)
-    else:
-        strides = torch.empty(first.shape, device="meta").stride()
-    made = first.new_empty_strided(first.shape, strides)
-    return made if isinstance(result, torch.Tensor) else (made, *result[1:])
+    strides = of_a_batch_norm(arguments[at].shape, arguments[at].stride)
+    return (result[0].new_empty_strided(result[0].shape, strides), *result[1:])
 
 
 def of_a_batch_norm(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides of what a CPU returns for this input."""
+    """The strides of what a CPU returns for this input, and of its gradient."""
     like = torch.empty_strided(shape, strides, device="meta")
     return torch.empty_like(like, memory_format=suggest_memory_format(like)).stride()
 

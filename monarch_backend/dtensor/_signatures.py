@@ -274,7 +274,7 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     # First what may be refused; only then workers hear of it.
     if entry.returns is None:
         result, device = _propagated(workers, target.call, args, kwargs)
-        result = _orders.as_cpus_have_it(target.call, next(filter(None, map(_meta_of, args)), None), result)
+        result = _orders.as_cpus_have_it(target.call, list(map(_meta_of, args)), result)
         _shape_results(workers, entry, result, device)
         if entry.host is not None:
             entry.number, entry.parts = 0, []
