@@ -124,6 +124,15 @@ def _specialize() -> None:
                 int(number)
 
 
+def _keep_sizes_of_shards(fake: Any) -> None:
+    """Where the whole has a size that is always the same: torch has a shard's for one that may change if it was sharded
+    otherwise in the last call, and asks nobody then for that of the whole.
+    """
+    for whole, part in zip(fake.shape, fake._local_tensor.shape, strict=True):
+        if isinstance(whole, int) and isinstance(part, torch.SymInt) and _rank_ints.values_of(part) is None:
+            int(part)
+
+
 def _strided_again(own: Any) -> Any:
     """torch writes down the order when it takes a DTensor apart, and not that it was said."""
 
@@ -297,6 +306,8 @@ def _wrap_input(own: Any) -> Any:
             break_graph(view, RankDependentError(view, "is made once more in a graph, where no size differs by rank"))
         with on_the_cpu():
             found = own(value, tx, **options)
+        if isinstance(found, DTensor):
+            _keep_sizes_of_shards(found)
         if _is_uneven(value):  # guarded by the DTensor's
             known = tx.output.input_source_to_sizes_strides[options["source"]]
             known.update(size=value.size(), stride=value.stride())
