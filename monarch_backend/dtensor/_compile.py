@@ -54,6 +54,7 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
     except _torch_compile.Restart:
         raise
     except Exception as error:
+        _torch_compile.trace_with_sizes()
         # What there is no graph for, for a reason of ours or of torch's (DTensors that share memory, say), eager code
         # does, or says in its own words why not.
         ours = isinstance(error, RemoteTensorError)

@@ -31,7 +31,8 @@ _draws: list[Draw] = []
 
 
 def draw(like: torch.Tensor, what: Draw) -> torch.Tensor:
-    """What it draws, in a trace; ``like``: of its shape and dtype on each rank."""
+    """What it draws, in a trace; ``like``: of its shape and dtype on each rank. TypeError: its sizes are symbols."""
+    hash((what.shape, what.stride))
     _draws.append(what)
     return torch.ops.monarch_backend.draw(like, len(_draws) - 1)  # type: ignore[no-any-return]
 

@@ -10,6 +10,7 @@ import inspect
 import operator
 import pkgutil
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NoReturn
@@ -20,7 +21,15 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import RestartAnalysis, UnsafeScriptObjectError, Unsupported, unimplemented
+from torch._dynamo.exc import (
+    RestartAnalysis,
+    TensorifyScalarRestartAnalysis,
+    TorchRuntimeError,
+    UnsafeScriptObjectError,
+    Unsupported,
+    unimplemented,
+)
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -31,7 +40,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
-from torch._subclasses.meta_utils import MetaTensorDescriber
+from torch._subclasses.meta_utils import MetaConverter, MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor, Shard, placement_types
@@ -544,20 +553,83 @@ def _static(own: Any) -> Any:
     """Sizes that differ by rank are no symbols, and the next ones are traced anew.
 
     Nor are those of a DTensor that is a view, which torch makes once more of its base: what it has by then calculated
-    of the symbols of base and view are symbols of no input, for which dynamo can write no guard.
+    of the symbols of base and view are symbols of no input, for which dynamo can write no guard. Nor any in what
+    `trace_with_sizes` was for.
     """
 
     def _automatic_dynamic(tensor: Any, tx: Any, source: Any, static_shapes: bool, *rest: Any, **options: Any) -> Any:
         local = getattr(tensor, "_local_tensor", tensor)
-        is_view = local is not tensor and type(local) is RemoteTensor and tensor._is_view()
+        is_remote = type(local) is RemoteTensor
+        is_view = local is not tensor and is_remote and tensor._is_view()
         shown = _seen(tensor) if _is_uneven(tensor) else tensor
-        return own(shown, tx, source, static_shapes or is_view or _is_uneven(local), *rest, **options)
+        static = (
+            static_shapes or is_view or _is_uneven(local) or (is_remote and tx.output.root_tx.f_code in _with_sizes)
+        )
+        return own(shown, tx, source, static, *rest, **options)
 
     return _automatic_dynamic
 
 
+_with_sizes: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""What could not be traced for all sizes at once: random numbers, and what remembers sizes. Each is a graph anew."""
+
+
+def trace_with_sizes() -> None:
+    """To be called when a trace has failed. It begins anew, once, with the sizes that DTensors have in this call, if it
+    had symbols for them.
+    """
+    tx = InstructionTranslator.current_tx()
+    code = tx.output.root_tx.f_code
+    if code not in _with_sizes and any(_has_symbols(each.fake) for each in tx.output.tracked_fakes):
+        _with_sizes.add(code)
+        # The one that dynamo also takes from a backend.
+        raise TensorifyScalarRestartAnalysis(restart_reason="an operation wants a DTensor's sizes")
+
+
+def _has_symbols(fake: Any) -> bool:
+    if not isinstance(fake, DTensor) or _torch.workers_of(_torch_traces.real(fake.device_mesh)) is None:
+        return False
+    return any(isinstance(each, torch.SymInt) for each in (*fake.shape, *fake._local_tensor.shape))
+
+
+def _or_with_sizes(own: Any) -> Any:
+    def get_fake_value(node: Any, tx: Any, *rest: Any, **options: Any) -> Any:
+        try:
+            return own(node, tx, *rest, **options)
+        except TorchRuntimeError:
+            trace_with_sizes()
+            raise
+
+    return get_fake_value
+
+
+class _Before(torch.autograd.Function):
+    """The history of an input that has one, in a trace."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Any) -> Any:
+        return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> NoReturn:
+        raise RuntimeError("a trace went backward through an input of its graph")
+
+
+def _with_history(own: Any) -> Any:
+    """torch's is an operator, for which DTensors remember what becomes of these sizes; symbols can't be remembered."""
+
+    def _backward_error(converter: Any, tensor: Any) -> Any:
+        if isinstance(tensor, DTensor):
+            return _Before.apply(tensor)  # type: ignore[no-untyped-call]
+        return own(converter, tensor)
+
+    return _backward_error
+
+
 REPLACED += [
+    (MetaConverter, "_backward_error", _with_history),
     (builder, "_automatic_dynamic", _static),
+    (builder, "get_fake_value", _or_with_sizes),
     (ShardingPropagator, "propagate_op_sharding_non_cached", _for_all_ranks),
     (OpDispatcher, "redistribute_local_args", _seen_arguments),
     (DTensor, "to_local", _local_of_uneven),

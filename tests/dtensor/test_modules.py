@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from monarch_backend.dtensor import RemoteTensor, _torch_compile, put_module, run, shard_batch
+from monarch_backend.dtensor import RemoteTensor, _compile, _torch_compile, put_module, run, shard_batch
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -247,24 +247,85 @@ def test_functions_on_the_workers_get_what_was_not_called_yet(mesh_of: Callable[
         torch.testing.assert_close(torch.tensor(each), alone(X))
 
 
-@pytest.mark.parametrize("how", ["first eagerly", "first put", "neither"])
-def test_captured_steps_take_it(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+WHEN: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "first eagerly": lambda net, _mesh: net(X),
+    "first put": put_module,
+    "in the trace": lambda net, _mesh: net,
+}
+HOW: dict[str, Callable[..., Any]] = {
+    "a module": torch.compile,
+    "a function of it": lambda net, **options: torch.compile(lambda x: net(x), **options),
+    "itself": lambda net, **options: net.compile(**options) or net,
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("when", WHEN)
+def test_captured_steps_take_it(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, when: str, how: str
+) -> None:
     torch._dynamo.reset()
     ours, alone = pair(mesh_of("2"))
-    ours.norm, alone.norm = nn.LayerNorm(6), nn.LayerNorm(6)  # its buffers would be the workers' to change
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, alone)]
-    if how == "first put":
-        put_module(ours, mesh_of("2"))
-    elif how == "first eagerly":
-        ours(X)
-    captured = torch.compile(ours, backend="monarch", fullgraph=True, options={"inductor": False})
+    WHEN[when](ours, mesh_of("2"))
+    if when == "first eagerly":  # running values
+        alone(X)
+    captured = HOW[how](ours, backend="monarch", fullgraph=how != "itself", options={"inductor": False})
+    calls = _compile.statistics["calls"]
     for seed in range(2):
         same(*(step(net, optimizer, seed) for net, optimizer in zip((captured, alone), optimizers, strict=True)))
+    assert _compile.statistics["calls"] > calls
     alike(ours, alone)
-    assert isinstance(ours.first.weight, RemoteTensor) == (how != "neither")
+    assert all(isinstance(each, RemoteTensor) for name, each in ours.named_parameters() if name in PLAIN)
     traffic = Traffic(workers_of(mesh_of("2")), monkeypatch)
     step(captured, optimizers[0], 2)
-    assert (traffic.asked == 0) == (how != "neither")
+    assert traffic.asked == 0
+    torch._dynamo.reset()
+
+
+def test_gradients_that_there_were_go_to_the_workers_as_well(mesh_of: Callable[[str], Any]) -> None:
+    alone = nn.Linear(6, 3)
+    ours, x = copy.deepcopy(alone), torch.randn(4, 6)
+    for net, given in ((ours, distribute_tensor(x, mesh_of("2"), [Shard(0)])), (alone, x)):
+        net(given).square().sum().backward()
+    assert isinstance(ours.weight.grad, DTensor), "of a parameter that is here"
+    put_module(ours, mesh_of("2"))
+    for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+        same(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_step_has_all_of_what_each_rank_has_a_part_of(mesh_of: Callable[[str], Any], kind: Any) -> None:
+    """The gradients of a sharded batch."""
+    options = {"lr": 0.1, "fused": True, **({"momentum": 0.9} if kind is torch.optim.SGD else {})}
+    alone = nn.Linear(6, 3)
+    ours, x = put_module(copy.deepcopy(alone), mesh_of("2")), torch.randn(4, 6)
+    for net, given in ((ours, distribute_tensor(x, mesh_of("2"), [Shard(0)])), (alone, x)):
+        optimizer = kind(net.parameters(), **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(given).square().mean().backward()
+            optimizer.step()
+    assert isinstance(ours.weight.grad, DTensor) and ours.weight.grad.placements[0].is_partial()
+    alike(ours, alone)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_new_trace_of_what_has_gradients(mesh_of: Callable[[str], Any], to_none: bool) -> None:
+    """DTensors, of parameters that are none."""
+    torch._dynamo.reset()
+    alone = Block()
+    ours = put_module(copy.deepcopy(alone), mesh_of("2"))
+    captured = torch.compile(ours, backend="monarch", options={"inductor": False})
+    for rows in (4, 6, 3):  # each of another graph
+        x = torch.randn(rows, 6)
+        same(captured(distribute_tensor(x, mesh_of("2"), [Replicate()])), alone(x))
+        for net in (captured, alone):
+            net(distribute_tensor(x, mesh_of("2"), [Shard(0)]) if net is captured else x).square().sum().backward()
+            if rows == 6:
+                net.zero_grad(set_to_none=to_none)
+    for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+        same(mine.grad, theirs.grad, 1e-4)  # type: ignore[arg-type]
     torch._dynamo.reset()
 
 

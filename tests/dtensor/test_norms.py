@@ -80,6 +80,20 @@ def test_of_all_of_a_batch(mesh_of: Callable[[str], Any], on: str, name: str, ke
         same(mine.grad, theirs.grad, 1e-3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True)], ids=str)
+@pytest.mark.parametrize("on", MESHES)
+def test_of_a_batch_that_is_here(mesh_of: Callable[[str], Any], on: str, layer: nn.Module) -> None:
+    alone = copy.deepcopy(layer)
+    ours, x = distribute_module(copy.deepcopy(alone), mesh_of(on)), torch.randn(5, 4, 3)
+    for net in (ours, alone):
+        net(x).pow(3).mean().backward()
+    same(ours(x), alone(x))
+    for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
+        same(one.grad, other.grad)  # type: ignore[arg-type]
+    for one, other in zip(ours.buffers(), alone.buffers(), strict=True):
+        same(one, other)
+
+
 LENGTHS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: x.norm(2, 1).sum(),
     "sum of columns": lambda x: torch.linalg.vector_norm(x, 3, 0).sum(),

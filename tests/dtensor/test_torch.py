@@ -424,7 +424,9 @@ def test_masks_of_sharded_rows_are_kept_in_their_placement() -> None:
 
 FORMS_OF_COMPILE = {
     "torch._dynamo.variables.builder._automatic_dynamic": "e tx source static_shapes outer_only tensor_spec",
+    "torch._dynamo.variables.builder.get_fake_value": "node tx allow_non_graph_fake",
     "MetaTensorDescriber.describe_tensor": "self t recurse trace",
+    "MetaConverter._backward_error": "cls t",
     "AOTDispatchAutograd.process_runtime_tangent": (
         "x meta tangent_idx tangent_desc compile_id_str tangent_stack_trace"
     ),
