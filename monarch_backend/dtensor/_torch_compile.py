@@ -5,13 +5,14 @@ REPLACED is in place once torch.compile has this backend. What becomes of a trac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import operator
 import pkgutil
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -240,9 +241,16 @@ def _take_plain_tensors() -> None:
 
 
 def _wrap_plain(self: Any, value: RemoteTensor) -> Any:
-    with warnings.catch_warnings():  # dynamo looks at `.grad` of what is no leaf, too, and silences it less well
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    with _no_word_of_grad():
         return self.wrap_tensor(value)
+
+
+@contextlib.contextmanager
+def _no_word_of_grad() -> Iterator[None]:
+    """Dynamo looks at `.grad` of what is no leaf, too, and silences it less well."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        yield
 
 
 def _leave_alone() -> None:
@@ -331,7 +339,8 @@ def _wrap_value(own: Any) -> Any:
     def wrap(self_or_tx: Any, value: Any) -> Any:
         if isinstance(value, torch.SymInt) and _rank_ints.values_of(value) is not None:
             break_graph(f"the int {value}", RankDependentError(f"the int {value}", "has another value on each rank"))
-        return own(self_or_tx, value)
+        with _no_word_of_grad() if isinstance(value, DTensor) else contextlib.nullcontext():
+            return own(self_or_tx, value)
 
     return wrap
 

@@ -915,7 +915,7 @@ def test_embeddings_of_a_hosts_words(two: Any, words: int, inductor: bool) -> No
 
 
 @pytest.mark.parametrize(
-    "rate", [0.1, pytest.param(torch.tensor(0.1), marks=pytest.mark.slow)], ids=["a number", "a tensor"]
+    "rate", [pytest.param(0.1, marks=pytest.mark.slow), torch.tensor(0.1)], ids=["a number", "a tensor"]
 )
 def test_gradients_are_clipped_and_the_rate_follows_a_schedule(two: Any, rate: Any) -> None:
     """Clipping is a graph of its own between backward and optimizer. A rate that is a number is traced for each."""

@@ -79,3 +79,22 @@ def test_what_is_gathered_keeps_the_order_of_its_dimensions(mesh: Any) -> None:
         gathered = there.redistribute(placements=[Replicate()] * mesh.ndim)
         assert gathered.to_local().stride() == gathered.stride() == x.transpose(0, 1).stride()
         same(gathered.transpose(0, 1).view(-1), x.view(-1), 0)
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_weight_norm(mesh_of: Callable[[str], Any], rows: int) -> None:
+    """Whose kernel divides by the number of rows."""
+    x = torch.randn(5, 3)
+    ours, alone = (nn.utils.parametrizations.weight_norm(nn.Linear(3, rows)) for _ in range(2))
+    ours.load_state_dict(alone.state_dict())
+
+    def shard(_name: str, module: nn.Module, mesh: Any) -> None:
+        for name, each in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(0)])))
+
+    distribute_module(ours, mesh_of("3"), shard)
+    for net, given in ((ours, distribute_tensor(x, mesh_of("3"), [Replicate()])), (alone, x)):
+        net(given).square().sum().backward()
+    same(ours(x), alone(x))
+    for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+        same(mine.grad, theirs.grad, 1e-4)  # type: ignore[arg-type]

@@ -102,7 +102,9 @@ def _hybrid(rank: int, policy: str) -> Any:
     return _train(shard(mlp(), mesh=mesh, **POLICIES[policy]), rank)
 
 
-@pytest.mark.parametrize("policy", ["plain", "bf16", pytest.param("keep-gathered", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "keep-gathered"))]
+)
 def test_hybrid_sharding(policy: str) -> None:
     results = on_both(_hybrid, 4, policy)
     _check(results)

@@ -132,7 +132,10 @@ def _parallel(rank: int, plan: str) -> Any:
     return _train(model, loss_cut=plan == "loss")
 
 
-@pytest.mark.parametrize("plan", ["columns and rows", "sequence", "loss"])
+SLOW = [pytest.param(plan, marks=pytest.mark.slow) for plan in ("columns and rows", "loss")]
+
+
+@pytest.mark.parametrize("plan", ["sequence", *SLOW])
 def test_parallelize_module(plan: str) -> None:
     results = on_both(_parallel, 2, plan)
     whole = on_both(_whole_model, 1)[0]

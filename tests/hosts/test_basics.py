@@ -24,7 +24,8 @@ def test_on_hosts(program: str, anywhere: tuple[World, list[str]]) -> None:
     world.run(program, *workers)
 
 
-@pytest.mark.parametrize("program", ["values", pytest.param("ports_and_references", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["values", "ports_and_references"])
 def test_on_loopback(program: str, loopback: World, loopback_workers: list[str]) -> None:
     loopback.run(program, *loopback_workers)
 

@@ -7,6 +7,7 @@ import pytest
 from tests.hosts.support import World
 
 
+@pytest.mark.slow
 def test_training_over_two_hosts(anywhere: tuple[World, list[str]]) -> None:
     world, workers = anywhere
     world.run("trains", workers, module="sharded")

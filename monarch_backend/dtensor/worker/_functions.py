@@ -212,6 +212,8 @@ _DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
 """Operators of torch's that are there once this has been imported."""
 _REPLACED = {
     "_dtensor.shard_dim_alltoall.default": "monarch_backend.dtensor.worker._collectives:shard_dim_alltoall",
+    "aten._weight_norm_interface.default": "monarch_backend.dtensor.worker._empty:weight_norm",
+    "aten._weight_norm_interface_backward.default": "monarch_backend.dtensor.worker._empty:weight_norm_backward",
     **_older_torch.replaced(),
 }
-"""Operators that CPU groups of torch can't do; and functions that this torch has not."""
+"""Operators that CPU groups of torch can't do, or CPUs of what is empty; and functions that this torch has not."""
