@@ -15,7 +15,8 @@ TPUs' have, which lacks some of it.
 The rooms: _remote_tensor, _metadata and _rank_ints (what the controller holds); _dispatch, _signatures, _special and
 _collectives (what operations do); _whole (which tensor uneven shards are of); _strategies, _convolution, _norms,
 _attention, _scaler and _by_parts (shardings that torch has not, or wrong; _checks: values that they would not refuse;
-_results: what these start from and end with); _host_copies (what need not be sent again); _random, _generator and
+_results: what these start from and end with; _orders: in
+which order in memory); _host_copies (what need not be sent again); _random, _generator and
 _philox (random numbers); _compile, _capture, _rank_classes, _class_graphs, _by_rank_op and _draw_op (captured steps:
 torch.compile); _fsdp, _storage and _device_handle (what `fully_shard` needs); _devices (GPUs and XLA devices of the
 workers); _modules (what of a module is no DTensor); _run, _parcels, _checkpoint and _move (functions, checkpoints,

@@ -29,8 +29,8 @@ def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Its parameters stay the same objects, so an optimizer that knows them trains them there, without a word to the
     controller. A module that ``parallelize_module`` was called with does this by itself when it is first called, for
-    the parameters and buffers that no style has taken; one that ``torch.compile`` takes, or that is not inside such a
-    module, wants it. Raises ValueError for a mesh that is no controller's.
+    the parameters and buffers that no style has taken; one that is not inside such a module wants it. Raises
+    ValueError for a mesh that is no controller's.
 
     >>> from torch import nn
     >>> from monarch_backend.actor import this_host

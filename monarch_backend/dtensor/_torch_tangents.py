@@ -70,10 +70,16 @@ def _steps_of(result: Any) -> list[Any]:
 
 
 def process(own: Any) -> Any:
-    """In place of torch's function of this name: a gradient of this process that belongs to a DTensor goes there."""
+    """In place of torch's function of this name: a gradient of this process that belongs to a DTensor goes there, and a
+    DTensor that belongs to a plain tensor of all ranks is one.
+    """
 
     def process_runtime_tangent(x: Any, meta: Any, at: Any = None, desc: Any = None, *rest: Any) -> Any:
-        if type(x) is torch.Tensor and getattr(meta, "original_subclass_type", None) is DTensor:
+        kind = getattr(meta, "original_subclass_type", None)
+        if isinstance(x, DTensor) and kind is None and _torch.workers_of(x.device_mesh) is not None:
+            with torch.no_grad():
+                x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
+        elif type(x) is torch.Tensor and kind is DTensor:
             node: Any = torch._C._current_autograd_node()
             step: Any = None if node is None else node.metadata.get(_STEP)
             mesh = None if step is None else _mesh_of(step, desc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from monarch_backend.dtensor import _torch_tangents
+from monarch_backend.dtensor import _torch_tangents, put_module
 from tests.dtensor.conftest import LAST_ROW
 from tests.dtensor.values import same, value
 
@@ -157,3 +158,15 @@ def test_a_backward_after_one_that_raised(mesh_of: Callable[[str], Any]) -> None
         first[0].sum().backward()
     second[1].sum().backward()
     same(x.grad, torch.full_like(WHOLE, 3))
+
+
+def test_a_plain_result_that_becomes_a_part_of_a_dtensor(mesh_of: Callable[[str], Any]) -> None:
+    """Its gradient is a DTensor then, of an operation on both."""
+    net, weight = torch.nn.Linear(6, 6), torch.randn(6, 4)
+    ours = put_module(copy.deepcopy(net), mesh_of("2"))
+    placed = distribute_tensor(weight, mesh_of("2"), [Shard(1)])
+    step = captured(lambda x: ours(x).tanh())
+    (step(WHOLE) @ placed).square().sum().backward()
+    (net(WHOLE).tanh() @ weight).square().sum().backward()
+    for mine, theirs in zip(ours.parameters(), net.parameters(), strict=True):
+        same(mine.grad, theirs.grad, 1e-4)  # type: ignore[arg-type]
