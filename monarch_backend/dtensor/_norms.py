@@ -53,8 +53,8 @@ def _on_one_mesh(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def _in_order(whole: Any, x: Any) -> Any:
-    """With the strides that its parts have."""
-    if x.device_mesh.device_type != "cpu":
+    """With the strides that its parts have, in a trace those that torch says."""
+    if x.device_mesh.device_type != "cpu" or _torch_traces.is_traced(_results.local_of(x)):
         return whole
     return whole._replace(stride=_orders.of_a_batch_norm(x.shape, x.stride()))
 

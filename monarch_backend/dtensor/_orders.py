@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 _aten = torch.ops.aten
 Strides = list[int] | None
@@ -43,7 +42,9 @@ def as_cpus_have_it(func: Any, arguments: Sequence[Any], result: Any) -> Any:
 def of_a_batch_norm(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The strides of what a CPU returns for this input, and of its gradient."""
     like = torch.empty_strided(shape, strides, device="meta")
-    return torch.empty_like(like, memory_format=suggest_memory_format(like)).stride()
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim, torch.contiguous_format)
+    is_last = not like.is_contiguous() and like.is_contiguous(memory_format=last)
+    return torch.empty_like(like, memory_format=last if is_last else torch.contiguous_format).stride()
 
 
 def said(results: Any, device: torch.device) -> list[Strides]:

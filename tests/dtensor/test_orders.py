@@ -82,7 +82,7 @@ def test_gradients(mesh_of: Callable[[str], Any], name: str) -> None:
 def test_captured_steps(mesh_of: Callable[[str], Any], inductor: bool) -> None:
     def program(x: Any) -> list[Any]:
         y = batch_norm(x)
-        return [y, y.transpose(1, 2).reshape(-1) * 2, F.logsigmoid(x)]
+        return [y, y.transpose(1, 2).reshape(-1) * 2, y.reshape(-1) * 2, F.logsigmoid(x)]
 
     torch._dynamo.reset()
     x = transposed()
