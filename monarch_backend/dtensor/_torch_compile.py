@@ -30,7 +30,7 @@ from torch._dynamo.exc import (
     Unsupported,
     unimplemented,
 )
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import tls as dynamos
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -587,7 +587,9 @@ def trace_with_sizes() -> None:
     """To be called when a trace has failed. It begins anew, once, with the sizes that DTensors have in this call, if it
     had symbols for them.
     """
-    tx = InstructionTranslator.current_tx()
+    tx = getattr(dynamos, "current_tx", None)
+    if tx is None:
+        return
     code = tx.output.root_tx.f_code
     if code not in _with_sizes and any(_has_symbols(each.fake) for each in tx.output.tracked_fakes):
         _with_sizes.add(code)

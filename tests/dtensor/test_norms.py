@@ -115,6 +115,7 @@ def test_norms_of_what_several_ranks_have_are_not_added(mesh_of: Callable[[str],
         same(LENGTHS[name](distribute_tensor(x, mesh, placements)), LENGTHS[name](x))
 
 
+@pytest.mark.slow
 def test_running_values_in_a_captured_step(mesh_of: Callable[[str], Any]) -> None:
     mesh, x = mesh_of("2"), torch.randn(6, 4)
     alone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -128,7 +128,9 @@ def _matmul(rank: int, dims: int, how_many: str) -> Any:
     return results
 
 
-@pytest.mark.parametrize(("dims", "ranks", "how_many"), [(1, 2, "all"), *PAIRS])
+@pytest.mark.parametrize(
+    ("dims", "ranks", "how_many"), [(1, 2, "all"), pytest.param(2, 4, "all", marks=pytest.mark.slow)]
+)
 def test_matmul_and_backward(dims: int, ranks: int, how_many: str) -> None:
     expected = _numbers(4, 6) @ _numbers(6, 8)
     for row in on_both(_matmul, ranks, dims, how_many)[0]:

@@ -12,10 +12,10 @@ import pytest
 from tests.actor.scripts import WarmInterpreter
 from tests.hosts.support import World, any_address6
 
-BASICS = ["values", "payloads", "ports_and_references", "order"]
+BASICS = ["values", "payloads", "ports_and_references"]
 
 
-SLOW = ["exceptions", "streams"]  # which do on hosts what they do on one
+SLOW = ["order", "exceptions", "streams"]  # which do on hosts what they do on one host
 
 
 @pytest.mark.parametrize("program", [*BASICS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

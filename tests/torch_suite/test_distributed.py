@@ -52,6 +52,7 @@ def test_substitutions_still_match() -> None:
     assert substitutions.unreviewed(source) == []
 
 
+@pytest.mark.slow
 def test_every_test_is_collected(suite: GetSuite) -> None:
     assert sorted(NAMES) == sorted(suite().names)
 
