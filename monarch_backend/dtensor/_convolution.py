@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from monarch_backend.dtensor import _rank_ints, _results
+from monarch_backend.dtensor import _orders, _rank_ints, _results
 
 _aten = torch.ops.aten
 
@@ -65,7 +65,8 @@ def forward(func: Any, args: Any, _kwargs: Any) -> Any:
     ways = options.ways(x, w, b is not None)
     locals_ = [_local(each, mesh, ways, letter) for each, letter in zip((x, w, b), "xwb", strict=True)]
     (whole,) = _results.wholes(func, (x, w, b, *args[3:]))
-    return _results.of_parts(func(*locals_, *args[3:]), whole, mesh, [way["y"] for way in ways])
+    found = func(*locals_, *args[3:])
+    return _results.of_parts(found, _orders.as_part(whole, found), mesh, [way["y"] for way in ways])
 
 
 def backward(func: Any, args: Any, _kwargs: Any) -> Any:
@@ -80,7 +81,9 @@ def backward(func: Any, args: Any, _kwargs: Any) -> Any:
     wholes = _results.wholes(func, (y, x, w, *args[3:]))
     found = func(*local, sizes, *args[4:])
     return tuple(
-        None if each is None else _results.of_parts(each, whole, mesh, [_gradient(way, letter) for way in ways])
+        None
+        if each is None
+        else _results.of_parts(each, _orders.as_part(whole, each), mesh, [_gradient(way, letter) for way in ways])
         for each, whole, letter in zip(found, wholes, "xwb", strict=True)
     )
 

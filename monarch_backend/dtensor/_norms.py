@@ -31,7 +31,7 @@ def _batch_norm(func: Any, args: Any, _kwargs: Any) -> Any:
         for running, there in zip(args[_RUNNING], placed[_RUNNING], strict=True):
             _keep(running, there)
     y = _results.wholes(func, (*whole, *args[5:]))[0]
-    shared = [_results.of_parts(found[0], _in_order(y, x), mesh, _where(Shard(1), by_channel))]
+    shared = [_results.of_parts(found[0], _orders.as_part(y, found[0]), mesh, _where(Shard(1), by_channel))]
     return (*shared, *(_of_channels(each, x, by_channel) for each in found[1:]))
 
 
@@ -41,8 +41,9 @@ def _batch_norm_backward(func: Any, args: Any, _kwargs: Any) -> Any:
     x, by_channel = whole[1], _by_channel(whole[1])
     placed = [_placed(each, Shard(0 if i > 1 else 1), by_channel) for i, each in enumerate(whole)]
     found = func(*map(_results.local_of, placed), *args[7:])
-    of_all = _in_order(_results.meta_of(x), x)
-    of_x = None if found[0] is None else _results.of_parts(found[0], of_all, mesh, placed[1].placements)
+    of_x = found[0]
+    if of_x is not None:
+        of_x = _results.of_parts(of_x, _orders.as_part(_results.meta_of(x), of_x), mesh, placed[1].placements)
     return of_x, *(_of_channels(each, x, by_channel) for each in found[1:])
 
 
@@ -50,13 +51,6 @@ def _on_one_mesh(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Their mesh, and all of them there: any may be a tensor of the controller, the batch, too."""
     mesh = next(each.device_mesh for each in tensors if isinstance(each, DTensor))
     return mesh, [_results.distributed(each, mesh) for each in tensors]
-
-
-def _in_order(whole: Any, x: Any) -> Any:
-    """With the strides that its parts have, in a trace those that torch says."""
-    if x.device_mesh.device_type != "cpu" or _torch_traces.is_traced(_results.local_of(x)):
-        return whole
-    return whole._replace(stride=_orders.of_a_batch_norm(x.shape, x.stride()))
 
 
 def _by_channel(x: Any) -> list[bool]:

@@ -7,10 +7,14 @@ look at what they have when they do an operation for the first time, and copy it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from monarch_backend.dtensor import _rank_ints
+from monarch_backend.dtensor._metadata import Meta
 
 _aten = torch.ops.aten
 Strides = list[int] | None
@@ -35,11 +39,12 @@ def as_cpus_have_it(func: Any, arguments: Sequence[Any], result: Any) -> Any:
     at = _BATCH_NORMS.get(func)
     if at is None or result[0] is None or result[0].device.type != "cpu":
         return result
-    strides = of_a_batch_norm(arguments[at].shape, arguments[at].stride)
-    return (result[0].new_empty_strided(result[0].shape, strides), *result[1:])
+    shape, strides = arguments[at].shape, arguments[at].stride
+    return (result[0].new_empty_strided(result[0].shape, _of_a_batch_norm(tuple(shape), tuple(strides))), *result[1:])
 
 
-def of_a_batch_norm(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(1024)
+def _of_a_batch_norm(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of what a CPU returns for this input, and of its gradient."""
     like = torch.empty_strided(shape, strides, device="meta")
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim, torch.contiguous_format)
@@ -47,16 +52,41 @@ def of_a_batch_norm(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, 
     return torch.empty_like(like, memory_format=last if is_last else torch.contiguous_format).stride()
 
 
+def as_part(whole: Any, local: Any) -> Any:
+    """A whole's metadata, in the order that its parts have: what is a view of it is to be one of them."""
+    sizes, strides = ([_largest(each) for each in of] for of in (local.shape, local.stride()))
+    if -1 in (*sizes, *strides) or not all(type(each) is int for each in (*whole.shape, *whole.stride)):
+        return whole
+    dims = [dim for dim, size in enumerate(sizes) if size > 1]
+    order = sorted(dims, key=lambda dim: -strides[dim])
+    if order == sorted(dims, key=lambda dim: -whole.stride[dim]) or 0 in [strides[dim] for dim in dims]:
+        return whole
+    right, step = [0] * len(sizes), 1
+    for dim in reversed([*(dim for dim in range(len(sizes)) if dim not in dims), *order]):
+        right[dim], step = step, step * whole.shape[dim]
+    return whole._replace(stride=tuple(right))
+
+
+def _largest(number: Any) -> int:
+    """Of all ranks'; -1 of a symbol."""
+    values = _rank_ints.values_of(number)
+    if values is not None:
+        return max(each for each in values if each is not None)
+    return number if type(number) is int else -1
+
+
 def said(results: Any, device: torch.device) -> list[Strides]:
     """For workers of this device: the strides of each of these, metadata or fake tensors. XLA has orders of its own."""
     many = results if isinstance(results, (list, tuple)) else [results]
     if device.type == "xla":
         return [None] * len(many)
-    return [None if each is None else list(_strides(each)) for each in many]
+    return [_strides(each) for each in many]
 
 
-def _strides(one: Any) -> Sequence[int]:
-    return one.stride() if isinstance(one, torch.Tensor) else one.stride
+def _strides(one: Any) -> Strides:
+    if isinstance(one, torch.Tensor):
+        return list(one.stride())
+    return list(one.stride) if isinstance(one, Meta) else None  # an int beside tensors, a list of them
 
 
 def is_wrong(tensor: Any, strides: Strides) -> bool:

@@ -6,6 +6,7 @@ controller's gets torch's own functions. REPLACED names each place; tests/dtenso
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -1102,12 +1103,19 @@ class _AtFirstCall:
 
 def _put_in_a_trace(context: Any) -> None:
     """Dynamo calls it while it traces the hook, with the names that the hook has. It begins anew, with what is there
-    then.
+    then: once, for all hooks of the modules that the traced function has.
     """
     from torch._dynamo.exc import UnspecializeRestartAnalysis
 
-    hook, module = (context.get_local(name)._ComptimeVar__variable.value for name in ("self", "module"))
-    hook.put(module)
+    root = context._ComptimeContext__tx.output.root_tx
+    known = [*root.f_locals.values(), context.get_local("module")._ComptimeVar__variable.value]
+    known += [root.f_globals.get(name) for name in root.f_code.co_names]
+    with contextlib.suppress(ValueError):  # one that is empty
+        known += [each.cell_contents for each in root.closure or ()]
+    modules = {each for found in known if isinstance(found, torch.nn.Module) for each in found.modules()}
+    for module in modules:
+        for hook in [each for each in module._forward_pre_hooks.values() if isinstance(each, _AtFirstCall)]:
+            hook.put(module)
     raise UnspecializeRestartAnalysis(restart_reason="what no plan names was put on the workers")
 
 

@@ -323,7 +323,7 @@ def _wrap_input(own: Any) -> Any:
             break_graph(view, RankDependentError(view, "is made once more in a graph, where no size differs by rank"))
         with on_the_cpu():
             found = own(value, tx, **options)
-        if isinstance(found, DTensor):
+        if _is_ours(found):
             _keep_sizes_of_shards(found)
         if _is_uneven(value):  # guarded by the DTensor's
             known = tx.output.input_source_to_sizes_strides[options["source"]]
@@ -440,13 +440,19 @@ def _seen(tensor: Any) -> RemoteTensor:
     return shown
 
 
+def _has_gradient_of_another_kind(tensor: Any) -> bool:
+    """A plain parameter's, a DTensor, which torch would convert as if it was as plain."""
+    with _no_word_of_grad():
+        gradient = tensor.grad
+    is_there = isinstance(gradient, DTensor) and isinstance(gradient._local_tensor, RemoteTensor)
+    return is_there and not isinstance(tensor, DTensor)
+
+
 def _describe(own: Any) -> Any:
     def describe_tensor(self: Any, tensor: Any, **options: Any) -> Any:
         if not _is_uneven(tensor):
             described = own(self, tensor, **options)
-            of_another_kind = described.grad is not None and described.grad.is_traceable_wrapper_subclass
-            if of_another_kind and not described.is_traceable_wrapper_subclass:
-                # A plain parameter's, a DTensor, which torch would convert as if it was as plain.
+            if described.grad is not None and _has_gradient_of_another_kind(tensor):
                 return dataclasses.replace(described, grad=None)
             return described
         described = own(self, _seen(tensor), **options)
@@ -581,6 +587,8 @@ def _static(own: Any) -> Any:
 
 _with_sizes: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """What could not be traced for all sizes at once: random numbers, and what remembers sizes. Each is a graph anew."""
+_in_vain: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""And could not with sizes either."""
 
 
 def trace_with_sizes() -> None:
@@ -591,16 +599,22 @@ def trace_with_sizes() -> None:
     if tx is None:
         return
     code = tx.output.root_tx.f_code
-    if code not in _with_sizes and any(_has_symbols(each.fake) for each in tx.output.tracked_fakes):
+    if code in _with_sizes:  # sizes were not what it wanted
+        _with_sizes.discard(code)
+        _in_vain.add(code)
+    elif code not in _in_vain and any(_has_symbols(each.fake) for each in tx.output.tracked_fakes):
         _with_sizes.add(code)
         # The one that dynamo also takes from a backend.
         raise TensorifyScalarRestartAnalysis(restart_reason="an operation wants a DTensor's sizes")
 
 
 def _has_symbols(fake: Any) -> bool:
-    if not isinstance(fake, DTensor) or _torch.workers_of(_torch_traces.real(fake.device_mesh)) is None:
-        return False
-    return any(isinstance(each, torch.SymInt) for each in (*fake.shape, *fake._local_tensor.shape))
+    return _is_ours(fake) and any(isinstance(each, torch.SymInt) for each in (*fake.shape, *fake._local_tensor.shape))
+
+
+def _is_ours(fake: Any) -> bool:
+    """A DTensor, in a trace, of a controller's mesh."""
+    return type(fake) is DTensor and _torch.workers_of(_torch_traces.real(fake.device_mesh)) is not None
 
 
 def _or_with_sizes(own: Any) -> Any:
@@ -630,7 +644,7 @@ def _with_history(own: Any) -> Any:
     """torch's is an operator, for which DTensors remember what becomes of these sizes; symbols can't be remembered."""
 
     def _backward_error(converter: Any, tensor: Any) -> Any:
-        if isinstance(tensor, DTensor):
+        if _is_ours(tensor):
             return _Before.apply(tensor)  # type: ignore[no-untyped-call]
         return own(converter, tensor)
 

@@ -283,6 +283,26 @@ def test_captured_steps_take_it(
     torch._dynamo.reset()
 
 
+def test_each_of_many_parallelized_modules_takes_it_in_one_trace(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    alone = nn.Sequential(*(Block() for _ in range(6)))
+    ours = copy.deepcopy(alone)
+    for each in ours:
+        parallelize_module(each, mesh_of("2"), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    traced = []
+    begin = torch._dynamo.symbolic_convert.InstructionTranslator.run
+    monkeypatch.setattr(
+        torch._dynamo.symbolic_convert.InstructionTranslator, "run", lambda tx: (traced.append(tx), begin(tx))[1]
+    )
+    captured = torch.compile(lambda x: ours(x), backend="monarch", fullgraph=True, options={"inductor": False})
+    same(captured(X), alone(X), 1e-4)
+    assert len(traced) == 2, "once to find them, once with all of them there"
+    assert all(isinstance(each.norm.weight, RemoteTensor) for each in ours)
+    torch._dynamo.reset()
+
+
 def test_gradients_that_there_were_go_to_the_workers_as_well(mesh_of: Callable[[str], Any]) -> None:
     alone = nn.Linear(6, 3)
     ours, x = copy.deepcopy(alone), torch.randn(4, 6)

@@ -92,6 +92,40 @@ def test_captured_steps(mesh_of: Callable[[str], Any], inductor: bool) -> None:
             check(found, expected) if found.ndim > 1 else same(found, expected, 1e-4)
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Shard(2)], ids=str)
+def test_channels_last(mesh_of: Callable[[str], Any], placement: Any) -> None:
+    """A convolution keeps them last, and so does its gradient."""
+    x, weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last), torch.randn(2, 3, 3, 3)
+    ours = distribute_tensor(x, mesh_of("2"), [placement]).requires_grad_()
+    weight_there = distribute_tensor(weight, mesh_of("2"), [Replicate()])
+    alone = x.clone().requires_grad_()
+    found, expected = F.conv2d(ours, weight_there), F.conv2d(alone, weight)
+    assert found.stride() == expected.stride()
+    same(found.flatten(1), expected.flatten(1), 1e-4)
+    for each in (found, expected):
+        each.flatten(1).square().sum().backward()
+    same(ours.grad.flatten(1), alone.grad.flatten(1), 1e-3)  # type: ignore[union-attr]
+
+
+@torch.library.custom_op("monarch_tests::beside", mutates_args=())
+def beside(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x * 2, 3
+
+
+beside.register_fake(lambda x: (torch.empty_like(x), 3))
+
+
+def test_a_captured_operator_that_returns_no_tensor_beside_one(mesh_of: Callable[[str], Any]) -> None:
+    def program(x: Any) -> Any:
+        found, number = torch.ops.monarch_tests.beside(x)
+        return found + number
+
+    torch._dynamo.reset()
+    captured = torch.compile(program, backend="monarch", fullgraph=True, options={"inductor": False})
+    x = distribute_tensor(torch.ones(2, 2), mesh_of("2"), [Replicate()]).to_local()
+    same(captured(x), torch.full((2, 2), 5.0))
+
+
 def test_what_is_drawn_after_a_batch_norm_is_a_single_process_s(mesh_of: Callable[[str], Any]) -> None:
     x, dropout = transposed(), nn.Dropout(0.5)
     torch.manual_seed(3)

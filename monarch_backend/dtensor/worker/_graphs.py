@@ -36,6 +36,7 @@ class GraphFunction(Function):
         "_meetings",
         "_numbers_on",
         "_orders",
+        "_plain",
         "_source",
         "_steps",
         "_wants_inductor",
@@ -53,6 +54,7 @@ class GraphFunction(Function):
         self._steps = [Step(*each) for each in graph.steps]
         self._source = Source(rank, device, group)
         self._all: Any = None
+        self._plain: Any = None
         self._orders: _Orders | None = None
         self._draws = [_draw(each, self._source) for each in graph.draws]
         self._meetings = _meetings(self._steps, self._source)
@@ -85,7 +87,7 @@ class GraphFunction(Function):
             )
         given += drawn
         if self._all is None:  # now, since what can't be done is then this record's failure
-            self._all = _function(self.graph, self._steps, self._source)
+            self._all = self._plain = _function(self.graph, self._steps, self._source)
             if self._wants_inductor:
                 self._compile(given)
             if self._compiled is None:
@@ -97,9 +99,9 @@ class GraphFunction(Function):
             self._attend_the_rest(before)
             self._tell_where(error)
             raise
-        if self._orders is not None and self._orders.looks:
-            self._orders.looks = False
-            self._all = _function(self.graph, self._steps, self._source, self._orders)
+        if self._orders is not None:
+            orders, self._orders = self._orders, None
+            self._all = _function(self.graph, self._steps, self._source, orders) if orders.found() else self._plain
         tensors.update(zip(self.results(words, i), found, strict=True))
 
     def _drawn(self, before: dict[str, int]) -> list[torch.Tensor]:
@@ -148,11 +150,11 @@ class GraphFunction(Function):
 class _Orders:
     """Puts the results of steps into the order in memory that the graph was traced with.
 
-    ``looks``: it does not know yet of which steps that must be done.
+    Until `found` is asked it looks of which steps that must be done.
     """
 
     def __init__(self, steps: list[Step]) -> None:
-        self.looks = True
+        self._looks = True
         self._orders = {
             k: step.orders for k, step in enumerate(steps) if any(step.orders) and not step.target.startswith(MEETINGS)
         }
@@ -160,13 +162,18 @@ class _Orders:
 
     def concern(self, k: int) -> bool:
         """Whether the step's results go through `put`."""
-        return k in (self._orders if self.looks else self._wrong)
+        return k in (self._orders if self._looks else self._wrong)
+
+    def found(self) -> bool:
+        """Whether there are any; from now on it has those."""
+        self._looks = False
+        return bool(self._wrong)
 
     def put(self, k: int, found: Any) -> Any:
         """The results of step k, with strides as they should be."""
         orders = self._orders[k]
         many = [found] if isinstance(found, torch.Tensor) else found
-        if self.looks:
+        if self._looks:
             wrong = {at for at, (each, order) in enumerate(zip(many, orders, strict=True)) if is_wrong(each, order)}
             if wrong:
                 self._wrong[k] = wrong
