@@ -115,12 +115,17 @@ def beside(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 beside.register_fake(lambda x: (torch.empty_like(x), 3))
 
 
+def defined() -> None:
+    """On a worker, who imports this file for it."""
+
+
 def test_a_captured_operator_that_returns_no_tensor_beside_one(mesh_of: Callable[[str], Any]) -> None:
     def program(x: Any) -> Any:
         found, number = torch.ops.monarch_tests.beside(x)
         return found + number
 
     torch._dynamo.reset()
+    run(mesh_of("2"), defined).get()
     captured = torch.compile(program, backend="monarch", fullgraph=True, options={"inductor": False})
     x = distribute_tensor(torch.ones(2, 2), mesh_of("2"), [Replicate()]).to_local()
     same(captured(x), torch.full((2, 2), 5.0))
