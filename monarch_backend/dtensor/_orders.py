@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from monarch_backend.dtensor import _rank_ints
-from monarch_backend.dtensor._metadata import Meta
 
 _aten = torch.ops.aten
 Strides = list[int] | None
@@ -84,9 +83,8 @@ def said(results: Any, device: torch.device) -> list[Strides]:
 
 
 def _strides(one: Any) -> Strides:
-    if isinstance(one, torch.Tensor):
-        return list(one.stride())
-    return list(one.stride) if isinstance(one, Meta) else None  # an int beside tensors, a list of them
+    stride = getattr(one, "stride", None)  # None of an int beside tensors, of a list of them
+    return None if stride is None else list(stride() if callable(stride) else stride)
 
 
 def is_wrong(tensor: Any, strides: Strides) -> bool:
