@@ -35,7 +35,7 @@ def test_sharded_tensors() -> None:
         [sys.executable, "-"], input=found.group(1), env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert re.match(r"[\d.]+ DTensor\(tensor\(\[\[ *-?\d\.\d+,.*placements=", done.stdout, re.S), done.stdout
+    assert re.match(r"[\d.]+ DTensor\(tensor\(\[\[ *-?\d\.\d+(e[+-]\d+)?,.*placements=", done.stdout, re.S), done.stdout
 
 
 def test_files_that_it_names_exist() -> None:
