@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 from monarch_backend.dtensor import _rank_ints, _results
 
@@ -25,9 +25,7 @@ TENSORS = {
 def masked(func: Any, args: Any, kwargs: Any) -> Any:
     """The result, or the gradients, for a mask that is a tensor. ``args``: with at least one DTensor."""
     count, mask = TENSORS[func], kwargs["attn_mask"]
-    mesh = next(each.device_mesh for each in (*args[:count], mask) if isinstance(each, DTensor))
-    given = [_results.distributed(each, mesh) for each in args[:count]]
-    mask = _results.distributed(mask, mesh)
+    mesh, (*given, mask) = _results.on_one_mesh([*args[:count], mask])
     query, key = given[-3:-1] if count == 3 else given[1:3]  # behind its result's gradient
     there = [_kept(each, query, key) for each in query.placements]
     of_mask = [each if _has(mask, each, query) else Replicate() for each in there]

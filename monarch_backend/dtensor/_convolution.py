@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from monarch_backend.dtensor import _orders, _rank_ints, _results
 
@@ -59,8 +59,7 @@ class _Options(NamedTuple):
 
 def forward(func: Any, args: Any, _kwargs: Any) -> Any:
     """``aten.convolution`` of remote DTensors."""
-    mesh = _mesh_of(args)
-    x, w, b = (_results.distributed(each, mesh) for each in args[:3])
+    mesh, (x, w, b) = _results.on_one_mesh(args[:3])
     options = _Options(*args[3:])
     ways = options.ways(x, w, b is not None)
     locals_ = [_local(each, mesh, ways, letter) for each, letter in zip((x, w, b), "xwb", strict=True)]
@@ -71,8 +70,7 @@ def forward(func: Any, args: Any, _kwargs: Any) -> Any:
 
 def backward(func: Any, args: Any, _kwargs: Any) -> Any:
     """``aten.convolution_backward`` of remote DTensors."""
-    mesh = _mesh_of(args)
-    y, x, w = (_results.distributed(each, mesh) for each in args[:3])
+    mesh, (y, x, w) = _results.on_one_mesh(args[:3])
     bias_sizes, wanted = args[3], args[10]
     options = _Options(*args[4:10])
     ways = options.ways(x, w, bool(wanted[2]))
@@ -112,7 +110,3 @@ def _local(tensor: Any, mesh: Any, ways: list[Way], letter: str) -> Any:
         return None
     there = [Replicate() if letter == "y" and way["y"].is_partial() else way[letter] for way in ways]
     return tensor.redistribute(mesh, there)._local_tensor
-
-
-def _mesh_of(args: Any) -> Any:
-    return next(each.device_mesh for each in args if isinstance(each, DTensor))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from monarch_backend.dtensor import _torch
+from monarch_backend.dtensor import _results, _torch
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 if TYPE_CHECKING:
@@ -74,9 +74,8 @@ def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     """``tensor``: one of the controller, or a gradient, which may be on workers already, by dimensions of a mesh."""
     workers = _torch.workers_of(mesh)
     assert workers is not None
-    if isinstance(tensor, DTensor):
-        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()
-    return sent(tensor.detach(), workers, _torch.outside(mesh))
+    whole = _results.local_of(_results.everywhere(tensor))
+    return sent(whole.detach(), workers, _torch.outside(mesh))
 
 
 def _is_elsewhere_too(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:

@@ -20,7 +20,7 @@ _RUNNING = slice(3, 5)
 
 def _batch_norm(func: Any, args: Any, _kwargs: Any) -> Any:
     """``args``: input, weight, bias, running mean and variance, whether to train, momentum, epsilon."""
-    mesh, whole = _on_one_mesh(args[:5])
+    mesh, whole = _results.on_one_mesh(args[:5])
     x, by_channel = whole[0], _by_channel(whole[0])
     placed = [_placed(each, Shard(0 if i else 1), by_channel) for i, each in enumerate(whole)]
     keeps = bool(args[5]) and None not in args[_RUNNING]
@@ -37,7 +37,7 @@ def _batch_norm(func: Any, args: Any, _kwargs: Any) -> Any:
 
 def _batch_norm_backward(func: Any, args: Any, _kwargs: Any) -> Any:
     """``args``: gradient, input, weight, running mean and variance, those of this batch, and what is no tensor."""
-    mesh, whole = _on_one_mesh(args[:7])
+    mesh, whole = _results.on_one_mesh(args[:7])
     x, by_channel = whole[1], _by_channel(whole[1])
     placed = [_placed(each, Shard(0 if i > 1 else 1), by_channel) for i, each in enumerate(whole)]
     found = func(*map(_results.local_of, placed), *args[7:])
@@ -45,12 +45,6 @@ def _batch_norm_backward(func: Any, args: Any, _kwargs: Any) -> Any:
     if of_x is not None:
         of_x = _results.of_parts(of_x, _orders.as_part(_results.meta_of(x), of_x), mesh, placed[1].placements)
     return of_x, *(_of_channels(each, x, by_channel) for each in found[1:])
-
-
-def _on_one_mesh(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Their mesh, and all of them there: any may be a tensor of the controller, the batch, too."""
-    mesh = next(each.device_mesh for each in tensors if isinstance(each, DTensor))
-    return mesh, [_results.distributed(each, mesh) for each in tensors]
 
 
 def _by_channel(x: Any) -> list[bool]:
@@ -95,7 +89,7 @@ def _of_channels(local: Any, x: Any, by_channel: Sequence[bool]) -> Any:
 
 def _group_norm_backward(func: Any, args: Any, _kwargs: Any) -> Any:
     """``args``: gradient, input, mean, 1 / deviation, weight, the input's sizes, the groups, which are wanted."""
-    mesh, whole = _on_one_mesh(args[:5])
+    mesh, whole = _results.on_one_mesh(args[:5])
     by_batch = [each.is_shard(0) for each in whole[1].placements]
     is_weight = [False] * 4 + [True]
     placed = [

@@ -30,6 +30,12 @@ def distributed(tensor: Any, mesh: Any) -> Any:
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def on_one_mesh(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The mesh of those that are DTensors, and all of them there: any other may be a tensor of the controller."""
+    mesh = next(each.device_mesh for each in tensors if isinstance(each, DTensor))
+    return mesh, [distributed(each, mesh) for each in tensors]
+
+
 def everywhere(tensor: Any) -> Any:
     """A DTensor that each rank has all of; anything else as it is."""
     if not isinstance(tensor, DTensor) or all(each.is_replicate() for each in tensor.placements):

@@ -295,16 +295,9 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     named = {name: _wire.place(each, operand, workers.group_name) for name, each in kwargs.items()}
     ins = [_stand_in(each) for each in operands] if target.name.startswith(_wire.COLLECTIVES) else []
     entry.number = workers.define(
-        target.name,
-        places,
-        named,
-        len(operands),
-        entry.kind,
-        len(entry.outs),
-        _written(writes, places, named),
-        ins,
+        target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins,
         _orders.said(entry.outs, workers.device),
-    )
+    )  # fmt: skip
     entry.parts = [entry.number]
     return entry
 

@@ -261,11 +261,14 @@ def _leave_alone() -> None:
     """
     alone = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(RemoteTensor.__torch_dispatch__.__func__.__code__, alone)  # type: ignore[attr-defined]
-    set_code_exec_strategy(
-        _torch._AtFirstCall.__call__.__code__, alone
-    )  # called by what dynamo skips: module.compile()
+    # A hook of a module that was compiled itself is called by code that dynamo leaves out, and so comes alone.
+    set_code_exec_strategy(_torch._AtFirstCall.__call__.__code__, alone)
+    for handler in api.DTensor._op_dispatcher._custom_op_handlers.values():
+        code = getattr(handler, "__code__", None)
+        if isinstance(code, CodeType) and code.co_filename == _torch.__file__:  # for what torch has no handler of
+            set_code_exec_strategy(code, alone)
     for module in (api, collective_utils, dispatch, redistribute, utils, placement_types, device_mesh):
-        functions = [*vars(module).values(), *api.DTensor._op_dispatcher._custom_op_handlers.values()]
+        functions = list(vars(module).values())
         functions += [each for found in functions if inspect.isclass(found) for each in vars(found).values()]
         for found in functions:
             function = getattr(found, "__func__", found)

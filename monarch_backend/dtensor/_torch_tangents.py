@@ -15,7 +15,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _torch
+from monarch_backend.dtensor import _results, _torch
 from monarch_backend.dtensor._errors import RemoteTensorError
 
 
@@ -78,7 +78,7 @@ def process(own: Any) -> Any:
         kind = getattr(meta, "original_subclass_type", None)
         if isinstance(x, DTensor) and kind is None and _torch.workers_of(x.device_mesh) is not None:
             with torch.no_grad():
-                x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
+                x = _results.local_of(_results.everywhere(x))
         elif type(x) is torch.Tensor and kind is DTensor:
             node: Any = torch._C._current_autograd_node()
             step: Any = None if node is None else node.metadata.get(_STEP)

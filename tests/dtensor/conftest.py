@@ -85,6 +85,12 @@ def mesh_of(all_procs: dict[str, ProcMesh]) -> Callable[[str], Any]:
     return made
 
 
+def part_of(mesh_of: Callable[[str], Any], name: str) -> Any:
+    """``part_of(mesh_of, "2x2 tp")``: as ``mesh_of``, or one dimension of it."""
+    size, *of = [name] if name == LAST_ROW else name.split()
+    return mesh_of(size)[of[0]] if of else mesh_of(size)
+
+
 @pytest.fixture(params=[*SIZES, pytest.param(LAST_ROW, marks=pytest.mark.slow)])
 def mesh(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
     """One of each shape."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 from tests.dtensor.conftest import DEVICE
+from tests.dtensor.test_norms import sharded
 from tests.dtensor.values import same
 
 AT = torch.tensor([[0], [1], [2], [3], [0]])
@@ -88,11 +89,7 @@ def test_weight_norm(mesh_of: Callable[[str], Any], rows: int) -> None:
     ours, alone = (nn.utils.parametrizations.weight_norm(nn.Linear(3, rows)) for _ in range(2))
     ours.load_state_dict(alone.state_dict())
 
-    def shard(_name: str, module: nn.Module, mesh: Any) -> None:
-        for name, each in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(0)])))
-
-    distribute_module(ours, mesh_of("3"), shard)
+    distribute_module(ours, mesh_of("3"), sharded)
     for net, given in ((ours, distribute_tensor(x, mesh_of("3"), [Replicate()])), (alone, x)):
         net(given).square().sum().backward()
     same(ours(x), alone(x))

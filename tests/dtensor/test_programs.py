@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from monarch_backend.dtensor import RemoteTensorError, _compile
-from tests.dtensor.conftest import LAST_ROW
+from tests.dtensor.conftest import LAST_ROW, part_of
 from tests.dtensor.programs import NAMES, Program, Writer
 from tests.dtensor.values import value
 
@@ -40,9 +40,7 @@ class OnMesh:
 
     def __init__(self, seed: int, mesh_of: Callable[[str], Any], names: Sequence[str]) -> None:
         self.seed, self._random = seed, random.Random(seed)
-        name = self._random.choice(names)
-        size, *of = [name] if name == LAST_ROW else name.split()
-        self.mesh = mesh_of(size)[of[0]] if of else mesh_of(size)
+        self.mesh = part_of(mesh_of, self._random.choice(names))
         self.placements: dict[str, list[Any]] = {}
         self._there: dict[str, Any] = dict(NAMES)
         self._writer = Writer(seed, self.mesh.ndim, self._random.randint(2, 6), self._holds)

@@ -21,11 +21,6 @@ CALLS = ((6, Shard(0)), (9, Shard(0)), (12, Shard(0)), (7, Shard(0)), (6, Shard(
 WEIGHT = torch.randn(6, 6, 3, generator=torch.Generator().manual_seed(7))
 
 
-def like(x: Any, tensor: torch.Tensor) -> Any:
-    """The tensor where x is."""
-    return distribute_tensor(tensor, x.device_mesh, [Replicate()]) if isinstance(x, DTensor) else tensor
-
-
 OFTEN: dict[str, Callable[[Any, Any], Any]] = {
     "dropout": lambda x, _: F.dropout(x, 0.5),
     "conv1d": lambda x, w: F.conv1d(x, w, padding=1),
@@ -66,7 +61,7 @@ def test_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
     function = {**OFTEN, **SELDOM}[name]
 
     def program(x: Any) -> Any:
-        return function(x, like(x, WEIGHT) if not isinstance(x, DTensor) else weight)
+        return function(x, weight if isinstance(x, DTensor) else WEIGHT)
 
     torch._dynamo.reset()
     weight = distribute_tensor(WEIGHT, mesh_of("3"), [Replicate()])

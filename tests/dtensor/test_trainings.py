@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from monarch_backend.dtensor import put_module, shard_batch
 from tests.dtensor import trainings
-from tests.dtensor.conftest import LAST_ROW
+from tests.dtensor.conftest import LAST_ROW, part_of
 from tests.dtensor.test_programs import SAYS_WHAT_TO_DO, seeds
 from tests.dtensor.trainings import Training
 from tests.dtensor.values import value
@@ -43,9 +43,7 @@ class Way:
     def __init__(self, chosen: random.Random, mesh_of: Callable[[str], Any]) -> None:
         self._chosen = chosen
         self.notes: list[str] = []
-        name = self.pick("mesh", self.meshes)
-        size, *of = [name] if name == LAST_ROW else name.split()
-        self.mesh = mesh_of(size)[of[0]] if of else mesh_of(size)
+        self.mesh = part_of(mesh_of, self.pick("mesh", self.meshes))
         self.capture = self.pick("capture", self.captures)
 
     def pick(self, what: str, choices: Any) -> Any:
