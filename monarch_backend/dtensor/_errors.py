@@ -44,8 +44,8 @@ class NotReadableError(RemoteTensorError):
     """Something wants the memory of a tensor that lives on workers."""
 
 
-class MeshMismatchError(RemoteTensorError):
-    """Tensors of different processes in one operation."""
+class MeshMismatchError(RemoteTensorError, ValueError):
+    """Tensors of different meshes or processes in one operation. Also a ValueError, which torch raises here."""
 
 
 class MeshClosedError(RemoteTensorError):

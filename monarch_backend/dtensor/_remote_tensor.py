@@ -110,6 +110,13 @@ class RemoteTensor(torch.Tensor):
         """In pinned memory of workers that have GPUs."""
         return _pinned(self)
 
+    def wait(self) -> RemoteTensor:
+        """Return the tensor: workers wait for a collective when its result is used.
+
+        torch's functional collectives return an `AsyncCollectiveTensor`, which has this method.
+        """
+        return self
+
     def record_stream(self, _stream: Any) -> None:
         """Nothing: a worker has one stream, and frees nothing before its time."""
 
