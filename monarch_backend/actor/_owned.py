@@ -382,7 +382,7 @@ class ProcessOwner:
                 self._by_number.pop(event.id, None)
                 return
         how, _ = self.how_it_ended(member.peer)
-        if member.peer.gone is None and member.peer.link < 0:
+        if member.peer.gone is None and member.peer.link < 0 and member.lost is None:
             self._program.router.never_came(member.peer, how)
         elif member.peer.gone is not None:
             self._tell(member)
@@ -580,7 +580,10 @@ class ProcessOwner:
         if peer.token not in self._by_token:
             member = _Member(owned.core, rank, peer, failed=why)
             owned.members[rank] = self._by_token[peer.token] = member
-            self._program.router.never_came(peer, f"it could not be started anew: {why}")
+            if peer.gone is None:
+                self._program.router.never_came(peer, f"it could not be started anew: {why}")
+            else:  # marked with its host, before there was a record of it
+                self.ended(peer)
 
     def _look_for_the_stuck(self) -> None:
         """Processes that do not even read: reported, not killed, since only the user knows what they are doing."""

@@ -113,6 +113,7 @@ class Program:
         self.router.wake = pump.wake  # type: ignore[method-assign]
         self.router.later = pump.later  # type: ignore[method-assign]
         self.router.on_gone = self._gone
+        self.router.before_host_gone = self._find_peers_on
         self.router.on_met = self._met
         self.router.on_wait = self._say_wait
         self.router.on_full = _say
@@ -229,6 +230,13 @@ class Program:
         if peer.gone is not None and not peer.peace:  # what has become of it we may have missed
             self.router.ask_owner(peer)
         return peer
+
+    def _find_peers_on(self, host: str) -> None:
+        """Look up the peers of all known processes on a lost host, so that each of them is marked as gone."""
+        for core in _alive(self.procs):
+            for rank, token in enumerate(core.tokens):
+                if host_of(token) == host:
+                    core.peer(rank)
 
     def actor_core(
         self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str

@@ -43,6 +43,8 @@ def _told(event: tuple[Any, ...]) -> str:
         return "MET"
     if kind is Kind.REFUSED:
         return "REFUSED"
+    if kind is Kind.HOST_GONE:
+        return f"HOST_GONE {event[2]} {event[3]}"
     if kind is Kind.GONE:
         return f"GONE {event[2] or 'in peace'}"
     _, _, target, ref, seq, rank, epoch, prefix, body, _ = event

@@ -86,6 +86,10 @@ class Carried(NamedTuple):
         return str(self.prefix[TOKEN : 2 * TOKEN], "ascii")
 
 
+HOST_LOST = 2
+"""Flag in the rank of a GONE word: the whole host of its sender is lost. Bit 0 says that the end was orderly."""
+
+
 def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Carried:
     """A frame between gateways and processes that is not a process's own."""
     return Carried(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)

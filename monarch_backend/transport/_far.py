@@ -13,7 +13,7 @@ from typing import Any
 
 from monarch_backend.transport import _carried
 from monarch_backend.transport._bodies import own, own_all
-from monarch_backend.transport._carried import CALL, CARRIED, GONE, MANY, MET, REFUSED, Carried, host_of
+from monarch_backend.transport._carried import CALL, CARRIED, GONE, HOST_LOST, MANY, MET, REFUSED, Carried, host_of
 from monarch_backend.transport._frames import TOKEN, FrameError, Kind
 from monarch_backend.transport._links import FAR, SILENT, Receiver
 
@@ -158,7 +158,11 @@ class FarLinks:
                     self._early.pop(self._numbers.pop(sender, -1), None)
                     result.append((0, int(Kind.REFUSED), sender))
             elif kind == GONE:
-                self._lose(sender, str(frame.prefix[2 * TOKEN :], "utf-8", "replace"), bool(frame.rank), result)
+                how = str(frame.prefix[2 * TOKEN :], "utf-8", "replace")
+                if frame.rank & HOST_LOST:
+                    self._lose_host(host_of(sender), how, result)
+                else:
+                    self._lose(sender, how, bool(frame.rank), result)
             elif kind & CARRIED and (number := self._numbers.get(sender, -1)) >= 0:
                 rest = frame.prefix[2 * TOKEN :]
                 event = (number, kind & ~CARRIED, *frame[1:6], rest, frame.body, frame.buffers)
@@ -179,8 +183,15 @@ class FarLinks:
         else:
             result.append((0, int(Kind.REFUSED), token, how))
 
+    def _lose_host(self, host: str, how: str, result: list[Event]) -> None:
+        tokens = [token for token in self._numbers if host_of(token) == host]
+        if tokens:
+            result.append((0, int(Kind.HOST_GONE), host, how))
+        for token in tokens:
+            self._lose(token, how, False, result)
+
     def _lose_all(self, how: str, result: list[Event]) -> None:
         with self._lock:
             self._dead = True
-            for token in list(self._numbers):
-                self._lose(token, f"the gateway of this host has ended: {how}", False, result)
+            for host in {host_of(token): None for token in self._numbers}:
+                self._lose_host(host, f"the gateway of this host has ended: {how}", result)

@@ -12,7 +12,7 @@ import msgspec
 
 
 class Kind(IntEnum):
-    """Kinds of frames. MET, GONE and REFUSED are not sent: the links tell them of a process."""
+    """Kinds of frames. MET, GONE, REFUSED and HOST_GONE are not sent: the links report them."""
 
     CALL = 1  # to an actor; the prefix names the endpoint, the body has the arguments
     REPLY = 2  # to a caller; the prefix is a Status
@@ -25,6 +25,7 @@ class Kind(IntEnum):
     MET = -1
     GONE = -2
     REFUSED = -3
+    HOST_GONE = -4  # precedes GONE and REFUSED of the processes of a lost host
 
 
 class Status:

@@ -323,11 +323,11 @@ class Gateway:
                     others.discard(other)
                     if not others:
                         del self._pairs[token]
-                    self._to_process(_carried.word(GONE, token, other, text=why))
+                    self._to_process(_carried.word(GONE, token, other, text=why)._replace(rank=_carried.HOST_LOST))
             for other in [other for other in self._calling if host_of(other) == host]:
                 for caller in sorted(self._calling.pop(other)):
                     self._given_up[caller].add(other)
-                    self._to_process(_carried.word(GONE, caller, other, text=why))
+                    self._to_process(_carried.word(GONE, caller, other, text=why)._replace(rank=_carried.HOST_LOST))
             for token, entries in list(self._asked.items()):
                 left = [entry for entry in entries if host_of(entry) != host]
                 if left:

@@ -18,6 +18,7 @@ from typing import Any
 
 from monarch_backend.transport import _frames
 from monarch_backend.transport._bodies import Assembly, cut, own, own_all, size_of
+from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._frames import (
     CastArrived,
     CastLost,
@@ -132,7 +133,13 @@ class Router:
         self.on_wait: Callable[[Peer, int, int, str], None] = lambda _peer, _kind, _target, _why: None
         self.on_full: Callable[[str], None] = lambda _why: None
         self.combiners: dict[tuple[str, int], Combiner] = {}
-        self._told = {Kind.MET: self._met, Kind.GONE: self._ended, Kind.REFUSED: self._refused}
+        self.before_host_gone: Callable[[str], None] = lambda _: None
+        self._told = {
+            Kind.MET: self._met,
+            Kind.GONE: self._ended,
+            Kind.REFUSED: self._refused,
+            Kind.HOST_GONE: self._host_gone,
+        }
         self._wait = wait
         self._by_link: dict[int, Peer] = {}
         self._casts: dict[int, Cast] = {}
@@ -858,6 +865,16 @@ class Router:
         peer = self._by_link.pop(link, None)
         if peer is not None and peer.gone is None:
             peer.gone, peer.peace = how or "it ended", peace
+            self._bury(peer)
+
+    def _host_gone(self, event: Any) -> None:
+        """Mark all processes of the host as gone before the first call to one of them fails."""
+        _, _, host, how = event
+        self.before_host_gone(host)
+        lost = [peer for peer in list(self.peers.values()) if host_of(peer.token) == host and peer.gone is None]
+        for peer in lost:
+            peer.gone = how
+        for peer in lost:
             self._bury(peer)
 
     def _bury(self, peer: Peer) -> None:

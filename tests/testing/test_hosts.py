@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from monarch_backend.actor import Actor, Restart, SupervisionError, current_rank, endpoint, this_host
+from monarch_backend.actor import Actor, Channel, Restart, SupervisionError, current_rank, endpoint, this_host
 from monarch_backend.hosts import _agent, attach
 from monarch_backend.testing import Conditions, Simulation, SimulationError
 from monarch_backend.testing._hosts import SECRET
@@ -40,6 +41,16 @@ class Counter(Actor):
     @endpoint
     def ask(self, others: Any) -> Any:
         return others.add.call().get()
+
+    @endpoint
+    def wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            Channel.open()[1].recv().get(timeout=seconds)
+
+    @endpoint
+    def failed_when_lost(self, mesh: Any, other: Any) -> Any:
+        assert isinstance(other.wait.call_one(60.0).exception(), SupervisionError)
+        return mesh.failed_ranks
 
 
 def _mesh(simulation: Simulation, hosts: int, each: int = 1, **options: Any) -> tuple[Any, Any, Any]:
@@ -169,6 +180,31 @@ def test_a_host_is_switched_off() -> None:
         assert simulation.now - died < 1.2
         assert "nobody listens there" in str(call.exception())
         assert len(counters.without([1]).add.call().get()) == 2
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("harm", ["kill_hosts", "kill_agents", "cut"])
+def test_failed_ranks_when_error_of_lost_host_arrives_is_complete(harm: str, gpus: int) -> None:
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 3, gpus)
+        lost = tuple(range(gpus, 2 * gpus))
+        seen: list[tuple[int, ...]] = []
+        calls = [counters.slice(hosts=1, gpus=gpu).ask.call_one(counters.slice(hosts=0)) for gpu in range(gpus)]
+        for call in calls:
+            call.add_done_callback(lambda _: seen.append(counters.failed_ranks))
+        getattr(simulation, harm)(machines.slice(hosts=1))
+        assert all(isinstance(call.exception(), SupervisionError) for call in calls)
+        assert seen == [lost] * gpus
+        assert len(counters.without(counters.failed_ranks).add.call().get()) == 2 * gpus
+
+
+def test_failed_ranks_at_an_actor_that_met_one_rank_of_the_lost_host_has_all() -> None:
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 3, 2)
+        watcher = counters.slice(hosts=0, gpus=0)
+        failed = watcher.failed_when_lost.call_one(counters, counters.slice(hosts=1, gpus=1))
+        simulation.later(0.5, lambda: simulation.kill_hosts(machines.slice(hosts=1)))
+        assert failed.get() == (2, 3)
 
 
 def test_the_agent_of_a_host_dies() -> None:
