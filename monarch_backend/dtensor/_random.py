@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -480,7 +481,8 @@ def _plain(func: Any) -> Handler:
     def operation(_func: Any, args: Any, kwargs: Any) -> Any:
         if handle is not None:
             local = _first(args, kwargs)
-            if _step_of(local).streams is None and len(local._meta.classes or ()) <= 1:
+            is_same = local._meta.streams is None and len(local._meta.classes or ()) <= 1
+            if is_same and _step_of(local).streams is None:
                 return handle(func, args, dict(kwargs))
         if _will_draw(func, args, kwargs):
             return _by_stream(func, args, dict(kwargs))
@@ -506,8 +508,31 @@ def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Each rank has numbers that follow from one of the controller's numbers and the rank's stream."""
     own = kwargs.pop("generator", None)
     seed = float(_seed.random_(0, _SEEDS, generator=own if own is None or own.device.type == "cpu" else None).item())
-    return _dispatch.call(
-        _shapes_with_seed(func), _WORKER + "own", args, {**kwargs, "_name": str(func), "_seed": seed}, func._schema
+    local = _first(args, kwargs)
+    streams: Any = None
+    if local._meta.streams is not None and _step_of(local).streams is None:
+        streams = _rank_ints.by_rank(local._meta.streams)
+        _warn_of_shards(func)
+    named = {**kwargs, "_name": str(func), "_seed": seed, "_own_stream": streams}
+    return _dispatch.call(_shapes_with_seed(func), _WORKER + "own", args, named, func._schema)
+
+
+_warned: set[int] = set()
+"""Places in the program that have been warned of."""
+
+
+def _warn_of_shards(func: Any) -> None:
+    """Once for each line of the program."""
+    place = _sites.here()
+    if place in _warned:
+        return
+    _warned.add(place)
+    warnings.warn(
+        f"{func} draws random numbers for a plain tensor that is a DTensor's shard, at\n{_sites.text_of(place)}"
+        "Ranks with other shards draw other numbers, which are not those of a single process. Keep the DTensor for a "
+        "single process's numbers: use_local_output=False in ColwiseParallel() and other styles, or no to_local()",
+        UserWarning,
+        stacklevel=2,
     )
 
 
@@ -531,7 +556,7 @@ _seed = torch.empty((), dtype=torch.int64)
 
 @functools.cache
 def _shapes_with_seed(func: Any) -> Callable[..., Any]:
-    return lambda *args, _name, _seed, **kwargs: func(*args, **kwargs)
+    return lambda *args, _name, _seed, _own_stream, **kwargs: func(*args, **kwargs)
 
 
 def _draws(func: Any) -> Handler | None:

@@ -114,12 +114,12 @@ def set_stream(stream: int) -> None:
     _stream = stream
 
 
-def own(*args: Any, _name: str, _seed: float, **kwargs: Any) -> Any:
-    """The operation, with numbers that follow from the seed and this worker's stream."""
+def own(*args: Any, _name: str, _seed: float, _own_stream: int | None = None, **kwargs: Any) -> Any:
+    """The operation, with numbers that follow from the seed and this stream, or this worker's."""
     device = next(each.device for each in args if isinstance(each, torch.Tensor))
     generator = _generator(device)
     before = generator.get_state()
-    generator.manual_seed(_mixed(int(_seed), _stream))
+    generator.manual_seed(_mixed(int(_seed), _stream if _own_stream is None else _own_stream))
     try:
         return _beside(_find(_name), args, kwargs)
     finally:
