@@ -4,10 +4,11 @@ An operation on a DTensor is one record: each worker draws the whole tensor's nu
 controller's generator had, and keeps those of its own shard. The controller's generator then moves as if it had drawn
 them (see _generator.py), so what comes next, here or there, is what comes next in a single process.
 
-A plain RemoteTensor gets the same numbers on all ranks, those of a single process with a tensor of its shape: what
-tensor parallelism has replicated stays the same everywhere. Where ranks have other data, which nobody can see from a
-plain tensor, `own_random_numbers` makes their numbers differ, too: they follow from one number of the controller's
-generator and the rank's place. Not here: what an operation does on a worker (worker/_random.py).
+A plain RemoteTensor draws the same numbers on all ranks, those of a single process with a tensor of its shape: what
+tensor parallelism has replicated stays the same everywhere. A plain tensor that is computed from a DTensor's shard
+(`Meta.streams`) draws other numbers on ranks with other shards, with a warning. `own_random_numbers` does the same for
+all plain tensors. These numbers follow from one number of the controller's generator and the rank's stream.
+Not here: what an operation does on a worker (worker/_random.py).
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from monarch_backend.dtensor import RemoteOpError, _collectives, _compile, run
+from monarch_backend.dtensor import MeshMismatchError, RemoteOpError, _collectives, _compile, run
 from tests.dtensor import collectives, failing
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
@@ -118,3 +119,18 @@ def test_of_many_sizes_some_are_forgotten(mesh_of: Callable[[str], Any], monkeyp
             dist.all_reduce_coalesced([x], group=mesh.get_group())
             assert x.tolist() == [2.0] * size
             assert len(_collectives._known[workers]) <= 8
+
+
+def test_functional_collective_of_workers_tensors_has_wait(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2")
+    x = shards(mesh)  # rows 0..23 and 24..47
+    assert funcol.all_reduce(x, "sum", mesh).wait().tolist()[0] == [24.0, 26.0]
+    assert funcol.all_gather_tensor(x, 0, mesh).wait().shape == (24, 2)
+
+
+def test_distribute_tensor_of_dtensor_on_another_mesh_raises_value_error(mesh_of: Callable[[str], Any]) -> None:
+    mesh = mesh_of("2x2")
+    x = distribute_tensor(torch.ones(4, 4), mesh["dp"], [Shard(0)])
+    with pytest.raises(ValueError, match="different meshes") as raised:
+        distribute_tensor(x, mesh["tp"], [Shard(0)])
+    assert isinstance(raised.value, MeshMismatchError)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -24,6 +25,7 @@ from monarch_backend.dtensor import (
     RemoteTensorError,
     _generator,
     _philox,
+    _random,
     _torch,
     own_random_numbers,
     simulated_mesh,
@@ -335,9 +337,49 @@ def test_plain_remote_tensors_have_the_same_numbers_on_all_ranks(fresh: Any) -> 
     same_program(lambda x: [torch.randn_like(x), torch.rand(1), F.dropout(x), torch.rand(1)], local, torch.ones(4, 3))
     uneven = distribute_tensor(torch.ones(UNEVEN), fresh, [Shard(0)]).to_local()
     torch.manual_seed(8)
-    first = value(DTensor.from_local(uneven.uniform_(), fresh, [Shard(0)], shape=UNEVEN, stride=(7, 1)))
-    again = value(DTensor.from_local(uneven.uniform_(), fresh, [Shard(0)], shape=UNEVEN, stride=(7, 1)))
+    with pytest.warns(UserWarning, match="use_local_output=False"):
+        first = value(DTensor.from_local(uneven.uniform_(), fresh, [Shard(0)], shape=UNEVEN, stride=(7, 1)))
+    with pytest.warns(UserWarning, match="use_local_output=False"):
+        again = value(DTensor.from_local(uneven.uniform_(), fresh, [Shard(0)], shape=UNEVEN, stride=(7, 1)))
     assert not torch.equal(first, again)
+    rows = -(-UNEVEN[0] // 2)
+    assert not torch.equal(first[: UNEVEN[0] - rows], first[rows:])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_dropout_of_a_shard_between_parallel_layers_warns_and_draws_other_masks(
+    fresh: Any, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_random, "_warned", set())  # a line is warned of once
+    layer = parallelize_module(nn.Linear(8, 64), fresh, ColwiseParallel())
+    masks: list[torch.Tensor] = []
+
+    def hidden(x: torch.Tensor) -> Any:
+        dropped = F.dropout(torch.ones_like(torch.relu(layer(x))).clone(), 0.5)
+        masks.append(value(DTensor.from_local(dropped.detach(), fresh, [Shard(1)])))
+        return layer(x) * dropped
+
+    x = torch.ones(4, 8).requires_grad_()
+    torch.manual_seed(2)
+    with pytest.warns(UserWarning, match=r"test_random\.py(.|\n)*use_local_output=False"):
+        checkpoint(hidden, x, use_reentrant=use_reentrant).sum().backward()
+    first, again = masks  # the second one is of the recomputation
+    equal(again, first)
+    assert not torch.equal(first[:, :32], first[:, 32:])
+    expected = DTensor.from_local(layer.bias.grad.to_local(), fresh, [Shard(0)])
+    equal(expected, first.sum(0))
+
+
+def test_dropout_after_the_sum_of_shards_draws_the_same_mask_on_all_ranks(fresh: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 32))
+    model = parallelize_module(model, fresh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    dropped = F.dropout(torch.ones_like(model(torch.ones(4, 8)).detach()), 0.5)
+    one, other = value(DTensor.from_local(dropped, fresh, [Shard(0)])).chunk(2)
+    equal(one, other)
+    shard = distribute_tensor(torch.ones(4, 8), fresh, [Shard(0)]).to_local()
+    summed = funcol.all_reduce(shard, "sum", fresh).wait()
+    one, other = value(DTensor.from_local(F.dropout(summed), fresh, [Shard(0)])).chunk(2)
+    equal(one, other)
 
 
 def test_what_plain_tensors_draw_by_their_values_is_what_a_single_process_draws(fresh: Any) -> None:
@@ -360,7 +402,9 @@ def test_what_plain_tensors_draw_by_their_values_is_what_a_single_process_draws(
 
 def test_ranks_that_draw_more_numbers_than_the_first_go_on_as_it_does(fresh: Any) -> None:
     whole = torch.tensor([[0.1, 0.1], [90.0, 70.0]])
-    local = distribute_tensor(whole, fresh, [Shard(0)]).to_local()  # of poisson, which draws until it has enough
+    rows = distribute_tensor(whole, fresh, [Shard(0)]).to_local()
+    # Parts of a sum differ by rank and have one mask. poisson draws until it has enough.
+    local = DTensor.from_local(rows, fresh, [Partial()]).to_local()
     same_program(lambda x: [torch.poisson(x), torch.rand(1), torch.randn_like(x)], local, whole[:1])
     one, other = value(DTensor.from_local(torch.randn_like(local), fresh, [Shard(0)])).chunk(2)
     assert torch.equal(one, other)
