@@ -180,6 +180,7 @@ FORMS = {
     "ShardingPropagator.propagate_op_sharding_non_cached": "self op_schema",
     "LocalLRUCache.__call__": "self args kwargs",
     "SymInt.__hash__": "self",
+    "DTensor.to_local": "self grad_placements",
     "DTensor.redistribute": "self device_mesh placements async_op forward_dtype backward_dtype",
     "DTensor.__repr__": "self",
     "DTensor.__iter__": "self",
