@@ -69,6 +69,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "_native":
+        return _compiled_core()
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     from monarch_backend import process_group
@@ -80,6 +82,43 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _compiled_core() -> Any:
+    """Import the extension module; `from monarch_backend import _native` comes here first, while it is not loaded.
+
+    Raises ImportError that says why it is missing: most often, a clone in `sys.path` hides the installed package.
+    """
+    import importlib.machinery
+    import os
+    import sys
+
+    name = f"{__name__}._native"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+    here = os.path.dirname(os.path.abspath(__file__))
+    root = os.path.dirname(here)
+    version = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    if not os.path.exists(os.path.join(root, "csrc")):
+        text = f"{here} has no compiled core ({name}) for {version}: pip install --force-reinstall monarch_backend"
+        raise ImportError(text, name=name, path=here)
+    elsewhere = [entry for entry in sys.path if os.path.realpath(entry or os.curdir) != os.path.realpath(root)]
+    installed = importlib.machinery.PathFinder.find_spec(__name__, elsewhere)
+    hides = (
+        f" and hides the installed package in {os.path.dirname(installed.origin)}"
+        if installed and installed.origin
+        else ""
+    )
+    instead = f"run the program from a directory outside {root}, or " if hides else ""
+    raise ImportError(
+        f"monarch_backend was imported from the source folder {here}, which has no compiled core ({name}) for {version}"
+        f"{hides}. To fix it, {instead}build the core in place: `pip install -e {root}`, or `make setup` there.",
+        name=name,
+        path=here,
+    )
 
 
 def _torch_will_call_us() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.metadata
+import os
 import pkgutil
 import re
 import shutil
@@ -72,8 +73,6 @@ def test_no_import_needed(tmp_path: Path, autoload: str) -> None:
     script = SCRIPT.format(store=tmp_path / "store")
     if autoload == "0" and _autoload._needs_stand_ins(dist):
         script = "import monarch_backend\n" + script
-    import os
-
     env = dict(os.environ, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr
@@ -139,6 +138,25 @@ def test_a_version_outside_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, 
 def test_a_version_inside_is_not_remarked() -> None:
     _versions.remark.cache_clear()
     assert _versions.remark() == ""
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_source_folder_without_compiled_core_names_the_remedy(tmp_path: Path, installed: bool) -> None:
+    """`installed`: whether another copy of the package is in `sys.path`, which the source folder hides."""
+    clone = tmp_path / "clone"
+    package = ROOT / "monarch_backend"
+    shutil.copytree(package, clone / "monarch_backend", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
+    (clone / "csrc").mkdir()
+    script = clone / "use.py"  # the interpreter puts its folder first in `sys.path`
+    hide = "" if installed else f"import sys; sys.path.remove({str(ROOT)!r})\n"
+    script.write_text(hide + "from monarch_backend import _native\n")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    out = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    (line,) = (line for line in out.stderr.splitlines() if line.startswith("ImportError: "))
+    assert f"source folder {clone / 'monarch_backend'}, which has no compiled core" in line
+    assert f"pip install -e {clone}" in line and "make setup" in line
+    assert (f"hides the installed package in {package}" in line) == installed
+    assert (f"run the program from a directory outside {clone}" in line) == installed
 
 
 def test_csrc_never_includes_torch() -> None:
