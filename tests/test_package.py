@@ -6,11 +6,13 @@ import doctest
 import importlib
 import importlib.metadata
 import os
+import pickle
 import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,23 @@ def test_docstrings(name: str) -> None:
 
 def _examples(rank: int, address: str, name: str) -> int:  # a process of its own: what an example makes ends with it
     return doctest.testmod(importlib.import_module(name)).failed
+
+
+def test_exported_exceptions_show_their_public_path() -> None:
+    found = set()
+    for name in ["monarch_backend", *MODULES]:
+        if any(part.startswith("_") for part in name.split(".")):
+            continue
+        module = importlib.import_module(name)
+        for exported in getattr(module, "__all__", ()):
+            kind = getattr(module, exported)
+            if isinstance(kind, type) and issubclass(kind, BaseException):
+                found.add(kind)
+                assert not re.search(r"\._", kind.__module__), f"{name}.{exported} is in {kind.__module__}"
+                assert pickle.loads(pickle.dumps(kind)) is kind
+                line = traceback.format_exception_only(kind, kind.__new__(kind))[-1]
+                assert line.startswith(f"{kind.__module__}.{exported}"), line
+    assert len(found) > 20
 
 
 def test_entry_points_are_ours() -> None:

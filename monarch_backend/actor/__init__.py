@@ -15,6 +15,7 @@
 >>> procs.stop().get()
 """
 
+from monarch_backend._public import name_exceptions
 from monarch_backend.actor._actor import Actor, concurrent_endpoint, endpoint
 from monarch_backend.actor._actor_mesh import ActorMesh
 from monarch_backend.actor._calls import Stream
@@ -35,6 +36,7 @@ from monarch_backend.actor._supervision import end_program as unhandled_fault_ho
 from monarch_backend.actor._verbs import Accumulator, Endpoint, as_endpoint, send
 from monarch_backend.mesh._extent import Extent, Point, Shape
 from monarch_backend.mesh._hosts import HostMesh, this_host
+from monarch_backend.mesh._limits import SpawnLimitError
 from monarch_backend.mesh._procs import ProcMesh
 from monarch_backend.mesh._value_mesh import ValueMesh
 from monarch_backend.transport._peer import PeerGoneError
@@ -64,6 +66,7 @@ __all__ = [
     "Restart",
     "SerializationError",
     "Shape",
+    "SpawnLimitError",
     "Stream",
     "SupervisionError",
     "UnknownEndpointError",
@@ -82,3 +85,5 @@ __all__ = [
     "this_proc",
     "unhandled_fault_hook",
 ]
+
+name_exceptions(__name__, globals())

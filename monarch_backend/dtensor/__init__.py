@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monarch_backend import _versions
+from monarch_backend._public import name_exceptions
 from monarch_backend.dtensor._errors import (
     MeshClosedError,
     MeshMismatchError,
@@ -71,6 +72,8 @@ __all__ = [
     "shard_batch",
     "simulated_mesh",
 ]
+
+name_exceptions(__name__, globals())
 
 _TORCH = (2, 13)
 """The torch whose private parts a controller finds. 2.14 keeps its shardings in other tables."""

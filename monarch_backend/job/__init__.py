@@ -8,6 +8,7 @@ Rooms: what is the same for all jobs (_job.py), their file (_file.py), starting 
 job. What a host is, hosts/ knows.
 """
 
+from monarch_backend._public import name_exceptions
 from monarch_backend.job._errors import JobError
 from monarch_backend.job._job import HostStatus, Job, JobState
 from monarch_backend.job._local import LocalJob
@@ -26,3 +27,5 @@ __all__ = [
     "SSHJob",
     "host_mesh_from_env",
 ]
+
+name_exceptions(__name__, globals())

@@ -19,6 +19,7 @@ _options.py      what `pg_options=` may be
 _torch.py        everything that leans on a private part of torch
 """
 
+from monarch_backend._public import name_exceptions
 from monarch_backend.process_group._errors import (
     CollectiveArgumentError,
     CollectiveMismatchError,
@@ -50,3 +51,5 @@ __all__ = [
     "empty_shared",
     "routes",
 ]
+
+name_exceptions("monarch_backend", globals())

@@ -19,6 +19,7 @@
 >>> procs.stop().get()
 """
 
+from monarch_backend._public import name_exceptions
 from monarch_backend.rdma._action import RDMAAction
 from monarch_backend.rdma._available import get_rdma_backend, is_rdma_available
 from monarch_backend.rdma._buffer import RDMABuffer
@@ -39,3 +40,5 @@ __all__ = [
     "get_rdma_backend",
     "is_rdma_available",
 ]
+
+name_exceptions(__name__, globals())

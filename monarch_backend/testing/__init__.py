@@ -53,8 +53,11 @@ came later do: chains of actors that wait for each other need callbacks, or ther
 is not run. os._exit ends the test: use ``context().actor_instance.kill()``.
 """
 
+from monarch_backend._public import name_exceptions
 from monarch_backend.testing._conditions import Conditions
 from monarch_backend.testing._process import SimulatedProcess
 from monarch_backend.testing._simulator import Simulation, SimulationError
 
 __all__ = ["Conditions", "SimulatedProcess", "Simulation", "SimulationError"]
+
+name_exceptions(__name__, globals())

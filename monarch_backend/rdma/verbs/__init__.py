@@ -19,6 +19,7 @@ _queues.py       posting and polling without the packages' Python
 _errors.py       what is raised
 """
 
+from monarch_backend._public import name_exceptions
 from monarch_backend.rdma.verbs._devices import Fact, available, describe
 from monarch_backend.rdma.verbs._engine import Engine, Region, hears, plan_atomic, plan_transfer
 from monarch_backend.rdma.verbs._errors import NoConnectionError, UnreachableMemoryError, VerbsError
@@ -44,3 +45,5 @@ __all__ = [
     "plan_atomic",
     "plan_transfer",
 ]
+
+name_exceptions(__name__, globals())
