@@ -18,6 +18,7 @@ import io
 import multiprocessing.process
 import os
 import signal
+import socket
 import sys
 import threading
 import types
@@ -89,9 +90,33 @@ def _become(spec: Spawn) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
     faulthandler.enable()
+    sys.breakpointhook = functools.partial(_breakpoint, spec.label)
     if spec.cpus is not None:
         _binding.bind(frozenset(spec.cpus))
     _forget_the_server(spec.label)
+
+
+def _breakpoint(label: str, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `sys.breakpointhook`: pdb would read /dev/null and raise BdbQuit.
+
+    PYTHONBREAKPOINT has its usual meaning. Raises RuntimeError where it names no other debugger.
+    """
+    if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace") or not _stdin_is_null():
+        return sys.__breakpointhook__(*args, **kwargs)
+    pid = os.getpid()
+    raise RuntimeError(
+        f"breakpoint() in {label} (host {socket.gethostname()}, pid {pid}): the process has no terminal for pdb. "
+        f"On that host, `py-spy dump --pid {pid}` shows its stack, and `python -m pdb -p {pid}` (Python 3.14 or newer) "
+        "debugs it. Or name a debugger that clients connect to: PYTHONBREAKPOINT=debugpy.breakpoint, in `env=` of "
+        "spawn_procs, with debugpy.listen() in `bootstrap=`. PYTHONBREAKPOINT=0 skips all breakpoints."
+    )
+
+
+def _stdin_is_null() -> bool:
+    try:
+        return os.path.samestat(os.fstat(0), os.stat(os.devnull))
+    except OSError:  # closed
+        return True
 
 
 def set_environment(environment: Mapping[bytes, bytes]) -> None:
