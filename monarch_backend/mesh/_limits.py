@@ -39,9 +39,10 @@ class Limit:
 def check(count: int, limits: Iterable[Limit]) -> None:
     """Raise SpawnLimitError if ``count`` processes do not fit into one of ``limits``.
 
+    >>> import monarch_backend.actor  # names the error
     >>> check(100, [Limit("pids.max of the control group /", 50, TASKS_EACH, "processes and threads")])
     Traceback (most recent call last):
-    monarch_backend.mesh._limits.SpawnLimitError: can't start 100 processes: they need 200 processes and threads, \
+    monarch_backend.actor.SpawnLimitError: can't start 100 processes: they need 200 processes and threads, \
 and pids.max of the control group / leaves 50. Start at most 25, or raise the limit.
     """
     for limit in limits:
