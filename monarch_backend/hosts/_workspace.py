@@ -1,41 +1,38 @@
-"""Bringing a directory to other machines: what changed, once to each host, and modules that are loaded again.
+"""Synchronise a directory to other hosts: send changed files once to each host, then reload modules.
 
-Content is named by its hash; a host says what it lacks, and gets no more. Files that an earlier sync has brought and
-that are gone are removed; others are left alone.
+Content is named by its hash, and a host asks for what it lacks. A file that an earlier sync wrote is removed when it
+is gone at the source. Other files of the host are left alone.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import importlib
-import importlib.util
+import json
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from monarch_backend.actor import Actor, endpoint
+from monarch_backend.hosts._workspace_tree import WorkspaceError, WorkspaceTree, check_name, digest, digest_of_file
 
 IGNORED = (".git", "__pycache__", "*.pyc", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv", "*.egg-info")
 BATCH = 8 << 20
-"""Bytes of content that travel in one message; a larger file travels alone."""
+"""Bytes of content in one message. A larger file is sent alone."""
 
 RECORD = ".monarch_workspace"
-"""The file in a workspace that says what has been brought there."""
+"""The file in a workspace that lists the files which earlier syncs wrote there."""
 
 
 class Entry(NamedTuple):
-    """A file of a workspace."""
+    """A file of a workspace: SHA-256 of its content, and its permission bits."""
 
     digest: str
-    executable: bool
+    mode: int
 
 
 @dataclass(frozen=True)
@@ -49,116 +46,104 @@ class Synced:
 
 
 def manifest(root: Path, ignored: Sequence[str]) -> dict[str, Entry]:
-    """All files below a directory, by their paths relative to it. Links are followed to files, not to directories."""
+    """All files below a directory, by their paths relative to it.
+
+    A link to a file counts as that file, a link to a directory is left out. Raises WorkspaceError where a link leads
+    out of ``root``: a cloned repository could send any file of this machine.
+    """
     found = {}
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not _matches(name, ignored))
+        folders[:] = sorted(name for name in folders if not _is_ignored(name, ignored))
         for name in sorted(names):
             path = Path(folder, name)
-            if name != RECORD and not _matches(name, ignored) and path.is_file():
-                executable = bool(path.stat().st_mode & stat.S_IXUSR)
-                found[path.relative_to(root).as_posix()] = Entry(_digest(path), executable)
+            if name == RECORD or _is_ignored(name, ignored) or not path.is_file():
+                continue
+            relative = path.relative_to(root).as_posix()
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                raise WorkspaceError(
+                    f"{relative!r} in {root} is a link to {path.resolve()}, outside of the workspace: "
+                    "replace it by the file, or name it in ignore="
+                )
+            content = digest_of_file(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            found[relative] = Entry(content, stat.S_IMODE(path.stat().st_mode) & 0o777)
     return found
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _digest_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _is_ignored(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a part of a relative path matches one of the patterns."""
+    return any(fnmatch.fnmatch(part, pattern) for part in name.split("/") for pattern in patterns)
 
 
 class Keeper(Actor):
     """A host's copy of a workspace."""
 
-    def __init__(self, to: str) -> None:
-        self._root = Path(os.path.expanduser(os.path.expandvars(to)))
+    def __init__(self, to: str, ignored: Sequence[str]) -> None:
+        self._tree = WorkspaceTree(Path(os.path.expanduser(os.path.expandvars(to))))
+        self._ignored = ignored
         self._fresh: dict[str, bytes] = {}
         self._lacking: set[str] = set()
+        self._obsolete: list[str] = []
 
     @endpoint
     def lacks(self, files: dict[str, Entry]) -> set[str]:
-        """Hashes of content that is not here."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        self._lacking = {name for name, entry in files.items() if not self._is_here(name, entry)}
-        return {files[name].digest for name in self._lacking}
+        """Hashes of the content that this host needs.
 
-    def _is_here(self, name: str, entry: Entry) -> bool:
-        path = self._root / name
-        return path.is_file() and not path.is_symlink() and _digest(path) == entry.digest
+        All names are checked here, before a file is written or removed. Raises WorkspaceError.
+        """
+        for name in files:
+            check_name(name)
+        self._tree.root.mkdir(parents=True, exist_ok=True)
+        self._obsolete = [name for name in self._recorded() if name not in files]
+        self._lacking = {name for name, entry in files.items() if self._tree.digest(name) != entry.digest}
+        return {files[name].digest for name in self._lacking}
 
     @endpoint
     def take(self, contents: dict[str, bytes]) -> None:
-        """Some of what is lacking, somewhere."""
-        for digest, data in contents.items():
-            if _digest_of(data) != digest:
-                raise ValueError(f"content {digest[:12]} has changed on its way, or while it was read: sync again")
+        """Receive some of the content, by its hash. Raises ValueError where a hash does not match."""
+        for name, data in contents.items():
+            if digest([data]) != name:
+                raise ValueError(f"content {name[:12]} has changed on its way, or while it was read: sync again")
         self._fresh.update(contents)
 
     @endpoint
     def settle(self, files: dict[str, Entry]) -> tuple[int, int]:
-        """Make it so: files written and removed."""
-        written = 0
+        """Remove and write files; return how many were written and removed."""
+        removed = sum(self._tree.remove(name) for name in self._obsolete)  # first: a directory may take a file's name
+        for name in self._lacking:
+            self._tree.write(name, self._fresh[files[name].digest])
         for name, entry in files.items():
-            path = self._root / name
-            if name in self._lacking:
-                _write(path, self._fresh[entry.digest])
-                _forget_bytecode(path)
-                written += 1
-            mode = path.stat().st_mode
-            os.chmod(path, mode | 0o111 if entry.executable else mode & ~0o111)
+            self._tree.set_mode(name, entry.mode)
+        self._tree.write(RECORD, json.dumps(sorted(files)).encode())
+        written = len(self._lacking)
         self._fresh.clear()
-        record, removed = self._root / RECORD, 0
-        for name in set(_recorded(record)) - files.keys():
-            if (self._root / name).is_file():
-                (self._root / name).unlink()
-                removed += 1
-        _write(record, msgspec.json.encode(sorted(files)))
+        self._lacking.clear()
         return written, removed
 
-
-def _recorded(record: Path) -> list[str]:
-    try:
-        return msgspec.json.decode(record.read_bytes(), type=list[str])
-    except (FileNotFoundError, msgspec.DecodeError):
-        return []
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all: somebody may be importing it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".monarch-")
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-            os.fchmod(handle, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
-
-
-def _forget_bytecode(path: Path) -> None:
-    """Python trusts what it has compiled if size and second are the same."""
-    if path.suffix == ".py":
-        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+    def _recorded(self) -> list[str]:
+        """Names that earlier syncs wrote. The file may come from elsewhere: its names are checked like a peer's."""
+        record = self._tree.root / RECORD
+        try:
+            names = json.loads(self._tree.read(RECORD) or b"[]")
+        except ValueError:
+            return []
+        if not isinstance(names, list):
+            return []
+        for name in names:
+            try:
+                if not isinstance(name, str) or _is_ignored(name, self._ignored):
+                    raise WorkspaceError(f"{name!r} is not a file that a sync writes")
+                check_name(name)
+            except WorkspaceError as error:
+                raise WorkspaceError(f"{record} is not ours: {error}. Remove {record}, then sync again") from None
+        return names
 
 
 class Reloader(Actor):
-    """In each process whose modules are to be loaded again."""
+    """Reloads the workspace's modules in one process."""
 
     @endpoint
     def reload(self, to: str) -> list[str]:
-        """Modules below the workspace, in the order in which they were imported first; their names."""
+        """Reload modules below the workspace in the order of their first import; return their names."""
         root = Path(os.path.expanduser(os.path.expandvars(to))).resolve()
         importlib.invalidate_caches()
         names = []
@@ -174,12 +159,12 @@ def _batches(wanted: set[str], files: Mapping[str, Entry], root: Path) -> Iterat
     where = {entry.digest: root / name for name, entry in files.items()}
     batch: dict[str, bytes] = {}
     size = 0
-    for digest in sorted(wanted):
-        data = where[digest].read_bytes()
+    for content in sorted(wanted):
+        data = where[content].read_bytes()
         if batch and size + len(data) > BATCH:
             yield batch
             batch, size = {}, 0
-        batch[digest], size = data, size + len(data)
+        batch[content], size = data, size + len(data)
     if batch:
         yield batch
 
@@ -190,9 +175,10 @@ def sync(hosts: Any, path: str | os.PathLike[str], to: str | None, ignore: Seque
     if not root.is_dir():
         raise NotADirectoryError(f"{root} is no directory: give the root of the workspace")
     target = str(root) if to is None else to
-    files = manifest(root, (*IGNORED, *ignore))
+    ignored = (*IGNORED, *ignore)
+    files = manifest(root, ignored)
     with hosts.spawn_procs({"workspace": 1}, name="workspace") as procs:
-        keepers = procs.spawn("workspace", Keeper, target)
+        keepers = procs.spawn("workspace", Keeper, target, ignored)
         wanted: set[str] = set().union(*keepers.lacks.call(files).get().values())
         sent = 0
         for batch in _batches(wanted, files, root):

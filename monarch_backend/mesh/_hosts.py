@@ -66,12 +66,16 @@ class HostMesh(MeshTrait):
     def sync_workspace(
         self, path: str | os.PathLike[str], to: str | None = None, *, ignore: Sequence[str] = (), reload: Any = None
     ) -> Any:
-        """Bring the files below a directory to all hosts: what they lack, once to each. A Synced says what was done.
+        """Copy the files below a directory to all hosts. Each host gets once what it lacks. Return a Synced.
 
-        ``to``: where on the hosts, by default at the same path; "~" and variables are theirs. Files that an earlier
-        sync has brought and that are gone here are removed there. ``ignore``: patterns of names, beside ``.git`` and
-        caches. ``reload``: a ProcMesh whose processes then load the workspace's modules again; objects of theirs stay
-        what they are. Raises NotADirectoryError; what fails on a host fails here, with its traceback.
+        ``to``: the directory on the hosts, by default the same path; each host expands "~" and variables. Files that
+        an earlier sync wrote and that are gone here are removed there. Permission bits are copied. ``ignore``:
+        patterns of names, beside ``.git`` and caches. ``reload``: a ProcMesh whose processes then reload the
+        workspace's modules; existing objects stay as they are.
+
+        Raises NotADirectoryError, and WorkspaceError (a ValueError) before anything is written where a link leads
+        out of the directory or a host's ``.monarch_workspace`` lists a file outside it. A host writes through no
+        link. An error on a host is raised here, with its traceback.
         """
         from monarch_backend.hosts import _workspace
 
