@@ -1,7 +1,8 @@
 """Everything in launch/ that leans on a private part of torch.distributed.elastic or replaces one, and nothing else.
 
-torch's own `run` runs here, while three of its names stand for ours: the agent, which hears of a rank's end instead of
-asking for it; the start of the ranks; and a pause that is there for many hosts. tests/launch/test_elastic_internals.py
+torch's own `run` runs here, while four of its names stand for ours: the agent, which hears of a rank's end instead of
+asking for it; the start of the ranks; the handler of a program that torch starts; and a pause that is there for many
+hosts. tests/launch/test_elastic_internals.py
 has a test for each, which fails when torch changes it.
 """
 
@@ -25,6 +26,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.utils import _delay
 from torch.distributed.launcher import api as launcher
@@ -86,9 +88,10 @@ def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def _standing_in(ranks: Ranks | None, one_host: bool) -> Iterator[None]:
-    """Have torch's launcher find ours under three of its names."""
+    """Replace four names of torch's launcher while the block runs."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", Agent))
+        stack.enter_context(_replaced(handlers, "SubprocessHandler", _ResumedProgram))
         if ranks is not None:
             stack.enter_context(_replaced(local_elastic_agent, "start_processes", _start_processes(ranks)))
         if one_host:
@@ -206,12 +209,12 @@ class _HeldSignals:
                 self._handlers[number] = signal.signal(number, lambda came, _: self._came.append(came))
 
     def let_go(self) -> None:
-        handlers, self._handlers = self._handlers, {}
-        for number, handler in handlers.items():
+        held, self._handlers = self._handlers, {}
+        for number, handler in held.items():
             signal.signal(number, handler)
         for number in self._came[:1]:  # its handler ends all
             self._came.clear()
-            handlers[number](number, None)
+            held[number](number, None)
 
 
 class ForkedContext(SubprocessContext):
@@ -239,8 +242,8 @@ class ForkedContext(SubprocessContext):
             [self.stdouts[rank] for rank in everyone],
             [self.stderrs[rank] for rank in everyone],
         )
-        handlers: dict[int, Any] = {rank: _Handler(process) for rank, process in enumerate(started)}
-        self.subprocess_handlers = handlers
+        made: dict[int, Any] = {rank: _Handler(process) for rank, process in enumerate(started)}
+        self.subprocess_handlers = made
 
     def wait(self, timeout: float = -1, period: float = 1) -> Any:
         """torch's, by an agent that has this context."""
@@ -251,6 +254,15 @@ class ForkedContext(SubprocessContext):
         """Until a rank ends that had not ended the last time."""
         self._held.let_go()
         self._ends_seen = self._ranks.wait_for_end(self._ends_seen, timeout)
+
+
+class _ResumedProgram(handlers.SubprocessHandler):
+    """torch's handler of a program. SIGCONT follows each signal, as in `RankProcess.send_signal`."""
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        super().close(death_sig)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.proc.pid, signal.SIGCONT)
 
 
 class _Handler:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -46,9 +47,13 @@ class RankProcess:
         assert self.returncode is not None
         return self.returncode
 
-    def send_signal(self, signal: int) -> None:
-        """To it and to its process group; nothing if it has ended."""
-        self._ranks.kill(self, signal)
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it and its process group; no effect after its end.
+
+        SIGCONT follows, as from systemd: a stopped process would handle the signal only after the grace period.
+        """
+        for each in (number, signal.SIGCONT):
+            self._ranks.kill(self, each)
 
 
 class Ranks:
@@ -82,12 +87,13 @@ class Ranks:
         Each environment is added to this process's. ``stdouts`` and ``stderrs`` are paths, empty for this process's
         own. Raises RuntimeError, with none of them running, when one can't be started.
         """
+        handled = [int(number) for number in signal.valid_signals() if callable(signal.getsignal(number))]
         self._server.inherit()
         with contextlib.ExitStack() as files:
             specs = [
                 ProcessSpec(
                     label=f"rank {environment.get('RANK', rank)}: {' '.join(words[rank][1:])}",
-                    main=cloudpickle.dumps(functools.partial(_script.run, list(words[rank]))),
+                    main=cloudpickle.dumps(functools.partial(_script.run, list(words[rank]), handled)),
                     environment={**os.environ, **environment},
                     path=self._path,
                     argv=words[rank][2:] if words[rank][1] == "-m" else words[rank][1:],
@@ -117,9 +123,9 @@ class Ranks:
             self._spawner.kill(process.number)
         self.wait_until(lambda: all(p.refusal or p.returncode is not None for p in started), None)
 
-    def kill(self, process: RankProcess, signal: int) -> None:
+    def kill(self, process: RankProcess, number: int) -> None:
         """Send a signal to the rank and its process group."""
-        self._spawner.kill(process.number, signal, group=True)
+        self._spawner.kill(process.number, number, group=True)
 
     def wait_for_end(self, seen: int, timeout: float) -> int:
         """How many ranks have ended since the beginning, as soon as they are more than ``seen``."""

@@ -14,21 +14,25 @@ import pkgutil
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import CodeType
 from typing import Any, TextIO, cast
 
 __all__ = ["run"]
 
 
-def run(words: Sequence[str]) -> None:
-    """Be the interpreter that was given ``words``: "-u", then a script or "-m" and a module, then their arguments."""
+def run(words: Sequence[str], handled: Collection[int] = ()) -> None:
+    """Be the interpreter that was given ``words``: "-u", then a script or "-m" and a module, then their arguments.
+
+    ``handled`` are the signals that the launcher handles. As after execve, they have their default action here. All
+    others stay as inherited: a shell ignores SIGINT for the commands that it starts with ``&``.
+    """
     __tracebackhide__ = True
     sys.orig_argv[:] = [sys.executable, *words]
     # Libraries ask whether they are in a process that multiprocessing has started; this one is not.
     multiprocessing.process.current_process().name = "MainProcess"
-    for number in (signal.SIGHUP, signal.SIGQUIT):  # torchrun handles them, and what it starts has them as by default
-        signal.signal(number, signal.SIG_DFL)
+    for number in handled:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _unbuffer()
     if words[1] == "-m":
         _run_module(words[2])

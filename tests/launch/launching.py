@@ -6,10 +6,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -47,10 +48,16 @@ def launching(
     *words: str,
     directory: Path,
     stdin: int | IO[str] = subprocess.DEVNULL,
+    ignored: Sequence[signal.Signals] = (),
     **environment: str,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher that runs while the block does; what is left of it then is killed, with its ranks."""
+    """Run a launcher during the block, then kill it and its ranks. It inherits that signals are ``ignored``."""
     directory.mkdir(exist_ok=True)
+
+    def ignore() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
     with subprocess.Popen(
         [*COMMANDS[kind], *words],
         cwd=directory,
@@ -59,6 +66,7 @@ def launching(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=ignore if ignored else None,
     ) as process:
         try:
             yield process
@@ -88,12 +96,12 @@ def launch(kind: str, *words: str, directory: Path, stdin: int | IO[str] = subpr
         return finish(process, directory)
 
 
-def launch_both(*words: str, directory: Path, **environment: str) -> tuple[Launched, Launched]:
+def launch_both(*words: str, directory: Path, **options: Any) -> tuple[Launched, Launched]:
     """The same under ours and under torchrun, at the same time, in directories of their own."""
     ours, theirs = directory / "monarch", directory / "torchrun"
     with (
-        launching("monarch", *words, directory=ours, **environment) as one,
-        launching("torchrun", *words, directory=theirs, **environment) as other,
+        launching("monarch", *words, directory=ours, **options) as one,
+        launching("torchrun", *words, directory=theirs, **options) as other,
     ):
         return finish(one, ours), finish(other, theirs)
 

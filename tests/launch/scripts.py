@@ -64,6 +64,23 @@ if way == "interrupt":
     raise KeyboardInterrupt
 """
 
+# Rank 1 fails while rank 0 is stopped, the whole of it. It does not import torch.
+STOPPED = """
+import os, signal, time
+if os.environ["RANK"] == "0":
+    with open("pid.tmp", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("pid.tmp", "pid")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+def state():
+    with open("pid") as file, open(f"/proc/{file.read()}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
+while not os.path.exists("pid") or state() != "T":
+    time.sleep(0.01)
+raise SystemExit(3)
+"""
+
 # Says with files that it runs, and with its output what signal it got; it goes on if it is told to be stubborn.
 WAITING = """
 import os, signal, subprocess, sys

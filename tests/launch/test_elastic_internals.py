@@ -12,6 +12,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher import api as launcher
 
@@ -67,6 +68,12 @@ def test_what_torch_asks_of_a_process() -> None:
     assert set(re.findall(r"(?:handler|sh)\.proc\.(\w+)", source)) == {"poll", "pid", "wait"}
     assert set(re.findall(r"(?:handler|sh)\.(\w+)", source)) <= {"proc", "close", "SubprocessHandler"}
     assert "self.subprocess_handlers" in inspect.getsource(SubprocessContext.pids)
+
+
+def test_subprocess_handler_found_by_replaced_name() -> None:
+    assert "SubprocessHandler" in handlers.get_subprocess_handler.__code__.co_names
+    source = inspect.getsource(handlers.SubprocessHandler)
+    assert 'kwargs["start_new_session"] = True' in source and "os.killpg(self.proc.pid, death_sig)" in source
 
 
 def test_what_a_context_knows_when_it_starts() -> None:

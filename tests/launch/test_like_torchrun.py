@@ -18,6 +18,10 @@ from tests.launch.launching import Launched, finish, launch_both, launching, unt
 BY_CHANCE = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")
 
 
+# As for a command that a shell starts with `nohup` and `&`.
+IGNORED = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launched, Launched]:
     directory = tmp_path_factory.mktemp("probed")
@@ -25,7 +29,10 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launched, Launched
     streams = ["--log-dir", "logs", "--redirects", "0:1", "--tee", "1:3"]
     words = ["a", "--b", "c d", "${local_rank}", "ä"]
     return launch_both(
-        "--nproc-per-node=2", *streams, str(directory / "probe.py"), *words, directory=directory, GREETING="grüß"
+        *("--nproc-per-node=2", *streams, str(directory / "probe.py"), *words),
+        directory=directory,
+        ignored=IGNORED,
+        GREETING="grüß",
     )
 
 
@@ -53,6 +60,14 @@ def test_a_rank_sees_the_same_interpreter(probed: tuple[Launched, Launched]) -> 
         rest = [{k: v for k, v in one.items() if k not in ("environment", "cwd", "tasks")} for one in (ours, theirs)]
         assert rest[0] == rest[1]
         assert ours["argv"][1:4] == ["a", "--b", "c d"]
+
+
+def test_signals_ignored_by_shell_reset_where_launcher_handles_them(probed: tuple[Launched, Launched]) -> None:
+    for one in probed:
+        for report in one.reports():
+            assert "default_int_handler" in report["handlers"]["SIGINT"]
+            for name, action in (("SIGTERM", "SIG_DFL"), ("SIGHUP", "SIG_DFL"), ("SIGUSR1", "SIG_IGN")):
+                assert report["handlers"][name] in (f"Handlers.{action}", str(int(signal.Handlers[action])))
 
 
 def test_the_same_logs(probed: tuple[Launched, Launched]) -> None:

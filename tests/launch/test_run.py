@@ -94,6 +94,23 @@ def test_an_end_is_noticed_without_a_look(program: str, tmp_path: Path) -> None:
     assert "exitcode  : 9 " in done.table()  # without its sign
 
 
+def test_stopped_rank_ends_without_grace_period(tmp_path: Path) -> None:
+    """The grace period is 30 s. Both kinds of start run at the same time."""
+    script = _write(tmp_path, "stopped.py", scripts.STOPPED)
+    forked, plain = tmp_path / "forked", tmp_path / "plain"
+    words = ["--nproc-per-node=2"]
+    began = time.monotonic()
+    with (
+        launching("monarch", *words, script, directory=forked) as one,
+        launching("monarch", *words, "--no-python", sys.executable, script, directory=plain) as other,
+    ):
+        both = finish(one, forked), finish(other, plain)
+    assert time.monotonic() - began < 25
+    for done in both:
+        assert done.returncode == 1
+        assert "exitcode  : 15 " in done.table() and "exitcode  : 3 " in done.table()  # without signs
+
+
 def test_a_rank_that_does_not_heed_is_killed_after_the_grace(tmp_path: Path) -> None:
     script = _write(tmp_path, "waiting.py", scripts.WAITING)
     words = ["--shutdown-timeout=1", "--nproc-per-node=2", script, "stubborn"]
