@@ -6,6 +6,7 @@ May live here: arguments and exit codes. May not: what the commands find out or 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,24 @@ from monarch_backend.cli import up as up_module
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Unknown commands and options exit with 2 and a usage line."""
+    try:
+        return _run_command(argv)
+    finally:
+        _flush_stdout()
+
+
+def _flush_stdout() -> None:
+    """Flush stdout. Without a reader (``| head``) the rest is dropped: the interpreter would report it at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="monarch-backend", description="Tools around backend='monarch'.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -5,6 +5,7 @@ Only looks: opens no device, makes no group, needs no privilege.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -12,6 +13,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,15 +37,19 @@ class Finding:
 def run(*, as_json: bool) -> int:
     """Print the report; returns 0 when CPU tensors have a route, else 1."""
     findings = examine()
-    if as_json:
-        print(json.dumps([asdict(f) for f in findings], indent=1))
-    else:
-        width = max(len(f.subject) for f in findings)
-        for finding in findings:
-            print(f"{'--' if finding.remedy else 'ok'}  {finding.subject:<{width}}  {finding.state}")
-            if finding.remedy:
-                print(f"    {'':<{width}}  -> {finding.remedy}")
+    with contextlib.suppress(BrokenPipeError):  # `doctor | head`
+        print(json.dumps([asdict(f) for f in findings], indent=1) if as_json else _as_text(findings))
     return 0 if survey()["cpu"].available else 1
+
+
+def _as_text(findings: Sequence[Finding]) -> str:
+    width = max(len(f.subject) for f in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{'--' if finding.remedy else 'ok'}  {finding.subject:<{width}}  {finding.state}")
+        if finding.remedy:
+            lines.append(f"    {'':<{width}}  -> {finding.remedy}")
+    return "\n".join(lines)
 
 
 def examine() -> list[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,17 +122,32 @@ def survey(device_map: dict[str, str] | None = None) -> dict[str, Route]:
     """The routes of every device type that is known here, the unavailable ones with what they miss."""
     registered = filter(_is_device, dist.Backend.default_device_backend_map)
     known = dict.fromkeys(["cpu", "cuda", "xla", "tpu", *registered])
-    return {device: choose(device, device_map) for device in known}
+    found = {device: choose(device, device_map) for device in known}
+    if not was_named("cpu", device_map):
+        found["cpu"] = _cpu_without_group(found["cpu"])
+    return found
+
+
+def _cpu_without_group(route: Route) -> Route:
+    """The CPU's route as far as one process can tell: only the ranks of a group find out which of them share a host."""
+    from monarch_backend.process_group import _shm_meet  # imports far more than a route's choice needs
+
+    refusal = _shm_meet.refusal()
+    if refusal:
+        return replace(route, why=f"{route.why}; no shared memory: {refusal}")
+    return replace(route, backend="shm+gloo", why="shared memory between ranks of one host, torch's Gloo between hosts")
 
 
 def routes(group: dist.ProcessGroup | None = None) -> dict[str, Route]:
     """The routes that can carry tensors: of ``group``, of the default group, or of this machine without one.
 
-    Returns device type -> Route. Raises TypeError if ``group`` is not a group of backend "monarch".
+    Returns device type -> Route. In a group the CPU's backend is "shm" (all ranks share a host), "shm+gloo" (some do)
+    or "gloo". Without a group it is "shm+gloo", or "gloo" where this machine can't share memory; ``why`` says so.
+    Raises TypeError if ``group`` is not a group of backend "monarch".
 
     >>> import monarch_backend
-    >>> monarch_backend.routes()["cpu"].backend
-    'gloo'
+    >>> print(monarch_backend.routes()["cpu"])
+    cpu -> shm+gloo (shared memory between ranks of one host, torch's Gloo between hosts)
     """
     from monarch_backend.process_group._group import MonarchProcessGroup
 

@@ -37,8 +37,10 @@ def wanted() -> bool:
     return os.environ.get("MONARCH_SHM", "1") != "0"
 
 
-def _refusal() -> str:
-    """Why this rank can't take the route at all, or ''."""
+def refusal() -> str:
+    """Why this process can't share memory at all, or ''."""
+    if not wanted():
+        return "MONARCH_SHM=0"
     if not hasattr(_native, "Host"):
         return "this system has no memfd"
     if _torch.debug_detail():
@@ -61,7 +63,7 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
 
     All of them: shared memory. Some: a hierarchy, with ``gloo`` between the hosts. None: nothing but ``gloo``.
     """
-    me: dict[str, Any] = {"refusal": _refusal(), "member": f"host {socket.gethostname()}, pid {os.getpid()}"}
+    me: dict[str, Any] = {"refusal": refusal(), "member": f"host {socket.gethostname()}, pid {os.getpid()}"}
     host: Any = None
     if not me["refusal"]:
         try:

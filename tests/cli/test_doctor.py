@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import monarch_backend
 from monarch_backend.cli import doctor, main
 from monarch_backend.rdma import _available, verbs
 from tests.rdma import pretended
@@ -28,6 +32,36 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         "locked memory",
     ):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("environment", "backend", "reason"),
+    [
+        ({}, "shm+gloo", "shared memory between ranks of one host"),
+        ({"MONARCH_SHM": "0"}, "gloo", "no shared memory: MONARCH_SHM=0"),
+    ],
+)
+def test_cpu_route_without_group_names_shared_memory(
+    environment: dict[str, str], backend: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    route = monarch_backend.routes()["cpu"]
+    assert route.backend == backend and reason in route.why
+    finding = next(found for found in doctor.examine() if found.subject == "route cpu")
+    assert finding.state == f"{backend}: {route.why}"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_doctor_without_reader_ends_quietly(unbuffered: str) -> None:
+    """As `monarch-backend doctor | head -0`; an unbuffered stream fails in the print, another one at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "monarch_backend.cli", "doctor"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_json_has_a_remedy_for_all_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
