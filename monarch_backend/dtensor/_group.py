@@ -1,7 +1,7 @@
 """`ControllerGroup`: what torch.distributed has as process groups on the controller. No rank of them is here.
 
-torch gets sizes, names and ranks; collectives of remote tensors are records (see _special.py), of this process's own
-tensors an error, since there is nobody to talk to.
+torch gets sizes, names and ranks. Collectives of remote tensors are records (see _special.py), those of this process's
+own tensors are calculated here (see _host_collectives.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _rank_ints, _torch_groups
+from monarch_backend.dtensor import _host_collectives, _rank_ints, _torch_groups
 from monarch_backend.dtensor._errors import MeshClosedError, MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._host_by_rank import HostByRank
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ class ControllerGroup(dist.ProcessGroup):
         """Not by torch's operator: it takes no sizes that differ by rank, as those of uneven splits do."""
         from monarch_backend.dtensor import _collectives  # which needs this module
 
-        _refuse_own("all_to_all_single", (output, input))
+        if not _are_of_workers("all_to_all_single", (output, input)):
+            _host_collectives.run("all_to_all_single", self.size(), (output, input))
+            return _torch_groups.done()
         splits = {"output_split_sizes": list(output_split_sizes), "input_split_sizes": list(input_split_sizes)}
         _collectives.issue("alltoall_base_", {"output": output, "input": input, "process_group": self, **splits})
         return _torch_groups.done()
@@ -124,41 +127,48 @@ circles if they stood here, too.
 """
 
 
-def _only_remote(name: str) -> Any:
+def _collective(name: str) -> Any:
     own = getattr(dist.ProcessGroup, name)
 
     def collective(self: ControllerGroup, *args: Any, **options: Any) -> Any:
-        _refuse_own(name, (args, options))
-        return own(self, *args, **options)  # an operator, which becomes a record
+        if _are_of_workers(name, (args, options)):
+            return own(self, *args, **options)  # an operator, which becomes a record
+        _host_collectives.run(name, self.size(), (*args, *options.values()))
+        return _torch_groups.done()
 
     # pybind11 calls the base class's own function, and not this one again, from a function of the same name only.
     collective.__code__ = collective.__code__.replace(co_name=name)
     return collective
 
 
-def _refuse_own(name: str, given: Any) -> None:
-    """All of them: the operator goes by its inputs, and what it is to write into here would stay as it is."""
-    for each in pytree.tree_leaves(given):
-        if isinstance(each, torch.Tensor) and not isinstance(each, RemoteTensor):
-            _refuse_tensor(name, each)
+def _are_of_workers(name: str, given: Any) -> bool:
+    """Return whether all tensors are on workers; False if all are the controller's own.
 
-
-def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        raise RemoteTensorError(
-            f"{name}() of a DTensor: a collective is of what each rank has of it, x.to_local(), or it is "
-            "x.redistribute(...)"
-        )
-    raise RemoteTensorError(
-        f"{name}() of a tensor of the controller: no rank of a mesh is here. Distribute the tensor first "
-        "(distribute_tensor), make the one that the result goes into from one that is there (torch.empty_like), or run "
-        "the function on the workers (monarch_backend.dtensor.run)"
-    )
+    Raises RemoteTensorError for both kinds in one call: torch selects the implementation by the inputs only, and would
+    leave the controller's outputs as they are.
+    """
+    tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor)]
+    own = [each for each in tensors if not isinstance(each, RemoteTensor)]
+    if not own:
+        return True
+    for each in own:
+        if isinstance(each, DTensor):
+            raise RemoteTensorError(
+                f"{name}() of a DTensor: a collective is of what each rank has of it, x.to_local(), or it is "
+                "x.redistribute(...)"
+            )
+        if isinstance(each, HostByRank) or len(own) < len(tensors):
+            raise RemoteTensorError(
+                f"{name}() of a tensor of the controller beside tensors of workers: give all of them as one kind. "
+                "Distribute the tensor first (distribute_tensor), make the one that the result goes into from one that "
+                "is there (torch.empty_like), or run the function on the workers (monarch_backend.dtensor.run)"
+            )
+    return False
 
 
 for _name in _COLLECTIVES:  # the base class would fail in its own words, or do nothing without a word
     if hasattr(dist.ProcessGroup, _name):  # not each torch has each name
-        setattr(ControllerGroup, _name, _only_remote(_name))
+        setattr(ControllerGroup, _name, _collective(_name))
 
 
 class _Universe(ControllerGroup):

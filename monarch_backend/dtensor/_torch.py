@@ -488,6 +488,15 @@ def _wrap(own: Any) -> Replacement:
     return lambda tensor: tensor if type(tensor) is RemoteTensor else own(tensor)
 
 
+def _broadcast_objects(own: Any) -> Replacement:
+    def broadcast_object_list(object_list: Any, src: Any = None, group: Any = None, *rest: Any, **options: Any) -> Any:
+        # Every rank has the controller's objects. torch would unpickle an empty buffer where src is not rank 0.
+        if not isinstance(group or (_group.is_controller() and _group.universe()), _group.ControllerGroup):
+            own(object_list, src, group, *rest, **options)
+
+    return broadcast_object_list
+
+
 # Values of the controller that become distributed ---------------------------------------------------------------
 
 
@@ -1188,6 +1197,7 @@ DIVERTED = [
     (api.distribute_tensor, _distribute),
     (api.distribute_module, _distribute_module),
     (c10d.get_rank, _rank_in),
+    (inspect.unwrap(c10d.broadcast_object_list), _broadcast_objects),
     (parallelize_module, _parallelize),
 ]
 """Functions that stay what they are, for who has them by then; and what makes what their code calls."""
