@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from monarch_backend.actor._errors import CancelledError, MeshFailure
 from monarch_backend.actor._future import Future
 from monarch_backend.actor._payload import supervision_error
+from monarch_backend.actor._unread import CallSite
 from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.mesh._value_mesh import ValueMesh
 from monarch_backend.transport._frames import Frame, More, Status
@@ -37,13 +38,10 @@ def _delivery(peer: Peer) -> str:
     return "not sent" if peer.expected and peer.link < 0 else "unknown"
 
 
-def _raise(make: Any, *args: Any) -> Any:
-    raise make(*args)
-
-
-def _raised(item: Future[Any]) -> Any:
-    """What the item raises."""
-    return item.result()
+def _error_of(item: Future[Any]) -> BaseException:
+    error = item.exception()
+    assert error is not None
+    return error
 
 
 loading = threading.RLock()
@@ -53,9 +51,18 @@ loading = threading.RLock()
 class OneCall(Future[T]):
     """A call of one rank."""
 
-    __slots__ = ("base_rank", "core", "endpoint", "load", "peer", "program", "ref")
+    __slots__ = ("base_rank", "core", "endpoint", "load", "peer", "program", "ref", "site")
 
-    def __init__(self, program: Program, core: ActorCore, base_rank: int, peer: Peer, endpoint: str, ref: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        core: ActorCore,
+        base_rank: int,
+        peer: Peer,
+        endpoint: str,
+        ref: int,
+        site: CallSite | None = None,
+    ) -> None:
         self.ready = False
         self.gate = None
         self._wait = program.wait
@@ -69,6 +76,7 @@ class OneCall(Future[T]):
             ref,
         )
         self.load: list[int] | None = None
+        self.site = site
 
     def on_reply(self, frame: Frame) -> None:
         self.program.pending.pop(self.ref, None)  # or it has just been cancelled
@@ -76,11 +84,17 @@ class OneCall(Future[T]):
         if status == Status.VALUE:
             self._set_raw(partial(loads, frame.body, frame.buffers))
         else:
-            self._fail_raw(lambda: self.core.error_of(frame, self.endpoint, self.base_rank))
+            self._fail_raw(
+                lambda: self.core.error_of(frame, self.endpoint, self.base_rank),
+                self.core.unread_error(frame, self.endpoint, self.base_rank, self.site),
+            )
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         if peer is self.peer and self.program.pending.pop(self.ref, None) is not None:
             self._fail(supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer)))
+
+    def _label(self) -> str:
+        return f"{self.core.name}.{self.endpoint}"
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
         if self.ready:
@@ -106,7 +120,7 @@ class OneCall(Future[T]):
 class ManyCall(Future[ValueMesh[T]]):
     """A call of all ranks of a mesh or slice: done with the last reply, or with the first error."""
 
-    __slots__ = ("_bodies", "_left", "bases", "core", "endpoint", "extent", "peers", "program", "ref")
+    __slots__ = ("_bodies", "_left", "bases", "core", "endpoint", "extent", "peers", "program", "ref", "site")
 
     def __init__(
         self,
@@ -117,8 +131,10 @@ class ManyCall(Future[ValueMesh[T]]):
         peers: list[Peer],
         endpoint: str,
         ref: int,
+        site: CallSite | None = None,
     ) -> None:
         super().__init__(program.wait)
+        self.site = site
         self.program, self.core, self.extent, self.bases, self.peers = program, core, extent, bases, peers
         self.endpoint, self.ref = endpoint, ref
         self._bodies: list[Any] = [None] * len(peers)
@@ -136,7 +152,10 @@ class ManyCall(Future[ValueMesh[T]]):
                 self._set_raw(self._values)
         else:
             self.program.pending.pop(self.ref, None)
-            self._fail_raw(lambda: self.core.error_of(frame, self.endpoint, self.bases[rank]))
+            self._fail_raw(
+                lambda: self.core.error_of(frame, self.endpoint, self.bases[rank]),
+                self.core.unread_error(frame, self.endpoint, self.bases[rank], self.site),
+            )
 
     def _values(self) -> ValueMesh[T]:
         bodies, self._bodies = self._bodies, []
@@ -147,6 +166,9 @@ class ManyCall(Future[ValueMesh[T]]):
             if asked is peer and not self.ready and self._bodies[rank] is None:
                 self.program.pending.pop(self.ref, None)
                 self._fail(supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer)))
+
+    def _label(self) -> str:
+        return f"{self.core.name}.{self.endpoint}"
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
         if self.ready:
@@ -182,7 +204,9 @@ class Stream(Generic[T]):
         futures: bool,
         generator: bool,
         first: int = 0,
+        site: CallSite | None = None,
     ) -> None:
+        self.site = site
         self.ready = False
         self.gate: threading.Lock | None = None
         self.program, self.core, self.bases, self.peers, self.endpoint, self.ref = (
@@ -221,7 +245,12 @@ class Stream(Generic[T]):
         if status == Status.VALUE:
             self._put(-1, partial(loads, frame.body, frame.buffers), None)
         elif status != Status.END:
-            self._put(-1, partial(_raise, self.core.error_of, frame, self.endpoint, self.bases[rank]), None)
+            item: Future[T] = Future(self.program.wait)
+            item._fail_raw(
+                partial(self.core.error_of, frame, self.endpoint, self.bases[rank]),
+                self.core.unread_error(frame, self.endpoint, self.bases[rank], self.site),
+            )
+            self._append(-1, item)
         self._open.discard(rank)
         self._settle()
 
@@ -252,6 +281,9 @@ class Stream(Generic[T]):
             item._fail(error)
         else:
             item._set_raw(cook)
+        self._append(rank, item)
+
+    def _append(self, rank: int, item: Future[T]) -> None:
         self._queue.append((rank, item))
         self._tell()
 
@@ -315,7 +347,12 @@ class Stream(Generic[T]):
         return self._take()
 
     def close(self, reason: str = "the stream was closed by its reader") -> None:
-        """Nothing more is wanted: generators that still run are closed, values on their way are dropped."""
+        """Nothing more is wanted: generators that still run are closed, values and errors on their way are dropped."""
+        for _, item in list(self._queue):
+            item.ignore()
+        self._close(reason)
+
+    def _close(self, reason: str) -> None:
         if self._open and not self._closed:
             self._closed = True
             self.program.pending.pop(self.ref, None)
@@ -343,9 +380,12 @@ class Stream(Generic[T]):
     def __del__(self) -> None:
         if self._open and not self._closed:
             if self._generator:
-                self.program.soon(partial(self.close, "nobody reads the stream any more"))
-            else:  # calls whose replies nobody wants are made all the same
-                self.program.pending.pop(self.ref, None)
+                self.program.soon(partial(self._close, "the stream was dropped by its reader"))
+            else:  # its calls are made all the same, and errors among their replies are reported
+                left = {rank + self._first: self.bases[rank] for rank in list(self._open)}
+                self.program.pending[self.ref] = _Unread(
+                    self.program, self.core, self.endpoint, self.ref, left, self.site
+                )
 
     def __reduce__(self) -> Any:
         raise TypeError("a Stream stays in its process: send what it gives")
@@ -353,6 +393,38 @@ class Stream(Generic[T]):
     def __repr__(self) -> str:
         where = ranks_in_words(self.core.extent, self.bases)
         return f"<Stream of {self.core.name}.{self.endpoint} on {where}: {len(self._open)} still open>"
+
+
+class _Unread:
+    """In the place of a stream that was dropped: waits for the replies of its calls, and reports errors among them."""
+
+    __slots__ = ("_left", "core", "endpoint", "program", "ref", "site")
+
+    def __init__(
+        self, program: Program, core: ActorCore, endpoint: str, ref: int, left: dict[int, int], site: CallSite | None
+    ) -> None:
+        self.program, self.core, self.endpoint, self.ref, self.site = program, core, endpoint, ref, site
+        self._left = left  # the rank in the mesh of actors of each reply that is missing
+
+    def on_reply(self, frame: Frame) -> None:
+        base_rank = self._left.pop(frame.rank, None)
+        if base_rank is not None:
+            self.core.unread_error(frame, self.endpoint, base_rank, self.site)  # dropped at once, which reports it
+        self._settle()
+
+    def on_gone(self, peer: Peer, _: MeshFailure) -> None:
+        for rank, base_rank in list(self._left.items()):
+            if self.core.peer(base_rank) is peer:
+                del self._left[rank]
+        self._settle()
+
+    def expire(self, error: BaseException) -> None:
+        """Its time is up: the calls are cancelled at their actors."""
+        self.program.withdraw(self.core, self.ref, [self.core.peer(rank) for rank in self._left.values()], str(error))
+
+    def _settle(self) -> None:
+        if not self._left:
+            self.program.pending.pop(self.ref, None)
 
 
 class _Watched:
@@ -398,7 +470,7 @@ class Collection(Stream[T]):
             if rank >= 0:
                 self._values[rank].append(item)
             else:
-                self.whole._set_raw(partial(_raised, item))
+                self.whole._fail_raw(partial(_error_of, item), getattr(item, "_unread", None))
                 self.program.soon(self.close)
         if not self._open and not self.whole.ready:
             self.whole._set_raw(self._gathered)

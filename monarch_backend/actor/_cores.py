@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from monarch_backend.actor._actor import Blueprint
 from monarch_backend.actor._errors import MeshFailure
-from monarch_backend.actor._payload import read_error
+from monarch_backend.actor._payload import describe_error, read_error
+from monarch_backend.actor._unread import CallSite, UnreadError
 from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.mesh._procs import ProcCore
-from monarch_backend.transport._frames import Frame
+from monarch_backend.transport._frames import Frame, Status
 from monarch_backend.transport._peer import Peer
 
 
@@ -44,6 +46,12 @@ class ActorCore:
     def error_of(self, frame: Frame, endpoint: str, base_rank: int) -> BaseException:
         """The exception in a reply that is no value."""
         return read_error(frame.prefix, frame.body, self.name, endpoint, self.where(base_rank), frame.rank)
+
+    def unread_error(self, frame: Frame, endpoint: str, base_rank: int, site: CallSite | None) -> UnreadError | None:
+        """The report of the exception in a reply; None for the failure of a mesh, which its supervisor reports."""
+        if frame.prefix != Status.ERROR:
+            return None
+        return UnreadError(partial(describe_error, frame.body, self.name, endpoint, self.where(base_rank)), site)
 
     def failure_of(self, rank: int) -> MeshFailure | None:
         """Why this rank can't be called, if so."""

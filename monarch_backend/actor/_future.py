@@ -11,9 +11,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-from monarch_backend.actor._errors import CancelledError
+from monarch_backend.actor._errors import CancelledError, MeshFailure, SupervisionError
+from monarch_backend.actor._unread import UnreadError, describe_local
 from monarch_backend.transport._pump import release
 
 log = logging.getLogger("monarch_backend")
@@ -24,13 +26,19 @@ T = TypeVar("T")
 class Future(Generic[T]):
     """A value to come, or the error in its place. May be observed any number of times, from any thread.
 
+    An error that is never read is logged once, when the future is collected or the program ends; see `ignore`.
+
     >>> from monarch_backend.actor import Future
     >>> done = Future.of(3)
     >>> done.get(), done.exception()
     (3, None)
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_cancel", "_error", "_lock", "_raw", "_value", "_wait", "gate", "ready")
+    # _unread is not set before the call fails: calls that succeed spend no time on it.
+    __slots__ = (
+        "__weakref__", "_callbacks", "_cancel", "_error", "_lock", "_raw", "_unread", "_value", "_wait", "gate",
+        "ready",
+    )  # fmt: skip
 
     def __init__(
         self, wait: Callable[[Any, float | None], bool], cancel: Callable[[str], object] | None = None
@@ -73,6 +81,7 @@ class Future(Generic[T]):
         if self._raw is not None:
             self._cook()
         if self._error is not None:
+            self._forget_unread()
             raise self._error
         value: T = self._value
         return value
@@ -114,6 +123,26 @@ class Future(Generic[T]):
             self._callbacks = [*(self._callbacks or ()), call]
         if self.ready:  # perhaps since a moment ago, by somebody who did not see the callback
             self._call_back()
+
+    def ignore(self) -> Future[T]:
+        """Log no report if this call fails and its error is never read. Returns the future itself.
+
+        >>> from monarch_backend.actor import Future
+        >>> Future.of(3).ignore().get()
+        3
+        """
+        if not self.ready:
+            Future.add_done_callback(self, Future._forget_unread)
+        else:
+            self._forget_unread()
+        return self
+
+    def _forget_unread(self) -> None:
+        """The error was read, or is of no interest."""
+        unread: UnreadError | None = getattr(self, "_unread", None)
+        if unread is not None:
+            unread.forget()
+            self._unread = None
 
     def as_asyncio(self) -> asyncio.Future[T]:
         """An asyncio future of the running loop that ends as this one does; cancelling it cancels the call."""
@@ -173,8 +202,15 @@ class Future(Generic[T]):
             self._raw = cook
             self._finish()
 
-    def _fail_raw(self, make: Callable[[], BaseException]) -> None:
-        """The error is made when somebody asks: no code of a user's runs on the thread that reads."""
+    def _fail_raw(self, make: Callable[[], BaseException], unread: UnreadError | None = None) -> None:
+        """Fail with an error that is made when it is read: no code of a user's runs on the thread that reads.
+
+        ``unread`` reports it if it is never read.
+        """
+        if not self.ready:
+            self._unread = unread
+        elif unread is not None:
+            unread.forget()
 
         def cook() -> T:
             raise make()
@@ -184,7 +220,13 @@ class Future(Generic[T]):
     def _fail(self, error: BaseException) -> None:
         if not self.ready:
             self._error = error
+            if not isinstance(error, _REPORTED_ELSEWHERE):
+                self._unread = UnreadError(partial(describe_local, self._label(), error), getattr(self, "site", None))
             self._finish()
+
+    def _label(self) -> str:
+        """The name of what has failed, for reports."""
+        return "an operation"
 
     def _finish(self) -> None:
         self._cancel = None
@@ -233,6 +275,9 @@ class Future(Generic[T]):
 
 _guard = threading.Lock()
 
+_REPORTED_ELSEWHERE = (CancelledError, MeshFailure, SupervisionError)
+"""Errors of futures that need no report: the failure of a mesh goes to its supervisor, a cancellation was asked for."""
+
 
 def no_wait(_what: Any, _seconds: float | None) -> bool:
     """Of a future that is done."""
@@ -260,5 +305,11 @@ class DoneFuture(Future[None]):
 
 
 def gather(futures: Iterable[Future[T]]) -> list[T]:
-    """The values of all, in their order. Raises the first error of them, in their order."""
-    return [future.get() for future in futures]
+    """The values of all, in their order. Raises the first error of them, in their order; later errors are ignored."""
+    waiting = list(futures)
+    try:
+        return [future.get() for future in waiting]
+    except Exception:
+        for future in waiting:
+            future.ignore()
+        raise

@@ -91,6 +91,12 @@ def read_error(status: bytes, body: Any, actor: str, endpoint: str, where: str, 
     return supervision_error(failure, f"{actor}.{endpoint}", delivery)
 
 
+def describe_error(body: Any, actor: str, endpoint: str, where: str) -> str:
+    """The text of the error in a reply, without unpickling the exception, which may run code of the user's."""
+    _, trace, host, pid = loads(body, None)
+    return f"{actor}.{endpoint} raised on {where} (host {host}, pid {pid})\n\n{trace.rstrip()}\n"
+
+
 def supervision_error(failure: MeshFailure, endpoint: str, delivery: str) -> SupervisionError:
     """The error of a call on a dead rank."""
     became = "it was not sent" if delivery == "not sent" else "it may have run"

@@ -293,7 +293,7 @@ class PortReceiver(Generic[T]):
         self._program.ports.pop(self.number, None)
         _give_back(self._program, dropped)
         for future in waiting:
-            future._fail(PortClosedError("the receiver was closed"))
+            future.ignore()._fail(PortClosedError("the receiver was closed"))
 
     def __del__(self) -> None:
         program, values = self._program, list(self._values)

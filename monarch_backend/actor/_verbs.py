@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from sys import _getframe
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend.actor._actor import EndpointSpec, specify
-from monarch_backend.actor._calls import Collection, ManyCall, OneCall, Stream, loading
+from monarch_backend.actor._calls import Collection, ManyCall, OneCall, Stream, _error_of, loading
 from monarch_backend.actor._errors import SupervisionError, UnknownEndpointError
 from monarch_backend.actor._future import Future
 from monarch_backend.actor._payload import prefix_of, supervision_error
+from monarch_backend.actor._unread import CallSite
 from monarch_backend.mesh._value_mesh import ValueMesh
 from monarch_backend.transport._frames import Kind
 from monarch_backend.transport._peer import PeerGoneError
@@ -105,7 +108,9 @@ class Endpoint(Generic[R]):
         program, core = self._program, self._core
         ref = next(program.ids)
         peers = [core.peer(rank) for rank in self._ranks]
-        call: ManyCall[Any] = ManyCall(program, core, self._mesh.extent, tuple(self._ranks), peers, self.name, ref)
+        call: ManyCall[Any] = ManyCall(
+            program, core, self._mesh.extent, tuple(self._ranks), peers, self.name, ref, _call_site()
+        )
         self._cast(call, ref, peers, body, buffers, combine=True)
         return call
 
@@ -169,7 +174,9 @@ class Endpoint(Generic[R]):
         ref = next(program.ids)
         base = core.bases[rank]
         peer = core.procs.known[base] or core.procs.peer(base)
-        call: OneCall[R] = OneCall(program, core, rank, peer, self._spec.name, ref)
+        caller = _getframe(2)  # of call_one or choose
+        site = caller.f_code, caller.f_lasti
+        call: OneCall[R] = OneCall(program, core, rank, peer, self._spec.name, ref, site)
         if counted:
             with loading:
                 core.load[rank] += 1
@@ -187,7 +194,7 @@ class Endpoint(Generic[R]):
             call._fail(supervision_error(program.failure_of(core, rank), self._label(), "not sent"))
         except BaseException:
             program.pending.pop(ref, None)
-            call._fail(RuntimeError("not sent"))
+            call.ignore()._fail(RuntimeError("not sent"))
             raise
         if self._timeout is not None:
             self._limit(call)
@@ -229,8 +236,9 @@ class Endpoint(Generic[R]):
         ref = next(program.ids)
         peers = [core.peer(rank) for rank in ranks]
         stream = kind(
-            program, core, ranks, peers, self.name, ref, futures=futures, generator=self._spec.is_generator, first=first
-        )
+            program, core, ranks, peers, self.name, ref, futures=futures, generator=self._spec.is_generator,
+            first=first, site=_call_site(),
+        )  # fmt: skip
         if isinstance(stream, Collection):
             stream.start(self._mesh.extent)
         program.pending[ref] = stream.pending()
@@ -298,6 +306,17 @@ class Endpoint(Generic[R]):
         return f"<Endpoint {self._label()} of {self._mesh.extent}>"
 
 
+def _call_site() -> CallSite:
+    """The line outside this module that makes a call."""
+    frame = _getframe(1)
+    while frame.f_globals is _here and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+_here = globals()
+
+
 def _endpoint_of(mesh: Any, name: str, timeout: float | None) -> Any:
     return getattr(mesh, name).options(timeout)
 
@@ -363,7 +382,14 @@ class Accumulator(Generic[A]):
                 value = self._combine(value, reply)
             return value
 
-        replies.add_done_callback(lambda _: future._set_raw(fold))
+        def settle(_: Any) -> None:
+            unread = getattr(replies, "_unread", None)
+            if unread is None:
+                future._set_raw(fold)
+            else:
+                future._fail_raw(partial(_error_of, replies), unread)
+
+        replies.add_done_callback(settle)
         return future
 
 

@@ -7,7 +7,6 @@ How arguments and results travel is _parcels.py's; what happens on a worker, wor
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,28 +23,20 @@ from monarch_backend.mesh._extent import Extent
 if TYPE_CHECKING:
     from monarch_backend.dtensor._workers import Workers
 
-log = logging.getLogger("monarch_backend")
 _numbers = itertools.count(1)
 
 
 class Run(Future[Any]):
-    """What `run` gives at once. A failure that nobody has asked for is logged when it is let go."""
+    """Future of what the workers returned to `run`."""
 
-    __slots__ = ("asked", "held", "name")
+    __slots__ = ("held", "name")
 
-    asked: bool
     name: str
     held: Ref
     """Of the tensors of its result, which the workers have."""
 
-    def result(self, timeout: float | None = None) -> Any:
-        """As `get`."""
-        self.asked = True
-        return super().result(timeout)
-
-    def __del__(self) -> None:
-        if not getattr(self, "asked", True) and self._error is not None:
-            log.error("%s failed, and nobody has asked for its result: %s", self.name, self._error)
+    def _label(self) -> str:
+        return self.name
 
 
 def run(mesh: DeviceMesh | ProcMesh, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
@@ -96,7 +87,7 @@ def _start(workers: Workers, mesh: DeviceMesh, function: Callable[..., Any], arg
         workers.end(number)
         raise
     done = Run(call._wait, call.cancel)
-    done.held, done.asked, done.name = held, False, f"run({getattr(function, '__qualname__', function)})"
+    done.held, done.name = held, f"run({getattr(function, '__qualname__', function)})"
     extent = extent_of(mesh)
 
     def ended(_: Any) -> None:
