@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from monarch_backend.actor import _program
 from monarch_backend.actor._cell import Cell
-from monarch_backend.mesh import _worker_logging
+from monarch_backend.mesh import _finalize, _worker_logging
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.transport import _serialize
 from monarch_backend.transport._peer import Peer, Room
@@ -49,6 +49,7 @@ class _MainThread:
         self.ready = False
         self.gate: threading.Lock | None = None
         self.leaving: str | None = None
+        self.is_aborted = False
 
     def run_cell(self, cell: Cell) -> None:
         """On the reading thread."""
@@ -62,6 +63,7 @@ class _MainThread:
     def leave(self, how: str, reason: str) -> None:
         """On the reading thread: end the process, actors first. The newest end first."""
         self.leaving = reason
+        self.is_aborted = self.is_aborted or how == "abort"
         self._program.leaving = True
         for cell in reversed(list(self._program.cells.values())):
             cell.end(how, reason)
@@ -103,6 +105,11 @@ def main(plan: Plan) -> None:
     _wait_for_others(program)
     for call in program.last:
         call()
+    # Before the link ends: the owner takes this process for ended then.
+    if thread.is_aborted:
+        _finalize.skip()
+    else:
+        _finalize.finalize_user_code()
     program.closing = True
     program.owner.close()
     _send_what_is_left(program)

@@ -7,7 +7,6 @@ and standard streams are those asked for. A plainly spawned child goes the same 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -20,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -28,7 +26,7 @@ from typing import Any, NoReturn
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
-from monarch_backend.mesh import _binding, _linux
+from monarch_backend.mesh import _binding, _finalize, _linux
 from monarch_backend.mesh._spawn_messages import Spawn
 
 
@@ -84,6 +82,7 @@ def _become(spec: Spawn) -> None:
     sys.argv[:] = map(os.fsdecode, spec.argv)
     for entry in [entry for entry, finder in sys.path_importer_cache.items() if finder is None]:
         del sys.path_importer_cache[entry]  # it may exist by now
+    _finalize.remember_preloaded()
     sys.modules["__main__"] = types.ModuleType("__main__")
     # What the controller's interpreter would have printed at once, a log must get at once.
     for stream in (sys.stdout, sys.stderr):
@@ -199,10 +198,11 @@ def _exit_code(request: SystemExit) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """What an interpreter does at its end, but for tearing down its modules: 0.2 s of writing to shared pages."""
-    for step in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+    """End as an interpreter does, without tearing down torch."""
+    _finalize.finalize_user_code()
+    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
-            step()
+            stream.flush()
     if code < 0:  # as Python ends after a KeyboardInterrupt: the parent sees the signal
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,0 +1,94 @@
+"""Graceful end of a process: what an interpreter does at its end, for the user's code.
+
+Py_Finalize itself would tear down torch, too. Forked processes then write to all of the memory that they share: the
+stop of 8 takes 1.1 s instead of 0.2 s. So only namespaces that came after the fork are cleared.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import io
+import sys
+import threading
+from types import FunctionType, ModuleType
+from typing import Any
+
+_preloaded: frozenset[str] = frozenset()
+_is_over = False
+
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
+def remember_preloaded() -> None:
+    """Take the packages that are imported by now for the runtime's: they are not torn down."""
+    global _preloaded
+    _preloaded = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
+
+
+def skip() -> None:
+    """Let this process end without any of it, as an abort does."""
+    global _is_over
+    _is_over = True
+
+
+def finalize_user_code() -> None:
+    """Join threads, run atexit hooks, clear the namespaces of the user's modules, flush files. Only the first time.
+
+    On the main thread. It takes as long as threads and hooks of the user's take; the limit is up to the caller.
+    """
+    global _is_over
+    if _is_over:
+        return
+    _is_over = True
+    for step in (threading._shutdown, atexit._run_exitfuncs, _clear_namespaces, _flush):  # type: ignore[attr-defined]
+        with contextlib.suppress(Exception):
+            step()
+
+
+def _clear_namespaces() -> None:
+    threading.excepthook = lambda _: None  # daemon threads go on without their globals; an interpreter would stop them
+    spaces = _user_namespaces()
+    # Objects first: their __del__ may need the functions, classes and modules of the same namespace.
+    for is_definition in (False, True):
+        for space in spaces:
+            for name in [*filter(_is_private, space), *space]:
+                if not name.startswith("__") and isinstance(space[name], _DEFINITIONS) == is_definition:
+                    space[name] = None
+        gc.collect()
+
+
+_DEFINITIONS = (FunctionType, type, ModuleType)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_")
+
+
+def _user_namespaces() -> list[dict[str, Any]]:
+    """Globals of the user's modules, the last imported first, and of functions that came by value."""
+    modules = [
+        vars(module) for name, module in sys.modules.items() if isinstance(module, ModuleType) and _is_user(name)
+    ]
+    found = {id(space): space for space in reversed(modules)}
+    known = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
+    for function in gc.get_objects():
+        if type(function) is not FunctionType or id(space := function.__globals__) in known:
+            continue
+        # The globals of a by-value function are a copy of its module's names; those of generated code are not.
+        if "__package__" in space and _is_user(str(space.get("__name__"))):
+            found[id(space)] = space
+    return list(found.values())
+
+
+def _is_user(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package not in _preloaded and package not in sys.stdlib_module_names
+
+
+def _flush() -> None:
+    files = [thing for thing in gc.get_objects() if issubclass(type(thing), _FILES)]  # isinstance runs code of theirs
+    for file in (*files, sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            file.flush()

@@ -1,0 +1,115 @@
+"""The graceful end of a process: threads, atexit hooks, globals and files are finalised before stop() is done."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import Actor, endpoint, this_host
+from tests.actor.scripts import PATIENCE, python
+
+
+class Note:
+    """Writes into its file when it is collected."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __del__(self) -> None:
+        self.path.write_text(f"{type(self).__name__} {note_name()}")
+
+
+def note_name() -> str:
+    return "collected"
+
+
+class Holder(Actor):
+    """Leaves things for the end of its process."""
+
+    @endpoint
+    def hold(self, folder: Path) -> None:
+        globals()["_file"] = file = (folder / "file").open("w")
+        file.write("of a global")
+        globals()["_note"] = [Note(folder / "note")]
+        self.mine = Note(folder / "attribute")
+        type(self).shared = (folder / "shared").open("w")  # type: ignore[attr-defined]
+        type(self).shared.write("of a class")  # type: ignore[attr-defined]
+        atexit.register((folder / "atexit").write_text, "hook")
+        threading.Thread(target=lambda: (time.sleep(0.3), (folder / "thread").write_text("joined"))).start()
+        print("the last line", end="")
+
+    @endpoint
+    def wait_at_exit(self, seconds: float, path: Path) -> int:
+        atexit.register(lambda: (time.sleep(seconds), path.write_text("hook")))
+        return os.getpid()
+
+
+WRITTEN = {
+    "file": "of a global",
+    "note": "Note collected",
+    "attribute": "Note collected",
+    "shared": "of a class",
+    "atexit": "hook",
+    "thread": "joined",
+}
+
+
+def written(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_stop_of_processes_finalises_user_code(tmp_path: Path) -> None:
+    procs = this_host().spawn_procs({"gpus": 1})
+    procs.spawn("holder", Holder).hold.call_one(tmp_path).get(PATIENCE)
+    procs.stop().get(PATIENCE)
+    assert written(tmp_path) == WRITTEN
+
+
+def test_abort_and_kill_do_not_finalise_user_code(tmp_path: Path) -> None:
+    for how in ("abort", "kill"):
+        procs = this_host().spawn_procs({"gpus": 1})
+        procs.spawn("holder", Holder).wait_at_exit.call_one(0.0, tmp_path / how).get(PATIENCE)
+        getattr(procs, how)().get(PATIENCE)
+    assert written(tmp_path) == {}
+
+
+def test_atexit_hook_beyond_the_timeout_of_stop_is_killed(tmp_path: Path) -> None:
+    procs = this_host().spawn_procs({"gpus": 1})
+    pid = procs.spawn("holder", Holder).wait_at_exit.call_one(600.0, tmp_path / "hook").get(PATIENCE)
+    began = time.monotonic()
+    procs.stop(timeout=0.5).get(PATIENCE)
+    assert time.monotonic() - began < 10.0
+    assert written(tmp_path) == {}
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_stop_waits_for_a_slow_atexit_hook(tmp_path: Path) -> None:
+    procs = this_host().spawn_procs({"gpus": 1})
+    procs.spawn("holder", Holder).wait_at_exit.call_one(4.0, tmp_path / "hook").get(PATIENCE)
+    procs.stop().get(PATIENCE)
+    assert written(tmp_path) == {"hook": "hook"}
+
+
+def test_end_of_program_finalises_processes_whose_code_came_by_value(tmp_path: Path) -> None:
+    """Actors of a script: their globals are no module's."""
+    script = tmp_path / "script.py"
+    held = tmp_path / "held"
+    held.mkdir()
+    source = Path(__file__).read_text().partition("WRITTEN = ")[0]
+    script.write_text(f"""{source}
+if __name__ == "__main__":
+    holder = this_host().spawn_procs({{"gpus": 1}}).spawn("holder", Holder)
+    holder.hold.call_one(Path({str(held)!r})).get()
+""")
+    run: Any = python(str(script))
+    assert (run.returncode, run.stderr) == (0, "")
+    assert written(held) == WRITTEN
+    assert "the last line" in run.stdout
