@@ -37,6 +37,12 @@ log = logging.getLogger("monarch_backend")
 READY = 5.0
 """Seconds that an agent may take to be there for a connection."""
 
+MAX_FRAME_BYTES = 64 << 10
+"""A daemon reads questions (`Ask`), of a few hundred bytes each, and nothing else."""
+
+MAX_SESSIONS = 1024
+"""Controllers that a daemon talks to at one time. Together they can make it reserve 64 MiB."""
+
 PRELOAD = (
     "monarch_backend.actor._worker",
     "monarch_backend.actor._spmd",
@@ -63,6 +69,8 @@ class Daemon:
             bounds=Bounds(),
             tls=tls_for(),
             hand_over=self._hand_over,
+            max_frame_bytes=MAX_FRAME_BYTES,
+            max_sessions=MAX_SESSIONS,
         )
 
     def start(self, host: str, port: int) -> tuple[str, int]:

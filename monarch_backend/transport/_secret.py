@@ -37,7 +37,7 @@ class HandshakeError(ConnectionError):
 class Refusal:
     """Why a host does not talk to another one, in its answer."""
 
-    NONE, PROTOCOL, SECRET, SESSION = range(4)
+    NONE, PROTOCOL, SECRET, SESSION, FULL = range(5)
 
 
 def new_secret() -> bytes:
@@ -167,6 +167,10 @@ class Caller:
             )
         if refusal == Refusal.SECRET:
             raise HandshakeError("it does not know this job's secret: give both sides the same file or variable")
+        if refusal == Refusal.FULL:
+            raise HandshakeError(
+                "it has as many sessions as it accepts: end controllers that are not needed, then attach again"
+            )
         if refusal == Refusal.SESSION:
             raise HandshakeError(
                 "its process has ended, or has given up this connection, which was broken for too long"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import mmap
 import os
 import random
 import selectors
@@ -40,6 +41,8 @@ from monarch_backend.transport._session import (
     DATA,
     HEAD_BYTES,
     LENT,
+    MOST_BODY,
+    MOST_PREFIX,
     SAY,
     Head,
     Session,
@@ -63,6 +66,11 @@ STRANGER_SECONDS = 5.0
 
 SCRATCH = 80 << 20
 """Bytes of a frame up to which the memory that it is read into is used again: fresh pages cost more than a network."""
+
+SMALLEST_SCRATCH = 64 << 10
+"""Bytes of the first mapping: many small frames share it."""
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 MOST_AT_ONCE = 1 << 20
 """Bytes that are given to a TLS connection in one piece."""
@@ -157,8 +165,19 @@ class _Scratch:
         self.whole = memoryview(bytearray())  # this very object: NICs know memory by the object that it belongs to
 
     def grow(self, size: int) -> None:
-        """So many bytes are needed."""
-        self.whole = memoryview(bytearray(size))
+        """Reserve ``size`` bytes. Raises SessionError if the address space has no room.
+
+        A frame's head announces its size, and the peer may never send the body. Pages of an anonymous mapping are
+        committed when bytes are written to them; a bytearray would commit all of them now.
+        """
+        self.whole = memoryview(b"")
+        try:
+            self.whole = memoryview(mmap.mmap(-1, max(size, SMALLEST_SCRATCH), _PRIVATE))
+        except (OSError, MemoryError) as error:
+            raise SessionError(
+                f"no memory for a frame of {size} bytes ({error}): look at RLIMIT_AS (ulimit -v) and the memory limit "
+                "of the control group"
+            ) from None
 
     def renew(self) -> None:
         """Somebody may still write to this one."""
@@ -181,6 +200,8 @@ class Tcp:
     ``secrets``: those that are accepted, by `name_of`; the mapping may change. ``hand_over(for_whom, socket, read)``:
     for a connection to another process of this host, with what was read of it; it returns False if there is none.
     ``lends``: where both sides do, and have NICs, these carry large frames.
+    ``max_frame_bytes``: the session of a peer that announces a larger frame loses its connection, before memory is
+    reserved. ``max_sessions``: sessions that peers have opened at one time; a further one is refused.
     ``on_up`` and ``on_lost`` come once for each Remote; a connection that breaks and comes back within the bound is
     neither.
     """
@@ -197,11 +218,14 @@ class Tcp:
         tls: Callable[[bytes], Tls] | None = None,
         hand_over: Callable[[bytes, socket.socket, bytes], bool] | None = None,
         lends: bool = False,
+        max_frame_bytes: int = MOST_PREFIX + MOST_BODY,
+        max_sessions: int | None = None,
     ) -> None:
         self.who, self._secrets = who, secrets
         self._on_frame, self._on_up, self._on_lost = on_frame, on_up, on_lost
         self.bounds = bounds or Bounds()
         self._tls, self._hand_over = tls, hand_over
+        self._max_frame_bytes, self._max_sessions = max_frame_bytes, max_sessions
         self._loans: Loans | None = loans(self) if lends else None
         self._remotes: dict[bytes, Remote] = {}  # by session
         self._over: dict[bytes, None] = {}  # sessions that were lost, the oldest first
@@ -761,14 +785,21 @@ class Tcp:
         called = Called(dict(self._secrets), binding)
         refusal = called.hear(bytes((yield HELLO_BYTES)))
         remote = None if refusal or whom not in (ANYBODY, self.who) else self._session_of(called)
+        if remote is not None and remote.id not in self._remotes and self._is_full():
+            remote, refusal = None, Refusal.FULL
         if remote is None:
             self._write(connection, [Called.refuse(refusal or Refusal.SESSION)])
             raise HandshakeError("it was told why")
         self._write(connection, [called.answer(self._greeting(remote))])
         called.check(bytes((yield PROOF_BYTES)))
+        if remote.id not in self._remotes and self._is_full():  # others have proved themselves meanwhile
+            raise HandshakeError(f"{self._max_sessions} sessions are open, which is the limit")
         del self._strangers[connection]
         self._begin(connection, remote, called.other)
         yield from self._frames(connection, remote)
+
+    def _is_full(self) -> bool:
+        return self._max_sessions is not None and len(self._remotes) >= self._max_sessions
 
     def _greeting(self, remote: Remote) -> Greeting:
         return Greeting(self.who, remote.id, remote.session.received, remote.knows, self._loans is not None)
@@ -823,6 +854,10 @@ class Tcp:
         scratch = _Scratch()
         while True:
             head = read_head(bytes((yield HEAD_BYTES)))
+            if head.prefix + head.body > self._max_frame_bytes:
+                raise SessionError(
+                    f"a frame of {head.prefix + head.body} bytes, where at most {self._max_frame_bytes} are accepted"
+                )
             remote.knows = True
             prefix = bytes((yield head.prefix)) if head.prefix else b""
             if head.kind not in (DATA, LENT):

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from monarch_backend.transport import _session
 from monarch_backend.transport._secret import Called, new_secret
-from monarch_backend.transport._tcp import Bounds
+from monarch_backend.transport._tcp import Bounds, Remote
 from tests.transport.sides import QUICK, Side, reset, together
 
 
@@ -163,3 +164,63 @@ def test_strangers_hold_up_nobody(sides: Callable[..., Side]) -> None:
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _announce(remote: Remote, prefix: int, body: int) -> None:
+    """The head of the next frame, and nothing of the frame."""
+    with remote.lock:
+        assert remote.connection is not None
+        head = remote.session._head(_session.DATA, remote.session.sent + 1, prefix, body)
+        remote.connection.socket.sendall(head)
+
+
+def test_announced_body_that_never_comes_commits_no_memory(sides: Callable[..., Side]) -> None:
+    here, there, out, back = together(sides, bounds=Bounds())
+    before = _resident()
+    _announce(out, 0, _session.MOST_BODY)
+    deadline = time.monotonic() + 20
+    while (connection := back.connection) is None or len(connection.into) != _session.MOST_BODY:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert _resident() - before < 64 << 20
+    assert here.lost.empty() and there.lost.empty()
+
+
+@pytest.mark.parametrize(("prefix", "body"), [(0, 4097), (4097, 0), (1, 4096), (0, 1 << 30)])
+def test_frame_above_the_limit_is_refused_at_its_head(sides: Callable[..., Side], prefix: int, body: int) -> None:
+    secret = new_secret()
+    here, there = sides(secret), sides(secret, max_frame_bytes=4096)
+    out = here.tcp.call(there.tcp.listen("127.0.0.1"), secret)
+    back = (here.up.get(timeout=10), there.up.get(timeout=10))[1]
+    here.tcp.send(out, b"1", [bytes(4095)])
+    assert there.frames.get(timeout=10) == (b"1", bytes(4095))
+    _announce(out, prefix, body)
+    deadline = time.monotonic() + 10
+    while f"a frame of {prefix + body} bytes, where at most 4096 are accepted" not in back.trouble and back.times < 2:
+        assert time.monotonic() < deadline, back.trouble
+        time.sleep(0.01)
+    here.tcp.send(out, b"next", [b"on the next connection"])
+    assert there.frames.get(timeout=10) == (b"next", b"on the next connection")
+
+
+def test_session_beyond_the_limit_is_refused_until_one_ends(sides: Callable[..., Side]) -> None:
+    secret = new_secret()
+    there = sides(secret, max_sessions=2)
+    address = there.tcp.listen("127.0.0.1")
+    first, second, third = (sides(secret) for _ in range(3))
+    held = first.tcp.call(address, secret)
+    first.up.get(timeout=10)
+    second.tcp.call(address, secret)
+    second.up.get(timeout=10)
+    third.tcp.call(address, secret)
+    refused = third.lost.get(timeout=10)
+    assert "as many sessions as it accepts" in (refused.lost or "")
+    first.tcp.hang_up(held)
+    there.lost.get(timeout=10)
+    third.tcp.call(address, secret)
+    third.up.get(timeout=10)
