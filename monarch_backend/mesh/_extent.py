@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MAX_RANKS = (1 << 31) - 1
+"""Ranks of one extent: torch and the wire format count ranks in 32 bits."""
+
 Index: TypeAlias = "int | slice[Any, Any, Any]"  # here, where `slice` is still Python's own
 
 
@@ -28,7 +31,7 @@ class Extent:
     extent`` and ``dict(extent)`` treat it as a mapping. An extent with no dimensions has one rank.
 
     Raises ValueError for labels and sizes that differ in number, a label twice, a label that is no identifier, a size
-    below 1; TypeError for a label that is no string and a size that is no int.
+    below 1, more than 2**31 - 1 ranks; TypeError for a label that is no string and a size that is no int.
 
     >>> extent = Extent(("hosts", "gpus"), (2, 4))
     >>> extent["gpus"], len(extent), extent.rank_of(hosts=1, gpus=2)
@@ -54,6 +57,8 @@ class Extent:
                 raise ValueError(f"the label {label!r} is there twice in {self._labels}; each dimension needs its own")
         self._sizes = tuple(map(_checked_size, self._labels, sizes))
         stride = self._nelements = math.prod(self._sizes)
+        if stride > MAX_RANKS:
+            raise ValueError(f"{self} has {stride} ranks; an extent has at most {MAX_RANKS}: give smaller sizes")
         self._places: dict[str, tuple[int, int]] = {}  # label -> (stride, size): all that a coordinate needs
         for label, size in zip(self._labels, self._sizes, strict=True):
             stride //= size

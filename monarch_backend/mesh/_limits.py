@@ -21,6 +21,10 @@ MEMORY_EACH = 6 << 20
 MEMORY_EACH_SPAWNED = 150 << 20  # one that has imported torch by itself
 
 
+MAX_PROCESSES_PER_HOST = 1 << 16
+"""Bound for a host with unknown limits: Linux has 2**22 process ids at most, and each process needs MEMORY_EACH."""
+
+
 class SpawnLimitError(RuntimeError):
     """More processes asked for than the system has room for; the message names the limit. None were started."""
 
@@ -130,6 +134,21 @@ def _meminfo(file: Path, name: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":")), None)
+
+
+def check_count(per_host: int, *, here: bool) -> None:
+    """Raise SpawnLimitError if ``per_host`` processes on each host are too many, before anything is made for them.
+
+    ``here``: they are for this host, so its limits are known. Another host checks its own limits when it starts them.
+
+    >>> check_count(10**6, here=False)
+    Traceback (most recent call last):
+    monarch_backend.mesh._limits.SpawnLimitError: can't start 1000000 processes: they need 1000000 processes of one \
+host, and MAX_PROCESSES_PER_HOST leaves 65536. Start at most 65536, or raise the limit.
+    """
+    if here:
+        check_spawn(per_host, plain=False, descriptors_each=0)
+    check(per_host, [Limit("MAX_PROCESSES_PER_HOST", MAX_PROCESSES_PER_HOST, 1, "processes of one host")])
 
 
 def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
