@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor._errors import CancelledError, MeshFailure, SupervisionError
 from monarch_backend.actor._unread import UnreadError, describe_local
 from monarch_backend.transport._pump import release
@@ -67,16 +68,20 @@ class Future(Generic[T]):
 
         Raises what the call raised; TimeoutError when it is late, after which one may wait again. Warns inside a
         running event loop, which it would hold up: there, ``await`` the future.
+
+        Raises ValueError for a negative timeout or NaN, TypeError for what is no number of seconds nor a timedelta.
         """
+        if timeout is not None:
+            timeout = check_timeout(timeout)
         if not self.ready:
             self._warn_in_loop()
             if not self._wait(self, timeout) and not self.ready:
-                raise TimeoutError(f"no answer within {timeout} s; the call goes on, see Future.cancel()")
+                raise TimeoutError(f"no answer within {timeout:g} s; the call goes on, see Future.cancel()")
         return self.result()
 
     def result(self, timeout: float | None = None) -> T:
         """As `get`, under the name of concurrent.futures."""
-        if not self.ready:
+        if not self.ready or timeout is not None:
             return self.get(timeout)
         if self._raw is not None:
             self._cook()
@@ -88,6 +93,7 @@ class Future(Generic[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as `get`, and return the error in place of the value, or None."""
+        timeout = check_timeout(timeout)  # outside: a bad argument is not the call's error
         try:
             self.get(timeout)
         except TimeoutError:
@@ -298,6 +304,7 @@ class DoneFuture(Future[None]):
 
     def get(self, timeout: float | None = None) -> None:
         """None."""
+        check_timeout(timeout)
 
     def add_done_callback(self, call: Callable[[Future[None]], None]) -> None:
         """As Future's."""

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor._cores import ActorCore
 from monarch_backend.actor._errors import Death, MeshFailure, in_words
 from monarch_backend.actor._future import Future
 from monarch_backend.actor._supervision import Intensity, Restart, check_policy
 from monarch_backend.mesh import _binding, _linux
 from monarch_backend.mesh._extent import Extent, ranks_in_words
-from monarch_backend.mesh._limits import allow_descriptors, check_spawn
+from monarch_backend.mesh._limits import allow_descriptors, check_count, check_spawn
 from monarch_backend.mesh._logs import LogCollector
 from monarch_backend.mesh._mesh_log import MeshLog
 from monarch_backend.mesh._procs import ProcCore, ProcMesh, label_of
@@ -215,6 +216,7 @@ class ProcessOwner:
         if hosts is not None and proc_bind is not None:
             raise ValueError("proc_bind is for processes of this host; on others, bind them in bootstrap=")
         count = extent.nelements
+        check_count(count // len(hosts or (0,)), here=hosts is None and self.collect_output)
         homes = program.homes(hosts, count)
         spawner = self._spawner_of_this_process()
         allow_descriptors()
@@ -631,7 +633,7 @@ class ProcessOwner:
         self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
     ) -> Future[None]:
         """Told to stop, and killed if they don't listen or time is up; all meshes (on ``hosts``) if none is given."""
-        program = self._program
+        program, timeout = self._program, check_timeout(timeout)
         meshes = list(self._meshes) if core is None else [m for m in self._meshes if m.core is core]
         if hosts is not None:
             meshes = [owned for owned in meshes if program.is_on(owned.core.tokens, hosts)]

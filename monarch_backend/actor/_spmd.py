@@ -11,6 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.actor._actor import Actor, endpoint
 from monarch_backend.actor._context import current_rank
 from monarch_backend.actor._future import Future
@@ -87,6 +88,7 @@ class World(Actor):
 
 def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
     """A Future that is done when every process of the mesh or slice is in the group."""
+    timeout = check_bounded(timeout)
     core = procs._core
     key = tuple(procs._shape.ranks)
     for rank in key:

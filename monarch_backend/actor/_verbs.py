@@ -7,6 +7,7 @@ from functools import partial
 from sys import _getframe
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor._actor import EndpointSpec, specify
 from monarch_backend.actor._calls import Collection, ManyCall, OneCall, Stream, _error_of, loading
 from monarch_backend.actor._errors import SupervisionError, UnknownEndpointError
@@ -57,10 +58,7 @@ class Endpoint(Generic[R]):
         """The same endpoint with ``timeout``: calls that take longer, in seconds, are cancelled, also at the actor, and
         their futures raise TimeoutError.
         """
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
-            raise TypeError(f"timeout={timeout!r}: give seconds, or None for no limit")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout={timeout!r}: give more than 0 seconds, or None for no limit")
+        timeout = check_timeout(timeout, zero=False)
         other: Endpoint[R] = object.__new__(type(self))
         other.__dict__.update(self.__dict__, _timeout=timeout)
         return other

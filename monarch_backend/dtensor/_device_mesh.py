@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.dtensor import _absent_memory, _collectives, _dispatch, _group, _torch
 from monarch_backend.dtensor import _special as _special
 from monarch_backend.dtensor import _torch_again as _torch_again
@@ -47,6 +48,7 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
     """
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
+    timeout = check_bounded(timeout)
     _group.refuse_a_rank()  # before the processes are asked for anything
     _torch.install()
     workers = workers_for(procs, device_type, timeout)

@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.hosts import _agent, _messages
 from monarch_backend.hosts._address import find_secret, parse_address
 from monarch_backend.hosts._messages import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
@@ -273,7 +274,7 @@ def attach_to_workers(
     host could keep, or for another secret than that of the hosts that the program has already; RuntimeError if this
     program's own gateway has ended.
     """
-    addresses = _addresses(workers)
+    addresses, timeout = _addresses(workers), check_bounded(timeout)
     with _attaching:
         made = _registry(secret, heartbeat, silence).attach(addresses, timeout, any_torch)
     return _mesh_of(made, name)
@@ -291,7 +292,7 @@ def attach(
 
     Raises what that one raises, and ValueError if nobody says which workers.
     """
-    addresses = [] if workers is None else _addresses(workers)
+    addresses, timeout = [] if workers is None else _addresses(workers), check_bounded(timeout)
     with _attaching:
         registry = _registry(secret, heartbeat, silence)
         [gateway] = registry.attach([parse_address(address)], timeout, any_torch)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.hosts._address import parse_address
 from monarch_backend.hosts._identity import Identity
@@ -170,7 +171,7 @@ class Job:
         What has been started by this job before, also by another program, is found by the job's file. Raises JobError,
         with nothing new left running, if one of them can't be started within ``timeout`` seconds.
         """
-        plans = self._plans()
+        timeout, plans = check_bounded(timeout), self._plans()
         if not plans and self.kind != "local":
             raise ValueError("the job has no hosts: give it some")
         with _file.locked(self.path):
@@ -263,7 +264,7 @@ class Job:
         Raises JobError if the job has not been applied, or hosts of it are gone: their names, and their logs.
         ValueError if the program has attached hosts of another secret.
         """
-        file = self._read()
+        timeout, file = check_bounded(timeout), self._read()
         if file is None:
             raise JobError(f"the job {self.name!r} does not run (no file {self.path}): apply() starts it")
         plans, there = self._plans(), {(host.mesh, host.index): host for host in file.hosts}

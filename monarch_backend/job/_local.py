@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.job import _file
 from monarch_backend.job._file import HostEntry, JobFile
 from monarch_backend.job._job import Job, JobState, Plan, check_mesh_name
@@ -38,6 +39,7 @@ class LocalJob(Job):
     def _start(self, plans: Sequence[Plan], file: JobFile, until: float) -> None:  # noqa: ARG002
         _file.write(self.path, file)
 
-    def state(self, timeout: float = 15.0) -> JobState:  # noqa: ARG002
+    def state(self, timeout: float = 15.0) -> JobState:
         """As Job.state; it needs no apply()."""
+        check_bounded(timeout)
         return JobState(self.name, {name: this_host() for name in self._meshes})

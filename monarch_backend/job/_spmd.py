@@ -20,6 +20,7 @@ import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.hosts._address import given_secret
 from monarch_backend.job._errors import JobError
@@ -70,6 +71,7 @@ def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_WITHIN) ->
 
     Raises JobError if the launcher's variables are missing, or not all nodes have a host within ``timeout`` seconds.
     """
+    timeout = check_bounded(timeout)
     if _ended:
         raise JobError("the ranks have been ended: the launcher has to start them again")
     if _mesh:
@@ -279,7 +281,7 @@ class SPMDJob:
     """
 
     def __init__(self, mesh: str = "hosts", *, timeout: float = START_WITHIN) -> None:
-        self._mesh, self._timeout = check_mesh_name(mesh), timeout
+        self._mesh, self._timeout = check_mesh_name(mesh), check_bounded(timeout)
 
     def apply(self) -> None:
         """As host_mesh_from_env: returns in rank 0 only."""

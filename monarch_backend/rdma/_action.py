@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor import Future
 from monarch_backend.rdma._buffer import RDMABuffer
 from monarch_backend.rdma._memory import CPU, LocalMemory, memory_of, watch, writable
@@ -94,6 +95,7 @@ class RDMAAction:
         Raises ValueError if two steps write to the same local bytes, or one reads what another one writes: which of
         them came first would be a matter of luck.
         """
+        timeout = check_timeout(timeout)
         mover, ready = engine(), self._ready
         if ready is not None and (again := ready.start(mover, self._steps, timeout)) is not None:
             return again

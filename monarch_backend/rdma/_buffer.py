@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor import Future
 from monarch_backend.actor._future import DoneFuture
 from monarch_backend.rdma._again import Again, after
@@ -164,6 +165,8 @@ class RDMABuffer:
         handle, mover, last = self._handle, engine(), self._last[write]
         if last is not None and timeout is None and (again := last.start(mover, local)) is not None:
             return again
+        if timeout is not None:
+            timeout = check_timeout(timeout)
         memory = self._to_write(local) if write else self._to_read(local)
         nbytes = memory.nbytes if write else handle.nbytes
         if (timeout is None or timeout > 0) and mover.at_once(handle, write, memory, nbytes):
@@ -175,7 +178,7 @@ class RDMABuffer:
         return future
 
     def _change(self, access: int, offset: int, operand: int, expected: int, timeout: float | None) -> Future[int]:
-        return engine().change(self._atomic(access, offset, operand, expected), timeout)
+        return engine().change(self._atomic(access, offset, operand, expected), check_timeout(timeout))
 
     def _atomic(self, access: int, offset: int, operand: int, expected: int) -> Change:
         offset, operand, expected = (

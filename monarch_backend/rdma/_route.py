@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from monarch_backend import _native
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.rdma._handle import Handle
 
 Segment = tuple[int, int, int]
@@ -158,7 +159,5 @@ def moved(part: Part | Change, route: Route, patient: Any, keep: Any) -> Result:
 
 
 def patient(timeout: float | None) -> Any:
-    """What ends a transfer before its time. Raises ValueError for a negative time."""
-    if timeout is not None and not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r}: seconds, 0 or more, or None")
-    return _native.Patient(timeout)
+    """What ends a transfer before its time. Raises as check_timeout does."""
+    return _native.Patient(check_timeout(timeout))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor import Future, ValueMesh, current_rank
 from monarch_backend.rdma import _device
 from monarch_backend.rdma._buffer import RDMABuffer
@@ -131,6 +132,7 @@ class Plan:
         Tensors must not be used before the future is done. After an error their contents are undefined. What the
         owners hold for keys that are no tensors is put into the state dict at once.
         """
+        timeout = check_timeout(timeout)
         for leaf, value in self._values:
             leaf.holder[leaf.key] = copy.deepcopy(value)  # the reader may change what it gets
         for device in {storage.device for storage in self._keep}:
@@ -232,6 +234,7 @@ class ShardedState:
         self, state_dict: Mapping[str, Any], *, strict: bool = True, timeout: float | None = None
     ) -> Future[None]:
         """Fill this rank's state dict: `plan` and `Plan.read` in one."""
+        timeout = check_timeout(timeout)  # before anything is planned, and told to the owners
         return self.plan(state_dict, strict=strict).read(timeout=timeout)
 
     def plan(self, state_dict: Mapping[str, Any], *, strict: bool = True, reader: int | None = None) -> Plan:
