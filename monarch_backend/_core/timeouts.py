@@ -23,11 +23,8 @@ def check_timeout(value: Any, name: str = "timeout", *, zero: bool = True) -> fl
     """
     if value is None:
         return None
-    if isinstance(value, datetime.timedelta):
-        seconds: Any = value.total_seconds()
-    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
-        seconds = value
-    else:
+    seconds: Any = value.total_seconds() if isinstance(value, datetime.timedelta) else value
+    if isinstance(seconds, bool) or not issubclass(type(seconds), numbers.Real):
         raise TypeError(f"{name}={value!r}: give seconds or a timedelta, or None for no limit")
     if not seconds >= 0 or (seconds == 0 and not zero):
         raise ValueError(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from monarch_backend._core import env as settings
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor._cores import ActorCore
 from monarch_backend.actor._errors import Death, MeshFailure, in_words
@@ -805,6 +806,7 @@ def _check_start(bootstrap: Any, env: Mapping[str, str] | None) -> None:
             raise TypeError(f"env={{{name!r}: {value!r}}}: names and values of variables are strings")
         if not name or "=" in name or "\0" in name + value:
             raise ValueError(f"env: {name!r} can't be the name of a variable")
+    settings.check(env or {})
 
 
 def _packed(bootstrap: Any) -> bytes:

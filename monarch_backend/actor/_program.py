@@ -19,6 +19,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from monarch_backend import _native
+from monarch_backend._core import env
+from monarch_backend._core.limits import start_thread
 from monarch_backend.actor import _context, _registry
 from monarch_backend.actor._actor import blueprint
 from monarch_backend.actor._actor_mesh import ActorMesh
@@ -187,7 +189,7 @@ class Program:
 
     def aside(self, call: Callable[[], object]) -> None:
         """On a thread of its own: what may wait."""
-        threading.Thread(target=call, name="monarch-aside", daemon=True).start()
+        start_thread(threading.Thread(target=call, name="monarch-aside", daemon=True))
 
     def without_waiting(self, call: Callable[[], None]) -> None:
         """Now, or in a moment on a thread that may wait, if this one reads."""
@@ -197,7 +199,7 @@ class Program:
             call()
 
     def _run_in_thread(self, cell: Cell) -> None:
-        threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True).start()
+        start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
 
     # ---- references
 
@@ -760,7 +762,7 @@ def _alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:
 
 def _say(why: str) -> None:
     """To those who want to know."""
-    if os.environ.get("MONARCH_DEBUG", "0") not in ("", "0"):
+    if env.get("MONARCH_DEBUG"):
         sys.stderr.write(f"monarch: {why}\n")
 
 
@@ -827,6 +829,7 @@ def program() -> Program:
     if _program is None:
         with _guard:
             if _program is None:
+                env.check()
                 made = start()
                 made.at_exit = True
                 made.end_first()

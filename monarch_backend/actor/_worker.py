@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from typing import Any, NamedTuple
 
+from monarch_backend._core.limits import start_thread
 from monarch_backend.actor import _program
 from monarch_backend.actor._cell import Cell
 from monarch_backend.mesh import _finalize, _worker_logging
@@ -54,7 +55,7 @@ class _MainThread:
     def run_cell(self, cell: Cell) -> None:
         """On the reading thread."""
         if self._busy:
-            threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True).start()
+            start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
             return
         self._busy = True
         self._cells.append(cell)

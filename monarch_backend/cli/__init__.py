@@ -47,7 +47,13 @@ def _run_command(argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["run"]:  # what follows is torchrun's, which has a parser of its own
         from monarch_backend import launch
+        from monarch_backend._core import env
 
+        try:
+            env.check()
+        except ValueError as error:
+            print(f"monarch-backend run: {error}", file=sys.stderr)
+            return 2
         return launch.run(words[1:])
     args = parser.parse_args(words)
 

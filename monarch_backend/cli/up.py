@@ -39,9 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 after SIGTERM or Ctrl-C; 2, with the reason, if it can't listen there."""
+    from monarch_backend._core import env
     from monarch_backend.hosts import _standing
 
     try:
+        env.check()
         return _standing.run(
             args.address,
             secret_from_stdin=args.secret_from_stdin,

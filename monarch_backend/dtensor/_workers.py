@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monarch_backend import _native
+from monarch_backend._core import env
 from monarch_backend.actor import SupervisionError
 from monarch_backend.dtensor import _sites, _wire
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
@@ -53,7 +53,7 @@ class Workers:
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
         )  # for csrc/records/issue.cpp
         self.sink.most = DEAD
-        self.debug = os.environ.get("MONARCH_DEBUG", "") not in ("", "0")
+        self.debug = env.get("MONARCH_DEBUG")
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
         self._defining = threading.Lock()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from monarch_backend._core import env
 from monarch_backend.hosts import _messages
 from monarch_backend.hosts._messages import (
     Ask,
@@ -449,12 +450,7 @@ class AgentProcess:
 
 def _branches() -> int:
     """Hosts that a message for many goes to straight, and that each of those sends it on to."""
-    given = os.environ.get("MONARCH_HOST_BRANCHES", "")
-    if not given:
-        return BRANCHES
-    if not given.isdecimal() or not int(given):
-        raise ValueError(f"MONARCH_HOST_BRANCHES={given!r}: a number of hosts, 1 or more")
-    return int(given)
+    return int(env.get("MONARCH_HOST_BRANCHES") or BRANCHES)
 
 
 def _host_of(remote: Remote) -> str:

@@ -11,6 +11,8 @@ import selectors
 import threading
 from collections.abc import Callable
 
+from monarch_backend._core.limits import start_thread
+
 CHUNK = 64 << 10
 MOST_LEFT = 1 << 20
 """Bytes that are read of a process that has ended: pipes hold no more."""
@@ -32,7 +34,7 @@ class OutputReader:
         self._selector.register(self._read, selectors.EVENT_READ, None)
         self._open: dict[tuple[int, int], int] = {}
         self._thread = threading.Thread(target=self._run, name="monarch-output", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def add(self, number: int, stream: int, fd: int) -> None:
         """The read end of a pipe, which belongs to the reader now."""

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from monarch_backend._core.limits import start_thread
 from monarch_backend.hosts._messages import Exited, Kill, KillIfDeaf, Output, OutputTaken, SpawnFailed, Started
 from monarch_backend.mesh._spawner import HostLostError, LostWithHost, ProcessSpec, spawn_message
 
@@ -102,7 +103,7 @@ class RemoteSpawner:
         with self._lock:
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write, name="monarch-remote-output", daemon=True)
-                self._writer.start()
+                start_thread(self._writer)
 
     def _write(self) -> None:
         """On a thread of its own: the reader of these pipes may take its time."""

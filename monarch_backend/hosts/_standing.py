@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from monarch_backend._core.state import make_private, state_directory
 from monarch_backend.hosts._daemon import run_worker_loop_forever
 from monarch_backend.hosts._identity import Identity
 from monarch_backend.transport._secret import parse_secret
@@ -140,13 +141,13 @@ def log_file(given: str | None) -> Path:
         path = Path(given).expanduser().absolute()
     else:
         path = state_folder() / "logs" / f"up-{os.getpid()}.log"
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(path.parent)
     return path
 
 
 def state_folder() -> Path:
     """What this user keeps on this machine."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "monarch_backend"
+    return state_directory()
 
 
 def tail(path: Path, lines: int = 5) -> str:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from monarch_backend._core import env
+
 FILES = ("MONARCH_TLS_CA", "MONARCH_TLS_CERT", "MONARCH_TLS_KEY")
 """Variables that name files in PEM: those who may be talked to, our own certificate, and its key."""
 
@@ -19,10 +21,8 @@ def tls_for() -> Callable[[bytes], Any] | None:
 
     Raises ValueError for another MONARCH_TLS or some of FILES without the others, CertificateError for bad files.
     """
-    wanted, files = os.environ.get("MONARCH_TLS", "1"), [os.environ.get(name, "") for name in FILES]
-    if wanted not in ("0", "1", ""):
-        raise ValueError(f"MONARCH_TLS={wanted!r}: 0 for none, or unset")
-    if wanted == "0":
+    wanted, files = env.get("MONARCH_TLS"), [os.environ.get(name, "") for name in FILES]
+    if not wanted:
         return None
     from monarch_backend.transport._certificates import Tls
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from monarch_backend._core.state import make_private
 from monarch_backend.hosts._identity import Identity
 from monarch_backend.hosts._standing import state_folder
 from monarch_backend.job._errors import JobError
@@ -112,7 +113,7 @@ def write_private(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """One program at a time starts or ends the hosts of a job. The folder is there afterwards."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(path.parent)
     fd = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

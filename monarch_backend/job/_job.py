@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.hosts._address import parse_address
@@ -171,6 +172,7 @@ class Job:
         What has been started by this job before, also by another program, is found by the job's file. Raises JobError,
         with nothing new left running, if one of them can't be started within ``timeout`` seconds.
         """
+        env.check()
         timeout, plans = check_bounded(timeout), self._plans()
         if not plans and self.kind != "local":
             raise ValueError("the job has no hosts: give it some")

@@ -20,6 +20,7 @@ import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.hosts._address import given_secret
@@ -71,6 +72,7 @@ def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_WITHIN) ->
 
     Raises JobError if the launcher's variables are missing, or not all nodes have a host within ``timeout`` seconds.
     """
+    env.check()
     timeout = check_bounded(timeout)
     if _ended:
         raise JobError("the ranks have been ended: the launcher has to start them again")

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_backend._core.limits import ResourceLimitError
 from monarch_backend.mesh import _cgroup, _linux
+
+PROC = Path("/proc")
 
 # A process has its main thread and, as soon as it talks to anybody, one that waits for messages.
 TASKS_EACH = 2
@@ -25,7 +28,7 @@ MAX_PROCESSES_PER_HOST = 1 << 16
 """Bound for a host with unknown limits: Linux has 2**22 process ids at most, and each process needs MEMORY_EACH."""
 
 
-class SpawnLimitError(RuntimeError):
+class SpawnLimitError(ResourceLimitError):
     """More processes asked for than the system has room for; the message names the limit. None were started."""
 
 
@@ -154,6 +157,11 @@ host, and MAX_PROCESSES_PER_HOST leaves 65536. Start at most 65536, or raise the
 def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
     """Raise SpawnLimitError if this system has no room for ``count`` more processes."""
     if _linux.LINUX:
+        if not (PROC / "self/fd").is_dir():
+            raise SpawnLimitError(
+                f"can't start {count} processes: {PROC} is not mounted, and the fork server reads {PROC}/self to find "
+                "open files and threads. Mount it (mount -t proc proc /proc)"
+            )
         memory = MEMORY_EACH_SPAWNED if plain else MEMORY_EACH
         check(count, System().limits(count, memory, descriptors_each))
 

@@ -26,6 +26,7 @@ import traceback
 import weakref
 from collections import deque
 
+from monarch_backend._core.limits import start_thread
 from monarch_backend.mesh._lines import LineSplitter
 from monarch_backend.mesh._mesh_log import STDERR, STDOUT, LogOptions, MeshLog
 
@@ -176,7 +177,7 @@ class LogCollector:
         selector.register(self._waker[0], selectors.EVENT_READ, None)
         thread = threading.Thread(target=self._run, args=(selector,), name="monarch-logs", daemon=True)
         try:
-            thread.start()
+            start_thread(thread)
         except BaseException:
             self._close_selector()
             raise

@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from monarch_backend._core import env
+from monarch_backend._core.limits import start_thread
 from monarch_backend.mesh import _limits, _linux
 from monarch_backend.mesh._limits import SpawnLimitError
 from monarch_backend.mesh._server_link import PATIENCE, ForkServer, connect, listen, start_server
@@ -89,10 +91,7 @@ class ProcessSpec:
 
 
 def _start_method() -> Method | None:
-    method = os.environ.get("MONARCH_START_METHOD") or None
-    if method not in (None, "fork", "spawn"):
-        raise ValueError(f"MONARCH_START_METHOD={method!r}: it can be fork or spawn, or unset for the better one")
-    return cast("Method | None", method)
+    return cast("Method | None", env.get("MONARCH_START_METHOD") or None)
 
 
 def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spawn:
@@ -261,8 +260,9 @@ class Spawner:
         if not self._address:
             self._listener, self._address = listen()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="monarch-spawner", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="monarch-spawner", daemon=True)
+            start_thread(thread)
+            self._thread = thread
         self._wake()
 
     # From any thread.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from monarch_backend._core.limits import start_thread
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._far import Far
 from monarch_backend.process_group._letters import STAGES
@@ -164,7 +165,7 @@ class Between:
                 found.append((str(kind), int(rank), str(text)))
 
         asking = threading.Thread(target=ask, name="monarch_cause", daemon=True)
-        asking.start()
+        start_thread(asking)
         asking.join(_HEARSAY + _STORE)
         return found[-1]
 
@@ -232,7 +233,7 @@ class _Watch:
             self._groups.append(weakref.ref(group))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="monarch_hosts", daemon=True)
-                self._thread.start()
+                start_thread(self._thread)
 
     def _look(self) -> None:
         while True:

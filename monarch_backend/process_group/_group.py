@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from monarch_backend import _torch_patches, _versions
+from monarch_backend._core import env
 from monarch_backend.process_group import _exit, _rendezvous, _routes, _shm_meet, _torch, _xla
 from monarch_backend.process_group._collectives import Collectives
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, where
@@ -25,7 +26,11 @@ from monarch_backend.process_group._options import Options
 
 
 def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
-    """Make the group; torch calls this on every member with its `_DistributedBackendOptions`."""
+    """Make the group; torch calls this on every member with its `_DistributedBackendOptions`.
+
+    Raises ValueError for an unknown MONARCH_ variable and for one with a bad value.
+    """
+    env.check()
     _versions.remark()
     _torch_patches.restore_new_group()
     _torch_patches.see_attached_hooks()

@@ -13,6 +13,8 @@ import os
 import threading
 from collections.abc import Callable
 
+from monarch_backend._core.limits import start_thread
+
 
 class Operation:
     """One operation; ``fault`` is what it raised, and settled once ``done``."""
@@ -76,7 +78,7 @@ class InTurn:
             if self._thread is None:
                 # A daemon: a process may end with a group alive, whose other ranks never come.
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                start_thread(self._thread)
             self._change.notify_all()
         return operation
 
@@ -134,7 +136,7 @@ class _Callbacks:
                 self._change.notify()
                 return
         try:
-            threading.Thread(target=self._serve, name="monarch_callback", daemon=True).start()
+            start_thread(threading.Thread(target=self._serve, name="monarch_callback", daemon=True))
         except RuntimeError:  # there are too many
             with self._change:
                 if callback not in self._waiting:  # another thread has it

@@ -27,6 +27,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _get_use_libuv_from_query_dict, _torchelastic_use_agent_store
 
+from monarch_backend._core.limits import start_thread
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._errors import where
 
@@ -213,7 +214,7 @@ def _within(seconds: float, call: Callable[[], _T]) -> _T:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="monarch-rendezvous", daemon=True)
-    thread.start()
+    start_thread(thread)
     thread.join(seconds)
     if errors:
         raise errors[0]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from monarch_backend._core import env
 from monarch_backend.process_group import _xla
 
 if TYPE_CHECKING:
@@ -171,6 +172,6 @@ def announce(group: MonarchProcessGroup, route: Route) -> None:
 
 def debug_line(group: MonarchProcessGroup) -> str:
     """How a line about the group begins under MONARCH_DEBUG=1; otherwise "", and nothing is to be printed."""
-    if os.environ.get("MONARCH_DEBUG", "") in ("", "0"):
+    if not env.get("MONARCH_DEBUG"):
         return ""
     return f"[monarch rank {group.rank()}/{group.size()} pid {os.getpid()}] group {group._label}: "

@@ -22,6 +22,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from monarch_backend import _native
+from monarch_backend._core import env
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._far import Far
 from monarch_backend.process_group._hierarchy import Hierarchy
@@ -34,7 +35,7 @@ _PATIENCE = 30.0  # seconds for a peer to answer, or to show up here once it has
 
 def wanted() -> bool:
     """Whether the route may be taken, which all ranks of a job must be alike in: MONARCH_SHM=0 leaves all to Gloo."""
-    return os.environ.get("MONARCH_SHM", "1") != "0"
+    return bool(env.get("MONARCH_SHM"))
 
 
 def refusal() -> str:

@@ -15,13 +15,9 @@ from typing import Any
 import torch
 
 from monarch_backend import _native
+from monarch_backend._core import env
+from monarch_backend._core.limits import explained
 from monarch_backend.process_group._errors import MonarchError
-
-# What one rank offers to its peers for all of its groups together; pages of it that nobody has used cost nothing.
-ARENA_BYTES = 256 << 20
-
-# Bytes of a piece from which ranks read it from each other's memory, where the kernel lets them.
-READ_FROM = 4 << 20
 
 
 @dataclass
@@ -43,7 +39,9 @@ def this_process() -> _Process:
     """Made on first use; raises OSError where the system has no room for the arena."""
     global _process
     if _process is None:
-        host = _native.Host(arena_bytes())
+        size = arena_bytes()
+        with explained(f"reserve {size} bytes of shared memory"):
+            host = _native.Host(size)
         _process = _Process(host, _native.Engine(host))
         atexit.register(_process.stop)
     return _process
@@ -63,20 +61,12 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 def arena_bytes() -> int:
     """MONARCH_SHM_BYTES, or the default. Raises ValueError for what is no number of bytes."""
-    text = os.environ.get("MONARCH_SHM_BYTES", "")
-    if not text:
-        return ARENA_BYTES
-    if not text.isdigit() or int(text) < 1 << 20:
-        raise ValueError(f"MONARCH_SHM_BYTES={text!r}: give a number of bytes, 1048576 or more, or leave it unset")
-    return int(text)
+    return int(env.get("MONARCH_SHM_BYTES"))
 
 
 def read_from() -> int:
     """MONARCH_SHM_READV, 0 for never, or the default. Raises ValueError for what is no number of bytes."""
-    text = os.environ.get("MONARCH_SHM_READV", "")
-    if text and not text.isdigit():
-        raise ValueError(f"MONARCH_SHM_READV={text!r}: give a number of bytes, 0 for never, or leave it unset")
-    return int(text) if text else READ_FROM
+    return int(env.get("MONARCH_SHM_READV"))
 
 
 class SharedMemoryError(MonarchError, MemoryError):

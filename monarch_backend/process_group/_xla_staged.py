@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _torch_patches
+from monarch_backend._core import env
 from monarch_backend.process_group import _torch, _xla_graphs
 from monarch_backend.process_group._errors import where
 from monarch_backend.process_group._hooks import LateWork
@@ -112,7 +113,7 @@ def _say(_pid: int, text: str) -> None:
 
 
 def _say_once(group: MonarchProcessGroup) -> None:
-    if os.environ.get("MONARCH_DEBUG", "") not in ("", "0"):
+    if env.get("MONARCH_DEBUG"):
         why = "the XLA clients of these processes can't talk to each other (PJRT's CPU client)"
         _say(os.getpid(), f"monarch_backend: {why}: collectives of XLA tensors go through the host [{where(group)}]\n")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_backend import _native
+from monarch_backend._core import env
 from monarch_backend.actor._program import Program, program
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._handle import Handle, Ticket
@@ -22,9 +23,6 @@ log = logging.getLogger("monarch_backend")
 
 _WAS_NOT_THERE, _STILL_USED = 1, 2
 
-MOST_THREADS = 16
-"""What MONARCH_COPY_THREADS may say."""
-
 
 class Registry:
     """The registrations of one process."""
@@ -33,8 +31,8 @@ class Registry:
         host = getattr(owner.links, "host", None)
         if host is None:
             raise RuntimeError("memory can't be registered in a simulation: its processes have none of their own")
-        self.asks_kernel = _is_wanted("MONARCH_CMA", "process_vm_readv")
-        self.maps_gpus = _is_wanted("MONARCH_GPU_IPC", "mappings of other processes' GPU memory")
+        self.asks_kernel = bool(env.get("MONARCH_CMA"))
+        self.maps_gpus = bool(env.get("MONARCH_GPU_IPC"))
         self.native = _native.Memory(host, self.asks_kernel, self.maps_gpus, _copying_threads())
         self.host = host
         self._program = weakref.ref(owner)
@@ -87,19 +85,9 @@ class Registry:
         return int(self.native.count())
 
 
-def _is_wanted(setting: str, what: str) -> bool:
-    said = os.environ.get(setting, "1")
-    if said not in ("0", "1", ""):
-        raise ValueError(f"{setting}={said!r}: 0 not to use {what}, or unset")
-    return said != "0"
-
-
 def _copying_threads() -> int:
     """Of this process, for one large copy between another process of this host and this one."""
-    said = os.environ.get("MONARCH_COPY_THREADS") or "2"
-    if not said.isdecimal() or not 1 <= int(said) <= MOST_THREADS:
-        raise ValueError(f"MONARCH_COPY_THREADS={said!r}: how many threads make a large copy, 1 to {MOST_THREADS}")
-    return min(int(said), len(os.sched_getaffinity(0)))
+    return min(int(env.get("MONARCH_COPY_THREADS")), len(os.sched_getaffinity(0)))
 
 
 _making = threading.Lock()

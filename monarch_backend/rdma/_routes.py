@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from monarch_backend._core import env
 from monarch_backend.actor._program import Program, is_of_parent
 from monarch_backend.rdma._errors import RDMAError
 from monarch_backend.rdma._gpu_nics import GpuNics
@@ -31,9 +32,6 @@ from monarch_backend.transport._carried import host_of
 
 log = logging.getLogger("monarch_backend")
 
-FORCED = ("", "tcp", "verbs")
-"""What MONARCH_RDMA may say: to take this route also where there is a better one."""
-
 MOST_WARNED = 4096
 """Processes that are remembered of those that a warning was about."""
 
@@ -46,11 +44,7 @@ _KINDS = tuple(itertools.product((False, True), (False, True)))
 
 def forced() -> str:
     """What MONARCH_RDMA says. Raises ValueError for what means nothing."""
-    wanted = os.environ.get("MONARCH_RDMA", "")
-    if wanted not in FORCED:
-        known = ", ".join(repr(name) for name in FORCED if name)
-        raise ValueError(f"MONARCH_RDMA={wanted!r}: one of {known}, or unset for the best route")
-    return wanted
+    return str(env.get("MONARCH_RDMA"))
 
 
 def refuse_the_parents(handle: Handle) -> None:
@@ -288,5 +282,5 @@ def _for_nics(handle: Handle) -> bool:
 
 
 def _say(handle: Handle, how: str) -> None:
-    if os.environ.get("MONARCH_DEBUG", "0") not in ("", "0"):
+    if env.get("MONARCH_DEBUG"):
         sys.stderr.write(f"monarch: memory of process {handle.pid} on host {handle.host}: {how}\n")

@@ -11,6 +11,8 @@ import importlib.util
 import logging
 import os
 
+from monarch_backend._core import env
+
 log = logging.getLogger("monarch_backend")
 
 DEVICES = "/sys/class/infiniband"
@@ -19,7 +21,6 @@ PACKAGES = ("pyverbs", "ibverbs")
 
 # Bytes from which a message is worth two more latencies of Gloo and some changes of threads, 0.3 ms together: in that
 # time Gloo carries about this much.
-LEAST = 1 << 20
 
 
 def least() -> int:
@@ -33,10 +34,7 @@ def least() -> int:
 
 def wanted_least() -> int:
     """MONARCH_RDMA_MESSAGE_BYTES, or the default. Raises ValueError for what is no number of bytes."""
-    text = os.environ.get("MONARCH_RDMA_MESSAGE_BYTES", "")
-    if text and (not text.isdigit() or not int(text)):
-        raise ValueError(f"MONARCH_RDMA_MESSAGE_BYTES={text!r}: give a number of bytes, or leave it unset")
-    return int(text) if text else LEAST
+    return int(env.get("MONARCH_RDMA_MESSAGE_BYTES"))
 
 
 def there() -> bool:

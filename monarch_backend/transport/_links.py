@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from monarch_backend import _native
+from monarch_backend._core import env
+from monarch_backend._core.limits import explained
 
 ARENA_BYTES = 4 << 30
 """Of address space for what one process has on its way to others; pages that were never used cost nothing."""
@@ -119,10 +121,9 @@ class LocalLinks:
     """Links between processes of one host, over shared memory."""
 
     def __init__(self, token: str = "", *, crowded: bool = False) -> None:
-        self.host = _native.Host(ARENA_BYTES, token)
-        spin = os.environ.get("MONARCH_SPIN", "")
-        if spin not in ("", "0", "1"):
-            raise ValueError(f"MONARCH_SPIN={spin!r}: 1 to wait by spinning first, 0 to sleep at once, or unset")
+        with explained(f"reserve {ARENA_BYTES} bytes of address space for messages"):
+            self.host = _native.Host(ARENA_BYTES, token)
+        spin = env.get("MONARCH_SPIN")
         self.post = _native.Post(self.host, spin == "0" if spin else crowded, UNREAD_BYTES)
         self._crowded = crowded
         self.token: str = self.host.token

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from monarch_backend._core import env
 from monarch_backend.transport import _large, _lent
 from monarch_backend.transport._lent import Part
 from monarch_backend.transport._nics import Gate, Key, Nics, UnusableError
@@ -362,5 +363,5 @@ def _nbytes(part: Any) -> int:
 
 
 def _debug(text: str) -> None:
-    if os.environ.get("MONARCH_DEBUG", "0") not in ("", "0"):
+    if env.get("MONARCH_DEBUG"):
         sys.stderr.write(f"monarch: {text}\n")

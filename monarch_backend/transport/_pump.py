@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from monarch_backend._core.limits import start_thread
 from monarch_backend.transport._links import Clock, RealClock
 
 log = logging.getLogger("monarch_backend")
@@ -108,7 +109,7 @@ class Pump:
 
     def start(self) -> None:
         """From now on somebody reads."""
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """The standby goes; nobody waits any more."""

@@ -17,6 +17,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from monarch_backend._core.state import make_private, state_directory
+
 SECRET_BYTES = 32
 MAGIC = b"mona"
 _MOST_TEXT = 1 << 13  # characters of a file that could still hold a secret, or a hundred, and some space around
@@ -56,9 +58,8 @@ def user_secret(folder: Path | None = None) -> bytes:
     ``folder`` is ``$XDG_STATE_HOME/monarch_backend``, or the like in the home directory. Raises PermissionError if the
     file belongs to somebody else or can be read by others.
     """
-    folder = folder or Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "monarch_backend"
+    folder = make_private(folder or state_directory())
     path = folder / "secret"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         _create(path, new_secret().hex() + "\n")
     return read_secret(path)

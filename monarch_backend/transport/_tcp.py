@@ -23,6 +23,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core.limits import start_thread
 from monarch_backend.transport import _lent
 from monarch_backend.transport._loans import Loans, Reading, Standing, loans
 from monarch_backend.transport._secret import (
@@ -245,7 +246,7 @@ class Tcp:
 
     def start(self) -> None:
         """From now on there is a thread."""
-        self._thread.start()
+        start_thread(self._thread)
 
     def listen(self, host: str, port: int = 0) -> Address:
         """Accept calls there; the address, with the port that it got. Raises OSError."""

@@ -11,6 +11,7 @@ import os
 import sys
 
 from monarch_backend import _native
+from monarch_backend._core import env
 from monarch_backend.rdma.verbs._binding import Nic, Registration
 from monarch_backend.rdma.verbs._errors import UnreachableMemoryError
 
@@ -55,5 +56,5 @@ def _by_dma_buf(nic: Nic, address: int, nbytes: int, access: int) -> Registratio
 
 
 def _say(nic: Nic, nbytes: int, how: str) -> None:
-    if os.environ.get("MONARCH_DEBUG", "0") not in ("", "0"):
+    if env.get("MONARCH_DEBUG"):
         sys.stderr.write(f"monarch: {nbytes} bytes of a GPU are registered with {nic.name} {how}\n")

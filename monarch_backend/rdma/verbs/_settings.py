@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from monarch_backend._core import env
 from monarch_backend.rdma.verbs._errors import VerbsError
 
 
@@ -48,36 +50,21 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
     (('rxe0', 0), ('mlx5_1', 2))
     """
 
-    def number(name: str, default: int, most: int, least: int = 0) -> int:
-        text = environment.get(name, "")
-        if not text:
-            return default
-        if not text.isdigit() or not least <= int(text) <= most:
-            raise VerbsError(f"{name}={text!r}: a number from {least} to {most} is needed")
-        return int(text)
+    def get(name: str) -> Any:
+        try:
+            return env.get(f"MONARCH_RDMA_{name}", environment)
+        except ValueError as error:
+            raise VerbsError(str(error)) from None
 
-    default = Settings()
     return Settings(
-        devices=_devices(environment.get("MONARCH_RDMA_DEVICES", "")),
-        gid_index=number("MONARCH_RDMA_GID_INDEX", 0, 65535) if environment.get("MONARCH_RDMA_GID_INDEX") else None,
-        binding=environment.get("MONARCH_RDMA_BINDING", ""),
-        queue_pairs=number("MONARCH_RDMA_QUEUE_PAIRS", default.queue_pairs, 16, 1),
-        timeout=number("MONARCH_RDMA_TIMEOUT", default.timeout, 31, 1),
-        retries=number("MONARCH_RDMA_RETRIES", default.retries, 7),
-        traffic_class=number("MONARCH_RDMA_TRAFFIC_CLASS", default.traffic_class, 255),
-        service_level=number("MONARCH_RDMA_SERVICE_LEVEL", default.service_level, 15),
-        cache_entries=number("MONARCH_RDMA_CACHE_ENTRIES", default.cache_entries, 1 << 20),
-        cache_bytes=number("MONARCH_RDMA_CACHE_BYTES", default.cache_bytes, 1 << 50),
+        devices=get("DEVICES"),
+        gid_index=get("GID_INDEX"),
+        binding=get("BINDING"),
+        queue_pairs=get("QUEUE_PAIRS"),
+        timeout=get("TIMEOUT"),
+        retries=get("RETRIES"),
+        traffic_class=get("TRAFFIC_CLASS"),
+        service_level=get("SERVICE_LEVEL"),
+        cache_entries=get("CACHE_ENTRIES"),
+        cache_bytes=get("CACHE_BYTES"),
     )
-
-
-def _devices(text: str) -> tuple[tuple[str, int], ...]:
-    found = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, _, port = item.partition(":")
-        if not name or (port and not (port.isdigit() and 1 <= int(port) <= 255)):
-            raise VerbsError(
-                f"MONARCH_RDMA_DEVICES={text!r}: names as rxe0 or mlx5_1:2 are needed, with commas between"
-            )
-        found.append((name, int(port or 0)))
-    return tuple(found)

@@ -1,0 +1,196 @@
+"""Settings of the package: the environment variables, their values and defaults, in one table.
+
+`get` reads one setting, `check` reads all of them. An unknown name or a bad value is a ValueError that says what is
+valid. Nothing is read when this module is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+PREFIX = "MONARCH_"
+
+PRIVATE_PREFIXES = ("MONARCH_TEST_", "MONARCH_STRESS_")
+"""Names of the project's own tests."""
+
+FOREIGN = frozenset(
+    {
+        "MONARCH_FILE_LOG",
+        "MONARCH_STDERR_LOG",
+        "MONARCH_LOG_SUFFIX",
+        "MONARCH_V0_WORKAROUND_DO_NOT_USE",
+        "MONARCH_HOST_MESH_V1_REMOVE_ME_BEFORE_RELEASE",
+    }
+)
+"""Names of the package torchmonarch, which may be set for programs that use both. They have no effect here."""
+
+
+class Setting(NamedTuple):
+    """One environment variable. ``values`` completes "NAME='text': ..." in an error; ``parse`` raises ValueError."""
+
+    name: str
+    default: Any
+    values: str
+    parse: Callable[[str], Any]
+    doc: str
+    secret: bool = False
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    return _one_of("0", "1")(text) == "1"
+
+
+def _number(least: int, most: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
+            raise ValueError
+        return int(text)
+
+    return parse
+
+
+def _ports(text: str) -> tuple[tuple[str, int], ...]:
+    found = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, port = item.partition(":")
+        if not name:
+            raise ValueError
+        found.append((name, _number(1, 255)(port) if colon else 0))
+    return tuple(found)
+
+
+_TABLE = (
+    Setting("MONARCH_SHM", True, "give 1, or 0 to use Gloo for all CPU tensors", _flag,
+            "Ranks of one host exchange CPU tensors by shared memory."),
+    Setting("MONARCH_SHM_BYTES", 256 << 20, "give a number of bytes, 1048576 or more, or leave it unset",
+            _number(1 << 20), "Limit of the shared memory of one process, in bytes."),
+    Setting("MONARCH_SHM_READV", 4 << 20, "give a number of bytes, 0 for never, or leave it unset", _number(0),
+            "Size of a piece, in bytes, from which ranks read it from each other's memory; 0: never."),
+    Setting("MONARCH_DEBUG", False, "give 1, or 0", _flag, "Print which routes are chosen, and why."),
+    Setting("MONARCH_SPIN", "", "1 to wait by spinning first, 0 to sleep at once, or unset", _one_of("0", "1"),
+            "Whether a process spins for a moment before it sleeps. Unset: if there are processors for all."),
+    Setting("MONARCH_START_METHOD", "", "it can be fork or spawn, or unset for the better one",
+            _one_of("fork", "spawn"), "How processes are made. Unset: fork, where the fork server can."),
+    Setting("MONARCH_SECRET", "", "64 hexadecimal digits", str,
+            "The job's secret. A file is safer: other processes may see the environment.", secret=True),
+    Setting("MONARCH_SECRET_FILE", "", "a file of mode 600", str, "File with the job's secret, one in each line."),
+    Setting("MONARCH_TLS", True, "0 for none, or unset", _flag, "Connections between hosts are encrypted."),
+    Setting("MONARCH_TLS_CA", "", "a file in PEM", str, "Authorities that sign certificates of hosts."),
+    Setting("MONARCH_TLS_CERT", "", "a file in PEM", str, "This host's certificate."),
+    Setting("MONARCH_TLS_KEY", "", "a file in PEM", str, "The key of this host's certificate."),
+    Setting("MONARCH_HOST_NAME", "", "any text", str, "This host's name in messages. Unset: the system's host name."),
+    Setting("MONARCH_HOST_BRANCHES", None, "a number of hosts, 1 or more", _number(1),
+            "Hosts to which one host passes on a message for many hosts. Unset: 8."),
+    Setting("MONARCH_RDMA", "", "one of 'tcp', 'verbs', or unset for the best route", _one_of("tcp", "verbs"),
+            "Route to memory of other processes."),
+    Setting("MONARCH_CMA", True, "0 not to use process_vm_readv, or unset", _flag,
+            "Copy memory of other processes of this host by process_vm_readv."),
+    Setting("MONARCH_COPY_THREADS", 2, "how many threads make a large copy, 1 to 16", _number(1, 16),
+            "Threads that make one large copy between processes of this host."),
+    Setting("MONARCH_GPU_IPC", True, "0 not to map GPU memory, or unset", _flag,
+            "Map GPU memory of other processes of this host."),
+    Setting("MONARCH_GPU_DRIVER", "", "a library", str, "The GPU's driver. Unset: libcuda.so.1 or libamdhip64.so."),
+    Setting("MONARCH_RDMA_DEVICES", (), "names as rxe0 or mlx5_1:2 are needed, with commas between", _ports,
+            "Ports of NICs that may be used. Unset: all active ones."),
+    Setting("MONARCH_RDMA_GID_INDEX", None, "a number from 0 to 65535 is needed", _number(0, 65535),
+            "Index of the port's address. Unset: the one nearest to the other side's."),
+    Setting("MONARCH_RDMA_BINDING", "", "pyverbs or ibverbs, or unset for the first that loads",
+            _one_of("pyverbs", "ibverbs"), "Python package that drives NICs."),
+    Setting("MONARCH_RDMA_QUEUE_PAIRS", 2, "a number from 1 to 16 is needed", _number(1, 16),
+            "Queue pairs of each port to each process."),
+    Setting("MONARCH_RDMA_TIMEOUT", 16, "a number from 1 to 31 is needed", _number(1, 31),
+            "Time for an acknowledgement: 4.096 us * 2**value."),
+    Setting("MONARCH_RDMA_RETRIES", 6, "a number from 0 to 7 is needed", _number(0, 7),
+            "How often a NIC sends a packet again."),
+    Setting("MONARCH_RDMA_TRAFFIC_CLASS", 0, "a number from 0 to 255 is needed", _number(0, 255),
+            "Traffic class of RDMA packets."),
+    Setting("MONARCH_RDMA_SERVICE_LEVEL", 0, "a number from 0 to 15 is needed", _number(0, 15),
+            "Service level of RDMA packets."),
+    Setting("MONARCH_RDMA_CACHE_ENTRIES", 1024, "a number from 0 to 1048576 is needed", _number(0, 1 << 20),
+            "Own allocations that stay registered with a device."),
+    Setting("MONARCH_RDMA_CACHE_BYTES", 64 << 30, "a number from 0 to 1125899906842624 is needed",
+            _number(0, 1 << 50), "Bytes of own allocations that stay registered with a device."),
+    Setting("MONARCH_RDMA_MESSAGE_BYTES", 1 << 20, "give a number of bytes, 1 or more, or leave it unset", _number(1),
+            "Size of a message, in bytes, from which NICs carry it between hosts."),
+    Setting("MONARCH_UNKNOWN_SETTINGS", "error", "error, or warn", _one_of("error", "warn"),
+            "What an unknown MONARCH_ name leads to. Use warn if another program has such names."),
+    Setting("MONARCH_PROCS_PER_HOST", None, "a number of 1 or more", _number(1),
+            "Set by `monarch-backend run` for its script: ranks of a node."),
+    Setting("MONARCH_RANKS_HERE", 1, "a number of 1 or more", _number(1),
+            "Set for a host's agent: processes of a mesh on its host."),
+    Setting("MONARCH_BUILD_JOBS", None, "a number of 1 or more", _number(1),
+            "Compilers at one time when the package is built."),
+)  # fmt: skip
+
+SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
+"""All settings by name."""
+
+
+def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
+    """Return the value of the setting ``name``, its default if it is unset or empty. Raises ValueError.
+
+    >>> get("MONARCH_SHM_BYTES", {"MONARCH_SHM_BYTES": "1048576"}), get("MONARCH_SHM", {})
+    (1048576, True)
+    """
+    setting = SETTINGS[name]
+    text = (os.environ if environment is None else environment).get(name, "")
+    if not text:
+        return setting.default
+    try:
+        return setting.parse(text)
+    except ValueError:
+        raise ValueError(f"{name}={'(secret)' if setting.secret else repr(text)}: {setting.values}") from None
+
+
+def check(environment: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError for a name that begins with MONARCH_ and is no setting, and for a setting with a bad value.
+
+    >>> check({"MONARCH_SMH": "1"})
+    Traceback (most recent call last):
+    ValueError: MONARCH_SMH is no setting; did you mean MONARCH_SHM? Settings are: ...
+    """
+    given = os.environ if environment is None else environment
+    for name in given:
+        if not name.startswith(PREFIX) or name in FOREIGN or name.startswith(PRIVATE_PREFIXES):
+            continue
+        if name in SETTINGS:
+            get(name, given)
+        else:
+            _unknown(name, warn=get("MONARCH_UNKNOWN_SETTINGS", given) == "warn")
+
+
+def _unknown(name: str, *, warn: bool) -> None:
+    # Without the prefix, which would make every two names alike.
+    words = {setting.removeprefix(PREFIX): setting for setting in SETTINGS}
+    close = [words[word] for word in difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)]
+    text = (
+        f"{name} is no setting{f'; did you mean {close[0]}?' if close else '.'} Settings are: {', '.join(SETTINGS)}. "
+    )
+    text += "Unset it, or set MONARCH_UNKNOWN_SETTINGS=warn if it belongs to another program"
+    if not warn:
+        raise ValueError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def table() -> str:
+    """Return the settings as a table in Markdown, for docs/settings.md."""
+    rows = ["| variable | default | values | meaning |", "| --- | --- | --- | --- |"]
+    for setting in _TABLE:
+        default = {True: "1", False: "0", None: "", "": "", (): ""}.get(setting.default, str(setting.default))
+        if isinstance(setting.default, int) and not isinstance(setting.default, bool):
+            default = str(setting.default)
+        rows.append(f"| `{setting.name}` | {default} | {setting.values} | {setting.doc} |")
+    return "\n".join(rows) + "\n"

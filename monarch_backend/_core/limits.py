@@ -1,0 +1,69 @@
+"""Errors of this process's resource limits: what the system refuses, with the names of the limits that may be why."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+import threading
+from collections.abc import Iterator
+
+_THREADS = ("RLIMIT_NPROC (ulimit -u)", "RLIMIT_AS (ulimit -v)")
+_MEMORY = ("RLIMIT_AS (ulimit -v)",)
+_FILE = ("RLIMIT_FSIZE (ulimit -f)",)
+_DESCRIPTORS = ("RLIMIT_NOFILE (ulimit -n)",)
+_NUMBERS = {
+    "RLIMIT_NPROC (ulimit -u)": resource.RLIMIT_NPROC,
+    "RLIMIT_AS (ulimit -v)": resource.RLIMIT_AS,
+    "RLIMIT_FSIZE (ulimit -f)": resource.RLIMIT_FSIZE,
+    "RLIMIT_NOFILE (ulimit -n)": resource.RLIMIT_NOFILE,
+}
+
+_REFUSALS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
+    ("can't start new thread", errno.EAGAIN, _THREADS, "pids.max of the control group, or threads-max of the kernel"),
+    ("Cannot allocate memory", errno.ENOMEM, _MEMORY, "memory of the control group, or of the host"),
+    ("File too large", errno.EFBIG, _FILE, "the file system's largest file"),
+    ("Too many open files", errno.EMFILE, _DESCRIPTORS, "fs.file-max of the kernel"),
+    ("No space left on device", errno.ENOSPC, (), "the size of /dev/shm, or of the file system"),
+)
+"""Text of the system's error, its number, the limits of this process that lead to it, and others that may."""
+
+
+class ResourceLimitError(RuntimeError):
+    """The system refused memory, a thread, a process or a file; the message names the limits that may be the cause."""
+
+
+def _explanation(error: BaseException) -> str:
+    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    for text, code, names, others in _REFUSALS:
+        if number == code or text in str(error):
+            set_here = [
+                f"{name} is {soft}" for name in names
+                if (soft := resource.getrlimit(_NUMBERS[name])[0]) != resource.RLIM_INFINITY
+            ]  # fmt: skip
+            if set_here:
+                return f"{' and '.join(set_here)}; raise it, or {others}"
+            return f"the limit is {others}: raise it"
+    return ""
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn a refusal of the system within the block into a ResourceLimitError that names the limit.
+
+    ``what`` completes "can't ...". Other errors pass.
+    """
+    try:
+        yield
+    except ResourceLimitError:
+        raise
+    except (OSError, RuntimeError, MemoryError) as error:
+        if why := _explanation(error):
+            raise ResourceLimitError(f"can't {what}: {error or 'no memory'} ({why})") from error
+        raise
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start it. Raises ResourceLimitError where the system allows no further thread."""
+    with explained(f"start the thread {thread.name!r}, which monarch_backend needs"):
+        thread.start()

@@ -1,0 +1,38 @@
+"""The user's state directory: the secret, files of jobs, logs. Only the user can read it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def state_directory() -> Path:
+    """Return ``$XDG_STATE_HOME/monarch_backend``, or the like in the home directory; it need not exist."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "monarch_backend"
+
+
+def make_private(path: Path) -> Path:
+    """Make the directory ``path`` with mode 0700 whatever the umask, as well as parents that do not exist.
+
+    A directory of the state that others can enter, as older releases made it, is closed to them. Raises OSError.
+    """
+    root = state_directory()
+    if root in path.parents:
+        make_private(root)
+    missing = []
+    parent = path
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    for directory in reversed(missing):
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:  # another process was faster
+            continue
+        directory.chmod(0o700)  # the umask may have taken bits of the owner
+    status = path.stat()
+    is_ours = status.st_uid == os.geteuid() and (path == root or root in path.parents)
+    if is_ours and stat.S_IMODE(status.st_mode) != 0o700:
+        path.chmod(0o700)
+    return path

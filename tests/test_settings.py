@@ -1,0 +1,97 @@
+"""The table of settings: complete, documented, and checked where the package is first used."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarch_backend._core import env
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_settings_page_is_the_table() -> None:
+    page = (ROOT / "docs/settings.md").read_text()
+    assert env.table() in page, f"docs/settings.md needs this table:\n{env.table()}"
+
+
+def test_every_variable_that_is_read_is_in_the_table() -> None:
+    named = set()
+    for file in [*(ROOT / "monarch_backend").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "setup.py"]:
+        read = r'(?:"(MONARCH_[A-Z_]+)")' if file.suffix == ".py" else r'getenv\("(MONARCH_[A-Z_]+)"\)'
+        named |= set(re.findall(read, file.read_text()))
+    named = {name for name in named if not name.endswith("_")} - env.FOREIGN - {"MONARCH_SMH"}  # an example
+    assert named - set(env.SETTINGS) == set()
+    assert "MONARCH_GPU_DRIVER" in named and "MONARCH_SHM" in named
+
+
+@pytest.mark.parametrize("name", [name for name, setting in env.SETTINGS.items() if setting.parse is not str])
+def test_bad_value_raises_with_the_valid_ones(name: str) -> None:
+    for text in ("yes?", "-1", "1.5", "\u00b2"):
+        if name == "MONARCH_RDMA_DEVICES":
+            text = f"{text}:0"
+        with pytest.raises(ValueError, match=re.escape(f"{name}={text!r}: {env.SETTINGS[name].values}")):
+            env.check({name: text})
+    env.check({name: ""})
+
+
+def test_unknown_name_raises_with_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match=r"MONARCH_DEBUGG is no setting; did you mean MONARCH_DEBUG\? Settings are: "):
+        env.check({"MONARCH_DEBUGG": "1"})
+    with pytest.raises(ValueError, match=r"MONARCH_XYZZY is no setting\. Settings are: MONARCH_SHM, "):
+        env.check({"MONARCH_XYZZY": "1"})
+    with pytest.warns(RuntimeWarning, match="MONARCH_XYZZY is no setting"):
+        env.check({"MONARCH_XYZZY": "1", "MONARCH_UNKNOWN_SETTINGS": "warn"})
+
+
+def test_names_of_others_are_accepted() -> None:
+    env.check({"MONARCH_FILE_LOG": "debug", "MONARCH_TEST_SEED": "3", "MONARCHY": "1", "PATH": ""})
+
+
+_USES = {
+    "group": """
+import torch.distributed as dist
+dist.init_process_group("monarch", store=dist.HashStore(), rank=0, world_size=1)
+""",
+    "program": """
+from monarch_backend.actor import this_host
+this_host().spawn_procs({"gpus": 1})
+""",
+    "environment of processes": """
+import os
+from monarch_backend.actor import this_host
+bad = {name: os.environ.pop(name) for name in ("MONARCH_SPIM",)}
+this_host().spawn_procs({"gpus": 1}, env=bad)
+""",
+    "up": "import sys; from monarch_backend.cli import main; sys.exit(main(['up']))",
+    "run": "import sys; from monarch_backend.cli import main; sys.exit(main(['run', 'nothing.py']))",
+}
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_first_use_with_a_bad_setting_fails(use: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _USES[use]],
+        env={**os.environ, "MONARCH_SPIM": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode in (1, 2), done
+    assert "MONARCH_SPIM is no setting; did you mean MONARCH_SPIN?" in done.stderr, done.stderr
+
+
+def test_import_ignores_settings() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch, monarch_backend"],
+        env={**os.environ, "MONARCH_SPIM": "1", "MONARCH_SHM": "yes?"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
