@@ -68,14 +68,14 @@ class RDMAAction:
         return len(self._steps)
 
     def read_remote(self, dst: Any, src: RDMABuffer) -> RDMAAction:
-        """Copy all of ``src`` to the beginning of ``dst``."""
+        """Copy all of ``src`` to the beginning of ``dst``; the rest of ``dst`` keeps its values."""
         src, dst = _buffer_and_local(src, dst, "read_remote(dst, src)", "src")
         handle, size = src._handle, src.size()
         make = lambda memory: Part(handle, False, ((handle.offset, memory.address, size),))  # noqa: E731
         return self._add(_Step(src, dst, lambda: src._to_read(dst), True, make))
 
     def write_remote(self, dst: RDMABuffer, src: Any) -> RDMAAction:
-        """Copy all of ``src`` to the beginning of ``dst``."""
+        """Copy all of ``src`` to the beginning of ``dst``; the rest of ``dst`` keeps its values."""
         dst, src = _buffer_and_local(dst, src, "write_remote(dst, src)", "dst")
         handle = dst._handle
         make = lambda memory: Part(handle, True, ((handle.offset, memory.address, memory.nbytes),))  # noqa: E731

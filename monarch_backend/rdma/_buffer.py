@@ -104,6 +104,7 @@ class RDMABuffer:
     def read_into(self, dst: Any, *, timeout: float | None = None) -> Future[None]:
         """Copy all of it to the beginning of ``dst``, which has as many bytes or more. A Future of None.
 
+        The bytes of ``dst`` after the first ``size()`` keep their values.
         ``timeout`` in seconds, after which the transfer ends with TimeoutError. Other errors, of the future:
         DroppedError for memory that is not registered any more, OwnerLostError (a SupervisionError) when its process is
         gone, RDMAError for the rest; a part may have been copied by then. Cancelling the future ends the transfer.

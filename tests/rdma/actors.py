@@ -187,6 +187,19 @@ class Process(Actor):
         return torch.equal(as_tensor(into), pattern(buffer.size(), seed))
 
     @endpoint
+    def read_into_larger(self, buffer: RDMABuffer, kind: str, by_action: bool) -> tuple[bool, bool]:
+        """Whether the buffer's bytes arrived, and whether the rest of the target kept its own."""
+        size = buffer.size()
+        into = fill(self.mine(kind, size + 4099), pattern(size + 4099, 5))
+        transfer = (
+            RDMAAction().read_remote(into, buffer).submit if by_action else functools.partial(buffer.read_into, into)
+        )
+        for _ in range(2):  # a repeated transfer takes a shorter way
+            transfer(timeout=30).get()
+        found = as_tensor(into)
+        return torch.equal(found[:size], pattern(size)), torch.equal(found[size:], pattern(size + 4099, 5)[size:])
+
+    @endpoint
     def says(self, buffer: RDMABuffer, atomic: bool = False) -> list[str]:
         """The lines of MONARCH_DEBUG=1 that three transfers write."""
         said = io.StringIO()

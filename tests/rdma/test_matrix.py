@@ -49,6 +49,15 @@ def test_what_is_read_and_written(pair: Pair, kind: str, size: int) -> None:
     owner.drop.call_one(buffer).get()
 
 
+@pytest.mark.parametrize("by_action", [False, True], ids=["read_into", "action"])
+def test_read_into_larger_target_leaves_the_rest_unchanged(pair: Pair, by_action: bool) -> None:
+    owner, reader = pair
+    for kind, size in itertools.product(("tensor", "array"), (1, 4 * KIB - 1, MIB + 3)):
+        buffer = owner.own.call_one("tensor", size).get()
+        assert reader.read_into_larger.call_one(buffer, kind, by_action).get() == (True, True), (kind, size)
+        owner.drop.call_one(buffer).get()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64 * MIB, 256 * MIB])
 def test_large_memory(pair: Pair, size: int) -> None:
