@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import msgspec
+
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor import Future
 from monarch_backend.actor._future import DoneFuture
@@ -202,9 +204,12 @@ def _whole(number: Any, what: str) -> int:
 
 
 def _arrived(*fields: Any) -> RDMABuffer:
-    handle = Handle(*fields)
+    try:
+        handle = msgspec.convert(fields, Handle)
+    except msgspec.ValidationError as error:
+        raise RDMAError(f"the handle of an RDMABuffer was damaged on its way: {error}") from None
     slot, epoch, key = handle.ticket
     numbers = (slot, 32), (epoch, 64), (key, 64), (handle.offset, 64), (handle.nbytes, 64)
-    if not all(isinstance(number, int) and 0 <= number < 1 << bits for number, bits in numbers):
-        raise RDMAError("the handle of an RDMABuffer was damaged on its way")
+    if not all(0 <= number < 1 << bits for number, bits in numbers):
+        raise RDMAError("the handle of an RDMABuffer was damaged on its way: a number is out of range")
     return RDMABuffer._of(handle)

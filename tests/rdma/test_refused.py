@@ -24,7 +24,7 @@ import torch
 
 from monarch_backend.actor import ActorMesh, this_host
 from monarch_backend.job import ProcessJob
-from monarch_backend.rdma import RDMAAction, RDMABuffer, ShardedState, _memory
+from monarch_backend.rdma import RDMAAction, RDMABuffer, RDMAError, ShardedState, _memory
 from monarch_backend.rdma._transfers import engine
 from tests.job.support import MARK, in_program, new_mark
 from tests.rdma.actors import Process, take
@@ -56,6 +56,27 @@ def use(request: pytest.FixtureRequest, buffer: RDMABuffer) -> Iterator[Callable
     before = engine().registry.count()
     yield functools.partial(USES[request.param], buffer)
     assert engine().registry.count() == before
+
+
+def test_handle_with_forged_fields_is_refused_as_damaged(buffer: RDMABuffer) -> None:
+    handle = buffer._handle
+    rebuild, fields = buffer.__reduce__()
+    assert rebuild(*fields)._handle.ticket == handle.ticket
+    fields = handle._asdict()
+    slot, epoch, key = handle.ticket
+    for name, value in [
+        *((name, None) for name in fields), ("token", 5), ("token", b"x" * 32), ("pid", "1"), ("ways", 7),
+        ("ways", (("h", "p"),)), ("ways", (("h",),)), ("writable", "yes"), ("encrypted", 2), ("staged", "no"),
+        ("verbs", "\N{SNOWMAN}"), ("ticket", (slot, epoch)), ("ticket", (slot, epoch, key, 0)), ("ticket", "abc"),
+        ("ticket", (-1, epoch, key)), ("ticket", (1 << 32, epoch, key)), ("ticket", (slot, 1 << 64, key)),
+        ("ticket", (slot, epoch, 1 << 90)), ("offset", -1), ("offset", 1 << 64), ("nbytes", 1.5), ("nbytes", -1),
+        ("device", 0), ("verbs", 3),
+    ]:  # fmt: skip
+        with pytest.raises(RDMAError, match="damaged"):
+            rebuild(*handle._replace(**{name: value}))
+    for wrong in (handle[:7], (*handle, 1), ()):
+        with pytest.raises(RDMAError, match="damaged"):
+            rebuild(*wrong)
 
 
 # What is no memory, or not as a whole ---------------------------------------------------------------------------------
