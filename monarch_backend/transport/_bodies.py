@@ -5,6 +5,9 @@ What they mean is no concern of this module, nor where they go.
 
 from __future__ import annotations
 
+import os
+import pickle
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -57,17 +60,68 @@ def cut(body: Any, buffers: Sequence[Any] | None, most: int) -> tuple[list[int],
     return sizes, pieces
 
 
+class _Discarded:
+    """Stands in for a bytearray that was not allocated: has its length, and takes bytes without storing them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __setitem__(self, part: slice, content: Any) -> None:
+        pass
+
+
+class _Refused(bytes):
+    """A body that raises MemoryError when it is unpickled.
+
+    Its length is that of the message which it stands for: the receiver gives back as many places as the sender took.
+    """
+
+    _size: int
+
+    @classmethod
+    def of(cls, size: int) -> _Refused:
+        """For a message of ``size`` bytes."""
+        made = cls(pickle.dumps(_NoRoom(size)))
+        made._size = size
+        return made
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class _NoRoom:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __reduce__(self) -> Any:
+        return _raise_no_room, (self._size, os.getpid())
+
+
+def _raise_no_room(size: int, pid: int) -> None:
+    raise MemoryError(
+        f"process {pid} has no memory for a message of {size} bytes: raise its limit (RLIMIT_AS, ulimit -v), send "
+        "smaller messages, or read the data in parts out of an RDMABuffer"
+    )
+
+
 class Assembly:
     """A frame that comes in pieces."""
 
     def __init__(self, head: bytes) -> None:
         self._head: _Head = decode(_decoder, head, "the head of a frame in pieces")
+        sizes = self._head[6]
+        if not sizes or min(sizes) < 0 or sum(sizes) > sys.maxsize:
+            raise FrameError(f"a frame in pieces of {sizes[:4]} bytes")
+        self._parts: list[Any]
         try:
-            self._parts = [bytearray(size) for size in self._head[6]]
-        except (ValueError, OverflowError, MemoryError) as error:
-            raise FrameError(f"a frame in pieces that nobody has room for: {error}") from error
-        if not self._parts:
-            raise FrameError("a frame in pieces without a body")
+            self._parts = [bytearray(size) for size in sizes]
+            self._has_room = True
+        except MemoryError:  # the sender is not to blame: its other messages, and this one's reply, must still come
+            self._parts = [_Discarded(size) for size in sizes]
+            self._has_room = False
         self._which = self._at = self._next = 0
         self._missing = sum(self._head[6])
 
@@ -91,9 +145,12 @@ class Assembly:
         return self._next == self._head[7]
 
     def frame(self, link: int, epoch: int) -> tuple[Any, ...]:
-        """The frame, as links bring it. Raises FrameError if there are fewer bytes than were announced."""
+        """The frame, as links bring it. Raises FrameError if there are fewer bytes than were announced.
+
+        Where this process had no memory for the frame, its body raises MemoryError when it is unpickled.
+        """
         if self._missing:
             raise FrameError(f"a frame in pieces that lacks {self._missing} bytes")
-        kind, target, ref, seq, rank, prefix, _, _ = self._head
-        body, *buffers = self._parts
+        kind, target, ref, seq, rank, prefix, sizes, _ = self._head
+        body, *buffers = self._parts if self._has_room else [_Refused.of(sum(sizes))]
         return (link, kind, target, ref, seq, rank, epoch, prefix, body, buffers or None)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from monarch_backend.transport import _frames
-from monarch_backend.transport._bodies import Assembly
+from monarch_backend.transport._bodies import Assembly, own, size_of
 from monarch_backend.transport._frames import MOST_CONTROL, FrameError, Part, Replies, Route
+from monarch_backend.transport._serialize import DeserializationError, loads
 
 DECODERS = [_frames.decode_control, _frames.decode_route, _frames.decode_replies, Assembly]
 
@@ -60,10 +61,26 @@ def _head(sizes: list[int], count: int) -> bytes:
     return _frames.encode([1, 2, 3, 4, 5, b"prefix", sizes, count])
 
 
-@pytest.mark.parametrize("sizes", [[], [-1], [5, -1], [1 << 63], [(1 << 64) - 1], [1 << 62]])
-def test_pieces_of_what_nobody_has_room_for(sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[], [-1], [5, -1], [1 << 63], [(1 << 64) - 1]])
+def test_pieces_of_impossible_sizes_are_refused(sizes: list[int]) -> None:
     with pytest.raises(FrameError, match="a frame in pieces"):
         Assembly(_head(sizes, 1))
+
+
+def test_frame_larger_than_memory_is_replaced_by_a_memory_error_of_its_size() -> None:
+    size = 1 << 62
+    whole = Assembly(_head([3, size], 2))
+    assert whole.add(0, b"abc") and not whole.complete
+    with pytest.raises(FrameError, match="lacks"):
+        whole.frame(1, 0)
+    half = Assembly(_head([size - 4, 4], 1))
+    half._missing = 0  # no test sends so many bytes
+    *head, body, buffers = half.frame(9, 8)
+    assert (head, buffers) == ([9, 1, 2, 3, 4, 5, 8, b"prefix"], None)
+    assert size_of(body, buffers) == size_of(own(body), None) == size
+    with pytest.raises(DeserializationError, match=f"no memory for a message of {size} bytes") as caught:
+        loads(body, buffers)
+    assert type(caught.value.__cause__) is MemoryError
 
 
 def test_pieces_add_up() -> None:
