@@ -101,10 +101,7 @@ class _NoRoom:
 
 
 def _raise_no_room(size: int, pid: int) -> None:
-    raise MemoryError(
-        f"process {pid} has no memory for a message of {size} bytes: raise its limit (RLIMIT_AS, ulimit -v), send "
-        "smaller messages, or read the data in parts out of an RDMABuffer"
-    )
+    raise MemoryError(f"process {pid} has no memory for a message of {size} bytes")
 
 
 class Assembly:

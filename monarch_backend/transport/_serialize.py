@@ -371,6 +371,11 @@ def _not_rebuilt(error: Exception) -> DeserializationError:
         remedy = "Make the module importable here, or send it along with cloudpickle.register_pickle_by_value(module)."
     elif isinstance(error, AttributeError):
         remedy = "Compare the versions of the module at the sender and here."
+    elif isinstance(error, MemoryError):
+        remedy = (
+            "Raise this process's memory limit (RLIMIT_AS, ulimit -v, cgroup), send smaller messages, or read the data "
+            "in parts out of an RDMABuffer."
+        )
     elif isinstance(error, (pickle.UnpicklingError, EOFError)):
         remedy = "The bytes are damaged, or are not the result of dumps()."
     else:

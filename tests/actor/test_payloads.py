@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -620,6 +622,49 @@ class Relay(Actor):
 def small_arena() -> None:
     _links.ARENA_BYTES = 64 * MIB
     _router.MOST_IN_ONE = 16 * MIB
+
+
+class Limited(Actor):
+    """May have little more memory than it has."""
+
+    @endpoint
+    def limit(self, spare: int) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + spare, resource.RLIM_INFINITY))
+
+    @endpoint
+    def length(self, value: Any) -> int:
+        return len(value)
+
+    @endpoint
+    def zeros(self, size: int) -> bytes:
+        return bytes(size)
+
+    @endpoint
+    def ask(self, other: ActorMesh, size: int) -> str:
+        return repr(other.zeros.call_one(size).exception(PATIENCE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [300 * MIB, 5 << 30])
+def test_message_larger_than_the_memory_limit_is_an_error_and_both_sides_go_on(size: int) -> None:
+    """As an argument and as a result; a process without a limit still gets it."""
+    with this_host().spawn_procs({"gpus": 2}) as procs:
+        mesh = procs.spawn("limited", Limited)
+        limited, other = mesh.slice(gpus=0), mesh.slice(gpus=1)
+        assert limited.ask.call_one(other, 1).get(PATIENCE) == "None"  # they have each other's memory mapped
+        limited.limit.call_one(64 * MIB).get(PATIENCE)
+        for value in (bytes(size), np.zeros(size, dtype=np.uint8)):  # neither is written to: no page is committed
+            error = limited.length.call_one(value).exception(4 * PATIENCE)
+            assert isinstance(error, ActorError) and isinstance(error.__cause__, DeserializationError), error
+            assert "MemoryError" in str(error) and "RLIMIT_AS" in str(error), error
+        assert "RLIMIT_AS" in limited.ask.call_one(other, size).get(4 * PATIENCE)
+        # Places in the window come back: each message takes a third of it.
+        for _ in range(4 if size < 1 << 30 else 0):
+            assert limited.length.call_one(bytes(size)).exception(PATIENCE) is not None
+        assert list(mesh.length.call(b"abc").get(PATIENCE).values()) == [3, 3]
+        if size < 1 << 30:
+            assert other.length.call_one(bytes(size)).get(PATIENCE) == size
 
 
 def test_memory_of_a_process_that_has_gone_is_given_back() -> None:
