@@ -507,6 +507,30 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
     faults.none()
 
 
+def daemon_stopped(addresses: list[str], daemon: int) -> None:
+    """A daemon that stands still: its agents and processes go on, attaching ends in time, and works once it goes on."""
+    faults = expect_faults()
+    hosts, procs, workers = begin(addresses)
+    workers.echo.call(0).get(PATIENCE)
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        goes_on(hosts, workers)
+        with ended_within(12.0, "attaching a host whose daemon is stopped"):
+            error: Exception | None = None
+            try:
+                attach_to_workers(addresses[1:], timeout=2.0)
+            except ConnectionError as raised:
+                error = raised
+        assert error is not None and addresses[1].removeprefix("tcp://") in str(error), error
+        goes_on(hosts, workers)
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    again = attach_to_workers(addresses[1:]).spawn_procs({"gpus": 1}).spawn("again", Worker)
+    assert again.place.call_one().get(PATIENCE)[0] == "gamma"
+    procs.stop().get(PATIENCE)
+    faults.none()
+
+
 def gateway_killed(*addresses: str) -> None:
     """This host's gateway dies: all that is elsewhere is lost, and nobody waits for it."""
     faults = expect_faults()
@@ -652,7 +676,10 @@ def spare(addresses: list[str], daemons: list[int]) -> None:
 
 
 def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> None:
-    """Connections break, or stand still, in the middle of traffic, and nothing is lost or repeated."""
+    """Connections break, or stand still, in the middle of traffic, and nothing is lost or repeated.
+
+    ``how``: "nothing" leaves the cables to the test.
+    """
     wires = Cables(cables)
     _, _, workers = begin(addresses, silence=3.0, heartbeat=0.5)
     one, other = workers.slice(hosts=0, gpus=0), workers.slice(hosts=1, gpus=0)
@@ -661,7 +688,7 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
     stop = threading.Event()
 
     def harm() -> None:
-        while not stop.wait(random.uniform(0.2, 0.8)):
+        while how != "nothing" and not stop.wait(random.uniform(0.2, 0.8)):
             for index in (0, 2):
                 if how == "reset":
                     wires.reset(index)

@@ -55,6 +55,22 @@ def test_a_daemon_is_killed(world: World, daemons: list[Daemon]) -> None:
         lose(world, [daemons[0], victim], "daemon killed", 3 * SILENCE)
 
 
+@pytest.mark.slow
+def test_stopped_daemon_fails_new_attachments_only(world: World, daemons: list[Daemon]) -> None:
+    with world.daemon(2) as stopped:
+        world.run("daemon_stopped", [daemons[0].address, stopped.address], stopped.pid)
+
+
+@pytest.mark.slow
+def test_lost_and_reordered_packets_change_no_message(world: World, daemons: list[Daemon]) -> None:
+    assert world.where is not None
+    with world.where.lossy(2, loss=0.02, reorder=0.1) as counts:
+        addresses = [daemon.address for daemon in daemons[:2]]
+        world.run("breaks", addresses, world.where.cables.pids, "nothing", 2)
+    print("measured frames sent, lost, reordered:", *counts)
+    assert counts[1] > 10 and counts[2] > 10, counts
+
+
 def test_the_gateway_of_the_controller_is_killed(world: World, workers: list[str]) -> None:
     run = world.run("gateway_killed", *workers[:2])
     assert "the gateway of this host has ended" in run.out

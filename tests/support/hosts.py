@@ -172,6 +172,33 @@ class Hosts:
         """The address of a host's eth0."""
         return address(index)
 
+    @contextlib.contextmanager
+    def lossy(self, index: int, loss: float, reorder: float, seed: int = 1) -> Iterator[list[int]]:
+        """The cable of a host loses and reorders frames. The list gets the numbers of frames sent, lost, reordered."""
+        from tests.support import lossy
+
+        switch, found = self.pids[-1], [0, 0, 0]
+
+        def python(pid: int, *words: str) -> list[str]:
+            return ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, lossy.__file__, *words]
+
+        enter_and_run_ip(
+            switch, "link add x0 type veth peer name x1", "link set x1 up", f"link set p{index} nomaster",
+            "link set x0 master br0 up",
+        )  # fmt: skip
+        try:
+            for pid, name in ((switch, "x0"), (self.pids[index], "eth0")):
+                subprocess.run(python(pid, name), check=True)
+            command = python(switch, f"p{index}", "x1", str(loss), str(reorder), str(seed))
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cable:
+                assert cable.stdin is not None and cable.stdout is not None
+                assert cable.stdout.readline() == "ready\n"
+                yield found
+                cable.stdin.close()
+                found[:] = map(int, cable.stdout.readline().split())
+        finally:
+            enter_and_run_ip(switch, "link del x0", f"link set p{index} master br0")
+
     @property
     def cables(self) -> Cables:
         """What lies between these hosts."""
