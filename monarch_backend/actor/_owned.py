@@ -30,6 +30,7 @@ from monarch_backend.mesh import _binding, _linux
 from monarch_backend.mesh._extent import Extent, ranks_in_words
 from monarch_backend.mesh._limits import allow_descriptors, check_count, check_spawn
 from monarch_backend.mesh._logs import LogCollector
+from monarch_backend.mesh._main_module import main_module, refuse_import_of_main
 from monarch_backend.mesh._mesh_log import MeshLog
 from monarch_backend.mesh._procs import ProcCore, ProcMesh, label_of
 from monarch_backend.mesh._spawner import (
@@ -270,7 +271,7 @@ class ProcessOwner:
         processors = len(os.sched_getaffinity(0))
         environment = {**os.environ, **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
-        imports = _with_dtensors()
+        imports, main_of_program = _with_dtensors(), main_module()
         neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # on each host
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
@@ -288,7 +289,7 @@ class ProcessOwner:
                 environment=environment if host is None else {**(env or {}), RANKS_HERE: str(neighbours)},
                 path=path, argv=argv, cwd=cwd, bootstrap=packed, cpus=cpus[rank],
                 threads=len(cpus[rank]) if cpus[rank] else max(1, processors // count),
-                imports=imports,
+                imports=imports, main_module=main_of_program,
             )  # fmt: skip
 
         return make
@@ -348,6 +349,7 @@ class ProcessOwner:
                 self._program.router.tell(member.peer, message)
 
     def _spawner_of_this_process(self) -> Any:
+        refuse_import_of_main()
         with self._making:
             if self._spawner is None:
                 self._spawner = self.make_spawner(self._event, self._program.server_address or None)

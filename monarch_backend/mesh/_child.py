@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -27,6 +26,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from monarch_backend.mesh import _binding, _finalize, _linux
+from monarch_backend.mesh._main_module import empty_main_module
 from monarch_backend.mesh._spawn_messages import Spawn
 
 
@@ -83,7 +83,10 @@ def _become(spec: Spawn) -> None:
     for entry in [entry for entry, finder in sys.path_importer_cache.items() if finder is None]:
         del sys.path_importer_cache[entry]  # it may exist by now
     _finalize.remember_preloaded()
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    # multiprocessing's children call the main module __mp_main__, also in what they send back.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = empty_main_module(
+        spec.main_module[0], os.fsdecode(spec.main_module[1])
+    )
     # What the controller's interpreter would have printed at once, a log must get at once.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

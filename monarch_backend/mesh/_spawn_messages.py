@@ -43,6 +43,7 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     stderr: bool
     method: Method | None  # None: fork where that is safe
     imports: list[str] = []  # modules of this package, which the server has before it forks
+    main_module: tuple[str, bytes] = ("", b"")  # name and path of the program's, see _main_module.py
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):

@@ -73,7 +73,7 @@ class ProcessSpec:
     OMP_NUM_THREADS; None: as many as the cpus of ``cpus``, or what torch chooses. ``stdout`` and ``stderr`` are open
     files of the caller's that become the process's, None: those that the caller had when the fork server was started.
     Standard input is empty. ``imports`` are modules of this package that the process will need: the server imports them
-    first, once, so that those that are forked have them.
+    first, once, so that those that are forked have them. ``main_module`` is from _main_module.main_module.
     """
 
     label: str
@@ -88,6 +88,7 @@ class ProcessSpec:
     stdout: int | None = None
     stderr: int | None = None
     imports: Sequence[str] = ()
+    main_module: tuple[str, str] = ("", "")
 
 
 def _start_method() -> Method | None:
@@ -111,6 +112,7 @@ def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spaw
         stderr=spec.stderr is not None,
         method=method,
         imports=list(spec.imports),
+        main_module=(spec.main_module[0], os.fsencode(spec.main_module[1])),
     )
 
 
