@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend.actor._errors import CancelledError, MeshFailure, SupervisionError
+from monarch_backend.actor._exit import is_ending
 from monarch_backend.actor._unread import UnreadError, describe_local
 from monarch_backend.transport._pump import release
 
@@ -166,7 +167,10 @@ class Future(Generic[T]):
             except CancelledError:
                 future.cancel()
             except BaseException as error:
-                future.set_exception(error)
+                if is_ending() and isinstance(error, SupervisionError):  # reported; the loop is being closed
+                    future.cancel()
+                else:
+                    future.set_exception(error)
 
         def told(_: Future[T]) -> None:
             try:

@@ -9,6 +9,7 @@ import _signal  # type: ignore[import-not-found] # signal.getsignal makes an enu
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class Interrupts:
         self._since = 0.0
         self._again = False  # it is ours, tried again
         self.waiting_for: Any = None
+        self.exit_request: BaseException | None = None  # raised in the place of KeyboardInterrupt, see _exit.py
 
     def guard(self) -> None:
         """On the main thread: from now on. Notebooks put Python's handler back in place with every cell; and that of
@@ -63,8 +65,18 @@ class Interrupts:
 
     def raise_here(self) -> None:
         """The main thread has waited, and nothing is half done."""
-        self.noted = False
-        raise KeyboardInterrupt
+        request, self.exit_request, self.noted = self.exit_request, None, False
+        raise KeyboardInterrupt if request is None else request
+
+    def may_raise_in(self, frame: FrameType | None, since: float) -> bool:
+        """Whether a request of this time can be raised in this frame of the main thread: nothing is half done there."""
+        return self.waiting_for is None and (not _is_ours(frame) or time.monotonic() - since > MOST)
+
+    def release_main(self) -> None:
+        """Let the main thread look for a request, if it waits."""
+        if self.waiting_for is not None:
+            release(self.waiting_for)
+        self._program.pump.wake()  # it may be the main thread itself that reads, and is about to sleep
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         again, self._again = self._again, False

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from monarch_backend import _native
 from monarch_backend._core import env
 from monarch_backend._core.limits import start_thread
-from monarch_backend.actor import _context, _registry
+from monarch_backend.actor import _context, _exit, _registry
 from monarch_backend.actor._actor import blueprint
 from monarch_backend.actor._actor_mesh import ActorMesh
 from monarch_backend.actor._async_cell import AsyncCell
@@ -285,6 +285,7 @@ class Program:
 
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
         """Start a process for each rank of the extent."""
+        _exit.prepare()
         return self.owner.spawn(extent, _living_cell("processes"), hosts=hosts.hosts, **options)
 
     # ---- hosts
@@ -719,10 +720,10 @@ class Program:
 
     def shutdown(self) -> None:
         """Stop everything, in order; with a second Ctrl-C, at once."""
-        if self.closing:
+        if self.closing and not _exit.is_ending():
             return
         try:
-            if not self.owner.any() and self.hosts is None:
+            if self.closing or (not self.owner.any() and self.hosts is None):
                 return
             stopping = self.stop_procs(None, "stop", "the program ends")
             if not self.wait(stopping, HINT):
@@ -745,6 +746,9 @@ class Program:
                 self.mover.close()
             self.links.host.leave()  # type: ignore[attr-defined]
             self.pump.close()
+            # What still refers to classes of the main module would keep its globals from being finalised.
+            blueprint.cache_clear()
+            self.main_children.clear()
 
 
 def _heard_above(program: Program, peer: Peer, message: Setting) -> None:

@@ -5,18 +5,13 @@ Detection is elsewhere (links, spawner, cells); here is what is decided about it
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import io
-import os
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from monarch_backend.actor import _exit
 from monarch_backend.actor._errors import MeshFailure
 from monarch_backend.transport._links import Clock
 
@@ -85,31 +80,12 @@ def interactive() -> bool:
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules or bool(sys.flags.interactive)
 
 
-FLUSHING = 2.0
-"""Seconds that flushing files at the end may take: a pipe that nobody reads must not keep the program alive."""
-
-
-def _flush_files() -> None:
-    """What the program has written and not flushed. A thread for each file: one that blocks keeps no other one."""
-
-    def flush(file: Any) -> None:
-        with contextlib.suppress(Exception):
-            file.flush()
-
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    files = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]  # isinstance runs code of theirs
-    threads = [threading.Thread(target=flush, args=(file,), daemon=True) for file in (sys.stdout, *files)]
-    deadline = time.monotonic() + FLUSHING
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
 def end_program(failure: MeshFailure) -> None:
     """The default of ``monarch_backend.actor.unhandled_fault_hook``: the report on stderr, then exit with status 1.
 
-    Open files are flushed; neither ``finally`` nor ``atexit`` is waited for. In a REPL or a notebook only the report.
+    The main thread is interrupted as by Ctrl-C, so that ``finally`` blocks and ``atexit`` hooks run, for at most 10
+    seconds. The processes of the program are killed before that, and open files are flushed. In a REPL or a notebook
+    only the report is written. To exit at once, set a hook that prints ``failure.report()`` and calls ``os._exit(1)``.
     """
     from monarch_backend.actor._program import program
 
@@ -123,9 +99,10 @@ def end_program(failure: MeshFailure) -> None:
     )
     sys.stderr.flush()
     if not interactive():
+        ending = here.root is None and _exit.end_main_thread(here)
         here.kill_all()
-        _flush_files()
-        os._exit(1)
+        if not ending:
+            _exit.exit_now()
 
 
 class Supervision:

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable
 from types import CodeType
 
+from monarch_backend.actor import _exit  # noqa: F401 (its atexit hook is registered first, and so runs last)
+
 log = logging.getLogger("monarch_backend")
 
 CallSite = tuple[CodeType, int]

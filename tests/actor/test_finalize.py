@@ -106,10 +106,11 @@ def test_end_of_program_finalises_processes_whose_code_came_by_value(tmp_path: P
     source = Path(__file__).read_text().partition("WRITTEN = ")[0]
     script.write_text(f"""{source}
 if __name__ == "__main__":
+    kept = Note(Path({str(held)!r}) / "of the program")
     holder = this_host().spawn_procs({{"gpus": 1}}).spawn("holder", Holder)
     holder.hold.call_one(Path({str(held)!r})).get()
 """)
     run: Any = python(str(script))
     assert (run.returncode, run.stderr) == (0, "")
-    assert written(held) == WRITTEN
+    assert written(held) == WRITTEN | {"of the program": "Note collected"}
     assert "the last line" in run.stdout

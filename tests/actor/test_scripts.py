@@ -333,6 +333,91 @@ def test_an_unhandled_failure_ends_the_program_with_its_cause_on_top(how: str, f
     assert ended.out.splitlines()[0] == "all are there"
 
 
+UNWOUND = {
+    "waiting": "v.slice(gpus=1).die.call_one().get()",
+    "sleeping": "v.slice(gpus=1).die.broadcast(); time.sleep(600)",
+    "computing": "v.slice(gpus=1).die.broadcast()\nwhile True: sum(range(1000))",
+    "asyncio": "asyncio.run(waiting())",
+    "in a with block": "with procs: v.slice(gpus=1).die.call_one().get()",
+    "with a handler of SIGINT": """
+signal.signal(signal.SIGINT, lambda *_: print("not a Ctrl-C"))
+v.slice(gpus=1).die.broadcast(); time.sleep(600)
+""",
+    "catching the exit": """
+try:
+    v.slice(gpus=1).die.call_one().get()
+except BaseException:
+    sys.exit(5)
+""",
+    "an actor fails": "procs.spawn('broken', Broken); time.sleep(600)",
+}
+
+
+@pytest.mark.parametrize("how", UNWOUND)
+def test_unhandled_failure_runs_finally_blocks_and_atexit_hooks(how: str, finish: Start) -> None:
+    ended = finish(
+        """
+        import atexit
+        class Broken(Actor):
+            def __init__(self):
+                raise RuntimeError("no accelerator here")
+        async def waiting():
+            try:
+                await v.slice(gpus=1).die.call_one()
+            finally:
+                print("async finally")
+        procs = this_host().spawn_procs({"gpus": 2}, name="workers")
+        v = procs.spawn("v", Victim)
+        v.echo.call(1).get()
+        atexit.register(print, "hook")
+        try:
+        """,
+        textwrap.indent(UNWOUND[how], "    ") + "\nfinally: print('finally')",
+    )
+    assert ended.returncode == 1, ended.err
+    assert ended.out.splitlines() == ["async finally"] * (how == "asyncio") + ["finally", "hook"]
+    assert ended.err.count("Traceback") == (how == "an actor fails"), ended.err
+    assert ended.err.startswith("monarch_backend: unhandled failure of mesh")
+
+
+@pytest.mark.parametrize("code", ["finally: time.sleep(600)", "except BaseException: time.sleep(600)"])
+def test_unhandled_failure_with_blocks_that_hang_ends_in_time(code: str, finish: Start) -> None:
+    ended = finish(
+        f"""
+        from monarch_backend.actor import _exit
+        _exit.UNWIND_TIMEOUT_S = 0.5
+        v = this_host().spawn_procs({{"gpus": 1}}).spawn("v", Victim)
+        try: v.die.call_one().get()
+        {code}
+        """
+    )
+    assert ended.returncode == 1
+    assert "`finally` blocks and atexit hooks have run for 0.5 s" in ended.err
+
+
+@pytest.mark.slow
+def test_unhandled_failure_runs_hooks_that_are_older_than_the_package(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import atexit, os
+        atexit.register(print, "first hook")
+        from monarch_backend.actor import Actor, endpoint, this_host
+
+        class Victim(Actor):
+            @endpoint
+            def die(self):
+                os._exit(3)
+
+        atexit.register(print, "last hook")
+        this_host().spawn_procs({"gpus": 1}).spawn("victim", Victim).die.call_one().get()
+        """)
+    )
+    ended = python(str(script))
+    assert ended.returncode == 1
+    assert ended.stdout.splitlines() == ["last hook", "first hook"]
+
+
 def test_the_last_words_of_a_crash_are_in_the_report(finish: Start) -> None:
     ended = finish(
         """
