@@ -42,6 +42,8 @@ class Future(Generic[T]):
         "ready",
     )  # fmt: skip
 
+    _unread: UnreadError | None
+
     def __init__(
         self, wait: Callable[[Any, float | None], bool], cancel: Callable[[str], object] | None = None
     ) -> None:
