@@ -127,5 +127,14 @@ def _text(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
+def _of_constants(_tensors: list[torch.Tensor], _call: int) -> list[torch.Tensor]:
+    """Kernel for a trace's constants (``torch.tensor([])``), which FakeTensorMode calculates with.
+
+    A result on the meta device is not taken for a constant: each rank has another one.
+    """
+    return [torch.empty((), device="meta")]
+
+
 torch.library.define("monarch_backend::by_rank", "(Tensor[] tensors, int call) -> Tensor[]")
 torch.library.register_fake("monarch_backend::by_rank")(_without_values)
+torch.library.impl("monarch_backend::by_rank", "CPU")(_of_constants)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo, TupleStrategy
 from torch.distributed.tensor._ops import _math_ops as math_ops
 from torch.distributed.tensor._ops import _view_ops as view_ops
 from torch.distributed.tensor.parallel import loss
@@ -49,6 +49,7 @@ def correct() -> None:
     known = propagator.op_strategy_funcs
     known[_aten.empty_like.default] = known[_aten.zeros_like.default]  # without values, it is no part of a sum
     known[_aten.gather.default] = _aligned(known[_aten.gather.default])
+    known[_aten.cat.default] = _beside_empty(known[_aten.cat.default])
     for operator in (_aten.select_backward.default, _aten.slice_backward.default):
         known[operator] = _counted_from_the_start(known[operator])
     known[_aten.linalg_vector_norm.default] = _of_values(known[_aten.linalg_vector_norm.default])
@@ -160,6 +161,31 @@ def _aligned(own: Replacement) -> Replacement:
         return found
 
     return gather_strategy
+
+
+def _beside_empty(own: Replacement) -> Replacement:
+    """An empty tensor of one dimension may be beside tensors of several; it has no dimension to shard alike.
+
+    torch takes the number of dimensions from the first tensor and all shardings from the others.
+    """
+
+    def cat_strategy(op_schema: Any) -> Any:
+        tensors, *rest = op_schema.args_schema
+        empty = [at for at, each in enumerate(tensors.children) if tuple(each.shape) == (0,)]
+        others = [each for at, each in enumerate(tensors.children) if at not in empty]
+        if not empty or not others or others[0].ndim == 1:
+            return own(op_schema)
+        found = own(dataclasses.replace(op_schema, args_schema=(TupleStrategy(others), *rest)))
+        for way in found.strategies:
+            specs, costs = list(way.input_specs), list(way.redistribute_cost)
+            for at in empty:
+                spec = tensors.children[at].strategies[0].output_spec
+                specs.insert(at, _without(spec, [True] * spec.mesh.ndim))
+                costs.insert(at, [0.0] * len(tensors.children[at].strategies))
+            way.input_specs, way.redistribute_cost = tuple(specs), costs
+        return found
+
+    return cat_strategy
 
 
 def _is_strided(placement: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.machinery
 import importlib.util
+import itertools
 import logging
 import re
 import sys
@@ -1027,3 +1028,30 @@ def test_a_result_that_is_a_view_of_shards_of_two_dimensions(mesh_of: Callable[[
         same(flat * 3, (whole * 6).view(-1))
         (flat * weights).sum().backward()
         same(ours.grad, alone.grad)
+
+
+def test_an_empty_tensor_of_the_step_begins_a_cat(two: Any) -> None:
+    """As key-value caches begin, also sharded by heads."""
+
+    def begin(x: Any, dim: int) -> Any:
+        return torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), x, x], dim) * 2
+
+    x = torch.arange(24.0).view(2, 4, 3)
+    for placement, dim in itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), range(-3, 3)):
+        same(begin(distribute_tensor(x, two, [placement]), dim), begin(x, dim))
+    for placement, dim in ((Shard(0), 0), (Shard(1), 2), (Shard(2), -1)):
+        ours = distribute_tensor(x, two, [placement]).requires_grad_()
+        found = whole(begin)(ours, dim)
+        same(found, begin(x, dim))
+        found.sum().backward()
+        assert value(ours.grad).tolist() == torch.full_like(x, 4.0).tolist()
+
+
+def test_a_constant_of_the_step_is_sharded_by_rank(two: Any) -> None:
+    """FakeTensorMode calculates with constants of at most one element."""
+
+    def between(x: Any) -> Any:
+        return torch.cat([torch.tensor([[], []]), x], 1) + 1
+
+    x = torch.arange(6.0).view(2, 3)
+    same(whole(between)(distribute_tensor(x, two, [Shard(0)])), between(x))
