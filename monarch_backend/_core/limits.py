@@ -21,6 +21,7 @@ _NUMBERS = {
 
 _REFUSALS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
     ("can't start new thread", errno.EAGAIN, _THREADS, "pids.max of the control group, or threads-max of the kernel"),
+    ("Resource temporarily unavailable", errno.EAGAIN, _THREADS, "pids.max of the control group"),
     ("Cannot allocate memory", errno.ENOMEM, _MEMORY, "memory of the control group, or of the host"),
     ("File too large", errno.EFBIG, _FILE, "the file system's largest file"),
     ("Too many open files", errno.EMFILE, _DESCRIPTORS, "fs.file-max of the kernel"),

@@ -71,6 +71,8 @@ class SimulatedTcp:
         tls: Any = None,  # noqa: ARG002 (as Tcp)
         hand_over: Any = None,  # noqa: ARG002
         lends: bool = False,  # noqa: ARG002 (there are no NICs)
+        max_frame_bytes: int = 0,  # noqa: ARG002 (its hosts keep to the protocol)
+        max_sessions: int | None = None,  # noqa: ARG002
     ) -> None:
         self.process, self.who, self.bounds = process, who, bounds or Bounds()
         self._network = network

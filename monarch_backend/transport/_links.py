@@ -124,7 +124,8 @@ class LocalLinks:
         with explained(f"reserve {ARENA_BYTES} bytes of address space for messages"):
             self.host = _native.Host(ARENA_BYTES, token)
         spin = env.get("MONARCH_SPIN")
-        self.post = _native.Post(self.host, spin == "0" if spin else crowded, UNREAD_BYTES)
+        with explained("start the thread that wakes this process for messages"):
+            self.post = _native.Post(self.host, spin == "0" if spin else crowded, UNREAD_BYTES)
         self._crowded = crowded
         self.token: str = self.host.token
         self.connect = self.post.connect
