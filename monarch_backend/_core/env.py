@@ -187,6 +187,11 @@ def _unknown(name: str, *, warn: bool) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for the processes of a job, whose connections the program or their host makes."""
+    return {name: value for name, value in environment.items() if name not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
+
+
 def table() -> str:
     """Return the settings as a table in Markdown, for docs/settings.md."""
     rows = ["| variable | default | values | meaning |", "| --- | --- | --- | --- |"]

@@ -269,7 +269,7 @@ class ProcessOwner:
         packed = None if bootstrap is None else _packed(bootstrap)
         count = core.extent.nelements
         processors = len(os.sched_getaffinity(0))
-        environment = {**os.environ, **(env or {})}
+        environment = {**settings.without_secrets(os.environ), **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
         imports, main_of_program = _with_dtensors(), main_module()
         neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # on each host

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from monarch_backend._core import env
@@ -57,6 +60,7 @@ from monarch_backend.transport._peer import Peer, Room
 from monarch_backend.transport._pump import Pump, release
 from monarch_backend.transport._relay import BRANCHES
 from monarch_backend.transport._router import Router
+from monarch_backend.transport._secret import SECRET_BYTES
 from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
 
 log = logging.getLogger("monarch_backend")
@@ -78,15 +82,15 @@ MEETING = 3.0
 
 
 class Plan(NamedTuple):
-    """What an agent is told of itself. ``server``: the host's fork server.
+    """Configuration of an agent. ``server``: address of the host's fork server.
 
-    ``asker``: the gateway that has asked for it, which is the way to the controller; "" on the controller's own host.
+    ``asker``: the gateway that asked for this agent, and its route to the controller; "" on the controller's own host.
+    The job's secret is not among it: the plan goes through the fork server, from which workers inherit their memory.
     """
 
     token: str
     root: str
     asker: str
-    secret: bytes
     server: str
     heartbeat: float
     silence: float
@@ -105,8 +109,11 @@ def meeting_point(token: str) -> str:
 class AgentProcess:
     """All that an agent is; `run` returns when it is to end."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, next_secret: Callable[[], bytes]) -> None:
+        """``next_secret`` reads one: the first is of this host's job. On the controller's host one for each job."""
+        self._plan, self._next_secret = plan, next_secret
+        self._secrets: dict[bytes, bytes] = {}  # by name
+        self._secret = b"" if plan.home else next_secret()  # of this host
         self._pid = os.getpid()
         self._links = LocalLinks(plan.token, crowded=few_processors())
         self._pump = Pump(self._links.post, self._handle)
@@ -125,10 +132,11 @@ class AgentProcess:
         self._router.control[AgentFrame] = self._told
         self._router.control.update({Replaced: self._ignore, Setting: self._ignore})
         self._root = self._router.peer(plan.root)
-        self._secrets = secrets_by_name(plan.secret)
+        self._secrets_of: dict[str, bytes] = {}  # by host, where they are not this host's own
         bounds = Bounds(heartbeat=plan.heartbeat, silence=plan.silence)
+        accepted = {} if plan.home else secrets_by_name(self._secret)
         self._tcp = Tcp(
-            bytes.fromhex(plan.token), self._secrets, self._arrived, self._up, self._lost, bounds=bounds,
+            bytes.fromhex(plan.token), accepted, self._arrived, self._up, self._lost, bounds=bounds,
             tls=tls_for(), lends=True,
         )  # fmt: skip
         # Sessions and what is waited for: _hosts, _known, _ways, _attached, _asking, _until, _awaited.
@@ -232,7 +240,8 @@ class AgentProcess:
                 if known is None:
                     return False
                 patience = max(MEETING, self._plan.silence)
-                remotes = [self._tcp.call(known[:2], self._plan.secret, bytes.fromhex(known[2]), patience=patience)]
+                secret = self._secrets_of.get(host, self._secret)
+                remotes = [self._tcp.call(known[:2], secret, bytes.fromhex(known[2]), patience=patience)]
                 self._hosts[host] = remotes
         self._tcp.send(remotes[0], *_carried.pack(frame), len(frame.buffers or ()))
         return True
@@ -242,12 +251,18 @@ class AgentProcess:
             self._answered(remote, body)
             return
         try:
-            self._gateway.arrived(prefix, body)
+            self._gateway.arrived(prefix, body, functools.partial(self._learn_way, remote))
         except FrameError as error:
             log.error("host %s: %s; it is not listened to any more", self._name_of(remote), error)
             self._tcp.hang_up(remote)
             remote.lost = str(error)
             self._lost(remote)
+
+    def _learn_way(self, remote: Remote, caller: str) -> None:
+        """A call may come before the controller's message about its host. The answer takes the way of the call."""
+        with self._lock:
+            if caller not in self._known and caller not in self._hosts:
+                self._ways.setdefault(caller, _host_of(remote))
 
     # ---- hosts that come and go
 
@@ -338,7 +353,9 @@ class AgentProcess:
         whom = bytes.fromhex(answer.token)
         with self._lock:
             left = max(AGENT_PATIENCE, self._until.pop(asked.id, 0.0) - time.monotonic())
-            remote = self._tcp.call((asked.host, asked.port), self._plan.secret, whom, patience=left)
+            secret = self._secret_for(asked)
+            remote = self._tcp.call((asked.host, asked.port), secret, whom, patience=left)
+            self._secrets_of[host_of(answer.token)] = secret
             self._hosts[host_of(answer.token)] = [remote]
             self._attached.add(host_of(answer.token))
             self._awaited[remote] = Attached(asked.id, answer.token, answer.host_name, answer.workers)
@@ -378,8 +395,15 @@ class AgentProcess:
 
     def _ask(self, message: Attach) -> None:
         """On the thread of the connections: nothing comes of the call before it is written down."""
-        remote = self._tcp.call((message.host, message.port), self._plan.secret, patience=message.patience)
+        remote = self._tcp.call((message.host, message.port), self._secret_for(message), patience=message.patience)
         self._asking[remote] = message
+
+    def _secret_for(self, message: Attach) -> bytes:
+        if not message.secret_name:
+            return self._secret
+        while message.secret_name not in self._secrets:  # written before the message was sent
+            self._secrets.update(secrets_by_name(self._next_secret()))
+        return self._secrets[message.secret_name]
 
     def _kill_if_deaf(self, message: KillIfDeaf) -> None:
         number, pid = self._numbers.get(message.id), self._pids.get(message.id)
@@ -458,10 +482,39 @@ def _host_of(remote: Remote) -> str:
     return (remote.who if remote.up else remote.wanted).hex()[: _carried.HOST]
 
 
+def start(spawner: Spawner, label: str, plan: Plan, secrets: int) -> int:
+    """Start an agent's process, and return the spawner's number of it. Raises what `Spawner.spawn` raises.
+
+    ``secrets`` is the read end of a pipe, which is closed here. The fork server does not read it: what it reads stays
+    in its memory, and each process forked from it would have a copy.
+    """
+    try:
+        spec = ProcessSpec(
+            label=label, main=cloudpickle.dumps(functools.partial(main, plan)),
+            environment=env.without_secrets(os.environ), path=sys.path, argv=sys.argv, cwd=os.getcwd(), threads=1,
+            stdin=secrets,
+        )  # fmt: skip
+        [number] = spawner.spawn([spec])
+    finally:
+        os.close(secrets)
+    return number
+
+
 def main(plan: Plan) -> None:
-    """From the fork server."""
+    """Run an agent in a process of the fork server. Standard input is the pipe with secrets, see `start`."""
+    pipe = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+    def next_secret() -> bytes:
+        secret = os.read(pipe, SECRET_BYTES)
+        if len(secret) != SECRET_BYTES:
+            raise EOFError("the pipe with secrets has ended")
+        return secret
+
     allow_descriptors()  # two pipes, a link and a pidfd for each process here
-    AgentProcess(plan).run()
+    AgentProcess(plan, next_secret).run()
 
 
 def _is_code(entry: str) -> bool:

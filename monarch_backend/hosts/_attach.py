@@ -6,12 +6,9 @@ import functools
 import itertools
 import os
 import secrets
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.hosts import _agent, _messages
@@ -22,12 +19,13 @@ from monarch_backend.hosts._tls import tls_for
 from monarch_backend.mesh._extent import Extent, Shape
 from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.mesh._program import program
-from monarch_backend.mesh._spawner import ProcessSpec, Spawner
+from monarch_backend.mesh._spawner import Spawner
 from monarch_backend.transport._carried import HOST, host_of
 from monarch_backend.transport._far import FarLinks
 from monarch_backend.transport._frames import Agent as AgentFrame
 from monarch_backend.transport._frames import Frame, Setting
 from monarch_backend.transport._peer import Peer, Room
+from monarch_backend.transport._secret import name_of
 from monarch_backend.transport._tcp import Bounds
 
 GOODBYE = 1.0
@@ -46,8 +44,10 @@ class Host:
     """Another machine, as its controller knows it."""
 
     def __init__(
-        self, answer: Attached, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner, through: Host | None
-    ) -> None:
+        self, answer: Attached, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner, through: Host | None,
+        secret: bytes,
+    ) -> None:  # fmt: skip
+        self.secret = secret
         self.id, self.token, self.name, self.address = host_of(answer.token), answer.token, answer.host_name, address
         self.agent, self.spawner, self.workers = agent, spawner, answer.workers
         self.through = through  # the host that can reach it, if this one can't
@@ -57,9 +57,10 @@ class Host:
 class HostRegistry:
     """The hosts of one controller, and its gateway to them."""
 
-    def __init__(self, owner: Any, secret: bytes, bounds: Bounds) -> None:
+    def __init__(self, owner: Any, bounds: Bounds) -> None:
         self._program = owner
-        self.secret, self._bounds = secret, bounds
+        self._bounds = bounds
+        self._sent: set[bytes] = set()  # names of the secrets that the gateway has
         self.hosts: dict[str, Host] = {}
         self._lost_before: dict[str, str] = {}  # hosts, before the program knew that it has them
         self._answers: dict[int, Any] = {}  # of what was asked: a message, once it is there
@@ -74,18 +75,18 @@ class HostRegistry:
 
     def _start_gateway(self) -> Peer:
         owner = self._program
+        read, self._secret_pipe = os.pipe()
         token = owner.router.token[:HOST] + secrets.token_hex(10) + "0000"
         peer: Peer = owner.router.expect(token, "the gateway of this host")
         server = owner.owner.fork_server_address()
         plan = _agent.Plan(
-            token=token, root=owner.router.token, asker="", secret=self.secret, server=server,
+            token=token, root=owner.router.token, asker="", server=server,
             heartbeat=self._bounds.heartbeat, silence=self._bounds.silence,
         )  # fmt: skip
         self._spawner = Spawner(lambda event: self._gateway_event(peer, event), server)
         owner.end_first()
         owner.router.control[AgentFrame] = self._heard
-        main = cloudpickle.dumps(functools.partial(_agent.main, plan))
-        self._spawner.spawn([ProcessSpec("gateway", main, os.environ, sys.path, sys.argv, os.getcwd(), threads=1)])
+        _agent.start(self._spawner, "gateway", plan, read)
         if not self._until(lambda: peer.link >= 0 or peer.gone is not None, PATIENCE) or peer.gone is not None:
             raise RuntimeError(f"the gateway of this host did not start: {peer.gone or 'it does not answer'}")
         self.join(peer)
@@ -110,13 +111,22 @@ class HostRegistry:
     # ---- hosts
 
     def attach(
-        self, addresses: Sequence[tuple[str, int]], patience: float, any_torch: bool, through: Host | None = None
-    ) -> list[Host]:
-        """In this order. Raises ConnectionError, naming each that can't be reached or does not fit, and why."""
+        self, addresses: Sequence[tuple[str, int]], secret: bytes, patience: float, any_torch: bool,
+        through: Host | None = None,
+    ) -> list[Host]:  # fmt: skip
+        """Attach hosts, and return them in this order.
+
+        Raises ConnectionError, which names each host that can't be reached or does not fit, and why.
+        """
         numbers = [next(self._ids) for _ in addresses]
-        asked = self.gateway if through is None else through.agent
+        asked, named = self.gateway, name_of(secret)
+        if through is not None:
+            asked, named = through.agent, b""
+        elif named not in self._sent:
+            self._sent.add(named)
+            os.write(self._secret_pipe, secret)
         for number, (host, port) in zip(numbers, addresses, strict=True):
-            self._say(asked, Attach(number, host, port, patience, any_torch))
+            self._say(asked, Attach(number, host, port, patience, any_torch, named))
 
         def over() -> bool:
             lost = through is not None and through.lost is not None
@@ -138,7 +148,7 @@ class HostRegistry:
         if failed:
             self._dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
             raise ConnectionError(f"{len(failed)} of {len(addresses)} hosts can't be attached: " + "; ".join(failed))
-        made = [self._add(answer, address, through) for answer, address in zip(answers, addresses, strict=True)]
+        made = [self._add(answer, address, through, secret) for answer, address in zip(answers, addresses, strict=True)]
         self._tell_everybody()
         return made
 
@@ -154,13 +164,13 @@ class HostRegistry:
         """It is not needed after all."""
         self._dismiss([host.token])
 
-    def _add(self, answer: Attached, address: tuple[str, int], through: Host | None) -> Host:
+    def _add(self, answer: Attached, address: tuple[str, int], through: Host | None, secret: bytes) -> Host:
         owner = self._program
         agent = owner.router.peer(answer.token)
         agent.label = f"the agent of {answer.host_name}"
 
         spawner = RemoteSpawner(functools.partial(self._say, agent), owner.owner._event)
-        host = Host(answer, address, agent, spawner, through)
+        host = Host(answer, address, agent, spawner, through, secret)
         with self._lock:
             self.hosts[host.id] = host
             why = self._lost_before.pop(host.id, None)
@@ -183,10 +193,11 @@ class HostRegistry:
                 self._tell_of_loss(host)
 
     def _ways_of(self, host: Host, alive: Sequence[Host]) -> dict[str, str]:
-        """To hosts that it may not reach: each way is its way back, so that a break is one for both.
+        """Routes to hosts that ``host`` can't connect to. Both directions take the same route, and break together.
 
-        Who has a host before it reaches all others through that one; that one reaches those before it straight, and
-        others, as these reach it, through the controller's own host.
+        A host behind a gateway reaches all others through it. The gateway connects to the hosts behind it, and reaches
+        others through the controller's own host, as these reach it. Hosts of another job have another secret: the
+        controller's host, which has both, is the route between them.
         """
         home = host_of(self._program.router.token)
         if host.through is not None:
@@ -195,7 +206,7 @@ class HostRegistry:
         gateways = [h.through for h in alive if h.through is not None]
         if host in gateways:
             return {h.id: home for h in alive if h is not host and h.through is not host}
-        return {h.id: home for h in alive if h.through is not None or h in gateways}
+        return {h.id: home for h in alive if h.through is not None or h in gateways or h.secret != host.secret}
 
     def _heard(self, peer: Peer, _: AgentFrame, frame: Frame) -> None:
         host = self.hosts.get(host_of(peer.token))
@@ -238,6 +249,9 @@ class HostRegistry:
         self._say(self.gateway, Finish())
         self._ended.wait(GOODBYE)
         self._spawner.close()
+        pipe, self._secret_pipe = self._secret_pipe, -1
+        if pipe >= 0:
+            os.close(pipe)
 
 
 def go_through(owner: Any, gateway: str) -> None:
@@ -270,13 +284,13 @@ def attach_to_workers(
     the two, and is sent, raises where it arrives.
 
     Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds,
-    prove that they know the secret, and have the same versions; ValueError for what is no address, for bounds that no
-    host could keep, or for another secret than that of the hosts that the program has already; RuntimeError if this
-    program's own gateway has ended.
+    prove that they know the secret, and have the same versions; ValueError for what is no address, or for bounds that
+    no host could keep; RuntimeError if this program's own gateway has ended. Hosts of several secrets may be attached:
+    a secret is used for the connections to its own hosts only.
     """
     addresses, timeout = _addresses(workers), check_bounded(timeout)
     with _attaching:
-        made = _registry(secret, heartbeat, silence).attach(addresses, timeout, any_torch)
+        made = _registry(heartbeat, silence).attach(addresses, secret or find_secret(), timeout, any_torch)
     return _mesh_of(made, name)
 
 
@@ -294,15 +308,15 @@ def attach(
     """
     addresses, timeout = [] if workers is None else _addresses(workers), check_bounded(timeout)
     with _attaching:
-        registry = _registry(secret, heartbeat, silence)
-        [gateway] = registry.attach([parse_address(address)], timeout, any_torch)
+        registry, secret = _registry(heartbeat, silence), secret or find_secret()
+        [gateway] = registry.attach([parse_address(address)], secret, timeout, any_torch)
         try:
             if workers is None and not gateway.workers:
                 raise ValueError(
                     f"{address} was started without --workers, and attach without workers: say in one place which "
                     "hosts can be reached through it"
                 )
-            made = registry.attach(addresses or _addresses(gateway.workers), timeout, any_torch, gateway)
+            made = registry.attach(addresses or _addresses(gateway.workers), secret, timeout, any_torch, gateway)
         except BaseException:
             registry.leave(gateway)
             raise
@@ -315,7 +329,7 @@ def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:
     return [parse_address(worker) for worker in workers]
 
 
-def _registry(secret: bytes | None, heartbeat: float, silence: float) -> HostRegistry:
+def _registry(heartbeat: float, silence: float) -> HostRegistry:
     """The program's; the first one to ask makes it."""
     if not 0 < heartbeat <= silence / 3:  # one word may come late, and one be lost
         raise ValueError(f"heartbeat={heartbeat:g} and silence={silence:g}: silence is at least three heartbeats")
@@ -323,12 +337,7 @@ def _registry(secret: bytes | None, heartbeat: float, silence: float) -> HostReg
     if owner.hosts is None:
         if owner.root is not None:
             raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
-        owner.hosts = HostRegistry(owner, secret or find_secret(), Bounds(heartbeat, silence))
-    elif secret is not None and secret != owner.hosts.secret:
-        raise ValueError(
-            "this program has attached hosts of another secret already, and a program has one: start these hosts "
-            "with the same (MONARCH_SECRET_FILE, or a job's secret_file)"
-        )
+        owner.hosts = HostRegistry(owner, Bounds(heartbeat, silence))
     registry: HostRegistry = owner.hosts
     return registry
 

@@ -7,19 +7,16 @@ does is _agent.py's; all of them end with the daemon.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from monarch_backend.hosts import _agent, _messages
@@ -27,7 +24,7 @@ from monarch_backend.hosts._address import given_secrets, is_loopback, parse_add
 from monarch_backend.hosts._messages import Ask, Unwelcome, Versions, Welcome
 from monarch_backend.hosts._tls import tls_for
 from monarch_backend.mesh._limits import allow_descriptors
-from monarch_backend.mesh._spawner import Event, Exited, ProcessSpec, Spawner, SpawnFailed
+from monarch_backend.mesh._spawner import Event, Exited, Spawner, SpawnFailed
 from monarch_backend.transport._carried import HOST
 from monarch_backend.transport._secret import user_secret
 from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
@@ -105,17 +102,17 @@ class Daemon:
             return Unwelcome(f"{', '.join(differences)}: {_messages.REMEDY}")
         token = secrets.token_hex(14) + "0000"
         plan = _agent.Plan(
-            token=token, root=ask.root, asker=ask.token, secret=secret, server=self._spawner.address,
+            token=token, root=ask.root, asker=ask.token, server=self._spawner.address,
             heartbeat=ask.heartbeat, silence=ask.silence,
         )  # fmt: skip
-        spec = ProcessSpec(
-            label=f"agent {token[:HOST]}", main=cloudpickle.dumps(functools.partial(_agent.main, plan)),
-            environment=_without_secret(), path=sys.path, argv=sys.argv, cwd=os.getcwd(), threads=1,
-        )  # fmt: skip
+        read, write = os.pipe()
         try:
-            [number] = self._spawner.spawn([spec])
+            os.write(write, secret)
+            number = _agent.start(self._spawner, f"agent {token[:HOST]}", plan, read)
         except (OSError, RuntimeError, ValueError) as error:
             return Unwelcome(f"no agent can be started: {error}")
+        finally:
+            os.close(write)
         with self._lock:
             self._agents[number] = token
         return Welcome(token, _messages.host_name(), here, self._workers)
@@ -149,11 +146,6 @@ class Daemon:
                     self._tcp.later(0.01, lambda: self._pass_on(token, connection, knock, until))
                     return
         connection.close()
-
-
-def _without_secret() -> dict[str, str]:
-    """The environment for what this host runs; the secrets, of other jobs as well, are the daemon's and its agents'."""
-    return {name: value for name, value in os.environ.items() if name not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
 
 
 def run_worker_loop_forever(

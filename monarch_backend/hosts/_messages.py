@@ -98,13 +98,19 @@ class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
-    """A controller to its own gateway, or one elsewhere: reach the host at this address, within so many seconds."""
+    """A controller to an agent: reach the host at this address within ``patience`` seconds.
+
+    ``secret_name``: `name_of` the secret of that host's job, for the controller's own gateway, which finds the secret
+    in its pipe. Messages lie in memory that processes of the program share. An agent on another host gets b"": it has
+    the secret of its job.
+    """
 
     id: int
     host: str
     port: int
     patience: float
     any_torch: bool = False
+    secret_name: bytes = b""
 
 
 class Attached(msgspec.Struct, tag="attached", frozen=True):

@@ -264,7 +264,6 @@ class Job:
         """The meshes of the job, of hosts that this program has attached; attached once however often it is called.
 
         Raises JobError if the job has not been applied, or hosts of it are gone: their names, and their logs.
-        ValueError if the program has attached hosts of another secret.
         """
         timeout, file = check_bounded(timeout), self._read()
         if file is None:

@@ -109,9 +109,10 @@ class _Job:
     spec: Spawn
     stdout: int | None
     stderr: int | None
+    stdin: int | None
 
     def close(self) -> None:
-        for descriptor in (self.stdout, self.stderr):
+        for descriptor in (self.stdout, self.stderr, self.stdin):
             if descriptor is not None:
                 os.close(descriptor)
 
@@ -211,13 +212,15 @@ class Server:
         try:
             if job.spec.method != "spawn":
                 self._import(job.spec.imports)
-            birth = self._processes.start(job.spec, stdout, stderr)
+            birth = self._processes.start(job.spec, stdout, stderr, job.stdin)
         except StartError as error:
             client.say(SpawnFailed(job.spec.id, str(error)))
             return False
         if birth.pid == 0:
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
+            if job.stdin is not None:
+                os.dup2(job.stdin, 0)
             return True
         client.pids[job.spec.id] = birth.pid
         self._owners[birth.pid] = client, job.spec.id
@@ -304,7 +307,8 @@ class Server:
             raise BadMessageError(f"the id {request.id} is taken")
         stdout = client.channel.take_descriptor() if request.stdout else None
         stderr = client.channel.take_descriptor() if request.stderr else None
-        client.waiting.append(_Job(request, stdout, stderr))
+        stdin = client.channel.take_descriptor() if request.stdin else None
+        client.waiting.append(_Job(request, stdout, stderr, stdin))
 
     def _on_kill(self, client: _Client, request: Kill) -> None:
         if request.id in client.pids:

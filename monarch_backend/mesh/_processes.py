@@ -92,7 +92,7 @@ class Processes:
         with contextlib.suppress(OSError, ValueError):  # the system's own limit has been lowered below it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    def start(self, spec: Spawn, stdout: int, stderr: int) -> Birth:
+    def start(self, spec: Spawn, stdout: int, stderr: int, stdin: int | None = None) -> Birth:
         """Make the process; in a forked one, return pid 0. Raises StartError."""
         reason = why_not_fork(spec.environment, self._environment)
         if reason is not None and spec.method == "fork":
@@ -101,7 +101,7 @@ class Processes:
         pid = None
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._open_files)
-            pid = _spawn(spec, stdout, stderr) if plain else _fork()
+            pid = _spawn(spec, stdout, stderr, stdin) if plain else _fork()
         except (OSError, RuntimeError, ValueError) as error:
             raise StartError(_why_not_started(error)) from error
         finally:
@@ -180,13 +180,15 @@ def _fork() -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _spawn(spec: Spawn, stdout: int, stderr: int) -> int:
+def _spawn(spec: Spawn, stdout: int, stderr: int, stdin: int | None) -> int:
     """A fresh interpreter that reads ``spec`` from an inherited file; it starts with our modules' sys.path."""
     message = _file_of(msgspec.msgpack.encode(spec))
     try:
         os.set_inheritable(message, True)  # there is no other thread that could start a process meanwhile
         command = _interpreter.command("monarch_backend.mesh._child", str(message), sys.path)
         streams = [(os.POSIX_SPAWN_DUP2, stdout, 1), (os.POSIX_SPAWN_DUP2, stderr, 2)]
+        if stdin is not None:
+            streams.append((os.POSIX_SPAWN_DUP2, stdin, 0))
         return os.posix_spawn(command[0], command, spec.environment, file_actions=streams, setsid=_linux.LINUX)
     finally:
         os.close(message)

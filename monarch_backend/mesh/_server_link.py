@@ -17,6 +17,7 @@ from typing import IO
 
 import msgspec
 
+from monarch_backend._core.env import without_secrets
 from monarch_backend.mesh import _interpreter, _linux
 from monarch_backend.mesh._fork_server import Configuration
 from monarch_backend.mesh._spawn_messages import Channel, Event, peer
@@ -142,4 +143,5 @@ def _own_stream(number: int, stack: contextlib.ExitStack) -> int:
 def _server_environment() -> dict[str, str]:
     """As here, but for what would make threads, and what would hide from children how many torch takes by itself."""
     left_out = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    return {n: v for n, v in os.environ.items() if n not in left_out} | {"OPENBLAS_NUM_THREADS": "1"}
+    kept = without_secrets(os.environ)  # children inherit the memory of the server, and /proc shows its variables
+    return {n: v for n, v in kept.items() if n not in left_out} | {"OPENBLAS_NUM_THREADS": "1"}

@@ -44,6 +44,7 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     method: Method | None  # None: fork where that is safe
     imports: list[str] = []  # modules of this package, which the server has before it forks
     main_module: tuple[str, bytes] = ("", b"")  # name and path of the program's, see _main_module.py
+    stdin: bool = False  # whether the message carries a file for it, after the other two
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):

@@ -72,8 +72,10 @@ class ProcessSpec:
     complete. ``cpus`` is from _binding.plan. ``threads``: of torch and OpenBLAS, unless the environment says
     OMP_NUM_THREADS; None: as many as the cpus of ``cpus``, or what torch chooses. ``stdout`` and ``stderr`` are open
     files of the caller's that become the process's, None: those that the caller had when the fork server was started.
-    Standard input is empty. ``imports`` are modules of this package that the process will need: the server imports them
-    first, once, so that those that are forked have them. ``main_module`` is from _main_module.main_module.
+    ``stdin`` is another, None: empty input. A secret for the new process goes through it: bytes in ``main`` would stay
+    in the memory of the fork server, and of each process forked from it later. ``imports`` are modules of this package
+    that the process will need: the server imports them first, once, so that those that are forked have them.
+    ``main_module`` is from _main_module.main_module.
     """
 
     label: str
@@ -89,6 +91,12 @@ class ProcessSpec:
     stderr: int | None = None
     imports: Sequence[str] = ()
     main_module: tuple[str, str] = ("", "")
+    stdin: int | None = None
+
+    @property
+    def files(self) -> list[int]:
+        """Open files that the new process gets, in the order in which they are sent."""
+        return [file for file in (self.stdout, self.stderr, self.stdin) if file is not None]
 
 
 def _start_method() -> Method | None:
@@ -113,6 +121,7 @@ def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spaw
         method=method,
         imports=list(spec.imports),
         main_module=(spec.main_module[0], os.fsencode(spec.main_module[1])),
+        stdin=spec.stdin is not None,
     )
 
 
@@ -211,15 +220,12 @@ class Spawner:
         if not specs:
             raise ValueError("spawn needs at least one process")
         method = _start_method()
-        files = max((spec.stdout is not None) + (spec.stderr is not None) for spec in specs)
+        files = max(len(spec.files) for spec in specs)
         _limits.check_spawn(len(specs), plain=method == "spawn", descriptors_each=files)
         ids = [next(self._numbers) for _ in specs]
         messages = [_message(number, spec, method) for number, spec in zip(ids, specs, strict=True)]
         with contextlib.ExitStack() as undo:
-            requests = [
-                (message, _duplicates((spec.stdout, spec.stderr), undo))
-                for message, spec in zip(messages, specs, strict=True)
-            ]
+            requests = [(message, _duplicates(spec.files, undo)) for message, spec in zip(messages, specs, strict=True)]
             with self._lock:
                 self._ensure_server()
                 self._asked.update(ids)
@@ -414,8 +420,8 @@ def _kill_what_is_left(pids: Collection[int]) -> None:
         time.sleep(0.005)
 
 
-def _duplicates(files: Sequence[int | None], undo: contextlib.ExitStack) -> tuple[int, ...]:
-    made = tuple(os.dup(file) for file in files if file is not None)
+def _duplicates(files: Sequence[int], undo: contextlib.ExitStack) -> tuple[int, ...]:
+    made = tuple(os.dup(file) for file in files)
     undo.callback(_close, made)
     return made
 

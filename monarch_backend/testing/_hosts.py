@@ -95,7 +95,7 @@ class SimulatedAgent(_agent.AgentProcess):
 
     def __init__(self, process: Service, plan: _agent.Plan) -> None:
         self._process = process
-        super().__init__(plan)
+        super().__init__(plan, lambda: SECRET)
         process.on_event = self._handle
 
     def begin(self) -> None:
@@ -159,6 +159,10 @@ class _System:
     def pipe(self) -> tuple[int, int]:
         """Nobody writes."""
         return -1, -1
+
+    def write(self, _: int, data: bytes) -> int:
+        """Drop the data: a simulated agent gets its secret from the simulation."""
+        return len(data)
 
     def close(self, fd: int) -> None:
         """None of these."""

@@ -179,10 +179,15 @@ class Gateway:
 
     # ---- from another host
 
-    def arrived(self, prefix: bytes, body: memoryview) -> None:
-        """A frame of another gateway; ``body`` need not be there afterwards. Raises FrameError."""
+    def arrived(self, prefix: bytes, body: memoryview, on_call: Callable[[str], None] | None = None) -> None:
+        """Handle a frame of another gateway; ``body`` need not be there afterwards. Raises FrameError.
+
+        ``on_call`` gets the caller's host before a call is answered.
+        """
         frame = _carried.unpack(prefix, body)
         with self._lock:
+            if frame.kind == CALL and on_call is not None:
+                on_call(host_of(frame.sender))
             if is_relayed(frame.kind):
                 self._relay.handle(frame)
             elif (host := _carried.to_host(frame)) != self._here:

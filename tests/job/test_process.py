@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, JobError, ProcessJob
 from monarch_backend.job._job import Plan
 from monarch_backend.job._launch import ARGUMENTS
@@ -47,8 +46,6 @@ def names(path: Path) -> Any:
         procs = mesh.spawn_procs({"gpus": 2})
         result.append(list(procs.spawn("where", Where).host.call().get(30).values()))
         procs.stop().get(30)
-    with pytest.raises(ValueError, match="attached hosts of another secret already"):
-        attach_to_workers(["127.0.0.1:1"], secret=bytes(32))
     return result
 
 

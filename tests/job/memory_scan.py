@@ -1,0 +1,72 @@
+"""Search of a process for secrets: its variables, and every page of memory that it has.
+
+The needles come masked, so that the search does not find its own copies. A page is unmasked never, but masked before it
+is compared.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+
+from monarch_backend.actor import Actor, endpoint
+
+_MASK = bytes(byte ^ 0x5A for byte in range(256))
+_CHUNK = 4 << 20
+_PAGE = 4096
+
+
+def masked(data: bytes) -> bytes:
+    """Each byte with some bits flipped; twice gives the data again."""
+    return data.translate(_MASK)
+
+
+def needles(secret: bytes) -> list[bytes]:
+    """What would give the secret away, masked: its bytes, and its usual texts."""
+    texts = (secret, secret.hex().encode(), secret.hex().upper().encode(), base64.b64encode(secret))
+    return [masked(text) for text in texts]
+
+
+def found_in(masked_needles: list[bytes]) -> list[str]:
+    """Where this process has one of them."""
+    places = [("environ", _environment()), *_memory()]
+    return sorted({place for place, data in places if any(needle in data for needle in masked_needles)})
+
+
+def _environment() -> bytes:
+    with open("/proc/self/environ", "rb") as file:
+        initial = file.read()
+    return masked(initial + b"\0".join(name + b"=" + value for name, value in os.environb.items()))
+
+
+def _memory() -> Iterator[tuple[str, bytes]]:
+    """Name and masked bytes of the pages that are there; a few of the chunk before, since a needle may cross."""
+    with open("/proc/self/maps") as file:
+        regions = [line.split(maxsplit=5) for line in file]
+    with open("/proc/self/mem", "rb", buffering=0) as memory, open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        for span, rights, *_, name in (region if len(region) == 6 else [*region, "anonymous"] for region in regions):
+            start, end = (int(part, 16) for part in span.split("-"))
+            if "w" not in rights and name.startswith("/"):
+                continue  # a program's or a library's file, as it is on disk
+            if "r" not in rights or name.startswith("[v"):
+                continue
+            for at in range(start, end, _CHUNK):
+                size = min(_CHUNK, end - at)
+                pages.seek(at // _PAGE * 8)
+                if any(pages.read(size // _PAGE * 8)[7::8]):  # a page is there, or swapped out: bits 62 and 63
+                    begin = max(start, at - _PAGE)
+                    memory.seek(begin)
+                    yield name.strip(), masked(memory.read(at + size - begin))
+
+
+class Scanner(Actor):
+    """Searches its process."""
+
+    @endpoint
+    def keep(self, control: bytes) -> None:
+        self.control = masked(control)
+
+    @endpoint
+    def scan(self, masked_needles: list[bytes]) -> list[str]:
+        return found_in(masked_needles)

@@ -1,0 +1,100 @@
+"""Secrets of jobs: one for each connection, and none in the processes of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import this_host
+from monarch_backend.hosts import attach_to_workers
+from monarch_backend.job import ProcessJob
+from monarch_backend.transport._secret import new_secret
+from tests.job.memory_scan import Scanner, masked, needles
+from tests.job.support import MARK, Where, in_program, new_mark
+
+
+@contextlib.contextmanager
+def host(environment: dict[str, str], mark: str) -> Iterator[str]:
+    """The address of a host that serves until the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0"],
+        env={**os.environ, **environment, MARK: mark}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+
+
+def scan(mesh: Any, secrets: list[bytes]) -> tuple[list[str], list[str]]:
+    """Where a worker of the mesh has one of the secrets, and where it has a control that it was given."""
+    procs = mesh.spawn_procs({"gpus": 1})
+    scanner, control = procs.spawn("scanner", Scanner), os.urandom(32)
+    scanner.keep.call_one(masked(control)).get(60)
+    found = scanner.scan.call_one([needle for secret in secrets for needle in needles(secret)]).get(60)
+    kept = scanner.scan.call_one(needles(control)).get(60)
+    procs.stop().get(30)
+    return found, kept
+
+
+@pytest.mark.parametrize("given", [pytest.param("variable", marks=pytest.mark.slow), "file"])
+def test_worker_of_a_job_has_no_secret_in_variables_or_memory(given: str, tmp_path: Path) -> None:
+    own, other = new_secret(), new_secret()
+    variables = {"MONARCH_SECRET": own.hex()}
+    if given == "file":
+        path = tmp_path / "secrets"
+        path.touch(0o600)
+        path.write_text(f"{own.hex()}\n{other.hex()}\n")
+        variables = {"MONARCH_SECRET_FILE": str(path)}
+
+    def program(address: str) -> list[tuple[list[str], list[str]]]:
+        os.environ.update(variables)
+        found = []
+        if given == "file":  # an agent of the other job comes first: what it leaves in the fork server is inherited
+            attach_to_workers([address], secret=other)
+        found.append(scan(attach_to_workers([address], secret=own), [own, other]))
+        found.append(scan(this_host(), [own, other]))
+        return found
+
+    with new_mark() as mark, host(variables, mark) as address:
+        for found, control in in_program(program, address):
+            assert found == []
+            assert control != []
+
+
+def two_jobs(folder: Path, mark: str) -> None:
+    """Jobs of two secrets at once; one is killed, and started again."""
+    one, other = (ProcessJob({"t": 1}, path=folder / f"{name}.json", env={MARK: mark}) for name in ("one", "other"))
+    with contextlib.ExitStack() as ends:
+        meshes = []
+        for job in (one, other):
+            job.apply()
+            ends.callback(job.kill)
+            meshes.append(job.state().t.spawn_procs({"gpus": 1}).spawn("where", Where))
+        assert one.path.with_suffix(".secret").read_text() != other.path.with_suffix(".secret").read_text()
+        here = os.uname().nodename
+        # Between the jobs, in both directions: neither host has the other's secret.
+        assert meshes[0].next_name.call_one(meshes[1]).get(30) == here
+        assert meshes[1].next_name.call_one(meshes[0]).get(30) == here
+        meshes[0].stop().get(30)
+        one.kill()
+        one.apply()
+        again = one.state().t.spawn_procs({"gpus": 1}).spawn("where", Where)
+        assert again.next_name.call_one(meshes[1]).get(30) == here
+        for mesh in (again, meshes[1]):
+            mesh.stop().get(30)
+
+
+def test_two_jobs_in_one_program_reach_each_other_and_one_is_restarted(tmp_path: Path) -> None:
+    with new_mark() as mark:
+        in_program(two_jobs, tmp_path, mark, timeout=120)
