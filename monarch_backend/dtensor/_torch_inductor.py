@@ -13,8 +13,12 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from monarch_backend.dtensor import _torch_grouped_mm
+
 ATTEMPTS = 3
 """Workers of one host compile the same at the same time, and may remove a broken file after each other."""
+
+_torch_grouped_mm.install_on_worker()
 
 
 def compiled(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:

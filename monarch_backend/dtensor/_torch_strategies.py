@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import _meta_registrations
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -29,6 +30,7 @@ from monarch_backend.dtensor import (
     _results,
     _strategies,
     _torch,
+    _torch_grouped_mm,
     _torch_masks,
     _torch_unsharded,
 )
@@ -76,6 +78,9 @@ def correct() -> None:
     for operator in _strategies.CORRECTED:
         single.pop(operator, None)
     propagator.op_to_schema_info[_aten.view.dtype] = RuntimeSchemaInfo(1)  # else any dtype gets the first one's result
+
+
+_replaces(_meta_registrations, _torch_grouped_mm.NAME)(_torch_grouped_mm.corrected)
 
 
 @_replaces(math_ops, "common_reduction_strategy")

@@ -1055,3 +1055,15 @@ def test_a_constant_of_the_step_is_sharded_by_rank(two: Any) -> None:
 
     x = torch.arange(6.0).view(2, 3)
     same(whole(between)(distribute_tensor(x, two, [Shard(0)])), between(x))
+
+
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
+def test_grouped_mm_of_float32_in_a_captured_step(two: Any, inductor: bool, capfd: Any) -> None:
+    a, b, offsets = torch.randn(8, 16), torch.randn(2, 16, 16), torch.tensor([3, 8], dtype=torch.int32)
+
+    def experts(x: Any, y: Any) -> Any:
+        return F.grouped_mm(x, y, offs=offsets) * 2
+
+    x, y = distribute_tensor(a, two, [Replicate()]), distribute_tensor(b, two, [Shard(2)])
+    same(captured(experts, inductor)(x, y), experts(a, b))
+    assert "can't compile" not in capfd.readouterr().err, "Inductor on a worker takes float32, too"

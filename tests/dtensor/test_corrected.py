@@ -371,3 +371,48 @@ def test_the_gradient_of_attention_where_a_rank_would_get_no_heads(mesh_of: Call
     expected.square().sum().backward()
     found.square().sum().backward()
     same(ours.grad, alone.grad, 1e-4)
+
+
+GROUPS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
+    "2 by 3": ((8, 16), (2, 16, 24), True),
+    "3 by 3": ((2, 8, 16), (2, 16, 24), False),
+    "3 by 2": ((2, 8, 16), (16, 8), True),
+    "2 by 2": ((16, 8), (8, 16), True),
+}
+"""Dimensions of the matrices, and whether rows of one are of several groups."""
+
+
+@pytest.mark.parametrize("dims", GROUPS)
+def test_grouped_mm_of_float32_has_a_single_process_values(mesh_of: Callable[[str], Any], dims: str) -> None:
+    """Mixtures of experts of float32: kernels take them, torch's meta function does not."""
+    mesh, (one, other, has_groups) = mesh_of("2"), GROUPS[dims]
+    offsets = torch.tensor([3, 8], dtype=torch.int32) if has_groups else None
+    a, b = torch.randn(one, requires_grad=True), torch.randn(other, requires_grad=True)
+    expected = F.grouped_mm(a, b, offs=offsets)
+    weights = torch.randn(expected.shape)
+    (expected * weights).sum().backward()
+
+    def agrees(x: Any, y: Any) -> None:
+        found = F.grouped_mm(x, y, offs=offsets)
+        same(found, expected)
+        (found * weights).sum().backward()
+        same(x.grad, a.grad)
+        same(y.grad, b.grad)
+
+    ways = [[Replicate(), *map(Shard, range(len(each)))] for each in (one, other)]
+    for of_a, of_b in itertools.product(*ways):
+        agrees(*(distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in ((a, of_a), (b, of_b))))
+    agrees(*(distribute_tensor(t.detach(), mesh, [Replicate()]).to_local().requires_grad_() for t in (a, b)))
+
+
+def test_grouped_mm_refuses_what_its_kernel_refuses(mesh_of: Callable[[str], Any]) -> None:
+    x, y = (
+        distribute_tensor(torch.ones(2, *each), mesh_of("2"), [Replicate()]).to_local() for each in ((4, 6), (6, 4))
+    )
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        F.grouped_mm(x, y)
+    x, y = (distribute_tensor(torch.ones(2, 4, 4), mesh_of("2"), [Replicate()]).to_local() for _ in range(2))
+    with pytest.raises(RuntimeError, match=r"grouped_mm of torch\.float32 has results of this dtype"):
+        F.grouped_mm(x, y, out_dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="BF16"):
+        F.grouped_mm(x.double(), y.double())

@@ -120,6 +120,9 @@ FORMS = {
         )
         for where in ("_redistribute", "_api", "_dispatch")
     },
+    "torch._meta_registrations._meta_grouped_mm_common": (
+        "mat_a mat_b scale_a scale_b offs bias scale_result out_dtype use_fast_accum"
+    ),
     "torch.distributed.tensor._ops._math_ops.common_reduction_strategy": (
         "input_strategy reduce_dims keep_dim reduction_linear reduction_op"
     ),
