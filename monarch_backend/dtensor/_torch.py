@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._local_tensor as local_tensor
+from torch._dynamo import convert_frame
 from torch.distributed import checkpoint as dcp
 from torch.distributed import device_mesh as device_meshes
 from torch.distributed import distributed_c10d as c10d
@@ -870,6 +871,23 @@ def _device_for_whom(own: Any) -> Replacement:
             own()
 
     return _lazy_init
+
+
+# Compiling ------------------------------------------------------------------------------------------------------
+
+
+@_replaces(convert_frame.ConvertFrameAssert, "__call__")
+def _first_trace(own: Any) -> Replacement:
+    """Dynamo traces remote tensors for each backend; what this needs takes a second to import, so not with a mesh."""
+
+    def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:
+        if _group.is_controller():
+            from monarch_backend.dtensor import _torch_compile  # which needs this module
+
+            _torch_compile.install()
+        return own(self, *args, skip=skip + 1, **options)
+
+    return __call__
 
 
 # Shardings ------------------------------------------------------------------------------------------------------

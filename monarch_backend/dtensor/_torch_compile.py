@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorExc
 from torch._subclasses.meta_utils import MetaConverter, MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast
 from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, placement_types
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _collective_utils as collective_utils
@@ -654,7 +655,34 @@ def _with_history(own: Any) -> Any:
     return _backward_error
 
 
+def _on_workers(own: Any) -> Any:
+    """Inductor's code reads memory, which is the workers': there it compiles, as backend="monarch" has it."""
+
+    def __call__(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
+        if type(self) is not torch._TorchCompileInductorWrapper or not any(map(_is_of_workers, inputs)):
+            return own(self, model, inputs, **options)
+        from monarch_backend.dtensor import _compile  # which needs this module
+
+        if self.config:
+            warnings.warn(
+                f"torch.compile() of DTensors on workers, which compile with Inductor's defaults: {self.config} is "
+                'not sent there. backend="monarch" has the options that there are',
+                UserWarning,
+                stacklevel=2,
+            )
+        return _compile.monarch(model, inputs)
+
+    return __call__
+
+
+def _is_of_workers(value: Any) -> bool:
+    real = _torch_traces.real(value)
+    local = real._local_tensor if isinstance(real, DTensor) else real
+    return type(local) is RemoteTensor or (isinstance(real, DeviceMesh) and _torch.workers_of(real) is not None)
+
+
 REPLACED += [
+    (torch._TorchCompileInductorWrapper, "__call__", _on_workers),
     (MetaConverter, "_backward_error", _with_history),
     (builder, "_automatic_dynamic", _static),
     (builder, "get_fake_value", _or_with_sizes),

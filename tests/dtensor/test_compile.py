@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.machinery
 import importlib.util
 import itertools
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1067,3 +1069,81 @@ def test_grouped_mm_of_float32_in_a_captured_step(two: Any, inductor: bool, capf
     x, y = distribute_tensor(a, two, [Replicate()]), distribute_tensor(b, two, [Shard(2)])
     same(captured(experts, inductor)(x, y), experts(a, b))
     assert "can't compile" not in capfd.readouterr().err, "Inductor on a worker takes float32, too"
+
+
+OTHER_BACKENDS = """
+import copy
+import warnings
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from monarch_backend.actor import this_host
+from monarch_backend.dtensor import RemoteTensor
+
+seen = []
+def custom(graph, inputs):
+    seen.append(len(inputs))
+    return graph.forward
+
+@torch.compile(backend=custom)  # before there is a mesh
+def double(x):
+    return x * 2
+
+with this_host().spawn_procs({"tp": 2}) as procs:
+    mesh = procs.device_mesh("cpu")
+    assert double(distribute_tensor(torch.ones(2), mesh, [Replicate()])).tolist() == [2, 2]
+    assert seen == [1]
+    for backend in BACKENDS:
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        ours = parallelize_module(copy.deepcopy(alone), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        torch._dynamo.reset()
+        x = torch.rand(6, 4)
+        expected, found = alone(x), torch.compile(ours, backend=backend, fullgraph=True)(x)
+        assert isinstance(found, RemoteTensor)
+        torch.testing.assert_close(torch.tensor(found.tolist()), expected.detach())
+        for each in (expected, found):
+            each.square().sum().backward()
+        gradient = torch.tensor(ours[0].weight.grad.full_tensor().tolist())
+        torch.testing.assert_close(gradient, alone[0].weight.grad)
+    if "inductor" in BACKENDS:
+        assert torch.compile(lambda x: x * 2 + 1)(torch.ones(2)).tolist() == [3, 3], "a graph of this process's tensors"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.compile(ours, options={"max_autotune": True})(x)
+        assert any("is not sent there" in str(each.message) for each in caught)
+print("end")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backends", ["'eager', 'aot_eager'", "'inductor', 'eager'"])
+def test_other_backends_need_no_earlier_use_of_monarch(run_script: Callable[..., Any], backends: str) -> None:
+    ended = run_script(OTHER_BACKENDS.replace("BACKENDS", f"({backends})"), patience=300)
+    assert ended.out.endswith("end\n"), ended.out + ended.err
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_trace_for_another_backend_installs_what_it_needs(
+    two: Any, monkeypatch: pytest.MonkeyPatch, fullgraph: bool
+) -> None:
+    installed: list[None] = []
+    monkeypatch.setattr(_torch_compile, "install", lambda: installed.append(None))
+    x = distribute_tensor(torch.ones(2), two, [Replicate()])
+    assert value(torch.compile(lambda x: x * 2, backend="eager", fullgraph=fullgraph)(x)).tolist() == [2, 2]
+    assert installed
+
+
+def test_inductor_compiles_on_the_workers(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default backend, whose options are not sent."""
+    compile_there = functools.partial(_compile.monarch, options={"inductor": False})  # which takes a while
+    monkeypatch.setattr(_compile, "monarch", compile_there)
+    x = distribute_tensor(torch.ones(2), two, [Replicate()])
+    before = _compile.statistics["calls"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = torch.compile(lambda x: x * 2 + 1, options={"max_autotune": True})(x)
+    assert value(found).tolist() == [3, 3]
+    assert _compile.statistics["calls"] == before + 1
+    assert [str(each.message) for each in caught if "{'max_autotune': True} is not sent there" in str(each.message)]

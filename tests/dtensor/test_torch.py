@@ -120,6 +120,7 @@ FORMS = {
         )
         for where in ("_redistribute", "_api", "_dispatch")
     },
+    "ConvertFrameAssert.__call__": "self frame cache_entry hooks frame_state skip",
     "torch._meta_registrations._meta_grouped_mm_common": (
         "mat_a mat_b scale_a scale_b offs bias scale_result out_dtype use_fast_accum"
     ),
