@@ -4,8 +4,8 @@
     python examples/hosts_hello.py --keep        # the hosts stay; run it again, and it is there at once
     python examples/hosts_hello.py --end         # now they end
 
-The hosts are processes of this machine, so that it runs anywhere. For others only one line changes:
-`SSHJob(name="hello").add_mesh("workers", ["node1", "node2"])`.
+The hosts are processes of this machine, so that it runs anywhere. For other machines one line changes:
+`job = SSHJob(name="hello").add_mesh("workers", ["node1", "node2"])`, with SSHJob from monarch_backend.job.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import time
 import torch
 
 from monarch_backend.actor import Actor, endpoint
+from monarch_backend.hosts import host_name
 from monarch_backend.job import ProcessJob
 
 
 class Greeter(Actor):
     @endpoint
     def greet(self) -> str:
-        return f"process {os.getpid()} of {os.environ['MONARCH_HOST_NAME']}"
+        return f"process {os.getpid()} of {host_name()}"
 
     @endpoint
     def norm(self, x: torch.Tensor) -> float:

@@ -6,6 +6,7 @@ them (_attach.py, _remote_spawner.py). How frames travel is transport's; meshes 
 
 from monarch_backend.hosts._attach import attach, attach_to_workers
 from monarch_backend.hosts._daemon import run_worker_loop_forever
+from monarch_backend.hosts._messages import host_name
 from monarch_backend.hosts._workspace_tree import WorkspaceError
 
-__all__ = ["WorkspaceError", "attach", "attach_to_workers", "run_worker_loop_forever"]
+__all__ = ["WorkspaceError", "attach", "attach_to_workers", "host_name", "run_worker_loop_forever"]

@@ -49,6 +49,14 @@ def given_secret() -> bytes | None:
     return next(iter(given_secrets()), None)
 
 
-def find_secret() -> bytes:
-    """That, or else the user's own of this machine."""
-    return given_secret() or user_secret()
+def find_secret(given: bytes | None) -> tuple[bytes, str]:
+    """The secret for a connection, and a sentence about its source for errors. Raises ValueError, OSError."""
+    if given is not None:
+        return given, "the secret is that of secret="
+    if secret := given_secret():
+        name = "MONARCH_SECRET" if os.environ.get("MONARCH_SECRET") else "MONARCH_SECRET_FILE"
+        return secret, f"the secret is that of {name}"
+    return user_secret(), (
+        "no secret of the job is given: set MONARCH_SECRET_FILE, MONARCH_SECRET or secret=. This user's own secret of "
+        "this machine was tried"
+    )

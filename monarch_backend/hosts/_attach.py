@@ -111,10 +111,10 @@ class HostRegistry:
     # ---- hosts
 
     def attach(
-        self, addresses: Sequence[tuple[str, int]], secret: bytes, patience: float, any_torch: bool,
+        self, addresses: Sequence[tuple[str, int]], secret: bytes, source: str, patience: float, any_torch: bool,
         through: Host | None = None,
     ) -> list[Host]:  # fmt: skip
-        """Attach hosts, and return them in this order.
+        """Attach hosts, and return them in this order. ``source`` is a sentence about the secret.
 
         Raises ConnectionError, which names each host that can't be reached or does not fit, and why.
         """
@@ -147,7 +147,8 @@ class HostRegistry:
         ]
         if failed:
             self._dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
-            raise ConnectionError(f"{len(failed)} of {len(addresses)} hosts can't be attached: " + "; ".join(failed))
+            what = f"{len(failed)} of {len(addresses)} hosts can't be attached: {'; '.join(failed)}"
+            raise ConnectionError(f"{what} ({source})")
         made = [self._add(answer, address, through, secret) for answer, address in zip(answers, addresses, strict=True)]
         self._tell_everybody()
         return made
@@ -290,7 +291,8 @@ def attach_to_workers(
     """
     addresses, timeout = _addresses(workers), check_bounded(timeout)
     with _attaching:
-        made = _registry(heartbeat, silence).attach(addresses, secret or find_secret(), timeout, any_torch)
+        found, source = find_secret(secret)
+        made = _registry(heartbeat, silence).attach(addresses, found, source, timeout, any_torch)
     return _mesh_of(made, name)
 
 
@@ -308,15 +310,17 @@ def attach(
     """
     addresses, timeout = [] if workers is None else _addresses(workers), check_bounded(timeout)
     with _attaching:
-        registry, secret = _registry(heartbeat, silence), secret or find_secret()
-        [gateway] = registry.attach([parse_address(address)], secret, timeout, any_torch)
+        found, source = find_secret(secret)
+        registry = _registry(heartbeat, silence)
+        [gateway] = registry.attach([parse_address(address)], found, source, timeout, any_torch)
         try:
             if workers is None and not gateway.workers:
                 raise ValueError(
                     f"{address} was started without --workers, and attach without workers: say in one place which "
                     "hosts can be reached through it"
                 )
-            made = registry.attach(addresses or _addresses(gateway.workers), secret, timeout, any_torch, gateway)
+            behind = addresses or _addresses(gateway.workers)
+            made = registry.attach(behind, found, source, timeout, any_torch, gateway)
         except BaseException:
             registry.leave(gateway)
             raise

@@ -212,5 +212,5 @@ def decode(data: Any) -> Any:
 
 
 def host_name() -> str:
-    """For people; MONARCH_HOST_NAME where several hosts have the same name, as namespaces have."""
+    """Name of this host in messages: MONARCH_HOST_NAME where it is set, else the system's host name."""
     return os.environ.get("MONARCH_HOST_NAME") or socket.gethostname()

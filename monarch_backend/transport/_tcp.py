@@ -744,6 +744,10 @@ class Tcp:
         except ssl.SSLWantWriteError:
             self._look_for(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
             return False
+        except ssl.SSLEOFError:  # before a word of TLS: its side looks up the secret first
+            raise HandshakeError(
+                "it closed the connection at the start of TLS: it does not know this secret, or is no host of this job"
+            ) from None
         except ssl.SSLError as error:
             raise HandshakeError(
                 f"TLS failed: {error.reason or error}: is it a host, of the same job, with the same secret?"

@@ -72,6 +72,26 @@ def test_worker_of_a_job_has_no_secret_in_variables_or_memory(given: str, tmp_pa
             assert control != []
 
 
+def refusals(address: str, state: str) -> list[str]:
+    """Errors of a program without a secret, and with another one."""
+    os.environ["XDG_STATE_HOME"] = state
+    texts = []
+    for secret in (None, new_secret()):
+        with pytest.raises(ConnectionError) as caught:
+            attach_to_workers([address], secret=secret)
+        texts.append(str(caught.value))
+        assert secret is None or secret.hex() not in texts[-1]
+    return texts
+
+
+def test_missing_and_wrong_secret_have_different_errors(tmp_path: Path) -> None:
+    with new_mark() as mark, host({"MONARCH_SECRET": new_secret().hex()}, mark) as address:
+        missing, wrong = in_program(refusals, address, str(tmp_path))
+    assert "it does not know this secret" in missing and "it does not know this secret" in wrong
+    assert "no secret of the job is given: set MONARCH_SECRET_FILE, MONARCH_SECRET or secret=" in missing
+    assert wrong.endswith("(the secret is that of secret=)")
+
+
 def two_jobs(folder: Path, mark: str) -> None:
     """Jobs of two secrets at once; one is killed, and started again."""
     one, other = (ProcessJob({"t": 1}, path=folder / f"{name}.json", env={MARK: mark}) for name in ("one", "other"))

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,3 +151,24 @@ def test_nothing_stays_where_one_machine_fails(server: Server, tmp_path: Path, m
         job.apply()
     assert gone(mark, 5), marked(mark)
     assert not job.path.exists()
+
+
+@pytest.mark.slow
+def test_hosts_hello_runs_with_an_ssh_job(
+    server: Server, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line of the example that its text says to change, changed."""
+    source = (ROOT / "examples" / "hosts_hello.py").read_text()
+    env = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "there"), MARK: mark}
+    options = f"port={server.port}, identity={str(server.identity)!r}, options={server.options!r}, env={env!r}"
+    changed = source.replace(
+        'ProcessJob({"workers": args.hosts}, name="hello")',
+        f'SSHJob(name="hello", {options}).add_mesh("workers", ["127.0.0.1"])',
+    ).replace("import ProcessJob", "import SSHJob")
+    assert changed.count("SSHJob(name") == 2  # in the text, too
+    (tmp_path / "hello.py").write_text(changed)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    done = subprocess.run([sys.executable, "hello.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"of {socket.gethostname()}" in done.stdout
+    assert gone(mark), marked(mark)
