@@ -35,7 +35,8 @@ def run(name: str, size: int, given: Sequence[Any]) -> None:
     if not 0 <= root < size:
         raise ValueError(f"{name}() from or to rank {root} of a group of {size} ranks: give one from 0 to {size - 1}")
     with torch.no_grad():
-        _HERE.get(name, _copy)(size, *given)
+        act: Callable[..., None] = _HERE.get(name, _copy)
+        act(size, *given)
 
 
 def _reduce(size: int, tensors: Any, options: Any = None, *rest: Any) -> None:
