@@ -22,11 +22,12 @@ and _draw_op (captured steps: torch.compile); _fsdp, _storage and _device_handle
 (functions, checkpoints, transfers); _stream, _wire and _workers (how workers hear of it); _torch*.py (everything that
 replaces or needs a private part of torch; _torch_redistribute: what a redistribution is, found out once; _torch_again
 and _torch_specs: what torch finds out anew for each operation, too; _torch_masks: the rows that a rank has not;
-_torch_slices: sizes that differ by slice; _torch_strategies: what torch's shardings get wrong; _torch_unsharded: what
-it has no sharding for; _torch_grouped_mm: sizes that it refuses; _torch_views: rows that are gathered;
-_torch_functional: views of XLA's tensors; _torch_decompositions: operators said in others; _torch_memory: ways to the
-memory that is not here; _absent_memory and _torch_addresses: what C++ has for its address; _torch_rank0: what one rank
-does for the others), _autocast_rules (what autocast does with which operator); worker/ (what happens in the processes).
+_torch_slices: sizes that differ by slice; _torch_rank_ints: indices that differ by rank; _torch_strategies: what
+torch's shardings get wrong; _torch_unsharded: what it has no sharding for; _torch_grouped_mm: sizes that it refuses;
+_torch_views: rows that are gathered; _torch_functional: views of XLA's tensors; _torch_decompositions: operators said
+in others; _torch_memory: ways to the memory that is not here; _absent_memory and _torch_addresses: what C++ has for its
+address; _torch_rank0: what one rank does for the others), _autocast_rules (what autocast does with which operator);
+worker/ (what happens in the processes).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from monarch_backend.dtensor import _torch_slices as _torch_slices
 from monarch_backend.dtensor import _torch_specs as _torch_specs
 from monarch_backend.dtensor import _torch_strategies as _torch_strategies
 from monarch_backend.dtensor import _torch_unsharded as _torch_unsharded
-from monarch_backend.dtensor import _torch_views as _torch_views  # these thirteen register what they know
+from monarch_backend.dtensor import _torch_views as _torch_views  # these register what they know
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._workers import ActorLine, Workers
 from monarch_backend.mesh._procs import ProcMesh

@@ -45,6 +45,11 @@ def values_of(number: Any) -> Values | None:
     return node.values if isinstance(node, RankInts) else None
 
 
+INSTEAD = (
+    "Index or slice a tensor of the workers with it: distribute_tensor(x, mesh).to_local()[number] is each rank's own "
+    "part; a list is torch.stack(...) first. Calculate with it instead of branching on it, or run the branch on the "
+    "workers: monarch_backend.dtensor.run(mesh, function, ...)"
+)
 REMEMBERED = 1024
 """So many results of calculations with one of these."""
 
@@ -205,7 +210,7 @@ class RankInts:
 
     def int_(self) -> int:
         """There is no one int."""
-        raise RankDependentError(f"int({self})", "has another value on each rank")
+        raise RankDependentError(f"int({self})", "has another value on each rank", INSTEAD)
 
     def guard_int(self, _file: str, _line: int) -> int:
         """As int_."""

@@ -21,11 +21,12 @@ from monarch_backend.dtensor import _rank_ints
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._torch import Replacement, _replaces
 
-_LOCALLY = (
+LOCALLY = (
     "A DTensor is one tensor for all of them: calculate with the ranks' parts and say what they are of "
     "(DTensor.from_local(x.to_local() * number, x.device_mesh, x.placements)), or do it on the workers: "
     "monarch_backend.dtensor.run(mesh, function, ...)"
 )
+"""What to do where an operation of a DTensor got a number that differs by rank."""
 
 
 @_replaces(torch.SymInt, "__hash__")
@@ -47,7 +48,7 @@ def _for_each_slice(own: Any) -> Replacement:
         for number in found:
             if not number.node.are_sizes:
                 raise RankDependentError(
-                    f"{op_schema.op} of a DTensor and {number}", "is another number on each rank", _LOCALLY
+                    f"{op_schema.op} of a DTensor and {number}", "is another number on each rank", LOCALLY
                 )
         columns = list(zip(*[each.node.values for each in found], strict=True))
         known: dict[Any, Any] = {}

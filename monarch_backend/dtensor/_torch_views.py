@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monarch_backend.dtensor import _signatures, _torch
+from monarch_backend.dtensor import _torch_rank_ints as _torch_rank_ints  # whose way to index is the one below
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _hint_proves_even_shard
 
 from monarch_backend.dtensor import RankDependentError, _rank_ints
@@ -103,3 +104,74 @@ def test_answers_on_which_all_ranks_agree_go_with_others() -> None:
     assert not ((of(2, 3) < 1) & some)
     assert true | some
     assert some | true
+
+
+X = torch.arange(24.0).view(2, 3, 4)
+INDICES: dict[str, Callable[[Any, Any], Any]] = {
+    "number": lambda x, r: x[r],
+    "behind": lambda x, r: x[r - 1],
+    "column": lambda x, r: x[:, r],
+    "from the end": lambda x, r: x[..., r],
+    "between": lambda x, r: x[1:, r, ::2],
+    "twice": lambda x, r: x[r, :, r + 1],
+    "all": lambda x, r: x[r, r, r],
+    "beside a new dimension": lambda x, r: x[None, r, ..., 1:],
+    "beside a mask": lambda x, r: x[torch.tensor([[True, False, True], [False, True, True]]), r],
+    "beside an index": lambda x, r: x[r, torch.tensor([2, 0])],
+    "slice": lambda x, r: x[:, r : r + 2],
+    "select": lambda x, r: x.select(1, r),
+    "narrow": lambda x, r: x.narrow(2, r * 2, 2),
+    "stack of chunks": lambda x, r: torch.stack(x.chunk(2))[r],
+    "sum": lambda x, r: x + r,
+    "product": lambda x, r: r * x,
+    "comparison": lambda x, r: x < r,
+}
+
+
+@pytest.mark.parametrize("what", INDICES)
+def test_plain_tensors_of_workers_are_indexed_by_each_rank(mesh_of: Any, what: str) -> None:
+    mesh, index = mesh_of("2"), INDICES[what]
+    x = distribute_tensor(X, mesh, [Replicate()]).to_local()
+    found = index(x, mesh.get_local_rank())
+    parts = DTensor.from_local(found.contiguous().view(1, -1), mesh, [Shard(0)])
+    same(parts.reshape(2, *found.shape), torch.stack([index(X, rank) for rank in range(2)]))
+
+
+@pytest.mark.parametrize("index", [(), (slice(None),), (..., slice(1, None)), (None, ...)], ids=str)
+def test_plain_tensors_of_workers_are_changed_where_each_rank_is(mesh_of: Any, index: tuple[Any, ...]) -> None:
+    mesh = mesh_of("2")
+    x = distribute_tensor(X, mesh, [Replicate()]).to_local().clone()
+    expected = [X.clone(), X.clone()]
+    for before, after in ((index, ()), ((), index)):
+        x[(*before, mesh.get_local_rank(), *after)] = -1
+        for rank in range(2):
+            expected[rank][(*before, rank, *after)] = -1
+    same(DTensor.from_local(x, mesh, [Shard(0)]), torch.cat(expected))
+
+
+@pytest.mark.parametrize("what", [each for each in INDICES if each not in ("sum", "product")])
+def test_tensors_of_the_controller_are_not_one_ranks_part(mesh_of: Any, what: str) -> None:
+    """torch has an IndexError about SymInt."""
+    mesh = mesh_of("2")
+    number = mesh.get_local_rank()
+    with pytest.raises(
+        RankDependentError, match=r"on each rank: .*distribute_tensor\(x, mesh\)\.to_local\(\)\[number\]"
+    ):
+        INDICES[what](X, number)
+    with pytest.raises(RankDependentError, match=r"on each rank: .*DTensor\.from_local\("):
+        INDICES[what](distribute_tensor(X, mesh, [Replicate()]), number)
+
+
+def test_lists_and_sizes_with_a_number_of_each_rank_say_what_to_do(mesh_of: Any) -> None:
+    number = mesh_of("2").get_local_rank()
+    for ask in (
+        lambda: [10, 20][number],
+        lambda: X.chunk(2)[number],
+        lambda: range(2)[number],
+        lambda: [10, 20][number:],
+        lambda: X[[number]],
+        lambda: X.clone().__setitem__(number, 0),
+        lambda: torch.tensor(number),
+    ):
+        with pytest.raises(RankDependentError, match=r"distribute_tensor\(x, mesh\)\.to_local\(\)\[number\]"):
+            ask()
