@@ -1,1 +1,5 @@
-"""What every part of the package stands on: settings and timeouts. Imports nothing else of the package."""
+"""What every part of the package stands on: settings, timeouts and the log. Imports nothing else of the package."""
+
+from monarch_backend._core import log_limit
+
+log_limit.install()

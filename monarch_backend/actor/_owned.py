@@ -143,6 +143,7 @@ class _Member:
     gone: bool = False  # its end has been told
     replaced: bool = False  # it has a successor, or will have
     knocked: bool = False  # it has read that it is to stop
+    killed_at: float | None = None  # when SIGKILL was sent because it did not stop
 
     @property
     def is_over(self) -> bool:
@@ -683,19 +684,29 @@ class ProcessOwner:
                 self._program.router.tell(member.peer, Stop(0, how, reason))
 
     def _look_again(self, owned: OwnedProcs, how: str, end: float | None) -> None:
-        left = GRACE if end is None else min(GRACE, max(end - self._program.clock.now(), 0.0))
+        now = self._program.clock.now()
+        # After the deadline all are killed: the next look is only for those that the kernel cannot end.
+        left = GRACE if end is None or now >= end else min(GRACE, end - now)
         owned.looks.append(self._program.pump.later(left, functools.partial(self._hurry, owned, how, end)))
 
     def _hurry(self, owned: OwnedProcs, how: str, end: float | None) -> None:
         """What has been told to stop is still there: whoever may be at work is waited for, others are killed."""
-        program, busy = self._program, []
-        late = how == "abort" or (end is not None and program.clock.now() >= end)
+        program, busy, now = self._program, [], self._program.clock.now()
+        late = how == "abort" or (end is not None and now >= end)
         # Whoever works may wait for one that has died, in a collective, for ever.
         bereft = any(each.gone and not each.replaced and not each.peer.peace for each in owned.members.values())
         for member in owned.members.values():
             if member.gone:
                 continue
             peer = member.peer
+            if member.killed_at is not None:
+                log.warning(
+                    "%s was killed %.0f s ago and has not ended: a system call keeps it, or its host does not answer",
+                    peer,
+                    now - member.killed_at,
+                )
+                self._kill(member)
+                continue
             unread = peer.link >= 0 and program.links.unread(peer.link) > 0
             # Who has read that it is to stop, and since then holds the interpreter's lock, is at work.
             deaf = peer.link < 0 or (unread and (not member.knocked or self.stands_still(peer.pid)))
@@ -703,6 +714,7 @@ class ProcessOwner:
                 why = "it does not read its messages" if deaf else "it still works"
                 why += ", and another process of its mesh has died" if bereft and not (late or deaf) else ""
                 log.warning("%s is killed, %s: %s", peer, "for its time is up" if late else "since it was to stop", why)
+                member.killed_at = now
                 self._kill(member)
             else:
                 if program.host(peer.token) is not None:

@@ -701,7 +701,7 @@ def test_a_worker_without_a_compiler_runs_the_operations_one_by_one(
     step = ["aten.sin.default", [[Tag.OPERAND, 0]], {}, "", None, [None]]
     function = _graphs.make(Graph(1, 1, [], [step], [1], [], [[[2], "float32"]], True, []), 0, torch.device("cpu"), str)
     tensors: dict[int, Any] = {5: torch.ones(2)}
-    with caplog.at_level(logging.WARNING, "monarch_backend.dtensor"):
+    with caplog.at_level(logging.WARNING, "monarch_backend"):
         for _ in range(2):
             function.run(tensors, [1, 0, 5, 6], 0)
     assert tensors[6].equal(torch.ones(2).sin())

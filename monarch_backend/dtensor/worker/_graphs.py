@@ -20,7 +20,7 @@ from monarch_backend.dtensor.worker import _functions
 from monarch_backend.dtensor.worker._functions import Function, Source
 
 NAME = "a captured step"
-_log = logging.getLogger("monarch_backend.dtensor")
+_log = logging.getLogger("monarch_backend")
 Values = Sequence[Any]
 
 

@@ -1,0 +1,69 @@
+"""stop(timeout=) and abort() of busy actors and processes: they end in time, and the log says why in few lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from monarch_backend.actor import Actor, Port, endpoint, this_host
+from monarch_backend.actor import _owned as owned
+from tests.actor.support import PATIENCE, Faults, begun
+
+
+class Deaf(Actor):
+    """Busy in code that swallows every interruption."""
+
+    @endpoint
+    def work(self, begin: Port[int]) -> None:
+        begin.send(1)
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:
+                continue
+
+
+def test_stop_after_deadline_logs_one_line_per_process(
+    faults: Faults, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills: list[object] = []
+    kill = owned.ProcessOwner._kill
+
+    def kill_late(owner: owned.ProcessOwner, member: owned._Member) -> None:
+        """The fork server takes a while, as on a loaded host."""
+        kills.append(member)
+        owner._program.pump.later(0.3, lambda: kill(owner, member))
+
+    monkeypatch.setattr(owned.ProcessOwner, "_kill", kill_late)
+    procs = this_host().spawn_procs({"gpus": 2}, name="deaf")
+    actors = procs.spawn("deaf", Deaf)
+    calls = [begun(actors.slice(gpus=rank).work.call_one).ignore() for rank in range(2)]
+    with caplog.at_level(logging.WARNING, "monarch_backend"):
+        procs.stop(timeout=0.2).get(PATIENCE)
+    lines = [line for line in caplog.messages if "is killed" in line]
+    assert len(lines) == len(kills) == len(calls) == 2
+    assert all("its time is up" in line for line in lines)
+
+
+def test_stop_of_process_that_survives_kill_repeats_rarely(
+    faults: Faults, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owned, "GRACE", 0.3)
+    kill, kills = owned.ProcessOwner._kill, 0
+
+    def kill_the_third_time(owner: owned.ProcessOwner, member: owned._Member) -> None:
+        nonlocal kills
+        kills += 1
+        if kills == 3:
+            kill(owner, member)
+
+    monkeypatch.setattr(owned.ProcessOwner, "_kill", kill_the_third_time)
+    procs = this_host().spawn_procs({"gpus": 1}, name="undying")
+    begun(procs.spawn("deaf", Deaf).work.call_one).ignore()
+    with caplog.at_level(logging.WARNING, "monarch_backend"):
+        procs.stop(timeout=0.1).get(PATIENCE)
+    lines = [line for line in caplog.messages if "kill" in line]
+    assert len(lines) == 3
+    assert all("has not ended: a system call keeps it" in line for line in lines[1:])
