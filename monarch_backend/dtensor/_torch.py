@@ -37,6 +37,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _pointwise_ops as pointwise
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
@@ -1211,11 +1212,62 @@ def grouped_by_device(own: Any) -> Replacement:
     return _group_tensors_by_device_and_dtype
 
 
+def _total_norm(own: Any) -> Replacement:
+    """Of gradients on several meshes: the norm of each mesh's, then the norm of these as plain tensors."""
+
+    def _get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        groups = _by_mesh(tensors, tensors)
+        if not groups:
+            return own(tensors, norm_type, error_if_nonfinite, foreach)
+        norms = [_on_each_rank(own(each, norm_type, False, foreach)) for each in groups]
+        if len({each._meta.outside for each in norms if isinstance(each, RemoteTensor)}) > 1:
+            norms = [_values.as_host(each) if isinstance(each, RemoteTensor) else each for each in norms]
+        return own(norms, norm_type, error_if_nonfinite, foreach)
+
+    return _get_total_norm
+
+
+def _clip_by_norm(own: Any) -> Replacement:
+    def _clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        having = [each for each in parameters if each.grad is not None]
+        groups = _by_mesh(having, [*(each.grad for each in having), total_norm])
+        if not groups:
+            own(parameters, max_norm, total_norm, foreach)
+            return
+        for each in groups:
+            own(each, max_norm, _on_each_rank(total_norm), foreach)
+
+    return _clip_grads_with_norm_
+
+
+def _by_mesh(values: list[Any], tensors: list[Any]) -> list[list[Any]]:
+    """The values of tensors on one mesh each; nothing where all DTensors of a controller are on one."""
+    if torch.compiler.is_compiling():
+        return []
+    meshes = [each.device_mesh if isinstance(each, DTensor) and _is_remote(each) else None for each in tensors]
+    if len({each for each in meshes if each is not None}) < 2:
+        return []
+    groups: dict[Any, list[Any]] = {}
+    for value, mesh in zip(values, meshes, strict=False):
+        groups.setdefault(mesh, []).append(value)
+    return list(groups.values())
+
+
+def _on_each_rank(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 DIVERTED = [
     (api.distribute_tensor, _distribute),
     (api.distribute_module, _distribute_module),
     (c10d.get_rank, _rank_in),
     (inspect.unwrap(c10d.broadcast_object_list), _broadcast_objects),
+    (inspect.unwrap(clip_grad._get_total_norm), _total_norm),
+    (inspect.unwrap(clip_grad._clip_grads_with_norm_), _clip_by_norm),
     (parallelize_module, _parallelize),
 ]
 """Functions that stay what they are, for who has them by then; and what makes what their code calls."""

@@ -290,6 +290,8 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
         "distribute_module": "module device_mesh partition_fn input_fn output_fn",
         "get_rank": "group",
         "broadcast_object_list": "object_list src group device group_src",
+        "_get_total_norm": "tensors norm_type error_if_nonfinite foreach",
+        "_clip_grads_with_norm_": "parameters max_norm total_norm foreach",
         "parallelize_module": "module device_mesh parallelize_plan src_data_rank",
         "visualize_sharding": "dtensor header use_rich",
         "_group_tensors_by_device_and_dtype": "tensorlistlist with_indices",

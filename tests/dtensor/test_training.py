@@ -340,6 +340,36 @@ def test_gradients_are_clipped(mesh: Any, norm: float, foreach: bool) -> None:
         same(mine, theirs)
 
 
+@pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_on_several_meshes_are_clipped_by_one_norm(
+    mesh_of: Any, all_procs: Any, norm: float, foreach: bool
+) -> None:
+    """Sub-meshes of one mesh, also of ranks that have nothing of each other's, and plain tensors beside them."""
+    mesh, values = mesh_of("2x2"), [torch.randn(4, 4), torch.randn(6), torch.randn(5, 3)]
+    rows = [all_procs["2x2"].slice(dp=at).device_mesh(DEVICE) for at in range(2)]
+    places = {
+        "dimensions": [(mesh["dp"], [Shard(0)]), (mesh["tp"], [Shard(0)]), (mesh, [Shard(0), Shard(1)])],
+        "with a plain tensor": [(mesh["dp"], [Shard(0)]), (mesh["tp"], [Replicate()]), None],
+        "rows": [(rows[0], [Shard(0)]), (rows[1], [Shard(0)]), (rows[0], [Replicate()])],
+    }
+    for what, where in places.items():
+        alone = [nn.Parameter(torch.zeros_like(each)) for each in values]
+        ours = [
+            nn.Parameter(each if there is None else distribute_tensor(each, *there))
+            for each, there in zip([torch.zeros_like(each) for each in values], where, strict=True)
+        ]
+        for one, other, value_, there in zip(alone, ours, values, where, strict=True):
+            one.grad = value_.clone()
+            other.grad = value_.clone() if there is None else distribute_tensor(value_, *there)
+        total = nn.utils.clip_grad_norm_(alone, 0.5, norm, foreach=foreach)
+        same(nn.utils.get_total_norm([each.grad for each in ours], norm, foreach=foreach), total)
+        same(nn.utils.clip_grad_norm_(ours, 0.5, norm, foreach=foreach), total)
+        for one, other in zip(alone, ours, strict=True):
+            assert one.grad is not None, what
+            same(other.grad, one.grad)
+
+
 def scaled_on(mesh: Any) -> Any:
     """GradScaler makes its numbers by the name of the gradients' device, which several sets of workers may have."""
     return mesh if DEVICE != "cpu" else contextlib.nullcontext()
