@@ -51,6 +51,8 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     except RankDependentError as error:
         if _rank_classes.stands_for_some():
             raise  # the ranks are traced again, in classes
+        if not _torch_traces.is_dynamos():
+            raise  # make_fx() and torch.export leave nothing to eager code
         from monarch_backend.dtensor import _torch_compile  # with dynamo, which is there now
 
         _torch_compile.break_graph(_calls[number].name, error)
@@ -111,6 +113,8 @@ def _without_values(tensors: list[torch.Tensor], number: int) -> list[torch.Tens
                 raise RankDependentError(
                     f"{made.name} in torch.compile",
                     f"has another result on each rank ({_text(one)} and {_text(other)}), which one graph can't have",
+                    "Choose sizes that the number of ranks divides, leave it to eager code, or run it on the workers: "
+                    "monarch_backend.dtensor.run(mesh, function, ...)",
                 )
     _forms[number] = form, [_TENSOR if isinstance(each, torch.Tensor) else each for each in leaves]
     return tensors_of(leaves, tensors)

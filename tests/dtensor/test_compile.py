@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental._tp_transform import tensor_parallel_transformation
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -1147,3 +1148,30 @@ def test_inductor_compiles_on_the_workers(two: Any, monkeypatch: pytest.MonkeyPa
     assert value(found).tolist() == [3, 3]
     assert _compile.statistics["calls"] == before + 1
     assert [str(each.message) for each in caught if "{'max_autotune': True} is not sent there" in str(each.message)]
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, width), nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its treespecs
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_is_transformed_to_tensor_parallel(mesh_of: Callable[[str], Any], strict: bool) -> None:
+    """torch makes a mesh of its own there, of the program's first ranks, and traces each redistribution."""
+    mesh_of("2")
+    model, x = Layers(32).eval(), torch.randn(7, 10)
+    plan = {"first": ColwiseParallel, "last": RowwiseParallel}
+    with torch.inference_mode():
+        exported = torch.export.export(model, (x,), strict=strict).run_decompositions()
+        found = tensor_parallel_transformation(exported, 0, 2, "cpu", plan).module()(x)  # type: ignore[arg-type]
+        same(found, model(x))
+        uneven = torch.export.export(Layers(33).eval(), (x,), strict=strict).run_decompositions()
+        with pytest.raises(
+            RankDependentError, match=r"another result on each rank .*sizes that the number of ranks div"
+        ):
+            tensor_parallel_transformation(uneven, 0, 2, "cpu", plan)  # type: ignore[arg-type]
