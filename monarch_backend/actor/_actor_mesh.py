@@ -90,17 +90,26 @@ class ActorMesh(MeshTrait):
         core = self._core
         return tuple(i for i, r in enumerate(self._shape.ranks) if core.failure_of(r) or core.peer(r).gone is not None)
 
-    def stop(self, reason: str = "stopped by its owner") -> Future[None]:
+    def stop(self, reason: str = "stopped by its owner", timeout: float | None = None) -> Future[None]:
         """Let the actors finish the messages that they have, and clean up. The processes stay.
 
-        Raises ValueError for a slice, and RuntimeError for a mesh that somebody else has spawned; so does ``abort``.
+        What is still there after ``timeout`` seconds is aborted: CancelledError is raised in the constructor or message
+        that runs. If that does not end within 3 seconds, the process is killed, and a line says where it was.
+
+        Raises ValueError for a slice or a wrong timeout, and RuntimeError for a mesh that another process has spawned.
         """
         from monarch_backend.actor._program import program
 
-        return program().stop_actors(whole(self, "stop"), "stop", reason)
+        return program().stop_actors(whole(self, "stop"), "stop", reason, timeout)
 
     def abort(self, reason: str = "aborted by its owner") -> Future[None]:
-        """End the actors after the message that runs."""
+        """End the actors after the constructor or message that runs; within 10 seconds, and the time to clean up.
+
+        What runs is interrupted after 5 seconds, by CancelledError. If it does not end within 3 more, the process is
+        killed, and a line says where it was. That is a failure of the process mesh only if other actors lived there.
+
+        Raises ValueError for a slice, and RuntimeError for a mesh that another process has spawned.
+        """
         from monarch_backend.actor._program import program
 
         return program().stop_actors(whole(self, "abort"), "abort", reason)

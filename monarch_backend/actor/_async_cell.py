@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from monarch_backend.actor import _context
-from monarch_backend.actor._cell import Answer, Cell, Flow, Job, Message
+from monarch_backend.actor import _blocking, _context
+from monarch_backend.actor._cell import _CALLERS, MAX_RETRY_S, REPORT_AFTER_S, Answer, Cell, Flow, Job, Message
 from monarch_backend.actor._errors import MeshFailure
 from monarch_backend.actor._payload import read_prefix
 from monarch_backend.transport._frames import Frame, Status
@@ -18,6 +20,9 @@ from monarch_backend.transport._peer import Peer
 from monarch_backend.transport._serialize import dumps, loads
 
 log = logging.getLogger("monarch_backend")
+
+BLOCKED_S = 0.1
+"""After a cancellation, until an event loop that has not run counts as blocked."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -33,6 +38,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 class AsyncCell(Cell):
     """One message at a time, but for those of concurrent endpoints."""
 
+    _blocked_by = "C code does not return to Python, or a task that the message has started blocks the event loop"
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -41,6 +48,8 @@ class AsyncCell(Cell):
         self._tasks: dict[tuple[Peer, int], asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[Any]] = set()
         self._withdrawn: set[tuple[Peer, int]] = set()  # calls that their callers have given up
+        self._to_cancel: dict[tuple[Peer, int], str] = {}  # why, until the loop runs
+        self._struck_tasks: set[tuple[Peer, int]] = set()  # interrupted for the actor's end
         self._last: list[BaseException | None] = []  # what __cleanup__ is to be given
 
     # ---- from any thread
@@ -65,9 +74,61 @@ class AsyncCell(Cell):
             self._there.set()
 
     def _interrupt(self, peer: Peer, ref: int, reason: str) -> None:
+        key = peer, ref
+        if self._loop is None or key not in self._tasks:
+            _soon(self._loop, self._cancel_task, peer, ref, reason)
+            return
+        self._to_cancel[key] = reason
         _soon(self._loop, self._cancel_task, peer, ref, reason)
+        later = self.program.pump.later
+        later(BLOCKED_S, lambda: self._unblock(key))
+        later(REPORT_AFTER_S, lambda: self._log_busy(reason) if key in self._to_cancel else None)
+
+    def report_busy(self) -> None:
+        if self._loop is None:
+            super().report_busy()
+        elif self.failure is None:
+            for task in list(self._tasks.values()):
+                log.warning("%s is to end, and a message runs: %s", self._who(), _blocking.place_of_task(task))
+
+    def _unblock(self, key: tuple[Peer, int]) -> None:
+        """The loop has not run for a while: a coroutine blocks it."""
+        if key in self._to_cancel and _blocking.can_interrupt(self._thread_id):
+            _blocking.interrupt(self, key)
+            self.program.pump.later(MAX_RETRY_S, lambda: self._unblock(key))
+
+    def _interrupt_what_runs(self, reason: str) -> None:
+        if self._loop is None:
+            super()._interrupt_what_runs(reason)
+        elif self.failure is None:
+            if _blocking.can_interrupt(self._thread_id):
+                _blocking.interrupt(self, reason)
+            self._limits.append(self.program.pump.later(MAX_RETRY_S, lambda: self._interrupt_what_runs(reason)))
+
+    def raise_in(self, frame: FrameType | None) -> None:
+        """As Cell's, where the coroutine of a message that is to be cancelled blocks the loop."""
+        loop = self._loop
+        if loop is None:
+            super().raise_in(frame)
+            return
+        if threading.get_ident() != self._thread_id or not self._is_users(frame):
+            return
+        task = asyncio.current_task(loop)
+        key = next((key for key, each in self._tasks.items() if each is task), None)
+        if key is None:
+            return
+        reason = self._to_cancel.pop(key, None)
+        if reason is not None:
+            self._withdrawn.add(key)
+        elif self._aborted is not None and key not in self._struck_tasks:
+            self._struck_tasks.add(key)
+            reason = self._aborted
+        if reason is not None:
+            raise asyncio.CancelledError(reason)
 
     def _cancel_task(self, peer: Peer, ref: int, reason: str) -> None:
+        if self._to_cancel.pop((peer, ref), None) is None and (peer, ref) in self._withdrawn:
+            return  # it was interrupted where it blocked the loop
         task = self._tasks.get((peer, ref))
         if task is not None:
             self._withdrawn.add((peer, ref))
@@ -146,6 +207,7 @@ class AsyncCell(Cell):
 
     def _forget(self, key: tuple[Peer, int]) -> None:
         self._tasks.pop(key, None)
+        self._to_cancel.pop(key, None)
         self._withdrawn.discard(key)
 
     async def _one(self, message: Message) -> None:
@@ -161,6 +223,8 @@ class AsyncCell(Cell):
                     answer(Status.LOST, self._failure_body())
             elif (peer, frame.ref) in self._withdrawn:
                 answer.settle()
+            elif self._aborted is not None:
+                self._die_aborted(answer)
             else:
                 self._raised(RuntimeError("the endpoint was cancelled from inside"), answer, error)
         except BaseException as error:
@@ -259,6 +323,9 @@ class AsyncCell(Cell):
                 await result
         except BaseException:
             log.exception("__cleanup__ of %s failed", self.name)
+
+
+_CALLERS |= {AsyncCell._call_async.__code__, AsyncCell._drain_async.__code__}
 
 
 def _soon(loop: asyncio.AbstractEventLoop | None, call: Callable[..., object], *args: Any) -> None:

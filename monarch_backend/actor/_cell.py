@@ -20,9 +20,10 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from monarch_backend.actor import _context
+from monarch_backend.actor import _blocking, _context
 from monarch_backend.actor._actor import Blueprint, blueprint, build, specify
 from monarch_backend.actor._calls import STREAM_WINDOW
 from monarch_backend.actor._errors import CancelledError, Death, MeshFailure
@@ -32,7 +33,7 @@ from monarch_backend.mesh._extent import Extent, Point
 from monarch_backend.transport._exceptions import remote_traceback
 from monarch_backend.transport._frames import Cancel, Construct, Constructed, Failed, Frame, More, Status, Stopped
 from monarch_backend.transport._peer import Peer, PeerGoneError
-from monarch_backend.transport._pump import release
+from monarch_backend.transport._pump import Timer, release
 from monarch_backend.transport._serialize import DeserializationError, SerializationError, dumps, loads
 from monarch_backend.transport._tree import Combiner
 
@@ -46,6 +47,21 @@ Job = Callable[[], Any]
 
 CLEANUP_SECONDS = 10.0
 """How long ``__cleanup__`` may take before a process that stops no longer waits for it."""
+
+INTERRUPT_AFTER_S = 5.0
+"""Time that ``abort`` gives the constructor or message that runs; then it is interrupted."""
+
+KILL_AFTER_S = 3.0
+"""Time that interrupted code gets to end; then its process is killed."""
+
+REPORT_AFTER_S = 2.0
+"""After a cancellation, until an actor that is still busy is reported."""
+
+RETRY_S, MAX_RETRY_S = 0.001, 0.05
+"""Between two attempts to interrupt: the first pause, and the longest one."""
+
+_CONSTRUCTOR = object()
+"""Stands for the constructor, where a running message is (peer, number)."""
 
 
 def _leave_fork(error: BaseException) -> NoReturn:
@@ -155,6 +171,8 @@ class Answer:
 class Cell:
     """One actor. `put` may be called from any thread; the rest runs on the actor's own, but where said otherwise."""
 
+    _blocked_by = "C code does not return to Python"
+
     def __init__(self, program: Program, plan: Construct, owner: Peer, body: Any, buffers: Any) -> None:
         self.program, self.owner = program, owner
         self.actor, self.name, self.creator = plan.actor, plan.name, plan.creator
@@ -172,10 +190,14 @@ class Cell:
         self.blueprint: Blueprint | None = None
         self._plan_body, self._plan_buffers = body, buffers
         self._inbox: deque[Message | Job] = deque()
-        self._running: tuple[Peer, int] | None = None
+        self._running: Any = None  # the message, as (peer, number), or _CONSTRUCTOR
+        self._current: Answer | None = None  # of that message
         self._hit = False  # the caller has given the running message up
         self._struck = False  # and it has been interrupted, or will be with its next step
         self._reason = ""
+        self._report: Timer | None = None  # that it is still busy
+        self._aborted: str | None = None  # why what runs is interrupted for the actor's end
+        self._limits: list[Timer] = []  # of the time that the end may take
         self.over = False  # it has ended and cleaned up
         self.successor: Cell | None = None
         self._lock = threading.Lock()
@@ -234,6 +256,54 @@ class Cell:
         else:
             self.put(lambda: self.stop(reason))
             self._wake()
+
+    def end_in_time(self, how: str, reason: str) -> None:
+        """`end`, for an owner: "abort" interrupts what runs after a while, "interrupt" at once. Then the process dies.
+
+        On the reading thread.
+        """
+        self.end("abort" if how == "interrupt" else how, reason)
+        if how in ("abort", "interrupt") and self.failure is None:
+            seconds = INTERRUPT_AFTER_S if how == "abort" else 0.0
+            self._limits.append(self.program.pump.later(seconds, lambda: self._interrupt_to_end(reason)))
+
+    def _interrupt_to_end(self, reason: str) -> None:
+        if self.failure is not None:
+            return
+        self._limits.append(self.program.pump.later(KILL_AFTER_S, lambda: self._kill_process(reason)))
+        self._aborted = reason
+        self._interrupt_what_runs(reason)
+
+    def _interrupt_what_runs(self, reason: str) -> None:
+        with self._lock:
+            running = self._running
+            self._hit, self._struck, self._reason = running is not None, False, reason
+        if running is not None:
+            self._strike(running)
+        elif self.failure is None:  # between two messages, or in __supervise__
+            self._limits.append(self.program.pump.later(MAX_RETRY_S, lambda: self._interrupt_what_runs(reason)))
+
+    def _kill_process(self, reason: str) -> None:
+        """Time is up, and something still runs that cannot be interrupted."""
+        if self.failure is None:
+            self.program.exit_now(
+                f"{self._who()} was aborted ({reason}), and {self._activity()} could not be interrupted: the process "
+                f"is killed. It was at {self._place()}"
+            )
+
+    def report_busy(self) -> None:
+        """On the reading thread: log where this actor is, which is to end and does not."""
+        if self.failure is None and self._running is not None:
+            log.warning("%s is to end, and %s runs: %s", self._who(), self._activity(), self._place())
+
+    def _place(self) -> str:
+        return _blocking.place(self._thread_id)
+
+    def _who(self) -> str:
+        return f"actor {self.name} ({self.point}, host {HOST}, pid {self.program.pid})"
+
+    def _activity(self) -> str:
+        return "its constructor" if self.instance is None else "its running message"
 
     def _give_up(self) -> None:
         """There will be no successor: what was kept for it is refused."""
@@ -299,33 +369,65 @@ class Cell:
         self.program.pump.wake()
 
     def _interrupt(self, peer: Peer, ref: int, reason: str) -> None:
+        running = (peer, ref)
         with self._lock:
-            if self._running != (peer, ref) or self._hit:
+            if self._running != running or self._hit:
                 return
             self._hit, self._struck, self._reason = True, False, reason
-        self._strike(peer, ref)
+        self._strike(running)
 
-    def _strike(self, peer: Peer, ref: int) -> None:
-        """Raise CancelledError in the running message: where the user's code runs, or where it waits for something.
+    def _strike(self, running: Any, pause: float = RETRY_S) -> None:
+        """Raise CancelledError in what runs: in the user's code, also where it blocks, or where it waits for a reply.
 
-        Never inside of this package, where an exception out of nowhere would leave half of something behind; so this is
-        tried again until it was possible or the message has ended.
+        Never inside of this package, where an unexpected exception would leave an inconsistent state. It is tried again
+        until it was possible or the message has ended.
         """
-        time.sleep(0)  # a new slice of the interpreter: no other thread runs between the look and the blow
+        time.sleep(0)  # a new slice of the interpreter: no other thread runs between the look and the exception
         with self._lock:
-            if self._running != (peer, ref) or self._struck:
+            if self._running != running or self._struck:
                 return
-            if self.waiting_for is None and self._in_users_code():
+            waiting = self.waiting_for
+            if waiting is None and self._report is None:
+                self._report = self.program.pump.later(REPORT_AFTER_S, lambda: self._report_busy(running))
+            by_signal = _blocking.can_interrupt(self._thread_id)
+            if waiting is None and not by_signal and self._is_users(sys._current_frames().get(self._thread_id)):
                 self._struck = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(CancelledError)
                 )
                 return
-        waiting = self.waiting_for
         if waiting is not None:
             release(waiting)
             self.program.pump.wake()
-        self.program.pump.later(0.001, lambda: self._strike(peer, ref))
+        elif by_signal:
+            _blocking.interrupt(self, running)
+        self.program.pump.later(pause, lambda: self._strike(running, min(2 * pause, MAX_RETRY_S)))
+
+    def raise_in(self, frame: FrameType | None) -> None:
+        """In a signal handler of the main thread, which has interrupted this frame: raise CancelledError there."""
+        # Only the runtime's frames hold the lock, so the user's code cannot be waited for here.
+        if threading.get_ident() == self._thread_id and self._is_users(frame):
+            self.strike_here()
+
+    def _report_busy(self, running: Any) -> None:
+        if self._running == running:
+            self._log_busy(self._reason)
+
+    def _log_busy(self, reason: str) -> None:
+        if not _blocking.can_interrupt(self._thread_id):
+            why = (
+                "blocking code is interrupted only on a process's main thread, where its first actor runs, and this is "
+                "another thread"
+            )
+        elif self._struck:
+            why = "the code goes on after the exception"
+        else:
+            why = self._blocked_by
+        log.warning(
+            "%s is still busy %.0f s after %s was cancelled (%s): %s. It takes the next message when the code returns. "
+            "It is at %s",
+            self._who(), REPORT_AFTER_S, self._activity(), reason, why, self._place(),
+        )  # fmt: skip
 
     def to_be_struck(self) -> bool:
         """The running message was given up, and does not know yet."""
@@ -339,9 +441,12 @@ class Cell:
             self._struck = True
         raise CancelledError(self._reason)
 
-    def _in_users_code(self) -> bool:
-        frame, innermost = sys._current_frames().get(self._thread_id), True
+    def _is_users(self, frame: FrameType | None) -> bool:
+        """Whether this frame runs the user's code, called by the runtime at a place that expects exceptions."""
+        innermost = True
         while frame is not None:
+            if frame.f_code is loads.__code__:  # code that unpickling runs, if it is of the constructor or message
+                return not innermost and frame.f_back is not None and frame.f_back.f_code in _CALLERS
             if frame.f_code in _CALLERS:
                 return not innermost
             if frame.f_code.co_filename.startswith(_PACKAGE):
@@ -371,14 +476,24 @@ class Cell:
 
     def construct(self) -> bool:
         """Build the instance; False if that failed, of which the owner is told."""
+        self._running = _CONSTRUCTOR
         try:
-            cls, args, kwargs, self.mesh = loads(self._plan_body, self._plan_buffers)
-            self._plan_body = self._plan_buffers = None
-            self.blueprint = blueprint(cls)
-            self.instance = build(cls, args, kwargs)
+            try:
+                if self._aborted is not None:
+                    raise CancelledError(self._aborted)
+                cls, args, kwargs, self.mesh = loads(self._plan_body, self._plan_buffers)
+                self._plan_body = self._plan_buffers = None
+                self.blueprint = blueprint(cls)
+                instance = build(cls, args, kwargs)
+            finally:
+                self._end_run()
         except BaseException as error:
-            self.die(error)
+            if self._aborted is None:
+                self.die(error)
+            else:
+                self._die_aborted()
             return False
+        self.instance = instance
         self.program.router.tell(self.owner, Constructed(self.actor, self.rank, self.generation))
         return True
 
@@ -392,8 +507,9 @@ class Cell:
                         wait(self)
                         continue
                 self.step()
-            except CancelledError:
-                continue  # it came a moment too late, between two messages
+            except CancelledError:  # it came a moment too late, between two messages
+                if self._aborted is not None:
+                    self._die_aborted(self._current)
 
     def step(self) -> None:
         """Take the next message, or do the next thing that there is to do."""
@@ -422,23 +538,41 @@ class Cell:
         answer = Answer(self.program, message, called.port)
         self.program.router.processed(peer, frame)
         _context.message.set((frame.rank, extent))
+        self._current = answer
         with self._lock:
             self._running, self._hit = (peer, frame.ref), False
         try:
             self._call(called.method, called.plain, frame, peer, answer)
         except CancelledError as error:
-            if self._hit:
+            if self._aborted is not None:
+                self._die_aborted(answer)
+            elif self._hit:
                 answer.settle()
             else:
                 self._raised(error, answer)
         except BaseException as error:
             self._raised(error, answer)
         finally:
-            with self._lock:
-                self._running = None
-                if self._struck:  # so that it does not hit the next message
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), None)
-                self._hit = self._struck = False
+            self._end_run()
+        self._current = None
+
+    def _end_run(self) -> None:
+        """Nothing runs any more; an exception on its way must not hit the next message."""
+        with self._lock:
+            self._running = None
+            if self._report is not None:
+                self._report.cancel()
+                self._report = None
+            if self._struck:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), None)
+            self._hit = self._struck = False
+
+    def _die_aborted(self, answer: Answer | None = None) -> None:
+        """What ran was interrupted, so that the actor ends; ``answer`` is of the message that was interrupted."""
+        self._end_run()
+        self.die(RuntimeError(f"aborted: {self._aborted}"), told=True)
+        if answer is not None and self.failure is not None:
+            answer.lost(self.failure)
 
     def _call(self, name: str, plain: int, frame: Frame, peer: Peer, answer: Answer) -> None:
         found = self._methods.get((name, plain))
@@ -599,6 +733,8 @@ class Cell:
             if self.over:
                 return
             self.over, successor = True, self.successor
+        for timer in self._limits:
+            timer.cancel()
         assert self.failure is not None
         for answer in list(self._asked):
             answer.lost(self.failure)
@@ -610,8 +746,8 @@ class Cell:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_CALLERS = frozenset({Cell._call.__code__, Cell._drain.__code__})
-"""Whom the user's code is called by."""
+_CALLERS = {Cell._call.__code__, Cell._drain.__code__, Cell.construct.__code__, build.__code__}
+"""Functions that call the user's code, and expect that it raises."""
 
 
 async def _awaited(awaitable: Any) -> Any:

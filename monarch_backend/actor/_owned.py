@@ -44,7 +44,7 @@ from monarch_backend.mesh._spawner import (
     Started,
 )
 from monarch_backend.transport._carried import host_of
-from monarch_backend.transport._frames import KNOCK, MOST_REPLACED, Replaced, Setting, Stop
+from monarch_backend.transport._frames import MOST_REPLACED, REPORT_BUSY, Replaced, Setting, Stop
 from monarch_backend.transport._peer import Peer
 from monarch_backend.transport._serialize import dumps_in_band
 
@@ -68,8 +68,10 @@ DESCRIPTORS = 8
 """Open files here for each process: two pipes while it starts; then what is read of them, a link, a pidfd."""
 
 LOOK = 1.0
+DEAF = 2.0
 STUCK = 5.0
-"""Seconds between two looks for processes that do not read, and after which one is reported."""
+"""Seconds between two looks for processes that do not read, after which one is killed if it was to end, and reported
+in any case."""
 
 WORD = 0.04
 """Seconds that the fork server gets to say how a process ended whose link has closed."""
@@ -498,7 +500,8 @@ class ProcessOwner:
             program.lost_process(member.peer, failure)
             self._abort_groups(owned, failure)
             return
-        if program.supervision.is_final(owned.owner_cell):
+        is_failure = not (code == -signal.SIGKILL and _was_to_end(owned, rank))
+        if is_failure and program.supervision.is_final(owned.owner_cell):
             program.supervision.failed(owned.owner_cell, failure)
         for actors in list(owned.actors):
             for other, base in enumerate(actors.bases):
@@ -512,7 +515,7 @@ class ProcessOwner:
         program.lost_process(member.peer, failure)
         self._abort_groups(owned, failure)
         self._settle(owned)
-        if not program.supervision.is_final(owned.owner_cell):
+        if is_failure and not program.supervision.is_final(owned.owner_cell):
             program.supervision.failed(owned.owner_cell, failure)
 
     def _abort_groups(self, owned: OwnedProcs, failure: MeshFailure) -> None:
@@ -724,7 +727,7 @@ class ProcessOwner:
                 # whoever works has read this by the next look.
                 member.knocked = True
                 if not unread:
-                    program.router.tell(peer, Setting(KNOCK, None))
+                    program.router.tell(peer, Setting(REPORT_BUSY, None))
         if busy:
             log.warning(
                 "%s is to stop and still has messages to finish; kill() ends it at once: %s",
@@ -733,6 +736,20 @@ class ProcessOwner:
             )
         if any(not member.gone for member in owned.members.values()):
             self._look_again(owned, how, end)
+
+    def kill_if_deaf(self, peer: Peer) -> bool:
+        """Kill a process of ours that has not read for a while. False if it is not up yet."""
+        if peer.link < 0:
+            return False
+        member = self._by_token.get(peer.token)
+        if member is not None and not member.gone:
+            _, since, _ = self._unread.get(peer.token, (0, self._program.clock.now(), False))
+            if self._program.host(peer.token) is not None:
+                member.spawner.kill_if_deaf(member.number, True)
+            elif self._program.clock.now() - since >= DEAF:
+                log.warning("%s is killed: an actor of it was to end, and it does not read its messages", peer)
+                self._kill(member)
+        return True
 
     def at_work(self) -> str:
         """Processes that there still are, for people."""
@@ -791,6 +808,14 @@ class ProcessOwner:
             self._spawner.close()
         if self._logs is not None:
             self._logs.close(timeout=2.0)
+
+
+def _was_to_end(owned: OwnedProcs, rank: int) -> bool:
+    """All actors of this process were told to end, and one could not: the process was killed for it."""
+    here = [actors for actors in owned.actors if rank in actors.bases]
+    return bool(here) and all(
+        actors.stopped is not None and actors.bases.index(rank) in actors.owned.left for actors in here
+    )
 
 
 def _token(epoch: int, home: str) -> str:

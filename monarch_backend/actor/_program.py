@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import secrets
 import sys
@@ -21,11 +22,12 @@ from typing import Any, TypeVar
 from monarch_backend import _native
 from monarch_backend._core import env
 from monarch_backend._core.limits import start_thread
-from monarch_backend.actor import _context, _exit, _registry
+from monarch_backend._core.timeouts import check_timeout
+from monarch_backend.actor import _context, _exit, _owned, _registry
 from monarch_backend.actor._actor import blueprint
 from monarch_backend.actor._actor_mesh import ActorMesh
 from monarch_backend.actor._async_cell import AsyncCell
-from monarch_backend.actor._cell import Cell, Message
+from monarch_backend.actor._cell import KILL_AFTER_S, Cell, Message
 from monarch_backend.actor._cores import ActorCore
 from monarch_backend.actor._errors import Death, MeshFailure, SupervisionError
 from monarch_backend.actor._future import Future
@@ -41,6 +43,7 @@ from monarch_backend.mesh._worker_logging import install_worker_logging
 from monarch_backend.transport._carried import host_of
 from monarch_backend.transport._exceptions import unpack_exception
 from monarch_backend.transport._frames import (
+    REPORT_BUSY,
     Cancel,
     Construct,
     Constructed,
@@ -60,6 +63,8 @@ from monarch_backend.transport._pump import Pump
 from monarch_backend.transport._router import Router
 from monarch_backend.transport._serialize import dumps
 from monarch_backend.transport._tree import Combiner
+
+log = logging.getLogger("monarch_backend")
 
 HINT, FAREWELL = 1.0, 5.0
 """Seconds that processes get to stop when the program ends."""
@@ -412,8 +417,9 @@ class Program:
         """End processes; a Future that is done when they have gone."""
         return self.owner.stop(core, how, reason, timeout, hosts)
 
-    def stop_actors(self, core: ActorCore, how: str, reason: str) -> Future[None]:
-        """End actors; a Future that is done when they have."""
+    def stop_actors(self, core: ActorCore, how: str, reason: str, timeout: float | None = None) -> Future[None]:
+        """End actors; a Future that is done when they have. After ``timeout`` seconds they are interrupted."""
+        timeout = check_timeout(timeout)
         if core.owned is None:
             raise RuntimeError(
                 "a mesh of actors is stopped by who has spawned it; an actor may stop itself: context().actor_instance"
@@ -432,13 +438,53 @@ class Program:
             core.stopped = MeshFailure(core.name, death[:1])
             core.owned.built._fail(core.stopped)
             for rank in range(len(core.bases)):
-                if core.dead.get(rank) is None and core.peer(rank).gone is None:
-                    self.router.tell(core.peer(rank), Stop(core.actor, how, reason))
-                else:
+                if core.dead.get(rank) is not None or core.peer(rank).gone is not None:
                     core.owned.left.discard(rank)
-            core.owned.settle()
+        self._tell_to_end(core, how, reason)
+        core.owned.settle()
         future: Future[None] = core.owned.ended
+        if how == "abort":
+            self._end_late(core, future, None, reason)
+        elif timeout is not None:
+            self._end_late(core, future, timeout, reason)
         return future
+
+    def _tell_to_end(self, core: ActorCore, how: str, reason: str) -> None:
+        for rank in list(core.owned.left):
+            if core.peer(rank).gone is None:
+                self.router.tell(core.peer(rank), Stop(core.actor, how, reason))
+
+    def _end_late(self, core: ActorCore, ended: Future[None], timeout: float | None, reason: str) -> None:
+        """Interrupt what has not ended after ``timeout`` seconds; an abort was told to all at once.
+
+        A process kills itself if that does not help. From here those are killed that do not read their messages, and
+        those that are not up yet are not waited for.
+        """
+
+        def interrupt() -> None:
+            if not ended.ready:
+                self._tell_to_end(core, "interrupt", f"{reason}; {timeout:g} s are over")
+
+        def give_up() -> None:
+            for rank in list(core.owned.left):
+                if not self.owner.kill_if_deaf(core.peer(rank)):
+                    log.warning(
+                        "%s of %s is not waited for: its process is not up yet, and ends the actor when it is",
+                        core.where(rank), core.name,
+                    )  # fmt: skip
+                    core.owned.is_gone(rank)
+            if not ended.ready:
+                timers.append(self.pump.later(_owned.LOOK, give_up))
+
+        timers = [self.pump.later(_owned.GRACE if timeout is None else timeout + KILL_AFTER_S, give_up)]
+        if timeout is not None:
+            timers.append(self.pump.later(timeout, interrupt))
+
+        def cancel(_: Future[None]) -> None:
+            for timer in timers:
+                timer.cancel()
+
+        ended.add_done_callback(cancel)
 
     def end_child(self, child: Any, failure: MeshFailure | None, how: str) -> None:
         """What an actor owns ends with it. Waits for it, for a while, where it may wait."""
@@ -531,7 +577,7 @@ class Program:
             return
         cell = self.cells.get(message.actor)
         if cell is not None:
-            cell.end(message.how, message.reason)
+            cell.end_in_time(message.how, message.reason)
 
     def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
         core = self.procs.get(message.mesh)
@@ -550,6 +596,9 @@ class Program:
             from monarch_backend.hosts._attach import go_through
 
             self.aside(lambda: go_through(self, str(message.value)))
+        elif message.name == REPORT_BUSY:
+            for cell in list(self.cells.values()):
+                cell.report_busy()
         elif message.name == "log_level":
             install_worker_logging(message.value)
         elif message.name == "abort_groups":

@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from monarch_backend._core.limits import start_thread
-from monarch_backend.actor import _program
+from monarch_backend.actor import _blocking, _program
 from monarch_backend.actor._cell import Cell
 from monarch_backend.mesh import _finalize, _worker_logging
 from monarch_backend.mesh._extent import Extent
@@ -67,7 +67,7 @@ class _MainThread:
         self.is_aborted = self.is_aborted or how == "abort"
         self._program.leaving = True
         for cell in reversed(list(self._program.cells.values())):
-            cell.end(how, reason)
+            cell.end_in_time(how, reason)
         self._wake()
         # An actor that never comes back from its endpoint is not waited for: the owner kills the process.
 
@@ -93,6 +93,7 @@ def main(plan: Plan) -> None:
     _worker_logging.install_worker_logging()
     _serialize.settle_in(sys.modules["__main__"])
     crowded = plan.neighbours + 1 > (os.cpu_count() or 1) if plan.neighbours else plan.crowded
+    _blocking.install()
     program = _program.start(plan.token, crowded)
     owner = program.router.peer(plan.owner)
     program.server_address = plan.server

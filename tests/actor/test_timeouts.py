@@ -68,6 +68,7 @@ def _entry_points(echoes: Any, tmp_path: Any) -> dict[str, Callable[[Any], objec
         "Future.result": lambda t: waiting.result(timeout=t),
         "Future.exception": lambda t: done.exception(timeout=t),
         "Endpoint.options": lambda t: echoes.echo.options(timeout=t),
+        "ActorMesh.stop": lambda t: echoes.proc_mesh.spawn("brief", Echo).stop(timeout=t).get(30),
         "RDMABuffer.read_into": lambda t: buffer.read_into(local, timeout=t),
         "RDMABuffer.write_from": lambda t: buffer.write_from(local, timeout=t),
         "RDMABuffer.fetch_add": lambda t: buffer.fetch_add(1, timeout=t),

@@ -1,0 +1,104 @@
+"""Interruption of blocking code on a worker's main thread, and where a thread is blocked.
+
+A signal ends the system call, and Python runs its handler before it repeats the call. The handler asks the cell to
+raise in the interrupted frame. Python runs handlers on the main thread only, so other threads stay blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monarch_backend.actor._cell import Cell
+
+CANCEL_SIGNAL = signal.SIGURG
+"""Of workers only, see _exit.py for the main program. Processes without a handler, such as children, ignore it."""
+
+_PACKAGE = str(Path(__file__).parent.parent) + "/"
+_STDLIB = sysconfig.get_path("stdlib") + "/"
+_SITE = f"{_STDLIB}site-packages/"
+
+STILL_S = 0.05
+"""Code of the standard library is interrupted when it has stood still for this long: it blocks."""
+
+MAX_MOVING_S = 0.5
+"""The same where it does not stand still."""
+
+_target: Cell | None = None
+_run: object = None
+_moving_since = 0.0
+_still_since = 0.0
+_position: tuple[int, int] | None = None
+
+
+def install() -> None:
+    """Install the handler, on the main thread of a worker."""
+    signal.signal(CANCEL_SIGNAL, _on_signal)
+
+
+def can_interrupt(thread_id: int) -> bool:
+    """Whether blocking code of this thread can be interrupted."""
+    return thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is _on_signal
+
+
+def interrupt(cell: Cell, run: object) -> None:
+    """Have ``cell.raise_in(frame)`` called on the main thread. ``run`` identifies the message that it runs."""
+    global _target, _run, _moving_since, _position
+    if _target is not cell or _run != run:
+        _target, _run, _moving_since, _position = cell, run, time.monotonic(), None
+    signal.pthread_kill(cell._thread_id, CANCEL_SIGNAL)
+
+
+def _on_signal(_number: int, frame: FrameType | None) -> None:
+    cell = _target
+    if cell is not None and frame is not None and _is_interruptible(frame):
+        cell.raise_in(frame)
+
+
+def _is_interruptible(frame: FrameType) -> bool:
+    """Whether an exception in this frame leaves no half-done state of the standard library, as in subprocess.Popen."""
+    global _position, _still_since
+    if not _is_of_runtime(frame):
+        return True
+    now, position = time.monotonic(), (id(frame), frame.f_lasti)
+    if position != _position:
+        _position, _still_since = position, now
+    return now - _still_since >= STILL_S or now - _moving_since >= MAX_MOVING_S
+
+
+def place(thread_id: int) -> str:
+    """Where a thread is, for people: the user's innermost line, as 'train.py:12 in step'."""
+    frame = innermost = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if not _is_of_runtime(frame):
+            return _line(frame)
+        frame = frame.f_back
+    return "an unknown line" if innermost is None else _line(innermost)
+
+
+def place_of_task(task: asyncio.Task[Any]) -> str:
+    """As `place`, of the innermost coroutine that a task awaits. From any thread: the task may go on meanwhile."""
+    found = "an unknown line"
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        if not _is_of_runtime(frame):
+            found = _line(frame)
+        coroutine = coroutine.cr_await
+    return found
+
+
+def _is_of_runtime(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith((_PACKAGE, "<frozen")) or (file.startswith(_STDLIB) and not file.startswith(_SITE))
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
