@@ -99,11 +99,13 @@ class OwnedActors:
         self.generations = [0] * len(core.bases)
         self.left = set(range(len(core.bases)))  # that have not ended
         self._unbuilt = set(range(len(core.bases)))
+        self.constructing: set[int] = set()
         self.ended: Future[None] = Future(built._wait)
 
     def is_built(self, rank: int) -> None:
         """Its constructor has returned."""
         self._unbuilt.discard(rank)
+        self.constructing.discard(rank)
         if not self._unbuilt:
             self.built._set(None)
             below = self.core.procs.owned
@@ -144,6 +146,8 @@ class _Member:
     failed: str | None = None  # why it was never started
     gone: bool = False  # its end has been told
     replaced: bool = False  # it has a successor, or will have
+    restart: str = ""  # in words: that restart, or why there is none
+    constructing: str | None = None  # in words: the actors whose constructors ran when it ended
     knocked: bool = False  # it has read that it is to stop
     killed_at: float | None = None  # when SIGKILL was sent because it did not stop
 
@@ -477,6 +481,11 @@ class ProcessOwner:
     def _failed(self, owned: OwnedProcs, member: _Member) -> None:
         core, rank, program = owned.core, member.rank, self._program
         what, code = self.how_it_ended(member.peer)
+        what += _in_constructors(owned, member) if member.constructing is None else member.constructing
+        if member.restart:
+            if member.replaced:
+                log.info("%s: %s; %s", member.peer, what, member.restart)
+            what += f"; {member.restart}"
         last_words: tuple[str, ...] = ()
         if self._logs is not None and (code is None or code != 0):
             self._logs.flush(owned.logs, 0.01)
@@ -527,9 +536,14 @@ class ProcessOwner:
     def _replace(self, owned: OwnedProcs, member: _Member) -> None:
         """A dead process gets a successor, or the whole mesh does, unless that has been too often."""
         core, program, intensity = owned.core, self._program, owned.intensity
-        delay = intensity.allow() if intensity is not None and not member.replaced else None
-        if delay is None or intensity is None:
+        if intensity is None or member.replaced:
             return
+        member.constructing = _in_constructors(owned, member)
+        delay = intensity.allow()
+        if delay is None:
+            member.restart = intensity.used_up()
+            return
+        member.restart = intensity.last_restart(delay)
         ranks = list(owned.members) if intensity.policy.strategy == "all" else [member.rank]
         formers, killed = [core.peer(rank) for rank in ranks], set()
         for rank, former in zip(ranks, formers, strict=True):
@@ -808,6 +822,18 @@ class ProcessOwner:
             self._spawner.close()
         if self._logs is not None:
             self._logs.close(timeout=2.0)
+
+
+def _in_constructors(owned: OwnedProcs, member: _Member) -> str:
+    """For people: which actors were being constructed when this process ended."""
+    if member.peer.link < 0:
+        return ""
+    names = [
+        actors.name
+        for actors in owned.actors
+        if any(actors.bases[rank] == member.rank for rank in list(actors.owned.constructing))
+    ]
+    return f" in the constructor of {_some(names)}" if names else ""
 
 
 def _was_to_end(owned: OwnedProcs, rank: int) -> bool:

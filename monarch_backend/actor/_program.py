@@ -375,6 +375,7 @@ class Program:
         """Have one rank of an actor mesh built; again, if it was there before."""
         owned = core.owned
         owned.left.add(rank)
+        owned.constructing.add(rank)
         peer = core.peer(rank)
         if peer.gone is not None:
             self.soon(lambda: self._lost_rank(core, rank, self.death_of(core.procs, core.bases[rank], peer)))
@@ -650,7 +651,9 @@ class Program:
         gone = core.peer(rank).gone is not None
         if delay is not None and gone and core.procs.owned is not None:
             return  # what its process's own mesh tells of, and mends
+        cause = failure.deaths[0].what if failure.deaths else str(failure)
         if delay is not None and not gone:
+            log.info("%s of %s: %s; %s", core.where(rank), core.name, cause, owned.intensity.last_restart(delay))
             again = range(len(core.bases)) if owned.intensity.policy.strategy == "all" else [rank]
             for other in again:
                 owned.generations[other] += 1
@@ -659,7 +662,9 @@ class Program:
             homes = [(other, owned.generations[other], core.peer(other)) for other in again]
             self.pump.later(delay, lambda: self._construct_again(core, homes))
             return
-        deaths = [replace(death, rank=rank, where=core.where(rank)) for death in failure.deaths[:1]]
+        if owned.intensity is not None and not gone:
+            cause = f"{cause}; {owned.intensity.used_up()}"
+        deaths = [replace(death, rank=rank, where=core.where(rank), what=cause) for death in failure.deaths[:1]]
         mesh_failure = MeshFailure(core.name, deaths, ActorMesh(core))
         mesh_failure.__cause__ = failure.__cause__
         core.dead[rank] = mesh_failure

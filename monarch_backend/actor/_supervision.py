@@ -74,6 +74,20 @@ class Intensity:
         self._times.append(now)
         return self.policy.delay(len(self._times))
 
+    def last_restart(self, delay: float) -> str:
+        """For people: the restart that was just allowed, 'restart 2 of 3 within 60 s, in 0.2 s'."""
+        policy = self.policy
+        return f"restart {len(self._times)} of {policy.max_restarts} within {policy.within:g} s, in {delay:.2g} s"
+
+    def used_up(self) -> str:
+        """For people: why `allow` has refused, '3 restarts were used up in 0.7 s (max_restarts=3, within=60 s)'."""
+        policy, count = self.policy, len(self._times)
+        limits = f"(max_restarts={policy.max_restarts}, within={policy.within:g} s)"
+        if not count:
+            return f"it is not restarted {limits}"
+        seconds = self.clock.now() - self._times[0]
+        return f"{count} restart{'s were' if count > 1 else ' was'} used up in {seconds:.1f} s {limits}"
+
 
 def interactive() -> bool:
     """True in a REPL or a notebook, whose process must not end because of a mesh."""

@@ -216,15 +216,14 @@ class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
 
 
 KNOCK = "knock"
-REPORT_BUSY = "report_busy"
 """The name of a Setting that sets nothing: who has not read it stands still."""
+
+REPORT_BUSY = "report_busy"
+"""The name of a Setting that has actors which are to end log where they are busy."""
 
 
 class Setting(msgspec.Struct, tag="setting", array_like=True, gc=False):
-    """To a process: something about itself, such as its level of logging. KNOCK is only to be read.
-
-    REPORT_BUSY has actors that are to end log where they are busy.
-    """
+    """To a process: something about itself, such as its level of logging. KNOCK is only to be read."""
 
     name: str
     value: Any

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -584,3 +586,89 @@ def test_an_owner_restarts_with_all_that_it_owns(faults: Faults) -> None:
         until(lambda: not owner.has_meshes.call_one().get(PATIENCE), "it is the new one")
         again = owner.spawn.call_one(1).get(PATIENCE)
         assert again.echo.call_one("anew").get(PATIENCE) == "anew"
+
+
+# What is said of restarts
+
+
+class DiesInConstructor(Actor):
+    def __init__(self) -> None:
+        os._exit(3)
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+class RaisesInConstructor(Actor):
+    def __init__(self) -> None:
+        raise ValueError("no data")
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+def restarts_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+
+
+def test_processes_that_die_in_constructor_report_their_restarts(
+    faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monarch_backend")
+    with this_host().spawn_procs({"gpus": 1}, name="frail", restart=Restart(max_restarts=2, backoff=0.01)) as procs:
+        actor = procs.spawn("doomed", DiesInConstructor)
+        failure = faults.next()
+        last = actor.echo.call_one(1).exception(PATIENCE)
+    logged = restarts_logged(caplog)
+    assert len(logged) == 2
+    for number, line in enumerate(logged, start=1):
+        assert re.fullmatch(
+            r"gpus 0 of frail \(pid \d+\): exited with status 3 in the constructor of doomed; "
+            rf"restart {number} of 2 within 60 s, in 0\.0\d s",
+            line,
+        )
+    for text in (str(failure), str(last)):
+        assert re.search(
+            r"exited with status 3 in the constructor of doomed; 2 restarts were used up in \d+\.\d s "
+            r"\(max_restarts=2, within=60 s\)",
+            text,
+        )
+
+
+def test_mesh_that_is_restarted_as_a_whole_logs_one_line_per_restart(
+    faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monarch_backend")
+    policy = Restart(strategy="all", max_restarts=1, backoff=0.0)
+    with this_host().spawn_procs({"gpus": 2}, name="frail", restart=policy) as procs:
+        victims = procs.spawn("victims", Victim)
+        victims.pid.call().get(PATIENCE)
+        victims.slice(gpus=1).end_process.call_one("3").exception(PATIENCE)
+        comes_back(victims.slice(gpus=1))
+        victims.slice(gpus=1).end_process.call_one("3").exception(PATIENCE)
+        failure = faults.next()
+    assert [line.partition(": ")[2] for line in restarts_logged(caplog)] == [
+        "exited with status 3; restart 1 of 1 within 60 s, in 0 s"
+    ]
+    assert re.search(r"exited with status 3; 1 restart was used up in \d+\.\d s", str(failure))
+
+
+def test_actor_that_raises_in_constructor_reports_its_restarts(
+    lasting: ProcMesh, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monarch_backend")
+    actor = lasting.slice(gpus=0).spawn("doomed", RaisesInConstructor, restart=Restart(max_restarts=2, backoff=0.0))
+    failure = faults.next()
+    assert restarts_logged(caplog) == [
+        f"rank 0 of doomed: its actor failed: ValueError: no data; restart {number} of 2 within 60 s, in 0 s"
+        for number in (1, 2)
+    ]
+    assert re.search(r"ValueError: no data; 2 restarts were used up in \d+\.\d s \(max_restarts=2", str(failure))
+    assert "used up" in str(actor.echo.call_one(1).exception(PATIENCE))
+
+
+def test_policy_without_restarts_says_so(lasting: ProcMesh, faults: Faults) -> None:
+    lasting.slice(gpus=0).spawn("doomed", RaisesInConstructor, restart=Restart(max_restarts=0))
+    assert "it is not restarted (max_restarts=0, within=60 s)" in str(faults.next())
