@@ -20,8 +20,7 @@ class RepeatLimit(logging.Filter):
     """Drops equal records of one source line beyond the limit. The last one before and the first one after say so.
 
     >>> limit = RepeatLimit(clock=lambda: 0.0)
-    >>> record = logging.LogRecord("x", logging.WARNING, "x.py", 1, "late by %d s", (3,), None)
-    >>> [limit.filter(record) for _ in range(7)]
+    >>> [limit.filter(logging.LogRecord("x", logging.WARNING, "x.py", 1, "late", (), None)) for _ in range(7)]
     [True, True, True, True, True, False, False]
     """
 

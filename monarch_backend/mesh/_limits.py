@@ -144,9 +144,10 @@ def check_count(per_host: int, *, here: bool) -> None:
 
     ``here``: they are for this host, so its limits are known. Another host checks its own limits when it starts them.
 
+    >>> import monarch_backend.actor  # names the error
     >>> check_count(10**6, here=False)
     Traceback (most recent call last):
-    monarch_backend.mesh._limits.SpawnLimitError: can't start 1000000 processes: they need 1000000 processes of one \
+    monarch_backend.actor.SpawnLimitError: can't start 1000000 processes: they need 1000000 processes of one \
 host, and MAX_PROCESSES_PER_HOST leaves 65536. Start at most 65536, or raise the limit.
     """
     if here:
