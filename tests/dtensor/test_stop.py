@@ -191,7 +191,7 @@ def test_a_function_whose_worker_has_died_holds_up_no_end(
     x = ones(procs)
     victim = pids(procs)[1]
     gate = tmp_path / "gate"
-    run(x.device_mesh, wait_and_write, tmp_path, gate, x).asked = True  # nobody is to be told
+    run(x.device_mesh, wait_and_write, tmp_path, gate, x).ignore()
     stopped = procs.stop()
     os.kill(victim, signal.SIGKILL)
     gate.touch()
@@ -202,7 +202,7 @@ def test_a_worker_that_does_nothing_holds_up_no_end_in_time(procs: ProcMesh, tmp
     """Nor does one that is in the middle of a function."""
     x = ones(procs)
     victim = pids(procs)[0]
-    run(x.device_mesh, wait_and_write, tmp_path, tmp_path / "never", x).asked = True
+    run(x.device_mesh, wait_and_write, tmp_path, tmp_path / "never", x).ignore()
     os.kill(victim, signal.SIGSTOP)
     x.add_(1)
     procs.stop(timeout=0.1).get(30)
