@@ -16,6 +16,7 @@ from monarch_backend.dtensor import _rank_ints, _remote_tensor
 from monarch_backend.dtensor._errors import RemoteTensorError
 
 if TYPE_CHECKING:
+    from monarch_backend.dtensor._origins import Origin
     from monarch_backend.dtensor._workers import Workers
 
 Sizes = tuple[Any, ...]
@@ -38,9 +39,9 @@ class Meta:
         "nbytes",
         "of_rank",
         "offset",
+        "origin",
         "shape",
         "shown",
-        "streams",
         "stride",
         "workers",
     )  # fmt: skip
@@ -57,8 +58,8 @@ class Meta:
     of_rank: tuple[int, ...]
     form: tuple[Any, ...]
     """What makes a tensor of this metadata."""
-    streams: tuple[int, ...] | None
-    """Random stream by rank, of a plain tensor that is computed from a DTensor's shard. None: replicated."""
+    origin: Origin | None
+    """Of a plain tensor that is computed from a DTensor's shard. None: replicated."""
     nbytes: int
     """Of its elements, on the rank that has the most; 0 where they have no memory."""
 
@@ -89,40 +90,38 @@ class Metas:
 
     def same(
         self, shape: Sizes, stride: Sizes, offset: Any, dtype: torch.dtype, device: torch.device,
-        streams: tuple[int, ...] | None = None,
+        origin: Origin | None = None,
     ) -> Meta:  # fmt: skip
         """The same on all ranks."""
         if device.type == self._workers.device.type:
             device = self._workers.device  # a worker has one
-        key = (shape, stride, offset, dtype, device, streams)
+        key = (shape, stride, offset, dtype, device, origin)
         found = self._same.get(key)
         if found is None:
             found = Meta()
             found.workers, found.classes, found.of_rank = self._workers, None, ()
-            found.shape, found.stride, found.offset, found.dtype, found.device, found.streams = key
+            found.shape, found.stride, found.offset, found.dtype, found.device, found.origin = key
             found.shown = device if device.type == "meta" else _CPU
             found.form = _remote_tensor.form_of(found)
             found.nbytes = 0 if device.type == "meta" else math.prod(shape) * dtype.itemsize
             self._same[key] = found
         return found
 
-    def with_streams(self, meta: Meta, streams: tuple[int, ...] | None) -> Meta:
-        """The same metadata with these random streams."""
-        if meta.streams == streams:
+    def with_origin(self, meta: Meta, origin: Origin | None) -> Meta:
+        """The same metadata with this origin."""
+        if meta.origin == origin:
             return meta
         if meta.classes is None:
-            return self.same(meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, streams)
-        each = [self.with_streams(one, streams) for one in meta.classes]
+            return self.same(meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, origin)
+        each = [self.with_origin(one, origin) for one in meta.classes]
         return self.by_rank([None if which < 0 else each[which] for which in meta.of_rank])
 
-    def like(
-        self, tensor: torch.Tensor, device: torch.device | None = None, streams: tuple[int, ...] | None = None
-    ) -> Meta:
+    def like(self, tensor: torch.Tensor, device: torch.device | None = None, origin: Origin | None = None) -> Meta:
         """That of a tensor of this process, which may be a fake one."""
         refuse_sparse(tensor)
         where = device or tensor.device
         return self.same(
-            tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, where, streams
+            tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, where, origin
         )
 
     def sent(self, tensor: torch.Tensor, device: torch.device) -> Meta:
@@ -146,7 +145,7 @@ class Metas:
             raise ValueError(f"tensors of ranks must have one dtype and number of dimensions, these have {kinds}")
         found, first = Meta(), classes[0]
         found.workers, found.dtype, found.device = self._workers, first.dtype, first.device
-        found.shown, found.streams = first.shown, first.streams
+        found.shown, found.origin = first.shown, first.origin
         found.classes = tuple(classes)
         found.of_rank = tuple(-1 if meta is None else classes.index(meta) for meta in metas)
         found.shape = tuple(_int(metas, lambda meta, d=d: meta.shape[d]) for d in range(len(first.shape)))

@@ -5,9 +5,10 @@ controller's generator had, and keeps those of its own shard. The controller's g
 them (see _generator.py), so what comes next, here or there, is what comes next in a single process.
 
 A plain RemoteTensor draws the same numbers on all ranks, those of a single process with a tensor of its shape: what
-tensor parallelism has replicated stays the same everywhere. A plain tensor that is computed from a DTensor's shard
-(`Meta.streams`) draws other numbers on ranks with other shards, with a warning. `own_random_numbers` does the same for
-all plain tensors. These numbers follow from one number of the controller's generator and the rank's stream.
+tensor parallelism has replicated stays the same everywhere. A plain tensor that is a DTensor's shard
+(`_origins.Origin`) draws as the DTensor does. One that is computed from shards in another way draws other numbers on
+ranks with other shards, with a warning. `own_random_numbers` does the same for all plain tensors. These numbers follow
+from one number of the controller's generator and the rank's stream.
 Not here: what an operation does on a worker (worker/_random.py).
 """
 
@@ -482,14 +483,43 @@ def _plain(func: Any) -> Handler:
     def operation(_func: Any, args: Any, kwargs: Any) -> Any:
         if handle is not None:
             local = _first(args, kwargs)
-            is_same = local._meta.streams is None and len(local._meta.classes or ()) <= 1
+            is_same = local._meta.origin is None and len(local._meta.classes or ()) <= 1
             if is_same and _step_of(local).streams is None:
                 return handle(func, args, dict(kwargs))
+            whole = _as_whole(func, args, kwargs)
+            if whole is not None:
+                return _of_shards(func, args, whole, dict(kwargs))
         if _will_draw(func, args, kwargs):
             return _by_stream(func, args, dict(kwargs))
         return _dispatch.call(func, str(func), args, kwargs, func._schema)
 
     return operation
+
+
+def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
+    """Of which DTensor all arguments are shards, where one process would draw for this one."""
+    local = _first(args, kwargs)
+    origin = local._meta.origin
+    if origin is None or origin.whole is None or func in _OF_OTHER_SIZES or not _will_draw(func, args, kwargs):
+        return None
+    if _step_of(local).streams is not None:
+        return None
+    tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
+    are_alike = all(isinstance(each, RemoteTensor) and each._meta.origin == origin for each in tensors)
+    return origin.whole.spec(local._meta) if are_alike else None
+
+
+def _of_shards(func: Any, args: Any, spec: DTensorSpec, kwargs: dict[str, Any]) -> Any:
+    """The operation on the DTensor, of which each rank has its own part again."""
+
+    def whole(value: Any) -> Any:
+        return DTensor(value, spec, requires_grad=False) if isinstance(value, RemoteTensor) else value
+
+    result = handlers[func](func, tuple(map(whole, args)), {name: whole(each) for name, each in kwargs.items()})
+    changed = _changed(func)
+    if changed and func._schema.returns[0].alias_info is not None:
+        return args[changed[0]]
+    return pytree.tree_map_only(DTensor, lambda each: each.to_local(), result)
 
 
 def _plain_by_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -511,8 +541,8 @@ def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     seed = float(_seed.random_(0, _SEEDS, generator=own if own is None or own.device.type == "cpu" else None).item())
     local = _first(args, kwargs)
     streams: Any = None
-    if local._meta.streams is not None and _step_of(local).streams is None:
-        streams = _rank_ints.by_rank(local._meta.streams)
+    if local._meta.origin is not None and _step_of(local).streams is None:
+        streams = _rank_ints.by_rank(local._meta.origin.streams)
         _warn_of_shards(func)
     named = {**kwargs, "_name": str(func), "_seed": seed, "_own_stream": streams}
     return _dispatch.call(_shapes_with_seed(func), _WORKER + "own", args, named, func._schema)
@@ -580,6 +610,10 @@ BY_VALUES = (
     _aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor, _aten.binomial.default,
     _aten._standard_gamma.default, _aten._sample_dirichlet.default, _aten.rrelu_with_noise.default,
 )  # fmt: skip
+
+
+_OF_OTHER_SIZES = (_aten.multinomial.default,)
+"""What samples rows: its results are no shards where its argument is one."""
 
 
 def _uniform(_args: Any) -> tuple[Any, ...]:

@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
-from monarch_backend.dtensor import _orders, _rank_ints, _wire
+from monarch_backend.dtensor import _orders, _origins, _rank_ints, _wire
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._wire import Kind
 
 if TYPE_CHECKING:
+    from monarch_backend.dtensor._origins import Origin
     from monarch_backend.dtensor._workers import Workers
 
 
@@ -275,7 +276,7 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     if entry.returns is None:
         result, device = _propagated(workers, target.call, args, kwargs)
         result = _orders.as_cpus_have_it(target.call, list(map(_meta_of, args)), result)
-        _shape_results(workers, entry, result, device, _streams_of(target, args, kwargs))
+        _shape_results(workers, entry, result, device, _origins_of(target, args, kwargs))
         if entry.host is not None:
             entry.number, entry.parts = 0, []
             return entry
@@ -437,27 +438,21 @@ def _meta_of(value: Any) -> Meta | None:
     return value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
 
 
-def _streams_of(target: Target, args: Any, kwargs: Any) -> tuple[int, ...] | None:
-    """The random streams of what is computed from these. Collectives combine shards, so their results have none."""
+def _origins_of(target: Target, args: Any, kwargs: Any) -> Callable[[torch.Tensor], Origin | None]:
+    """What gives the origin of a result. Collectives combine shards, so their results have none."""
     if target.name.startswith(_wire.COLLECTIVES):
-        return None
-    metas = map(_meta_of, pytree.tree_leaves((args, kwargs)))
-    found = {meta.streams for meta in metas if meta is not None and meta.streams is not None}
-    if len(found) <= 1:
-        return next(iter(found), None)
-    places = list(zip(*sorted(found), strict=True))
-    known = list(dict.fromkeys(places))
-    return tuple(known.index(each) for each in places)
+        return lambda _: None
+    return _origins.of_results(target.call, map(_meta_of, pytree.tree_leaves((args, kwargs))))
 
 
 def _shape_results(
     workers: Workers, entry: Entry, result: Any, device: torch.device | None = None,
-    streams: tuple[int, ...] | None = None,
+    origin: Callable[[torch.Tensor], Origin | None] = lambda _: None,
 ) -> None:  # fmt: skip
     """``device``: where the results are, if that is not where they say."""
 
     def meta(tensor: torch.Tensor) -> Meta:
-        return workers.metas.like(tensor, device, streams)
+        return workers.metas.like(tensor, device, origin(tensor))
 
     if isinstance(result, torch.Tensor):
         entry.kind, entry.outs = Kind.ONE, (meta(result),)

@@ -121,7 +121,7 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Any:
     metas = meta.workers.metas
 
     def of(each: Any) -> Any:
-        return metas.like(propagate(func, (Operand(each), *args[1:]), kwargs), each.device, each.streams)
+        return metas.like(propagate(func, (Operand(each), *args[1:]), kwargs), each.device, each.origin)
 
     if meta.classes is None:
         return of(meta)

@@ -51,6 +51,7 @@ from monarch_backend.dtensor import (
     _group,
     _host_by_rank,
     _norms,
+    _origins,
     _philox,
     _random,
     _rank_classes,
@@ -633,29 +634,14 @@ def _to_local(own: Any) -> Replacement:
         local = own(self, *args, **options)
         if type(local) is not RemoteTensor:
             return local
-        meta, streams = local._meta, _streams(self._spec)
-        if meta.streams != streams:
+        meta, origin = local._meta, _origins.of_shard(self._spec)
+        if meta.origin != origin:
             if local is self._local_tensor:
                 local = RemoteTensor(meta, local._ref)
-            local._meta = meta.workers.metas.with_streams(meta, streams)
+            local._meta = meta.workers.metas.with_origin(meta, origin)
         return local
 
     return to_local
-
-
-def _streams(spec: Any) -> tuple[int, ...] | None:
-    """By rank, which shard it has; None where all have the same, or parts of a sum."""
-    dims = tuple(dim for dim, each in enumerate(spec.placements) if each.is_shard())
-    if not dims:
-        return None
-    known = spec.mesh.__dict__.setdefault("_monarch_streams", {})
-    if dims not in known:
-        coordinates = spec.mesh.get_coordinate()
-        columns = [_rank_ints.values_of(coordinates[dim]) for dim in dims]
-        places = list(zip(*(each for each in columns if each is not None), strict=True))
-        order = list(dict.fromkeys(places))
-        known[dims] = tuple(order.index(each) for each in places) if len(order) > 1 else None
-    return known[dims]  # type: ignore[no-any-return]
 
 
 def _from_local_here(

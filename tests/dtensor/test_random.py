@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -335,28 +337,99 @@ def test_plain_remote_tensors_have_the_same_numbers_on_all_ranks(fresh: Any) -> 
     for mine, *others in (drawn(local, fresh), drawn(local, fresh)):
         assert all(torch.equal(mine, each) for each in others)
     same_program(lambda x: [torch.randn_like(x), torch.rand(1), F.dropout(x), torch.rand(1)], local, torch.ones(4, 3))
-    uneven = distribute_tensor(torch.ones(UNEVEN), fresh, [Shard(0)]).to_local()
-    torch.manual_seed(8)
-    with pytest.warns(UserWarning, match="use_local_output=False"):
-        first = value(DTensor.from_local(uneven.uniform_(), fresh, [Shard(0)], shape=UNEVEN, stride=(7, 1)))
-    with pytest.warns(UserWarning, match="use_local_output=False"):
-        again = value(DTensor.from_local(uneven.uniform_(), fresh, [Shard(0)], shape=UNEVEN, stride=(7, 1)))
-    assert not torch.equal(first, again)
-    rows = -(-UNEVEN[0] // 2)
-    assert not torch.equal(first[: UNEVEN[0] - rows], first[rows:])
+
+
+@pytest.fixture(scope="module")
+def fresh_square() -> Iterator[Any]:
+    """As `fresh`, in two dimensions."""
+    procs = this_host().spawn_procs({"dp": 2, "tp": 2})
+    yield procs.device_mesh("cpu")
+    procs.stop().get(30)
+
+
+def drawn_of(x: Any) -> list[Any]:
+    """By element-wise operations and without them, in place and not, and in another order in memory."""
+    return [
+        F.dropout(torch.relu(x) + 1), x.clone().uniform_(), torch.rand_like(x.double()), torch.randn_like(x * 2),
+        torch.bernoulli(torch.sigmoid(x)), torch.zeros_like(x).bernoulli_(torch.sigmoid(x)), torch.normal(x, 2.0),
+        torch.native_dropout(F.gelu(x), 0.3, True)[0], x.new_empty(x.shape).normal_(), F.dropout(x.detach() ** 2, 0.9),
+        torch.empty_like(x).copy_(x).bernoulli_(0.5),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "of", [(Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Shard(1),) * 2]
+)
+@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=str)
+def test_plain_shards_draw_their_part_of_a_single_process_numbers(fresh_square: Any, size: Any, of: Any) -> None:
+    x = torch.linspace(-1, 1, size[0] * size[1]).view(size)
+
+    def program(x: Any) -> list[Any]:
+        if not isinstance(x, DTensor):
+            return [*drawn_of(x), torch.rand(1)]
+        found = [
+            DTensor.from_local(each, fresh_square, of, shape=x.shape, stride=(size[1], 1))
+            for each in drawn_of(x.to_local())
+        ]
+        return [*found, torch.rand(1)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of these draws other numbers
+        same_program(program, distribute_tensor(x, fresh_square, of), x)
+
+
+@pytest.mark.parametrize(("of", "is_sharded"), [([Shard(0)], True), ([Shard(1)], False), ([Shard(2)], False)])
+def test_masks_for_each_sample_are_those_of_a_single_process(fresh: Any, of: Any, is_sharded: bool) -> None:
+    """As stochastic depth draws them, for shards of samples, and for shards of features, which have all samples."""
+    x = torch.ones(5, 4, 6)
+
+    def drop_samples(x: Any) -> list[Any]:
+        local = x.to_local() if isinstance(x, DTensor) else x
+        mask = local.new_empty((local.shape[0], 1, 1)).bernoulli_(0.5)
+        if isinstance(x, DTensor):
+            where = of if is_sharded else [Replicate()]
+            mask = DTensor.from_local(mask, fresh, where, shape=torch.Size((5, 1, 1)), stride=(1, 1, 1))
+        return [mask, torch.rand(1)]
+
+    same_program(drop_samples, distribute_tensor(x, fresh, of), x)
+    scalar = distribute_tensor(x, fresh, of).to_local().new_empty(())
+    assert scalar._meta.origin is None, "it has no part of the shard"
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_dropout_of_a_shard_between_parallel_layers_warns_and_draws_other_masks(
+def test_dropout_between_parallel_layers_is_that_of_a_single_process(fresh: Any, use_reentrant: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.drop, self.last = nn.Linear(8, 12), nn.Dropout(0.5), nn.Linear(12, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.drop(torch.relu(self.first(x))))  # type: ignore[no-any-return]
+
+    alone = Net()
+    ours = parallelize_module(copy.deepcopy(alone), fresh, {"first": ColwiseParallel(), "last": RowwiseParallel()})
+    found = []
+    for net in (alone, ours):
+        torch.manual_seed(2)
+        loss = checkpoint(net, torch.ones(4, 8).requires_grad_(), use_reentrant=use_reentrant).square().mean()
+        loss.backward()
+        found.append([loss, *(each.grad for each in net.parameters())])
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        same(mine, theirs)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_dropout_of_what_is_computed_from_a_shard_warns_and_draws_other_masks(
     fresh: Any, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A view is not followed: which elements of the whole it has is not known."""
     monkeypatch.setattr(_random, "_warned", set())  # a line is warned of once
     layer = parallelize_module(nn.Linear(8, 64), fresh, ColwiseParallel())
     masks: list[torch.Tensor] = []
 
     def hidden(x: torch.Tensor) -> Any:
-        dropped = F.dropout(torch.ones_like(torch.relu(layer(x))).clone(), 0.5)
-        masks.append(value(DTensor.from_local(dropped.detach(), fresh, [Shard(1)])))
+        dropped = F.dropout(torch.ones_like(torch.relu(layer(x)).view(4, 32).t().contiguous()).clone(), 0.5).t()
+        masks.append(value(DTensor.from_local(dropped.detach().contiguous(), fresh, [Shard(1)])))
         return layer(x) * dropped
 
     x = torch.ones(4, 8).requires_grad_()
