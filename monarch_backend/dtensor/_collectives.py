@@ -6,15 +6,16 @@ Functional collectives are operations as any others.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _sites, _torch_groups, _wire
+from monarch_backend.dtensor import _origins, _sites, _torch_groups, _wire
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
+from monarch_backend.dtensor._signatures import set_origin
 from monarch_backend.dtensor.worker import _collectives as there
 
 if TYPE_CHECKING:
@@ -26,8 +27,17 @@ KEPT = 1024
 _WRITTEN = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")
 """What torch calls the arguments that its collectives change, of which their schemas say nothing."""
 
-_known: dict[Workers, dict[Any, list[int]]] = {}
-"""The numbers of each signature: the one that records have, and those of the classes of ranks."""
+
+class _Known(NamedTuple):
+    """``numbers`` of a signature: the one that records have, and those of the classes of ranks. ``origin``: of what it
+    writes.
+    """
+
+    numbers: list[int]
+    origin: _origins.Origin | None
+
+
+_known: dict[Workers, dict[Any, _Known]] = {}
 
 
 def forget(workers: Workers) -> None:
@@ -78,22 +88,32 @@ def issue(name: str, given: dict[str, Any]) -> None:
             places[argument] = _wire.place(value, operand, workers.group_name)
         if argument in _WRITTEN:
             writes += range(before, len(operands))
-    number = _number(workers, name, places, writes, [each._meta for each in operands])
-    workers.write((number, _sites.here(), *[each._ref.id for each in operands]))
+    known = _signature(workers, name, places, writes, [each._meta for each in operands], given)
+    workers.write((known.numbers[0], _sites.here(), *[each._ref.id for each in operands]))
+    for at in writes:
+        if operands[at]._meta.origin != known.origin:
+            set_origin(operands[at], known.origin)
 
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor)
 
 
-def _number(workers: Workers, name: str, places: dict[str, Any], writes: list[int], metas: list[Meta]) -> int:
+def _signature(
+    workers: Workers, name: str, places: dict[str, Any], writes: list[int], metas: list[Meta], given: dict[str, Any]
+) -> _Known:
     key = (name, repr(places), *metas)
     known = _known.setdefault(workers, {})
-    if key not in known:
-        known[key] = _define(workers, f"{there.__name__}:{name}", places, writes, metas)
+    found = known.get(key)
+    if found is None:
+        numbers = _define(workers, f"{there.__name__}:{name}", places, writes, metas)
+        read = [meta for at, meta in enumerate(metas) if at not in writes] or metas
+        origins = [(meta.origin, meta.shape) for meta in read if meta.origin is not None]
+        rows = workers.rows(list(given.values()))
+        found = known[key] = _Known(numbers, _origins.of_collective(name, origins, rows, workers.size))
         if len(known) > KEPT:
             _forget_half(workers)
-    return known[key][0]
+    return found
 
 
 def _define(workers: Workers, target: str, places: dict[str, Any], writes: list[int], metas: list[Meta]) -> list[int]:
@@ -112,4 +132,4 @@ def _form(meta: Meta | None) -> list[Any] | None:
 def _forget_half(workers: Workers) -> None:
     known = _known[workers]
     for key in list(known)[: len(known) // 2]:
-        workers.forget(known.pop(key))
+        workers.forget(known.pop(key).numbers)

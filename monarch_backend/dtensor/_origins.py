@@ -6,7 +6,7 @@ the DTensor's, which are those of a single process. Found per signature, so a ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,10 @@ class Origin(NamedTuple):
     whole: Whole | None = None
 
 
+MARK = "monarch_origin"
+"""Under this key the nodes of a trace have the origins of DTensors' local tensors that a program has asked for."""
+
+
 def of_shard(spec: DTensorSpec) -> Origin | None:
     """Of a DTensor's local tensor. None where all ranks have the same, or parts of a sum."""
     found = spec.__dict__.get("_monarch_origin", False)
@@ -54,7 +58,7 @@ def of_shard(spec: DTensorSpec) -> Origin | None:
 
 def _of_shard(spec: DTensorSpec) -> Origin | None:
     dims = [dim for dim, each in enumerate(spec.placements) if each.is_shard()]
-    coordinates = spec.mesh.get_coordinate() or []
+    coordinates: Any = spec.mesh.get_coordinate() or []
     columns = [_rank_ints.values_of(coordinates[dim]) for dim in dims]
     streams = numbered(list(zip(*(each for each in columns if each is not None), strict=True)))
     if streams is None:
@@ -64,7 +68,7 @@ def _of_shard(spec: DTensorSpec) -> Origin | None:
     shape = tuple(spec.shape)
     if not is_known or not all(type(size) is int for size in shape):
         return Origin(streams)
-    placements = tuple(Shard(each.dim % len(shape)) if each.is_shard() else each for each in spec.placements)
+    placements = tuple(Shard(each.dim % len(shape)) if isinstance(each, Shard) else each for each in spec.placements)
     return Origin(streams, Whole(spec.mesh, placements, shape))
 
 
@@ -74,36 +78,60 @@ def numbered(places: Sequence[Any]) -> tuple[int, ...] | None:
     return tuple(known[each] for each in places) if len(known) > 1 else None
 
 
-def of_results(call: Any, metas: Iterable[Any]) -> Callable[[torch.Tensor], Origin | None]:
-    """What gives the origin of each result of an operation on tensors of this metadata."""
-    found = [each for each in metas if each is not None and each.origin is not None]
-    if not found:
+Given = tuple[Origin, Sequence[Any]]
+"""An operand's origin and sizes."""
+
+
+def of_results(call: Any, given: Sequence[Given]) -> Callable[[torch.Tensor], Origin | None]:
+    """What gives the origin of each result of an operation on tensors of these origins; others have none."""
+    if not given:
         return lambda _: None
     if call in _MADE_ANEW:
-        return lambda result: _anew(found[0], result)
-    streams = found[0].origin.streams
-    if any(each.origin.streams != streams for each in found):
-        together = numbered(list(zip(*[each.origin.streams for each in found], strict=True)))
-        return lambda _: Origin(together or streams)
-    wholes = {(each.origin.whole, tuple(each.shape)) for each in found}
+        return lambda result: _anew(*given[0], result)
+    streams = _together([origin.streams for origin, _ in given])
+    wholes = {(origin.whole, tuple(shape)) for origin, shape in given}
     if len(wholes) > 1 or not is_pointwise(call):
         return lambda _: Origin(streams)
     whole, shape = next(iter(wholes))
     return lambda result: Origin(streams, whole if tuple(result.shape) == shape else None)
 
 
-def _anew(meta: Any, result: torch.Tensor) -> Origin | None:
+def _together(streams: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return numbered(list(zip(*streams, strict=True))) or streams[0]
+
+
+def of_collective(name: str, given: Sequence[Given], rows: Sequence[Sequence[int]], size: int) -> Origin | None:
+    """Of what a collective of the ranks in each of these rows returns.
+
+    Ranks of one row have the same, or each its part; rows have the same where their ranks' operands are the same.
+    """
+    streams = _together([origin.streams for origin, _ in given]) if given else (0,) * size
+    is_scattered = any(part in name for part in _SCATTERED) or name == "reduce_"  # which the root alone has
+    places: list[Any] = [None] * size
+    for row in rows:
+        of_row = tuple(streams[rank] for rank in row)
+        for place, rank in enumerate(row):
+            places[rank] = (of_row, place if is_scattered else 0)
+    inside = [each for each in places if each is not None]
+    found = numbered([inside[0] if each is None else each for each in places]) if inside else None
+    return None if found is None else Origin(found)
+
+
+_SCATTERED = ("scatter", "alltoall", "all_to_all", "permute")
+
+
+def _anew(origin: Origin, given: Sequence[Any], result: torch.Tensor) -> Origin | None:
     """Of a tensor without the values: a dimension of size 1 is no shard, and one of the shard's size is."""
-    streams, whole = meta.origin
+    streams, whole = origin
     if whole is None or result.ndim != len(whole.shape):
         return Origin(streams) if result.numel() > 1 else None
-    shape, placements = list(result.shape), []
-    for each in whole.placements:
-        if each.is_shard() and shape[each.dim] == 1 and meta.shape[each.dim] != 1:
-            each = Replicate()
-        placements.append(each)
+    shape = list(result.shape)
+    placements: list[Any] = [
+        Replicate() if each.is_shard() and shape[each.dim] == 1 and given[each.dim] != 1 else each
+        for each in whole.placements
+    ]
     for dim in {each.dim for each in placements if each.is_shard()}:
-        if shape[dim] != meta.shape[dim]:
+        if shape[dim] != given[dim]:
             return Origin(streams)
         shape[dim] = whole.shape[dim]
     if not any(each.is_shard() for each in placements):
@@ -125,12 +153,10 @@ _MADE_ANEW = frozenset(
     for name in packet.overloads()
 )  # fmt: skip
 """What has the sizes of an argument, or others, and not its values."""
-_ALSO_POINTWISE: set[Any] = {
+_ALSO_POINTWISE = {
     _aten._to_copy.default, _aten.detach.default, _aten.alias.default, _aten.native_dropout.default,
-    _aten.hardswish.default, _aten.lift_fresh.default,
+    _aten.hardswish.default, _aten.lift_fresh.default, _aten.view.default, _aten._unsafe_view.default,
+    _aten.expand.default, _aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default,
 }  # fmt: skip
 
-
-def add_pointwise(function: Any) -> None:
-    """Count a function that is no operator among them."""
-    _ALSO_POINTWISE.add(function)
+"""Views among them, of the same sizes."""

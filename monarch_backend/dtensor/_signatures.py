@@ -276,7 +276,7 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
     if entry.returns is None:
         result, device = _propagated(workers, target.call, args, kwargs)
         result = _orders.as_cpus_have_it(target.call, list(map(_meta_of, args)), result)
-        _shape_results(workers, entry, result, device, _origins_of(target, args, kwargs))
+        _shape_results(workers, entry, result, device, _origins_of(workers, target, args, kwargs))
         if entry.host is not None:
             entry.number, entry.parts = 0, []
             return entry
@@ -300,7 +300,51 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
         _orders.said(entry.outs, workers.device),
     )  # fmt: skip
     entry.parts = [entry.number]
+    if entry.returns is not None:
+        _note_origins(workers, entry, target, args, kwargs)
     return entry
+
+
+def _note_origins(workers: Workers, entry: Entry, target: Target, args: Any, kwargs: Any) -> None:
+    """Let a call also note the origin of what it changes, where that is another one afterwards."""
+    found: list[tuple[int, str, Origin | None]] = []
+    for at, name in _known_writes(target.schema):
+        value = args[at] if at < len(args) else kwargs.get(name)
+        meta = _meta_of(value)
+        if meta is None:  # lists are changed one by one, with others of theirs
+            continue
+        rest = ([*args[:at], *args[at + 1 :]], kwargs) if target.call is _COPY else (args, kwargs)
+        origin = _origins_of(workers, target, *rest)(_fake_shape(meta))
+        if origin != meta.origin:
+            found.append((at, name, origin))
+    returns = entry.returns
+    if not found or returns is None:
+        return
+
+    def noting(args: Any, kwargs: Any) -> Any:
+        for at, name, origin in found:
+            set_origin(args[at] if at < len(args) else kwargs[name], origin)
+        return returns(args, kwargs)
+
+    entry.returns, entry.at = noting, -1
+
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def _fake_shape(meta: Meta) -> Any:
+    return torch.empty(meta.shape, device="meta")
+
+
+def set_origin(tensor: Any, origin: Origin | None) -> None:
+    """Of a tensor that was changed; what it is a view of has some of these values, too."""
+    if not isinstance(tensor, RemoteTensor):
+        return
+    metas = tensor._meta.workers.metas
+    tensor._meta = metas.with_origin(tensor._meta, origin)
+    base = tensor._base if tensor._is_view() else None
+    if isinstance(base, RemoteTensor) and origin is not None and base._meta.origin is None:
+        base._meta = metas.with_origin(base._meta, origin._replace(whole=None))
 
 
 def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
@@ -438,11 +482,15 @@ def _meta_of(value: Any) -> Meta | None:
     return value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
 
 
-def _origins_of(target: Target, args: Any, kwargs: Any) -> Callable[[torch.Tensor], Origin | None]:
-    """What gives the origin of a result. Collectives combine shards, so their results have none."""
-    if target.name.startswith(_wire.COLLECTIVES):
-        return lambda _: None
-    return _origins.of_results(target.call, map(_meta_of, pytree.tree_leaves((args, kwargs))))
+def _origins_of(workers: Workers, target: Target, args: Any, kwargs: Any) -> Callable[[torch.Tensor], Origin | None]:
+    """What gives the origin of a result."""
+    flat = pytree.tree_leaves((args, kwargs))
+    metas = [meta for meta in map(_meta_of, flat) if meta is not None]
+    given = [(meta.origin, meta.shape) for meta in metas if meta.origin is not None]
+    if not target.name.startswith(_wire.COLLECTIVES):
+        return _origins.of_results(target.call, given)
+    found = _origins.of_collective(target.name, given, workers.rows(flat), workers.size)
+    return lambda _: found
 
 
 def _shape_results(

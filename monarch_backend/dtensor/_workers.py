@@ -179,11 +179,14 @@ class Workers:
                     self._defined_groups.add(name)
         return str(name)
 
+    def rows(self, values: Sequence[Any]) -> list[list[int]]:
+        """Those of the group that is among these: its ranks, for each slice."""
+        return [row for name in map(self.group_name, values) if name is not None for row in self._groups[name]]
+
     def outside(self, values: Sequence[Any]) -> set[int]:
         """The ranks that are in no row of the group that is among these."""
-        names = [name for name in map(self.group_name, values) if name is not None]
-        inside = {rank for name in names for row in self._groups[name] for rank in row}
-        return set(range(self.size)) - inside if names else set()
+        rows = self.rows(values)
+        return set(range(self.size)).difference(*rows) if rows else set()
 
     # Values -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
@@ -441,6 +442,62 @@ def test_dropout_of_what_is_computed_from_a_shard_warns_and_draws_other_masks(
     assert not torch.equal(first[:, :32], first[:, 32:])
     expected = DTensor.from_local(layer.bias.grad.to_local(), fresh, [Shard(0)])
     equal(expected, first.sum(0))
+
+
+ORIGINS: dict[str, tuple[Callable[[Any, Any, Any, Any], Any], Any]] = {
+    "shard": (lambda s, r, dp, tp: s, (0, 1, 2, 3)),
+    "replica": (lambda s, r, dp, tp: r, None),
+    "product with a replica": (lambda s, r, dp, tp: r @ s, (0, 1, 2, 3)),
+    "sum over one dimension": (lambda s, r, dp, tp: funcol.all_reduce(s, "sum", dp), (0, 1, 0, 1)),
+    "gathered over the other": (lambda s, r, dp, tp: funcol.all_gather_tensor(s, 0, tp), (0, 0, 1, 1)),
+    "gathered over both": (
+        lambda s, r, dp, tp: funcol.all_gather_tensor(funcol.all_gather_tensor(s, 0, tp), 0, dp), None
+    ),
+    "scattered": (lambda s, r, dp, tp: funcol.reduce_scatter_tensor(r, "sum", 0, dp), (0, 0, 1, 1)),
+    "exchanged": (lambda s, r, dp, tp: funcol.all_to_all_single(r, None, None, tp), (0, 1, 0, 1)),
+    "exchanged shards": (lambda s, r, dp, tp: funcol.all_to_all_single(s, None, None, tp), (0, 1, 2, 3)),
+    "copied": (lambda s, r, dp, tp: r.copy_(s), (0, 1, 2, 3)),
+    "copied over": (lambda s, r, dp, tp: s.clone().copy_(r), None),
+    "added": (lambda s, r, dp, tp: r.add_(s), (0, 1, 2, 3)),
+    "filled": (lambda s, r, dp, tp: torch.empty_like(s).zero_(), (0, 1, 2, 3)),
+    "out": (lambda s, r, dp, tp: torch.add(s, 1, out=r), (0, 1, 2, 3)),
+    "one number": (lambda s, r, dp, tp: s.new_empty(()), None),
+}  # fmt: skip
+"""What is made of a shard over both dimensions and of a replica, and by rank whose shards it is made of."""
+
+
+def written_into(s: Any, r: Any, dp: Any, tp: Any) -> dict[str, tuple[Any, Any]]:
+    """By c10d, and through views."""
+    one, row, scattered, gathered = s.clone(), r.clone(), r.new_empty(2, 4), [r.clone(), r.clone()]
+    dist.all_reduce(one, group=dp)
+    row[:2] = s[:2]
+    dist.reduce_scatter_tensor(scattered, r, group=tp)
+    dist.all_gather(gathered, s, group=dp)
+    everywhere = one.clone()
+    dist.broadcast(everywhere, group_src=0, group=tp)
+    return {
+        "all_reduce": (one, (0, 1, 0, 1)), "row": (row, (0, 1, 2, 3)), "scattered": (scattered, (0, 1, 0, 1)),
+        "gathered": (gathered[1], (0, 1, 0, 1)), "broadcast": (everywhere, None),
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_shards_that_a_plain_tensor_is_computed_from_are_known(fresh_square: Any) -> None:
+    groups = fresh_square.get_group("dp"), fresh_square.get_group("tp")
+
+    def shard_and_replica() -> tuple[Any, Any]:
+        shard = distribute_tensor(torch.ones(8, 8), fresh_square, [Shard(0), Shard(1)]).to_local()
+        return shard, distribute_tensor(torch.ones(4, 4), fresh_square, [Replicate()] * 2).to_local().clone()
+
+    def streams(tensor: Any) -> Any:
+        return None if tensor._meta.origin is None else tensor._meta.origin.streams
+
+    for _ in range(2):  # known signatures, too
+        found = {what: streams(make(*shard_and_replica(), *groups)) for what, (make, _) in ORIGINS.items()}
+        assert found == {what: expected for what, (_, expected) in ORIGINS.items()}
+        written = written_into(*shard_and_replica(), *groups)
+        found = {what: streams(each) for what, (each, _) in written.items()}
+        assert found == {what: expected for what, (_, expected) in written.items()}
 
 
 def test_dropout_after_the_sum_of_shards_draws_the_same_mask_on_all_ranks(fresh: Any) -> None:
