@@ -7,6 +7,7 @@ Operations without any tensor are done now. The rest is the workers' graph. No w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,10 +16,20 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor import _by_rank_op, _draw_op, _orders, _random, _signatures, _torch_traces, _wire
+from monarch_backend.dtensor import (
+    _by_rank_op,
+    _draw_op,
+    _orders,
+    _origins,
+    _random,
+    _signatures,
+    _torch_traces,
+    _wire,
+)
 from monarch_backend.dtensor._draw_op import Draw
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
+from monarch_backend.dtensor._origins import Origin
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor.worker._random import dropped
 
@@ -118,6 +129,7 @@ class Capturer:
         self.here_nodes: dict[fx.Node, fx.Node] = {}
         self.arguments: dict[fx.Node, int] = {}
         self._there: dict[fx.Node, _There] = {}  # values of this process, as workers have them
+        self.origins: dict[fx.Node, Any] = {}
 
     def make(self) -> Capture:
         """Also defines the graph on the workers. Raises RemoteTensorError for what can't be captured."""
@@ -133,11 +145,16 @@ class Capturer:
                 self._attribute(node)
             elif node.op == "call_function":
                 self._call(node)
+                _note_origin(node, self.workers, self.origins, self._tensor_of)
             elif node.op == "output":
                 results = list(node.args[0])
             else:
                 raise RemoteTensorError(f"{node.format_node()}: a captured step has only calls of operators")
         return self._finish(results)
+
+    def _tensor_of(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        return value.fake if isinstance(value, _There) else None
 
     # What comes in ----------------------------------------------------------------------------------------------
 
@@ -147,6 +164,7 @@ class Capturer:
         if isinstance(value, RemoteTensor):
             self.tensors.append(at)
             self.values[node] = self._operand(self._meta_of(value))
+            self.origins[node] = node.meta.get(_origins.MARK) or value._meta.origin
         elif isinstance(value, (torch.Tensor, float)):
             self.own.append(at)
             self.here_nodes[node] = self.here.placeholder(f"a{at}")
@@ -211,7 +229,8 @@ class Capturer:
             x: Any = self._as_there(node.args[0])  # type: ignore[arg-type]
             p: Any = node.args[1]
             fake = _signatures.propagate(torch.empty_like, (x.fake,), {"dtype": torch.bool})
-            mask = self._draw(_random.draw_of_dropout(fake.shape, fake.stride(), p), fake)
+            origin = self.origins.get(node.args[0])  # type: ignore[arg-type]
+            mask = self._draw(_random.draw_of_dropout(fake.shape, fake.stride(), p, origin), fake)
             given = (x, mask, p)
             result = _signatures.propagate(dropped, tuple(map(_fake, given)), {})
             self.values[node] = self._add(node, given, {}, result, dropped)
@@ -319,7 +338,8 @@ class Capturer:
                 outs.append(Result(None, at, -1, None))
             elif isinstance(value, _There):
                 created.append(value)
-                outs.append(Result(self.workers.metas.like(value.fake), -1, -1, None))
+                origin = self.origins.get(each) if isinstance(each, fx.Node) else None
+                outs.append(Result(self.workers.metas.like(value.fake, None, origin), -1, -1, None))
             elif isinstance(value, _Here):
                 wanted.append(each)
                 outs.append(Result(None, -1, len(wanted) - 1, None))
@@ -432,12 +452,54 @@ def _makes_tensor(node: fx.Node) -> bool:
 
 def check(graph: fx.GraphModule, workers: Workers | None) -> None:
     """Raises RemoteTensorError where a capture would, or a call of it."""
+    origins = {} if workers is None else _origins_in(graph, workers)
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.native_dropout.default:
             if workers is not None and _random.may_draw(node.target, node.args, {}):
                 _random.check_streams(workers)
+                _random.check_origin(origins.get(node.args[0]), str(node.target))
         elif node.op == "call_function" and node.target is not torch.ops.monarch_backend.draw.default:
             _check(node)
+
+
+def _origins_in(graph: fx.GraphModule, workers: Workers) -> dict[fx.Node, Any]:
+    """By node the origin of its tensor, or of each of its tensors, as far as a trace knows them."""
+    found: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            _note_origin(node, workers, found, lambda each: each.meta.get("val"))
+        elif _origins.MARK in node.meta:
+            found[node] = node.meta[_origins.MARK]
+    return found
+
+
+def _note_origin(
+    node: fx.Node, workers: Workers, found: dict[fx.Node, Any], tensor_of: Callable[[fx.Node], Any]
+) -> None:
+    found[node] = node.meta.get(_origins.MARK)
+    if found[node] is not None:
+        return
+    if node.target is operator.getitem:
+        of_all = found.get(node.args[0])  # type: ignore[arg-type]
+        found[node] = of_all[node.args[1]] if isinstance(of_all, list) else None
+        return
+    inputs = [(found.get(each), tensor_of(each)) for each in node.all_input_nodes]
+    operands = [(origin, value.shape) for origin, value in inputs if isinstance(origin, Origin) and value is not None]
+    if any(type(size) is not int for _, shape in operands for size in shape):  # a trace for all sizes
+        operands = [(origin._replace(whole=None), ()) for origin, _ in operands]
+    if str(node.target).startswith(_wire.COLLECTIVES):
+        if any(each in str(node.target) for each in MEETS):
+            found[node] = operands[0][0] if operands else None
+        else:
+            rows = workers.rows(list(node.args))
+            found[node] = _origins.of_collective(str(node.target), operands, rows, workers.size)
+        return
+    if operands:
+        of_result, value = _origins.of_results(node.target, operands), tensor_of(node)
+        if isinstance(value, torch.Tensor):
+            found[node] = of_result(value)
+        elif isinstance(value, (tuple, list)):
+            found[node] = [of_result(each) if isinstance(each, torch.Tensor) else None for each in value]
 
 
 def _check(node: fx.Node) -> None:

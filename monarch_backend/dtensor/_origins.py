@@ -25,15 +25,13 @@ class Whole(NamedTuple):
     placements: tuple[Any, ...]
     shape: tuple[int, ...]
 
-    def spec(self, local: Any) -> DTensorSpec:
-        """Of a tensor with the dtype of ``local``, and its order in memory."""
+    def spec(self, dtype: torch.dtype, local_strides: Sequence[Any]) -> DTensorSpec:
+        """Of the DTensor whose shards have these strides, the first rank's: its dimensions are in the same order."""
         strides, count = [0] * len(self.shape), 1
-        order = range(len(self.shape))
-        sizes = local.classes[0].stride if local.classes else local.stride
-        for dim in sorted(order, key=lambda dim: (sizes[dim], -dim)):
+        for dim in sorted(range(len(self.shape)), key=lambda dim: (local_strides[dim], -dim)):
             strides[dim] = count
             count *= max(self.shape[dim], 1)
-        meta = TensorMeta(torch.Size(self.shape), tuple(strides), local.dtype)
+        meta = TensorMeta(torch.Size(self.shape), tuple(strides), dtype)
         return DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
 
 
@@ -48,17 +46,12 @@ MARK = "monarch_origin"
 """Under this key the nodes of a trace have the origins of DTensors' local tensors that a program has asked for."""
 
 
-def of_shard(spec: DTensorSpec) -> Origin | None:
-    """Of a DTensor's local tensor. None where all ranks have the same, or parts of a sum."""
-    found = spec.__dict__.get("_monarch_origin", False)
-    if found is False:
-        found = spec.__dict__["_monarch_origin"] = _of_shard(spec)
-    return found  # type: ignore[no-any-return]
+def of_shard(spec: DTensorSpec, mesh: Any, coordinates: Sequence[Any]) -> Origin | None:
+    """Of a DTensor's local tensor. None where all ranks have the same, or parts of a sum.
 
-
-def _of_shard(spec: DTensorSpec) -> Origin | None:
+    ``coordinates``: by dimension of the mesh, those of all ranks.
+    """
     dims = [dim for dim, each in enumerate(spec.placements) if each.is_shard()]
-    coordinates: Any = spec.mesh.get_coordinate() or []
     columns = [_rank_ints.values_of(coordinates[dim]) for dim in dims]
     streams = numbered(list(zip(*(each for each in columns if each is not None), strict=True)))
     if streams is None:
@@ -69,7 +62,7 @@ def _of_shard(spec: DTensorSpec) -> Origin | None:
     if not is_known or not all(type(size) is int for size in shape):
         return Origin(streams)
     placements = tuple(Shard(each.dim % len(shape)) if isinstance(each, Shard) else each for each in spec.placements)
-    return Origin(streams, Whole(spec.mesh, placements, shape))
+    return Origin(streams, Whole(mesh, placements, shape))
 
 
 def numbered(places: Sequence[Any]) -> tuple[int, ...] | None:

@@ -45,6 +45,7 @@ from monarch_backend.dtensor.worker import _random as _worker
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from monarch_backend.dtensor._origins import Origin
     from monarch_backend.dtensor._workers import Workers
 
 _aten = torch.ops.aten
@@ -359,9 +360,29 @@ def places(workers: Workers, draw: Draw) -> list[Any]:
     return _places(workers, draw, lambda value: _wire.place(value, lambda _: None, lambda _: None))
 
 
-def draw_of_dropout(shape: Any, stride: Any, p: float) -> Draw:
-    """Which elements a dropout keeps of a plain tensor."""
-    return Draw(_aten.bernoulli_.float, tuple(shape), tuple(stride), torch.bool, [], 1, (1.0 - p,), True)
+def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) -> Draw:
+    """Which elements a dropout keeps of a plain tensor; of one that is a shard of another, that one's.
+
+    Raises RemoteTensorError where it is not known which elements of the other it has.
+    """
+    shards = _Shards([], 1)
+    if origin is not None:
+        check_origin(origin, "native_dropout")
+        spec = origin.whole.spec(torch.bool, stride)  # type: ignore[union-attr]
+        shape, stride, shards = spec.tensor_meta.shape, spec.tensor_meta.stride, _shards(spec)  # type: ignore
+    return Draw(
+        _aten.bernoulli_.float, tuple(shape), tuple(stride), torch.bool, shards.cuts, shards.keeps, (1.0 - p,), True
+    )
+
+
+def check_origin(origin: Origin | None, what: str) -> None:
+    """Raises RemoteTensorError where a captured step can't draw for a tensor of this origin."""
+    if origin is not None and origin.whole is None:
+        raise RemoteTensorError(
+            f"{what} in a captured step draws random numbers for a plain tensor that is computed from a DTensor's "
+            "shards, of which it is none itself: ranks would draw the same numbers for other shards. Keep the DTensor "
+            "(use_local_output=False, no to_local()), or put it into a function with torch.compiler.disable"
+        )
 
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
@@ -506,7 +527,9 @@ def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
         return None
     tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
     are_alike = all(isinstance(each, RemoteTensor) and each._meta.origin == origin for each in tensors)
-    return origin.whole.spec(local._meta) if are_alike else None
+    if not are_alike:
+        return None
+    return origin.whole.spec(local._meta.dtype, (local._meta.classes or [local._meta])[0].stride)
 
 
 def _of_shards(func: Any, args: Any, spec: DTensorSpec, kwargs: dict[str, Any]) -> Any:

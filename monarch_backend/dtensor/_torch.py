@@ -634,7 +634,7 @@ def _to_local(own: Any) -> Replacement:
         local = own(self, *args, **options)
         if type(local) is not RemoteTensor:
             return local
-        meta, origin = local._meta, _origins.of_shard(self._spec)
+        meta, origin = local._meta, origin_of(self._spec)
         if meta.origin != origin:
             if local is self._local_tensor:
                 local = RemoteTensor(meta, local._ref)
@@ -642,6 +642,17 @@ def _to_local(own: Any) -> Replacement:
         return local
 
     return to_local
+
+
+def origin_of(spec: Any) -> Any:
+    """Of the local tensors of DTensors like this, as `_origins.Origin`."""
+    found = spec.__dict__.get("_monarch_origin", False)
+    if found is False:
+        mesh = _torch_traces.real(spec.mesh)
+        workers = workers_of(mesh)
+        found = None if workers is None else _origins.of_shard(spec, mesh, _coordinates(mesh, workers))
+        spec.__dict__["_monarch_origin"] = found
+    return found
 
 
 def _from_local_here(

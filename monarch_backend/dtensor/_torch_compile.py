@@ -41,6 +41,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch._subclasses.meta_utils import MetaConverter, MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast
 from torch.distributed import device_mesh
@@ -55,12 +56,14 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 import monarch_backend
 from monarch_backend import dtensor
 from monarch_backend.dtensor import (
+    _origins,
     _rank_classes,
     _rank_ints,
     _torch,
@@ -471,9 +474,25 @@ def _local_of_uneven(own: Any) -> Any:
     def to_local(self: Any, **options: Any) -> Any:
         if _torch_traces.is_dynamos() and not _rank_classes.stands_for_some() and _differs(self._spec):
             _refuse_sizes(self._spec)
+        _note_origin(self)
         return own(self, **options)
 
     return to_local
+
+
+def _note_origin(tensor: Any) -> None:
+    """In the graph that is traced, at what is a DTensor's local tensor there: its random numbers depend on it."""
+    mode = get_proxy_mode()
+    origin = None if mode is None or not _is_ours(tensor) else _torch.origin_of(tensor._spec)
+    if mode is None or origin is None:
+        return
+    local = tensor._local_tensor
+    if isinstance(local, FunctionalTensor):
+        torch._sync(local)
+        local = torch._from_functional_tensor(local.elem)
+    traced = get_proxy_slot(local, mode.tracer, None)
+    if traced is not None:
+        traced.proxy.node.meta[_origins.MARK] = origin
 
 
 def _attribute(own: Any) -> Any:

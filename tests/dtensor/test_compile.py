@@ -1175,3 +1175,59 @@ def test_an_exported_program_is_transformed_to_tensor_parallel(mesh_of: Callable
             RankDependentError, match=r"another result on each rank .*sizes that the number of ranks div"
         ):
             tensor_parallel_transformation(uneven, 0, 2, "cpu", plan)  # type: ignore[arg-type]
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(8, 12), nn.Dropout(0.5), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(torch.relu(self.first(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["2", "3"])
+def test_dropout_of_plain_shards_is_that_of_a_single_process(mesh_of: Callable[[str], Any], name: str) -> None:
+    """Between parallel layers in their default form, forward and backward."""
+    alone = Dropped()
+    ours = parallelize_module(
+        copy.deepcopy(alone), mesh_of(name), {"first": ColwiseParallel(), "last": RowwiseParallel()}
+    )
+    step, x = whole(ours), torch.ones(4, 8)
+    for seed in range(2):
+        for net in (alone, step):
+            torch.manual_seed(seed)
+            net(x).square().mean().backward()
+        for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+            same(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_plain_shards_that_come_in_draw_their_part_of_the_whole(two: Any) -> None:
+    """A captured step is made for what its inputs are shards of, and says what its results are."""
+    step = captured(lambda x: (F.dropout(x + 1, 0.5), x * 2))
+    x = torch.zeros(6, 4)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        local = distribute_tensor(x, two, [placement]).to_local()
+        torch.manual_seed(3)
+        dropped, doubled = step(local)
+        assert doubled._meta.origin == local._meta.origin
+        torch.manual_seed(3)
+        same(DTensor.from_local(dropped, two, [placement]), F.dropout(x + 1, 0.5))
+
+
+def test_dropout_of_what_is_computed_from_shards_is_left_to_eager_code(two: Any) -> None:
+    """Where which elements of the whole a rank has is not known. Eager code draws other numbers and warns."""
+
+    def drop_columns(x: Any) -> Any:
+        return F.dropout(x.to_local().t().contiguous(), 0.5)
+
+    x = distribute_tensor(torch.ones(16, 16), two, [Shard(0)])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)computed from a DTensor's shards.*use_local_output"):
+        whole(drop_columns)(x)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="use_local_output=False"):
+        dropped = captured(drop_columns)(x)
+    one, other = value(DTensor.from_local(dropped, two, [Shard(1)])).chunk(2, 1)
+    assert not torch.equal(one, other)
+    with pytest.raises(RemoteTensorError, match=r"computed from a DTensor's shards.*torch\.compiler\.disable"):
+        captured(lambda x: F.dropout(x, 0.5))(x.to_local().t().contiguous())
