@@ -32,8 +32,10 @@ STREAM_WINDOW = 64
 """Values of one generator that may be under way or waiting to be taken; then the generator waits."""
 
 
-def _delivery(peer: Peer) -> str:
+def _delivery(peer: Peer, failure: MeshFailure) -> str:
     """What became of a call of a process that is gone."""
+    if any(death.at_start for death in failure.deaths):
+        return "not sent"
     # What we have started and what never came had its messages kept here; others have ways without a link of ours.
     return "not sent" if peer.expected and peer.link < 0 else "unknown"
 
@@ -91,7 +93,7 @@ class OneCall(Future[T]):
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         if peer is self.peer and self.program.pending.pop(self.ref, None) is not None:
-            self._fail(supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer)))
+            self._fail(supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer, failure)))
 
     def _label(self) -> str:
         return f"{self.core.name}.{self.endpoint}"
@@ -165,7 +167,7 @@ class ManyCall(Future[ValueMesh[T]]):
         for rank, asked in enumerate(self.peers):
             if asked is peer and not self.ready and self._bodies[rank] is None:
                 self.program.pending.pop(self.ref, None)
-                self._fail(supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer)))
+                self._fail(supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer, failure)))
 
     def _label(self) -> str:
         return f"{self.core.name}.{self.endpoint}"
@@ -256,7 +258,9 @@ class Stream(Generic[T]):
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         for rank in [r for r in list(self._open) if self.peers[r] is peer and self._ends(r)]:
-            self._put(-1, None, supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer)))
+            self._put(
+                -1, None, supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer, failure))
+            )
             self._open.discard(rank)
         self._settle()
 

@@ -27,6 +27,7 @@ class Death:
     error: BaseException | None = None
     trace: str = ""  # the remote traceback of that error
     last_words: tuple[str, ...] = ()  # of its stderr
+    at_start: bool = False  # before the process was up, in its ``bootstrap=``
 
     @property
     def signal(self) -> int | None:
@@ -124,7 +125,9 @@ class MeshFailure(Exception):
 
     def __init__(self, mesh_name: str, deaths: Sequence[Death], mesh: Any = None) -> None:
         self.mesh_name, self.deaths, self.mesh = mesh_name, tuple(deaths), mesh
-        super().__init__(f"{mesh_name}: " + "; ".join(str(death) for death in self.deaths[:4]))
+        text = f"{mesh_name}: " + "; ".join(str(death) for death in self.deaths[:4])
+        traces = [death.trace for death in self.deaths if death.at_start and death.trace]
+        super().__init__("\n\n".join([text, *traces[:1]]))
 
     @property
     def ranks(self) -> tuple[int, ...]:

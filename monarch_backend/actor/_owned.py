@@ -146,6 +146,8 @@ class _Member:
     failed: str | None = None  # why it was never started
     gone: bool = False  # its end has been told
     replaced: bool = False  # it has a successor, or will have
+    is_bootstrapped: bool = False
+    bootstrap_failure: MeshFailure | None = None
     restart: str = ""  # in words: that restart, or why there is none
     constructing: str | None = None  # in words: the actors whose constructors ran when it ended
     knocked: bool = False  # it has read that it is to stop
@@ -173,6 +175,9 @@ class OwnedProcs:
     ended: list[Future[None]] = field(default_factory=list)
     looks: list[Any] = field(default_factory=list)  # timers: whether those who were told to stop have done so
     over: bool = False  # stopped, and all of its processes have ended
+    has_bootstrap: bool = False
+    was_up: bool = False  # all of its processes have been up at once
+    says_start_failed: bool = False  # it was logged
 
 
 def _with_dtensors() -> list[str]:
@@ -244,8 +249,9 @@ class ProcessOwner:
         make = self._recipe(core, bootstrap, _binding.plan(proc_bind, count), env)
         siblings = program.children_of(owner_cell)
         owned = OwnedProcs(
-            core, owner_cell, siblings, make, logs, Intensity(restart, program.clock) if restart else None
-        )
+            core, owner_cell, siblings, make, logs, Intensity(restart, program.clock) if restart else None,
+            has_bootstrap=bootstrap is not None,
+        )  # fmt: skip
         core.owned = owned
         for rank in range(count):
             program.router.expect(core.tokens[rank], label_of(core, rank))
@@ -270,10 +276,11 @@ class ProcessOwner:
     def _recipe(
         self, core: ProcCore, bootstrap: Any, cpus: list[Any], env: Mapping[str, str] | None
     ) -> Callable[[int, Peer], ProcessSpec]:
-        from monarch_backend.actor._worker import Plan, main
+        from monarch_backend.actor._worker import Plan, main, run_bootstrap
 
-        program = self._program
-        packed = None if bootstrap is None else _packed(bootstrap)
+        program, packed = self._program, None
+        if bootstrap is not None:
+            packed = cloudpickle.dumps(functools.partial(run_bootstrap, _packed(bootstrap)))
         count = core.extent.nelements
         processors = len(os.sched_getaffinity(0))
         environment = {**settings.without_secrets(os.environ), **(env or {})}
@@ -289,7 +296,7 @@ class ProcessOwner:
                 labels=tuple(core.extent.labels), sizes=tuple(core.extent.sizes), crowded=count + 1 > processors,
                 gateway=program.gateway if host is None else host.token,
                 tether=program.router.token if host is None else host.token,
-                neighbours=0 if host is None else neighbours,
+                neighbours=0 if host is None else neighbours, has_bootstrap=packed is not None,
             )  # fmt: skip
             return ProcessSpec(
                 label=core.where(rank), main=cloudpickle.dumps(functools.partial(main, plan)),
@@ -412,6 +419,8 @@ class ProcessOwner:
             return f"it could not be started: {member.failed}", None
         if member is not None and member.lost is not None:
             return member.lost, None
+        if member is not None and member.bootstrap_failure is not None:
+            return member.bootstrap_failure.deaths[0].what, 1
         if member is not None and member.exited is not None:
             end = member.exited
             words = in_words(end.returncode, end.oom_killed) + (f" ({end.reason})" if end.reason else "")
@@ -435,10 +444,49 @@ class ProcessOwner:
         member = self._by_token.get(peer.token)
         if member is not None:
             owned = member.core.owned
-            if all(other.link >= 0 for other in member.core.peers):
+            if self._is_up(owned):
                 for future in owned.ready:
                     future._set(None)
                 owned.ready.clear()
+
+    def _is_up(self, owned: OwnedProcs) -> bool:
+        """All of its processes have connected, and their bootstraps have returned."""
+        if all(peer.link >= 0 for peer in owned.core.peers) and (
+            not owned.has_bootstrap or all(member.is_bootstrapped for member in owned.members.values())
+        ):
+            owned.was_up = True
+            return True
+        return False
+
+    def bootstrapped(self, peer: Peer) -> None:
+        """The bootstrap of a process has returned."""
+        member = self._by_token.get(peer.token)
+        if member is not None:
+            member.is_bootstrapped = True
+            self.met(peer)
+
+    def bootstrap_failed(self, peer: Peer, failure: BaseException) -> None:
+        """The bootstrap of a process has raised; the process ends."""
+        member = self._by_token.get(peer.token)
+        if member is not None and isinstance(failure, MeshFailure):
+            member.bootstrap_failure = failure
+
+    def failed_to_start(self, peer: Peer) -> bool:
+        """Its bootstrap failed, or the process ended in it, in a mesh that was never up.
+
+        Such a failure is raised where the program waits; a supervisor is told only if the program has one.
+        """
+        member = self._by_token.get(peer.token)
+        if member is None:
+            return False
+        owned = member.core.owned
+        return owned.has_bootstrap and not owned.was_up and not member.is_bootstrapped and peer.gone is not None
+
+    def bootstrap_error(self, peer: Peer) -> tuple[BaseException | None, str]:
+        """The exception of its bootstrap, and the remote traceback."""
+        member = self._by_token.get(peer.token)
+        failure = None if member is None else member.bootstrap_failure
+        return (None, "") if failure is None else (failure.__cause__, failure.deaths[0].trace)
 
     def ended(self, peer: Peer) -> None:
         """A link has closed, or a process never came; the fork server may know more in a moment."""
@@ -509,7 +557,17 @@ class ProcessOwner:
             program.lost_process(member.peer, failure)
             self._abort_groups(owned, failure)
             return
+        at_start = self.failed_to_start(member.peer)
         is_failure = not (code == -signal.SIGKILL and _was_to_end(owned, rank))
+        if at_start:
+            failure = self._start_failure(failure, member)
+            is_failure = program.supervision.is_asked(owned.owner_cell)
+            if not is_failure and not owned.says_start_failed:
+                owned.says_start_failed = True
+                log.error(
+                    "%s did not start: %s. `initialized` and calls raise this. Output of its bootstrap is above",
+                    member.peer, what,
+                )  # fmt: skip
         if is_failure and program.supervision.is_final(owned.owner_cell):
             program.supervision.failed(owned.owner_cell, failure)
         for actors in list(owned.actors):
@@ -526,6 +584,15 @@ class ProcessOwner:
         self._settle(owned)
         if is_failure and not program.supervision.is_final(owned.owner_cell):
             program.supervision.failed(owned.owner_cell, failure)
+
+    def _start_failure(self, failure: MeshFailure, member: _Member) -> MeshFailure:
+        error, trace = self.bootstrap_error(member.peer)
+        death = replace(failure.deaths[0], error=error, trace=trace, at_start=True)
+        if trace:
+            death = replace(death, last_words=())  # which are the traceback's end
+        found = MeshFailure(failure.mesh_name, [death], failure.mesh)
+        found.__cause__ = error
+        return found
 
     def _abort_groups(self, owned: OwnedProcs, failure: MeshFailure) -> None:
         if owned.core.groups:
@@ -643,7 +710,7 @@ class ProcessOwner:
         dead = [m for m in owned.members.values() if m.gone and not m.replaced]
         if dead:
             future._fail(self._program.death_of(core, dead[0].rank, dead[0].peer))
-        elif all(peer.link >= 0 for peer in core.peers):
+        elif self._is_up(owned):
             future._set(None)
         if future.ready:
             with contextlib.suppress(ValueError):
@@ -826,7 +893,7 @@ class ProcessOwner:
 
 def _in_constructors(owned: OwnedProcs, member: _Member) -> str:
     """For people: which actors were being constructed when this process ended."""
-    if member.peer.link < 0:
+    if member.peer.link < 0 or (owned.has_bootstrap and not member.is_bootstrapped):
         return ""
     names = [
         actors.name

@@ -263,8 +263,11 @@ class Program:
         known = core.failure_of(rank)
         if known is not None:
             return known
-        deaths = self.death_of(core.procs, core.bases[rank], core.peer(rank)).deaths
-        return MeshFailure(core.name, [replace(death, rank=rank, where=core.where(rank)) for death in deaths])
+        known = self.death_of(core.procs, core.bases[rank], core.peer(rank))
+        deaths = [replace(death, rank=rank, where=core.where(rank)) for death in known.deaths]
+        failure = MeshFailure(core.name, deaths)
+        failure.__cause__ = known.__cause__
+        return failure
 
     def death_of(self, core: ProcCore, rank: int, peer: Peer, mesh_name: str = "") -> MeshFailure:
         """A failure that tells of a process's end, as far as it is known here."""
@@ -272,9 +275,14 @@ class Program:
             what, code = f"it was stopped: {core.stopped}", None
         else:
             what, code = self.owner.how_it_ended(peer)
-        return MeshFailure(
-            mesh_name or core.name, [Death(rank, core.where(rank), self.host_name(peer.token), peer.pid, what, code)]
-        )
+        death = Death(rank, core.where(rank), self.host_name(peer.token), peer.pid, what, code)
+        error = None
+        if core.stopped is None and self.owner.failed_to_start(peer):
+            error, trace = self.owner.bootstrap_error(peer)
+            death = replace(death, error=error, trace=trace, at_start=True)
+        failure = MeshFailure(mesh_name or core.name, [death])
+        failure.__cause__ = error
+        return failure
 
     def named_actor(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
         """The one actor of this name in the whole program."""
@@ -621,6 +629,9 @@ class Program:
     # ---- what is told to owners
 
     def _constructed(self, peer: Peer, message: Constructed, _: Frame) -> None:
+        if message.actor == 0:
+            self.owner.bootstrapped(peer)
+            return
         core = self.actors.get(message.actor)
         if core is not None and core.owned is not None:
             core.owned.is_built(message.rank)
@@ -631,6 +642,9 @@ class Program:
             core.owned.is_gone(message.rank)
 
     def _actor_failed(self, peer: Peer, message: Failed, frame: Frame) -> None:
+        if message.actor == 0:
+            self.owner.bootstrap_failed(peer, unpack_exception(bytes(frame.body)))
+            return
         core = self.actors.get(message.actor)
         if core is None or core.owned is None or message.generation != core.owned.generations[message.rank]:
             return
@@ -671,7 +685,8 @@ class Program:
         if owned.intensity is not None and core.peer(rank).gone is None:
             self.router.tell(core.peer(rank), Stop(core.actor, "stop", "it died too often"))
         owned.built._fail(mesh_failure)
-        self.supervision.failed(owned.owner_cell, mesh_failure)
+        if not self.owner.failed_to_start(core.peer(rank)) or self.supervision.is_asked(owned.owner_cell):
+            self.supervision.failed(owned.owner_cell, mesh_failure)
 
     def _construct_again(self, core: ActorCore, homes: Sequence[tuple[int, int, Peer]]) -> None:
         if core.stopped is not None:

@@ -135,6 +135,14 @@ class Supervision:
         elif not self._program.closing:
             self._reached_program(failure)
 
+    def is_asked(self, owner: Any) -> bool:
+        """True if the program handles failures of what this owner has spawned: by ``__supervise__`` or a hook."""
+        import monarch_backend.actor as public
+
+        if owner is None:
+            return public.unhandled_fault_hook is not end_program
+        return owner.blueprint is not None and hasattr(owner.blueprint.cls, "__supervise__")
+
     def is_final(self, owner: Any) -> bool:
         """True if a failure of what this owner has spawned ends the program at once."""
         import monarch_backend.actor as public

@@ -6,14 +6,21 @@ import os
 import sys
 import threading
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._core.limits import start_thread
 from monarch_backend.actor import _blocking, _program
 from monarch_backend.actor._cell import Cell
+from monarch_backend.actor._errors import Death, MeshFailure
+from monarch_backend.actor._payload import HOST, pack_failure, text_of
 from monarch_backend.mesh import _finalize, _worker_logging
+from monarch_backend.mesh._child import report_exception
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.transport import _serialize
+from monarch_backend.transport._exceptions import remote_traceback
+from monarch_backend.transport._frames import Constructed, Failed
 from monarch_backend.transport._peer import Peer, Room
 from monarch_backend.transport._pump import release
 
@@ -34,6 +41,20 @@ class Plan(NamedTuple):
     gateway: str = ""  # of its host, if there are others
     tether: str = ""  # the process on this host that it does not outlive
     neighbours: int = 0  # on a host that its owner does not know: processes of the mesh there
+    has_bootstrap: bool = False  # its owner waits for the word that it has succeeded
+
+
+_bootstrap_error: BaseException | None = None
+
+
+def run_bootstrap(packed: bytes) -> None:
+    """Call the user's ``bootstrap=``. An error is printed, and kept for `main`, which tells the owner."""
+    global _bootstrap_error
+    try:
+        cloudpickle.loads(packed)()
+    except (Exception, SystemExit) as error:
+        report_exception(error)
+        _bootstrap_error = error
 
 
 LAST_WORDS = 5.0
@@ -102,7 +123,13 @@ def main(plan: Plan) -> None:
     thread = _MainThread(program)
     program.run_cell = thread.run_cell
     program.on_exit = thread.leave
+    if _bootstrap_error is not None:
+        program.run_cell = lambda _: None  # no constructor runs here
     _join(program, owner, plan)  # last: its messages may come at once
+    if _bootstrap_error is not None:
+        _fail_to_start(program, owner, plan, _bootstrap_error)
+    if plan.has_bootstrap:
+        program.router.tell(owner, Constructed(0, plan.rank))
     thread.run()
     _wait_for_others(program)
     for call in program.last:
@@ -118,6 +145,18 @@ def main(plan: Plan) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     program.links.host.leave()  # type: ignore[attr-defined]
+
+
+def _fail_to_start(program: _program.Program, owner: Peer, plan: Plan, error: BaseException) -> NoReturn:
+    death = Death(
+        plan.rank, "", HOST, program.pid, f"its bootstrap failed: {text_of(error)}", 1, error, remote_traceback(error),
+        at_start=True,
+    )  # fmt: skip
+    failure = MeshFailure(plan.name, [death])
+    failure.__cause__ = error
+    program.router.tell(owner, Failed(0, plan.rank), pack_failure(failure))
+    _send_what_is_left(program)
+    raise SystemExit(1)
 
 
 def _join(program: _program.Program, owner: Peer, plan: Plan) -> None:

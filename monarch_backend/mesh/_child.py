@@ -64,10 +64,10 @@ def run(spec: Spawn) -> NoReturn:
     except SystemExit as request:
         code = _exit_code(request)
     except KeyboardInterrupt as interrupt:
-        _report(interrupt)
+        report_exception(interrupt)
         code = -signal.SIGINT
     except BaseException as error:
-        _report(error)
+        report_exception(error)
     _end(code)
 
 
@@ -182,7 +182,7 @@ def openblas() -> list[tuple[Callable[[], int], Callable[[int], object]]]:
     return found
 
 
-def _report(error: BaseException) -> None:
+def report_exception(error: BaseException) -> None:
     """As an interpreter does: without this module's frame, and those below it that say as pytest's do, "not me"."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     while trace is not None and "__tracebackhide__" in trace.tb_frame.f_locals:

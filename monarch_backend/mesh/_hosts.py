@@ -47,6 +47,9 @@ class HostMesh(MeshTrait):
         ``env`` is added to their environment before. ``proc_bind``: "cores", "numa", a list of processors for each
         process, or a function of its rank. ``restart``: a Restart, what to do about processes that die.
 
+        A ``bootstrap`` that raises is a MeshFailure of ``initialized`` and a SupervisionError of calls, with its
+        traceback; the program does not end.
+
         Raises ValueError for a mesh without processes, SpawnLimitError (a RuntimeError) for more than the machine
         allows.
         """

@@ -20,6 +20,7 @@ from monarch_backend.hosts._attach import go_through
 from monarch_backend.mesh._extent import Extent
 from monarch_backend.testing._spawner import SimulatedSpawner
 from monarch_backend.testing._wires import SimulatedLinks, SimulatedLocalLinks
+from monarch_backend.transport._frames import Constructed
 from monarch_backend.transport._pump import Timer
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ class SimulatedProcess:
         program.root = program.router.peer(plan.root, owner)
         program.home_rank, program.home_extent = plan.rank, Extent(plan.labels, plan.sizes)
         program.on_exit = self.leave
+        if plan.has_bootstrap:  # which is not run in a simulation
+            program.router.tell(owner, Constructed(0, plan.rank))
 
     def make_spawner(self, on_event: Callable[[Any], None], _address: str | None) -> SimulatedSpawner:
         """Of processes that live no longer than this one."""

@@ -500,6 +500,12 @@ def test_an_actor_may_wait_for_others() -> None:
         assert not simulation.errors
 
 
+def test_mesh_with_bootstrap_is_initialized_without_running_it() -> None:
+    with Simulation():
+        procs = this_host().spawn_procs({"gpus": 2}, bootstrap=lambda: 1 / 0)
+        assert procs.initialized.get() is None
+
+
 def test_a_wait_that_is_cancelled() -> None:
     with Simulation() as simulation:
         _, actors = _mesh(1)
