@@ -7,6 +7,7 @@ raise in the interrupted frame. Python runs handlers on the main thread only, so
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import sysconfig
@@ -42,6 +43,13 @@ _position: tuple[int, int] | None = None
 def install() -> None:
     """Install the handler, on the main thread of a worker."""
     signal.signal(CANCEL_SIGNAL, _on_signal)
+    os.register_at_fork(after_in_child=_uninstall)
+
+
+def _uninstall() -> None:
+    """In a fork, which may become a main program: that installs its own handler where there is none."""
+    if signal.getsignal(CANCEL_SIGNAL) is _on_signal:
+        signal.signal(CANCEL_SIGNAL, signal.SIG_DFL)
 
 
 def can_interrupt(thread_id: int) -> bool:

@@ -285,11 +285,16 @@ class Cell:
 
     def _kill_process(self, reason: str) -> None:
         """Time is up, and something still runs that cannot be interrupted."""
-        if self.failure is None:
-            self.program.exit_now(
-                f"{self._who()} was aborted ({reason}), and {self._activity()} could not be interrupted: the process "
-                f"is killed. It was at {self._place()}"
-            )
+        if self.failure is not None:
+            return
+        why = f"{self._who()} was aborted ({reason}), and {self._activity()} could not be interrupted"
+        if self.program.root is not None:
+            self.program.exit_now(f"{why}: the process is killed. It was at {self._place()}")
+            return
+        log.warning("%s: it goes on in this program, which is not killed. It is at %s", why, self._place())
+        death = Death(self.rank, str(self.point), HOST, self.program.pid, f"aborted: {reason}")
+        if self._end(MeshFailure(self.name, [death])):
+            self._ended()
 
     def report_busy(self) -> None:
         """On the reading thread: log where this actor is, which is to end and does not."""

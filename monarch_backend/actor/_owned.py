@@ -796,6 +796,8 @@ class ProcessOwner:
             deaf = peer.link < 0 or (unread and (not member.knocked or self.stands_still(peer.pid)))
             if late or deaf or bereft:
                 why = "it does not read its messages" if deaf else "it still works"
+                if peer.link < 0:
+                    why = "it is not up yet"
                 why += ", and another process of its mesh has died" if bereft and not (late or deaf) else ""
                 log.warning("%s is killed, %s: %s", peer, "for its time is up" if late else "since it was to stop", why)
                 member.killed_at = now

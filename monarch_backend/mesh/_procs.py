@@ -205,7 +205,10 @@ class ProcMesh(MeshTrait):
         return program().stop_procs(whole(self, "stop"), "stop", reason, timeout)
 
     def abort(self, reason: str = "aborted by its owner") -> Any:
-        """End the processes after the messages that run, or after 10 seconds. A Future of None."""
+        """End the processes after the messages that run, or after 10 seconds. A Future of None.
+
+        What runs is interrupted after 5 seconds: CancelledError is raised in it, where the interpreter can do that.
+        """
         return program().stop_procs(whole(self, "abort"), "abort", reason)
 
     def kill(self, reason: str = "killed by its owner") -> Any:

@@ -26,7 +26,9 @@ from monarch_backend.actor import (
     Port,
     ProcMesh,
     SupervisionError,
+    _cell,
     endpoint,
+    this_proc,
 )
 from monarch_backend.actor._program import program
 from tests.actor.actors import pid_of, running, until
@@ -190,6 +192,25 @@ class StuckInConstructor(Actor):
         return value
 
 
+class BlocksInUnpickling:
+    """An argument."""
+
+    def __setstate__(self, state: Any) -> None:
+        time.sleep(LONG_S)
+
+    def __getstate__(self) -> Any:
+        return {"any": "thing"}
+
+
+class TakesArgument(Actor):
+    def __init__(self, argument: Any) -> None:
+        self.argument = argument
+
+    @endpoint
+    def take(self, argument: Any) -> Any:
+        return argument
+
+
 class SwallowsInConstructor(Actor):
     def __init__(self) -> None:
         while True:
@@ -296,6 +317,26 @@ def test_abort_of_blocking_constructor_ends_actor(kind: str) -> None:
         assert isinstance(waiting.exception(PATIENCE), SupervisionError)
         assert "enough" in str(stuck.initialized.exception(PATIENCE))
         assert mesh.spawn("next", Blocking).echo.call_one(2).get(PATIENCE) == 2, "the process lives"
+
+
+def test_abort_of_blocking_unpickling_ends_actor() -> None:
+    with running({"gpus": 1}, bootstrap=be_quick) as mesh:
+        mesh.spawn("stuck", TakesArgument, BlocksInUnpickling()).abort("enough").get(PATIENCE)
+        actor = mesh.spawn("next", TakesArgument, 1)
+        actor.take.options(timeout=0.1).call_one(BlocksInUnpickling()).ignore()
+        assert actor.take.call_one(2).get(0.1 + FREE_S) == 2
+
+
+def test_abort_of_blocking_actor_of_the_program_leaves_the_program(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_cell, "INTERRUPT_AFTER_S", 0.1)
+    monkeypatch.setattr(_cell, "KILL_AFTER_S", 0.2)
+    here = this_proc().spawn("here", Blocking)
+    call = begun(here.block.call_one, "in_sleep", 1.0)
+    here.abort("enough").get(PATIENCE)
+    assert "it goes on in this program" in caplog.text and "in in_sleep" in caplog.text
+    assert isinstance(call.exception(PATIENCE), SupervisionError), "it is answered when the code returns"
 
 
 def test_stop_with_timeout_of_blocking_constructor_ends_actor() -> None:
