@@ -6,7 +6,9 @@ _collectives.py  its operations: one method per collective, each finds its route
 _exit.py         what happens to groups that are alive when the interpreter ends
 _hooks.py        completion hooks, and works that end late
 _routes.py       which route a device takes and why; how the groups behind the routes are made
-_rendezvous.py   how ranks meet at the store in time, and who did not come
+_rendezvous.py   from the default group's address to a store that all ranks have reached
+_handshake.py    how the ranks of a new group agree on one attempt, within its deadline
+_store_host.py   how long rank 0 keeps the store that it hosts
 _shm_process.py  this process's shared memory, its limits, and tensors in it
 _shm_meet.py     how ranks find out which of them share memory
 _shm.py          the shared-memory route: c10d's calls as calls on the compiled core

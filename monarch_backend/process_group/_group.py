@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError
 
 from monarch_backend import _torch_patches, _versions
 from monarch_backend._core import env
-from monarch_backend.process_group import _exit, _rendezvous, _routes, _shm_meet, _torch, _xla
+from monarch_backend.process_group import _exit, _handshake, _rendezvous, _routes, _shm_meet, _torch, _xla
 from monarch_backend.process_group._collectives import Collectives
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, where
+from monarch_backend.process_group._handshake import Deadline
 from monarch_backend.process_group._hooks import CompletionHooks
 from monarch_backend.process_group._options import Options
+from monarch_backend.process_group._store_host import Arrival
 
 
 def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
@@ -55,6 +58,8 @@ class MonarchProcessGroup(Collectives):
         self._creation = creation
         self._label = str(options.group_id)
         self._closed = ""
+        self._arrival: Arrival | None = None
+        self._deadline: Deadline | None = None  # while the group is made
         _living.add(self)
         self._splits = 0
         self._hooks = CompletionHooks()
@@ -89,16 +94,38 @@ class MonarchProcessGroup(Collectives):
 
     def _open_eager_routes(self, only: Sequence[str] | None) -> None:
         try:
-            with _rendezvous.roll_call(self, self._creator_options):
-                for device in self._eager_devices():
-                    if only is None or device in only:
-                        self._open_route(device)
+            self._agree()
+            for device in self._eager_devices():
+                if only is None or device in only:
+                    self._open_route(device)
+            self._deadline = None
             default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
             self._set_default_backend(_torch.backend_type(self._backends[default]))
-        except BaseException:
+        except BaseException as error:
             if self._far is not None:
                 self._far.close()  # nobody else will: it borrows the process's NICs
+            if isinstance(error, (RuntimeError, TimeoutError)):
+                _rendezvous.forget_group_name()
+            if isinstance(error, TimeoutError):
+                seconds = self._creator_options.timeout.total_seconds()
+                raise DistNetworkError(
+                    f"all ranks came, but the connections between them were not there within {seconds:g} s ({error}). "
+                    f"Look for a stopped rank and for what may stand between the hosts, or give a longer timeout=. "
+                    f"[{where(self)}]"
+                ) from error
             raise
+
+    def _agree(self) -> None:
+        """Give this attempt to make the group a store of its own and a deadline, the same store on all ranks."""
+        options = self._creator_options
+        self._arrival = _rendezvous.take_arrival(options.store)
+        if self._arrival is not None:
+            self._store, self._deadline = options.store, self._arrival.deadline
+            return
+        self._deadline = Deadline(options.timeout)
+        at, who = "in the group's store", f"[{where(self)}]"
+        name = _handshake.agree(options.store, self.rank(), self.size(), self._deadline, at, who)
+        self._store = PrefixStore(name, options.store)
 
     def _open_route(self, device: str) -> Any:
         """Make, register and announce the inner group of a device type; raises NoRouteError where none exists."""
@@ -108,9 +135,13 @@ class MonarchProcessGroup(Collectives):
         if not route.available:
             raise self._no_route(route)
         options = self._pg_options.for_device(device)
+        deadline = self._deadline or Deadline(self._creator_options.timeout)
 
         def make() -> Any:
-            return _torch.make_inner(route.backend, self._creator_options, options, self._creation, device)
+            creation = self._creation
+            return _torch.make_inner(
+                route.backend, self._creator_options, self._store, options, creation, device, deadline
+            )
 
         # One Gloo group serves "cpu:monarch,cuda:gloo": c10d keeps one backend per kind as well.
         shared = [d for d, backend in self._backends.items() if backend == route.backend]
@@ -120,10 +151,10 @@ class MonarchProcessGroup(Collectives):
             inner = _xla.make(self, make, list(self._creator_options.global_ranks_in_group), options)
         else:
             inner = make()
-        self._adopt(device, route, inner)
+        self._adopt(device, route, inner, deadline)
         return inner
 
-    def _adopt(self, device: str, route: _routes.Route, inner: Any) -> None:
+    def _adopt(self, device: str, route: _routes.Route, inner: Any, deadline: Deadline) -> None:
         if _torch.is_c10d_backend(inner):
             self._register_backend(torch.device(device), _torch.backend_type(route.backend), inner)
             if device == "cpu":
@@ -132,9 +163,12 @@ class MonarchProcessGroup(Collectives):
         self._backends[device] = route.backend
         named = _routes.was_named(device, self._creation.device_map)
         if device == "cpu" and route.backend == "gloo" and not named and _shm_meet.wanted():
-            store = _torch.shm_store(self._creator_options)
+            store = PrefixStore("cpu:shm", self._store)
             timeout = functools.partial(_torch.timeout_of, inner)
-            met = _shm_meet.meet(store, self.rank(), self.size(), timeout, inner, _routes.debug_line(self))
+            who = f"[{where(self)}]"
+            met = _shm_meet.meet(
+                store, self.rank(), self.size(), deadline, timeout, inner, who, _routes.debug_line(self)
+            )
             self._shm, self._far = met.memory, met.far
             if met.memory is not None and met.memory.in_short and not self._hooks:
                 self._shortcuts = met.memory.shortcuts(self, _OWN_METHODS)
@@ -311,6 +345,8 @@ class MonarchProcessGroup(Collectives):
         if how == "destroyed":
             self._hooks.wait()
         self._closed = how
+        if self._arrival is not None:
+            self._arrival.leave(stay=how == "destroyed")
         self._end_shortcuts()
         if self._shm is not None:
             self._shm.close()

@@ -10,7 +10,6 @@ the memory of one host is _shm.py's, of several _hierarchy.py's.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import socket
 import time
@@ -25,6 +24,7 @@ from monarch_backend import _native
 from monarch_backend._core import env
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._far import Far
+from monarch_backend.process_group._handshake import Deadline, exchange
 from monarch_backend.process_group._hierarchy import Hierarchy
 from monarch_backend.process_group._shm import SharedMemory
 from monarch_backend.process_group._shm_process import read_from, this_process
@@ -59,11 +59,38 @@ class Meeting:
     far: Far | None = None  # where NICs carry large messages between hosts
 
 
-def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], gloo: Any, label: str = "") -> Meeting:
+@dataclass(frozen=True)
+class _Table:
+    """Where the ranks of the group tell each other what they are, until the deadline."""
+
+    store: Store
+    rank: int
+    size: int
+    deadline: Deadline
+    who: str
+
+    def exchange(self, name: str, mine: Any) -> list[Any]:
+        """What each rank gives as ``mine``; raises DistStoreError with the ranks that give nothing in time."""
+        return exchange(self.store, name, self.rank, self.size, mine, self.deadline, self.who)
+
+
+def meet(
+    store: Store,
+    rank: int,
+    size: int,
+    deadline: Deadline,
+    timeout: Callable[[], timedelta],
+    gloo: Any,
+    who: str,
+    label: str = "",
+) -> Meeting:
     """Find out which ranks share memory, the same on every rank, and what to make of it.
 
     All of them: shared memory. Some: a hierarchy, with ``gloo`` between the hosts. None: nothing but ``gloo``.
+    The ranks are in time until ``deadline``; ``timeout`` is asked for each operation later. Raises TimeoutError and
+    DistStoreError.
     """
+    table = _Table(store, rank, size, deadline, who)
     me: dict[str, Any] = {"refusal": refusal(), "member": f"host {socket.gethostname()}, pid {os.getpid()}"}
     host: Any = None
     if not me["refusal"]:
@@ -73,19 +100,19 @@ def meet(store: Store, rank: int, size: int, timeout: Callable[[], timedelta], g
             me["nics"] = _large.least()
         except OSError as error:
             me["refusal"] = f"no shared memory: {error}"
-    everyone = _exchange(store, "shm", rank, size, me, timeout())
+    everyone = table.exchange("shm", me)
     why_not = next((f"rank {r}: {said['refusal']}" for r, said in enumerate(everyone) if said["refusal"]), "")
     if not why_not and len({said["token"] for said in everyone}) < size:
         why_not = "several ranks are one process"
     if why_not:
         return Meeting(None, "gloo", why_not)
-    hosts, peers, remark = _hosts(store, host, rank, everyone, timeout())
+    hosts, peers, remark = _hosts(table, host, everyone)
     far = _nics_between(rank, everyone, hosts, timeout, gloo, label)
     try:
         if len(hosts) == size > 1:
             met = Meeting(None, "gloo", f"no two ranks share memory{remark}")
         else:
-            met = _share(store, host, rank, everyone, hosts, peers, timeout, gloo, far, remark, label)
+            met = _share(table, host, everyone, hosts, peers, timeout, gloo, far, remark, label)
     except BaseException:
         if far is not None:
             far.close()
@@ -113,25 +140,24 @@ def _nics_between(
     return Far(gloo, [said["member"] for said in everyone], rank, timeout, tokens, least, label)
 
 
-def _hosts(
-    store: Store, host: Any, rank: int, everyone: list[dict[str, Any]], timeout: timedelta
-) -> tuple[list[list[int]], dict[int, Any], str]:
+def _hosts(table: _Table, host: Any, everyone: list[dict[str, Any]]) -> tuple[list[list[int]], dict[int, Any], str]:
     """Connect the ranks; who turned out to share memory with whom, our peers, and a remark. The smaller token connects.
 
     The peers are kept by their ranks: one that has made its group may end before we have made ours.
     """
-    size, me = len(everyone), everyone[rank]
+    rank, size, me = table.rank, table.size, everyone[table.rank]
     tokens = [said["token"] for said in everyone]
     alike = [said["kernel"] and (said["kernel"], said["ipc"]) == (me["kernel"], me["ipc"]) for said in everyone]
-    patience = min(_PATIENCE, timeout.total_seconds())
+    patience = min(_PATIENCE, table.deadline.seconds())
     peers = {r: _connect(host, tokens[r], patience) for r in range(size) if alike[r] and tokens[r] > me["token"]}
-    table = _exchange(store, "met", rank, size, [r for r, peer in peers.items() if peer], timeout)
-    hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in table[a]}, size)
+    met = table.exchange("met", [r for r, peer in peers.items() if peer])
+    hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in met[a]}, size)
     for other in next(ranks for ranks in hosts if rank in ranks):
         if tokens[other] < me["token"]:
-            peers[other] = host.accepted(tokens[other], _PATIENCE)
+            patience = min(_PATIENCE, table.deadline.seconds())
+            peers[other] = host.accepted(tokens[other], patience)
             if peers[other] is None:
-                raise TimeoutError(f"a peer on this host connected and was not seen within {_PATIENCE:g} s")
+                raise TimeoutError(f"rank {other} connected to this one and was not seen within {patience:.3g} s")
     return hosts, peers, remark
 
 
@@ -171,9 +197,8 @@ def _cliques(pairs: set[frozenset[int]], size: int) -> tuple[list[list[int]], st
 
 
 def _share(
-    store: Store,
+    table: _Table,
     host: Any,
-    rank: int,
     everyone: list[dict[str, Any]],
     hosts: list[list[int]],
     peers: dict[int, Any],
@@ -184,9 +209,10 @@ def _share(
     label: str,
 ) -> Meeting:
     """Make the memory of each host's ranks, if all can."""
+    rank = table.rank
     here = next(ranks for ranks in hosts if rank in ranks)
     mine: int = host.make_board(len(here))
-    boards = _exchange(store, "boards", rank, len(everyone), mine, timeout())
+    boards = table.exchange("boards", mine)
     full = [r for r, board in enumerate(boards) if not board]
     if full:
         if mine:
@@ -198,7 +224,7 @@ def _share(
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         return Meeting(memory, "shm", "all ranks share memory")
-    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, far, store)
+    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, far, table.store)
     return Meeting(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")
 
 
@@ -207,10 +233,3 @@ def _in_words(hosts: list[list[int]]) -> str:
     if len(set(sizes)) == 1:
         return f"{len(hosts)} hosts x {sizes[0]} ranks"
     return f"{len(hosts)} hosts, {' + '.join(map(str, sizes))} ranks"
-
-
-def _exchange(store: Store, name: str, rank: int, size: int, mine: Any, timeout: timedelta) -> list[Any]:
-    store.set(f"{name}/{rank}", json.dumps(mine))
-    keys = [f"{name}/{other}" for other in range(size)]
-    store.wait(keys, timeout)
-    return [json.loads(value) for value in store.multi_get(keys)]

@@ -43,6 +43,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from monarch_backend.process_group._handshake import Deadline, within
+
 BackendType = dist.ProcessGroup.BackendType
 
 # The default timeout of the methods that take one: "use the group's", as c10d writes it.
@@ -321,24 +323,6 @@ def creator_options(options: Any, store: Store, split_from: Any) -> Any:
     return copy
 
 
-def _attempt() -> str:
-    """A prefix of its own for the keys of each attempt of a torchrun job on one node; nothing elsewhere.
-
-    torchrun keeps one store for all its restarts (elastic/rendezvous/dynamic_rendezvous.py), so that a restarted
-    rank finds the addresses of ranks that are dead: with backend "gloo" a restart is refused or hangs more often
-    than not. Agents of several nodes count restarts each for itself, so there the number would not be shared.
-    """
-    env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("GROUP_WORLD_SIZE") != "1":
-        return ""
-    return f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
-
-
-def shm_store(options: Any) -> Store:
-    """A part of the group's store for ranks to meet in shared memory."""
-    return PrefixStore(f"{_attempt()}cpu:shm/", options.store)
-
-
 def own_connection(store: Store) -> Store:
     """The same store over a connection of its own: a TCPStore's is taken while somebody waits for a key with it.
 
@@ -364,9 +348,14 @@ def close_gloo_links(gloo: Any, other: int) -> None:
 _NOBODY_SENDS = (1 << 31) - 1  # a tag
 
 
-def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, device: str) -> Any:
-    """Make torch's own group ``name`` ("gloo", "nccl", a plugin), as `_new_process_group_helper` would."""
-    store = PrefixStore(f"{_attempt()}{device}:{name}/", options.store)
+def make_inner(
+    name: str, options: Any, store: Store, pg_options: Any, creation: Creation, device: str, deadline: Deadline
+) -> Any:
+    """Make torch's own group ``name`` ("gloo", "nccl", a plugin), as `_new_process_group_helper` would.
+
+    Its keys are in ``store``. Raises TimeoutError after the deadline.
+    """
+    store = PrefixStore(f"{device}:{name}", store)
     opts = creator_options(options, store, creation.split_from)
     ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
     if ensure is not None:
@@ -378,7 +367,7 @@ def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, dev
         else:
             inner = plugin.creator_fn(store, opts.group_rank, opts.group_size, opts.timeout)
     elif name == "gloo":
-        inner = _make_gloo(opts)
+        inner = _make_gloo(opts, deadline)
     elif name == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
         inner = _make_nccl(opts, pg_options, creation.split_from)
     elif name == "xccl":
@@ -386,23 +375,32 @@ def make_inner(name: str, options: Any, pg_options: Any, creation: Creation, dev
     else:
         # A RuntimeError by way of NotImplementedError: what torch's own callers of `_get_backend` expect.
         raise NotImplementedError(f"this torch has no backend {name!r} for device {device!r}")
-    _meet(inner)
+    _meet(inner, deadline)
     return _debug_wrapper(inner, opts) if isinstance(inner, C10DBackend) else inner
 
 
-def _meet(inner: Any) -> None:
+def _meet(inner: Any, deadline: Deadline) -> None:
     """Wait until all ranks of a new Gloo group are connected.
 
     Its constructor returns when this rank's connections stand. A rank that destroys the group right then closes
     them under the others, which fail with "connection closed by peer" in the middle of making it.
     """
     if dist.is_gloo_available() and isinstance(inner, c10d.ProcessGroupGloo):
-        inner.barrier(BarrierOptions()).wait()  # type: ignore[attr-defined]
+        options = BarrierOptions()
+        options.timeout = deadline.left()
+        inner.barrier(options).wait()  # type: ignore[attr-defined]
 
 
-def _make_gloo(opts: Any) -> Any:
-    """As torch < 2.14 does inline; later releases have a plugin creator for it."""
-    gloo = c10d.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, timeout=opts.timeout)
+def _make_gloo(opts: Any, deadline: Deadline) -> Any:
+    """As torch < 2.14 does inline; later releases have a plugin creator for it.
+
+    In a thread, because the constructor waits for each of the other ranks as long as its timeout.
+    """
+    left = deadline.left()
+    gloo = within(
+        left.total_seconds(), lambda: c10d.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, timeout=left)
+    )
+    gloo.set_timeout(opts.timeout)
     gloo.options.global_ranks_in_group = opts.global_ranks_in_group
     gloo.options.group_name = opts.group_id
     gloo._set_sequence_number_for_group()

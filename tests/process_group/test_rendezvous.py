@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from monarch_backend.process_group import _rendezvous
+from monarch_backend.process_group import _handshake, _rendezvous
 from tests.support.ranks import run_ranks
 
 SECONDS = 2.0  # so long others may take to come
@@ -200,7 +200,7 @@ def _server(rank: int, address: str, libuv: bool, hits: int) -> None:
     here = _rendezvous.place(f"tcp://127.0.0.1:{store.port}", 1, 2)
     assert here is not None
     for _ in range(hits):
-        _rendezvous._knock(here, time.monotonic() + 30)
+        _rendezvous._knock(here, _handshake.Deadline(datetime.timedelta(seconds=30)))
     store.set("key", "value")
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
     assert other.get("key") == b"value"

@@ -1,0 +1,189 @@
+"""Handshake of the ranks of a new group: all come to the store in time and agree on a name for the attempt.
+
+A store outlives a group. torchrun's store serves all restarts, and the TCPStore of one port may still be the one of the
+group before. Its keys may come from an earlier attempt, whose groups have the same names. Hence the handshake:
+
+1. Each rank writes a fresh nonce to ``here/RANK``. Rank 0 answers each nonce with the name of a new round. Nobody
+   answers a nonce twice, so an earlier attempt can't be taken for this one.
+2. In the round's own keys each rank reports, and rank 0 publishes which ranks are absent: none, or those that are not
+   there at its deadline. All ranks leave the handshake with the same outcome.
+
+All keys of a group follow the round's name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError, DistStoreError
+
+from monarch_backend._core.limits import start_thread
+
+_T = TypeVar("_T")
+
+GRACE_S = 0.5  # beyond the deadline, for rank 0's verdict to reach the others
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+
+
+class Deadline:
+    """The end of a ``timeout`` that began when this was made."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._start = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds left, at least one millisecond: stores take 0 for no limit."""
+        return max(self._start + self.timeout.total_seconds() - time.monotonic(), 0.001)
+
+    def left(self) -> timedelta:
+        """The same as a timedelta."""
+        return timedelta(seconds=self.seconds())
+
+    def passed(self) -> bool:
+        """True after the deadline."""
+        return time.monotonic() >= self._start + self.timeout.total_seconds()
+
+
+def within(seconds: float, call: Callable[[], _T]) -> _T:
+    """Return the result of ``call()``, or raise TimeoutError: the call then goes on in its thread without effect."""
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="monarch-rendezvous", daemon=True)
+    start_thread(thread)
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:.3g} s")
+    return results[0]
+
+
+def agree(store: Store, rank: int, size: int, deadline: Deadline, at: str, who: str) -> str:
+    """The name of the round, the same on all ranks.
+
+    Raises DistStoreError, on all ranks that are there, if others are absent at the deadline; ``at`` and ``who`` are
+    parts of its message. Raises DistNetworkError if the store closes.
+    """
+    if size == 1:
+        return secrets.token_hex(8)
+    book = PrefixStore("monarch", store)
+    name, absent = _lead(book, size, deadline) if rank == 0 else _follow(book, rank, size, deadline)
+    if absent:
+        raise not_come(absent, size, deadline.timeout, at, who)
+    return name
+
+
+def _lead(book: Store, size: int, deadline: Deadline) -> tuple[str, list[int]]:
+    """Of rank 0: answer the others until all report."""
+    name = secrets.token_hex(8)
+    attempt = PrefixStore(name, book)
+    here, reports = _keys("here", range(size)), _keys("here", range(1, size))
+    book.set(here[0], name)
+    answered: set[bytes] = set()
+    absent: list[int] = []
+    if appear(book, here, deadline.seconds()):
+        pause = _FIRST_PAUSE_S
+        while not attempt.check(reports):
+            # A nonce may be of an attempt that ended; then another one follows.
+            if deadline.passed():
+                absent = [rank for rank, key in enumerate(reports, 1) if not attempt.check([key])]
+                break
+            _answer(book, set(book.multi_get(here[1:])) - answered, name, absent, answered)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+    else:
+        absent = _absent(book, range(size))
+    attempt.set("absent", json.dumps(absent))
+    book.set(here[0], "")
+    if absent:
+        came = [rank for rank in range(1, size) if rank not in absent]
+        _answer(book, set(book.multi_get(_keys("here", came))) - answered, name, absent, answered)
+        # The store may end with this process, so wait until the others know.
+        appear(attempt, _keys("told", came), GRACE_S)
+    return name, absent
+
+
+def _answer(book: Store, nonces: set[bytes], name: str, absent: list[int], answered: set[bytes]) -> None:
+    nonces = {nonce for nonce in nonces if nonce}
+    if nonces:
+        reply = json.dumps([name, absent])
+        keys = [f"answer/{nonce.decode()}" for nonce in nonces]
+        book.multi_set(keys, [reply] * len(keys))  # type: ignore[attr-defined] # torch's stub lacks it
+        answered |= nonces
+
+
+def _follow(book: Store, rank: int, size: int, deadline: Deadline) -> tuple[str, list[int]]:
+    """Of the other ranks: ask for the round's name, report, and wait for the outcome."""
+    nonce, mine = secrets.token_hex(8), f"here/{rank}"
+    book.set(mine, nonce)
+    answer = f"answer/{nonce}"
+    if not appear(book, [answer], deadline.seconds() + GRACE_S):
+        absent = _absent(book, (other for other in range(size) if other != rank))
+        book.set(mine, "")
+        return "", absent or [0]
+    name, absent = json.loads(book.get(answer))
+    book.set(mine, "")
+    attempt = PrefixStore(name, book)
+    if not absent:
+        attempt.set(mine, "")
+        if not appear(attempt, ["absent"], deadline.seconds() + GRACE_S):
+            return name, [0]
+        absent = json.loads(attempt.get("absent"))
+    if absent:
+        attempt.set(f"told/{rank}", "")
+    return name, absent
+
+
+def appear(store: Store, keys: list[str], seconds: float) -> bool:
+    """Wait until all ``keys`` are in the store; False after so many seconds. Raises DistNetworkError if it closes."""
+    try:
+        store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
+    except DistNetworkError:
+        raise
+    except RuntimeError:  # DistStoreError, and whatever a store in Python raises
+        return False
+    return True
+
+
+def exchange(store: Store, name: str, rank: int, size: int, mine: Any, deadline: Deadline, who: str) -> list[Any]:
+    """What each rank gives as ``mine``; JSON. Raises DistStoreError with the ranks that give nothing in time."""
+    store.set(f"{name}/{rank}", json.dumps(mine))
+    keys = _keys(name, range(size))
+    if not appear(store, keys, deadline.seconds()):
+        absent = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise not_come(absent, size, deadline.timeout, "in the group's store", who)
+    return [json.loads(value) for value in store.multi_get(keys)]
+
+
+def _keys(name: str, ranks: Iterable[int]) -> list[str]:
+    return [f"{name}/{rank}" for rank in ranks]
+
+
+def _absent(book: Store, ranks: Iterable[int]) -> list[int]:
+    return [rank for rank in ranks if not book.check([f"here/{rank}"]) or not book.get(f"here/{rank}")]
+
+
+def not_come(absent: list[int], size: int, waited: timedelta, at: str, who: str) -> DistStoreError:
+    """The error that names ranks which are not there in time."""
+    named = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
+    ranks, have = ("rank", "has") if len(absent) == 1 else ("ranks", "have")
+    return DistStoreError(
+        f"{ranks} {named} of {size} {have} not come: nothing was heard of {'it' if len(absent) == 1 else 'them'} "
+        f"{at} within {waited.total_seconds():g} s. Look there for an error or a process that never started; all "
+        f"ranks need the same address and world size; a longer timeout= waits longer. {who}"
+    )
