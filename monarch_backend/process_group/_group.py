@@ -346,7 +346,8 @@ class MonarchProcessGroup(Collectives):
             self._hooks.wait()
         self._closed = how
         if self._arrival is not None:
-            self._arrival.leave(stay=how == "destroyed")
+            failed = self._shm is not None and self._shm.failed
+            self._arrival.leave(stay=how == "destroyed" and not failed)
         self._end_shortcuts()
         if self._shm is not None:
             self._shm.close()

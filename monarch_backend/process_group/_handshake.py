@@ -133,9 +133,8 @@ def _follow(book: Store, rank: int, size: int, deadline: Deadline) -> tuple[str,
     book.set(mine, nonce)
     answer = f"answer/{nonce}"
     if not appear(book, [answer], deadline.seconds() + GRACE_S):
-        absent = _absent(book, (other for other in range(size) if other != rank))
-        book.set(mine, "")
-        return "", absent or [0]
+        # The nonce stays: others that give up now look for it.
+        return "", _absent(book, (other for other in range(size) if other != rank)) or [0]
     name, absent = json.loads(book.get(answer))
     book.set(mine, "")
     attempt = PrefixStore(name, book)

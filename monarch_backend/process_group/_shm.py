@@ -277,6 +277,7 @@ class SharedMemory:
         self._rank, self._size = rank, len(members)
         self._timeout = timeout
         self.closed_why = ""  # set before it is closed
+        self.failed = False  # a rank ended or was late
 
     @property
     def sequence(self) -> int:
@@ -285,7 +286,9 @@ class SharedMemory:
 
     def error(self, fault: tuple[str, int, str]) -> Exception:
         """What to raise for what the core reports: (kind, rank of the culprit or -1, what happened)."""
-        return explained(fault, self._members, self._rank, self.closed_why)
+        error = explained(fault, self._members, self._rank, self.closed_why)
+        self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
+        return error
 
     def _run(
         self,

@@ -21,7 +21,7 @@ from monarch_backend.process_group._handshake import Deadline, within
 
 _LINGER_S = 0.2  # beyond the last rank's leaving: a program that makes its next group at once finds the same server
 _LONGEST_STAY_S = 30.0  # for ranks that never say that they have left, as killed ones
-_AT_EXIT_S = 2.0  # the same at the end of the program
+_AT_EXIT_S = 5.0  # the same at the end of the program
 _REPORT_S = 1.0  # for one key to be sent
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
