@@ -481,7 +481,7 @@ def _note_origin(
         return
     if node.target is operator.getitem:
         of_all = found.get(node.args[0])  # type: ignore[arg-type]
-        found[node] = of_all[node.args[1]] if isinstance(of_all, list) else None
+        found[node] = of_all[int(node.args[1])] if isinstance(of_all, list) else None  # type: ignore[arg-type]
         return
     inputs = [(found.get(each), tensor_of(each)) for each in node.all_input_nodes]
     operands = [(origin, value.shape) for origin, value in inputs if isinstance(origin, Origin) and value is not None]

@@ -488,7 +488,7 @@ def _note_origin(tensor: Any) -> None:
         return
     local = tensor._local_tensor
     if isinstance(local, FunctionalTensor):
-        torch._sync(local)
+        torch._sync(local)  # type: ignore[attr-defined, no-untyped-call]
         local = torch._from_functional_tensor(local.elem)
     traced = get_proxy_slot(local, mode.tracer, None)
     if traced is not None:
