@@ -94,7 +94,7 @@ def install() -> None:
         return
     _installed = True
     from monarch_backend.dtensor import _device_mesh as _device_mesh  # all that register something, whoever came first
-    from monarch_backend.dtensor import _torch_strategies  # which needs this module
+    from monarch_backend.dtensor import _torch_rank_ints, _torch_strategies  # which need this module
 
     for replaced in REPLACED:
         put_in_place(*replaced)
@@ -110,6 +110,7 @@ def install() -> None:
     handlers.update({func: _or_torchs(handle) for func, handle in {**_norms.HANDLERS, **_fused.HANDLERS}.items()})
     handlers.update(_by_parts.HANDLERS)
     _register_lists()
+    _torch_rank_ints.install()
     _torch_strategies.correct()
     _strategies.install()
     # A host's tensor beside distributed ones is the same on all ranks: there is no other rank that could have another.

@@ -1,21 +1,26 @@
-"""Indices that differ by rank: torch's C++ asks such a number for an int, and makes an IndexError of its refusal.
+"""Indices and operands that differ by rank: plain tensors of workers take each rank's own, others RankDependentError.
 
-A plain tensor of the workers selects each rank's own part. Other tensors raise RankDependentError.
+torch's C++ asks an index for an int, and makes an IndexError of its refusal. For an operand it does not ask: it
+calculates with 7777777, which only tensors that are dispatched to Python replace by the number.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _rank_ints
 from monarch_backend.dtensor._errors import RankDependentError
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor._torch import Replacement, _replaces
 from monarch_backend.dtensor._torch_slices import LOCALLY
+
+_aten = torch.ops.aten
 
 
 @_replaces(torch.Tensor, "__getitem__")
@@ -43,6 +48,68 @@ def _set(own: Any) -> Replacement:
         own(*_selected(self, index), value)
 
     return __setitem__
+
+
+_OPERATORS = [
+    getattr(packet, name)
+    for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.floor_divide)
+    for name in packet.overloads()
+    if getattr(packet, name)._schema.arguments[1].type.kind() == "TensorType" and name[:3] in ("Ten", "out", "def")
+] + [
+    getattr(packet, name)
+    for packet in (_aten.add_, _aten.sub_, _aten.mul_, _aten.div_, _aten.floor_divide_)
+    for name in packet.overloads()
+    if name.startswith("Tensor")
+]  # fmt: skip
+"""Those for which torch makes a tensor of a number."""
+_library: torch.library.Library | None = None
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
+
+
+def install() -> None:
+    """Let torch's stand-ins for such numbers be seen: they get the bit of a negation, whose kernels are here then."""
+    global _library
+    torch.Tensor._wrapped_number = property(_number_of, _stand_in)  # type: ignore[attr-defined]
+    _library = torch.library.Library("aten", "IMPL")
+    for each in _OPERATORS:
+        _library.impl(each, functools.partial(_calculate, each), "Negative")
+
+
+def _number_of(tensor: Any) -> Any:
+    try:
+        return tensor.__dict__["_wrapped_number"]
+    except KeyError:
+        raise AttributeError("_wrapped_number") from None
+
+
+def _stand_in(tensor: Any, number: Any) -> None:
+    """torch's C++ sets this attribute of the tensor that it calculates with, also for numbers of traces."""
+    tensor.__dict__["_wrapped_number"] = number
+    if _differs(number):
+        torch._C._set_neg(tensor, True)
+
+
+def _differs(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and isinstance(
+        value.node, (_rank_ints.RankInts, _rank_ints.RankRatio, _rank_ints.RankBool)
+    )
+
+
+def _calculate(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+    number = next(filter(_differs, leaves), None)
+    if number is not None and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors):
+        raise RankDependentError(
+            f"{operator} of a tensor of the controller and {number}", "is another one on each rank", _rank_ints.INSTEAD
+        )
+    # What torch itself does of tensors whose negation is not calculated yet, also into them.
+    resolved = {id(each): each.resolve_neg() for each in tensors if each.is_neg()}
+    given = pytree.tree_map_only(torch.Tensor, lambda each: resolved.get(id(each), each), (args, kwargs))
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+        result = operator(*given[0], **given[1])
+    written = next((each for each in tensors if resolved.get(id(each)) is result), None)
+    return result if written is None else written.copy_(result)
 
 
 def _has_number(index: Any) -> bool:

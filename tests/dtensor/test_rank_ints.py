@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _hint_proves_even_shard
 
@@ -149,9 +150,9 @@ def test_plain_tensors_of_workers_are_changed_where_each_rank_is(mesh_of: Any, i
     same(DTensor.from_local(x, mesh, [Shard(0)]), torch.cat(expected))
 
 
-@pytest.mark.parametrize("what", [each for each in INDICES if each not in ("sum", "product")])
+@pytest.mark.parametrize("what", INDICES)
 def test_tensors_of_the_controller_are_not_one_ranks_part(mesh_of: Any, what: str) -> None:
-    """torch has an IndexError about SymInt."""
+    """torch has an IndexError about SymInt, and calculates with 7777777."""
     mesh = mesh_of("2")
     number = mesh.get_local_rank()
     with pytest.raises(
@@ -175,3 +176,57 @@ def test_lists_and_sizes_with_a_number_of_each_rank_say_what_to_do(mesh_of: Any)
     ):
         with pytest.raises(RankDependentError, match=r"distribute_tensor\(x, mesh\)\.to_local\(\)\[number\]"):
             ask()
+
+
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, r: x + r,
+    "from the left": lambda x, r: r + x,
+    "subtract": lambda x, r: x - r,
+    "multiply": lambda x, r: torch.multiply(x, r),
+    "divide": lambda x, r: x / (r + 1),
+    "divide and round": lambda x, r: torch.div(x, r + 1, rounding_mode="floor"),
+    "floor": lambda x, r: x // (r + 1),
+    "in place": lambda x, r: x.clone().add_(r).mul_(r),
+    "out": lambda x, r: torch.add(x, r, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("what", ARITHMETIC)
+def test_numbers_of_each_rank_are_calculated_with_on_workers_only(mesh_of: Any, what: str) -> None:
+    mesh, calculate = mesh_of("2"), ARITHMETIC[what]
+    number, x = mesh.get_local_rank(), torch.linspace(0.5, 4, 6)
+    local = distribute_tensor(x, mesh, [Replicate()]).to_local()
+    found = DTensor.from_local(calculate(local, number), mesh, [Shard(0)])
+    same(found, torch.cat([calculate(x, rank) for rank in range(2)]))
+    for own in (x, torch.tensor(2.0), nn.Parameter(x)):
+        with torch.no_grad(), pytest.raises(RankDependentError, match="on each rank"):
+            calculate(own, number)
+
+
+def test_gradients_with_numbers_of_each_rank(mesh_of: Any) -> None:
+    mesh = mesh_of("2")
+    x = distribute_tensor(torch.ones(3), mesh, [Replicate()]).to_local().requires_grad_()
+    (x * mesh.get_local_rank() + x).sum().backward()
+    assert x.grad is not None
+    same(DTensor.from_local(x.grad, mesh, [Shard(0)]), torch.tensor([1.0, 1, 1, 2, 2, 2]))
+    with pytest.raises(RankDependentError, match="on each rank"):
+        torch.ones(3, requires_grad=True) * mesh.get_local_rank()
+
+
+def test_negations_that_torch_has_not_calculated_yet_are_its_own(mesh_of: Any) -> None:
+    """Imaginary parts of conjugates have the bit that marks numbers of ranks, too."""
+    mesh_of("2")
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    y, out = z.conj().imag, torch.empty(2)
+    assert y.is_neg()
+    assert (y + 1).tolist() == (1 + y).tolist() == torch.add(y, 1, out=out).tolist() == out.tolist() == [-1, 5]
+    assert ((y * y).tolist(), (y - y).tolist(), (y / 2).tolist(), (y // 2).tolist()) == (
+        [4, 16],
+        [0, 0],
+        [-1, 2],
+        [-1, 2],
+    )
+    assert y.add_(1) is y
+    assert (y.tolist(), z.imag.tolist()) == ([-1, 5], [1, -5])
+    torch.add(torch.ones(2), 1, out=y)
+    assert z.imag.tolist() == [-2, -2]
