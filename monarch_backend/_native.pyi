@@ -281,6 +281,9 @@ class ShmGroup:
     def wait(self, operation: Operation, seconds: float, /) -> bool:
         """Help an operation along until it is done; False after ``seconds``."""
 
+    def set_reason(self, text: str, /) -> None:
+        """Say why this rank is about to close the group or to end; at most 255 bytes, for the errors of the others."""
+
     def close(self) -> None:
         """End the group for this rank; operations under way fail."""
 

@@ -393,13 +393,13 @@ std::optional<Failure> Group::find_fault(const Operation& op) {
     if (culprit != rank_) {
       const Peer& peer = *peers_[culprit];
       const int state = peer.state.load(std::memory_order_acquire);
-      if (state == Peer::dead) return Failure{Failure::dead, culprit, peer.epitaph};
+      if (state == Peer::dead) return Failure{Failure::dead, culprit, reason(culprit) + peer.epitaph};
       const bool needed = !alone || op.header.root == culprit || (op.header.root < 0 && all_left());
-      if (state == Peer::left && needed) return Failure{Failure::left, culprit, "ended without " + describe(op)};
+      if (state == Peer::left && needed) return Failure{Failure::left, culprit, reason(culprit) + "ended without " + describe(op)};
       if (state == Peer::left && said != 0 && !closed) {
-        return Failure{Failure::left, culprit, "ended, and rank " + std::to_string(r) + " gave up on the group for it, before the end of " + describe(op)};
+        return Failure{Failure::left, culprit, reason(culprit) + "ended, and rank " + std::to_string(r) + " gave up on the group for it, before the end of " + describe(op)};
       }
-      if (closed) return Failure{Failure::left, r, "closed the group without " + describe(op)};
+      if (closed) return Failure{Failure::left, r, reason(r) + "closed the group without " + describe(op)};
       if (said >> 24 == Failure::dead || said >> 24 == Failure::left) continue;  // we shall hear of it in a moment
     }
     if (said >> 24 == Failure::unreadable) return Failure{Failure::unreadable, culprit, unreadable_text};
@@ -463,6 +463,22 @@ int Group::laggard(const Operation& op) const {
 
 void Group::expire_if_due(Operation& operation) {
   if (Clock::now() >= operation.deadline) expire(operation);
+}
+
+void Group::set_reason(const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;  // the board may be another group's
+  auto& reason = board(rank_).reason;
+  const std::size_t length = std::min(text.size(), reason.size() - 1);
+  std::memcpy(reason.data(), text.data(), length);
+  reason[length] = '\0';
+}
+
+// What failed on a rank, to stand before how it ended.
+std::string Group::reason(int rank) const {
+  const auto& text = board(rank).reason;
+  const std::size_t length = strnlen(text.data(), text.size());
+  return length == 0 ? "" : std::string(text.data(), length) + ", and ";
 }
 
 void Group::close() {

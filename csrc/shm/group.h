@@ -32,6 +32,8 @@ inline constexpr std::size_t slot_bytes = 16 << 10;
 inline constexpr std::size_t largest_stage = 4 << 20;  // a power of two; less where the arena has no room for it
 inline constexpr std::size_t smallest_stage = 256 << 10;
 
+inline constexpr std::size_t reason_bytes = 256;  // of the text why a rank ends, with its terminator
+
 inline constexpr const char* unreadable_text = "has a tensor in memory that other ranks can't read";
 
 struct Board {
@@ -46,6 +48,8 @@ struct Board {
   std::uint32_t reads;                             // 1: it can read the memory of all others with process_vm_readv
   std::uint64_t self;                              // where the board lies in its owner's address space
   alignas(64) std::array<Header, 2> headers;
+  // "raised ValueError: text". Written before `culprit`, or before the process ends; empty if nothing failed here.
+  std::array<char, reason_bytes> reason;
   // Then, for n ranks: u32 gone[n] (written by the others when they have closed), u64 table[2][2 * n] (what all_to_all
   // sends and awaits), u64 places[2][n + 1] (of the pieces that it offers, and of its result), a Lane and a Receipt
   // for each rank, two slots, the stage.
@@ -81,6 +85,8 @@ class Group {
   void finish_by(Operation& operation, Clock::time_point deadline);
   // Fails the group if the operation is its next and late.
   void expire_if_due(Operation& operation);
+  // Why this rank is about to close the group or to end, for the errors of the others. UTF-8; cut to reason_bytes - 1.
+  void set_reason(const std::string& text);
   void close();
 
  private:
@@ -117,6 +123,7 @@ class Group {
   void finish(Operation& op);
   void fail(Failure failure);
   std::optional<Failure> find_fault(const Operation& op);
+  std::string reason(int rank) const;
   void expire(const Operation& op);
   int laggard(const Operation& op) const;
   bool somebody_gave_up() const;

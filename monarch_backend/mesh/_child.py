@@ -188,6 +188,7 @@ def report_exception(error: BaseException) -> None:
     while trace is not None and "__tracebackhide__" in trace.tb_frame.f_locals:
         trace = trace.tb_next
     error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
 
 

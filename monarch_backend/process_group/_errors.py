@@ -50,6 +50,28 @@ def where(group: Collectives) -> str:
     return f"rank {group.rank()} of {group.size()} in group {name}, host {socket.gethostname()}, pid {os.getpid()}"
 
 
+_REASON_BYTES = 255  # csrc/shm/group.h: reason_bytes
+
+
+def reason_of(error: BaseException | None) -> str:
+    """``"raised ValueError: text"``, one line of at most 255 bytes; "" for None and for what is no failure."""
+    if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a faulty __str__ must not hide the failure itself
+        text = ""
+    line = f"raised {name}: {text}" if text else f"raised {name}"
+    encoded = line.encode(errors="replace")
+    if len(encoded) <= _REASON_BYTES:
+        return encoded.decode()
+    return encoded[: _REASON_BYTES - 3].decode(errors="ignore") + "..."
+
+
 def bad_argument(group: Collectives, collective: str, what: str, remedy: str) -> CollectiveArgumentError:
     """The error for arguments of ``collective`` that can't work: what is wrong, where, and the remedy."""
     return CollectiveArgumentError(f"{collective}: {what}. {remedy} [{where(group)}]")

@@ -6,6 +6,7 @@ No operation on tensors (_collectives.py), no choice of a route (_routes.py), no
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -19,9 +20,9 @@ from torch.distributed import DistNetworkError
 
 from monarch_backend import _torch_patches, _versions
 from monarch_backend._core import env
-from monarch_backend.process_group import _exit, _handshake, _rendezvous, _routes, _shm_meet, _torch, _xla
+from monarch_backend.process_group import _exit, _handshake, _rendezvous, _routes, _shm_meet, _shm_process, _torch, _xla
 from monarch_backend.process_group._collectives import Collectives
-from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, where
+from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, reason_of, where
 from monarch_backend.process_group._handshake import Deadline
 from monarch_backend.process_group._hooks import CompletionHooks
 from monarch_backend.process_group._options import Options
@@ -350,6 +351,9 @@ class MonarchProcessGroup(Collectives):
             self._arrival.leave(stay=how == "destroyed" and not failed)
         self._end_shortcuts()
         if self._shm is not None:
+            reason = reason_of(sys.exc_info()[1])
+            if reason:
+                self._shm.set_reason(reason)
             self._shm.close()
         if self._far is not None:
             self._far.close()
@@ -361,6 +365,19 @@ class MonarchProcessGroup(Collectives):
 
 
 _living: weakref.WeakSet[MonarchProcessGroup] = weakref.WeakSet()
+
+
+def _tell_end() -> None:
+    """Tell the other ranks which exception ends this program, while groups are alive."""
+    interactive = hasattr(sys, "ps1")  # there, earlier exceptions are not why it ends
+    error = None if interactive else getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    reason = reason_of(error)
+    for group in list(_living) if reason else ():
+        if group._shm is not None and not group._closed:
+            group._shm.tell_end(reason)
+
+
+_shm_process.before_end.append(_tell_end)
 
 
 def abort_all(why: str) -> None:

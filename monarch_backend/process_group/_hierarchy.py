@@ -90,6 +90,7 @@ class Hierarchy(SharedMemory):
         self._said = torch.zeros(len(self._here) + 1, _HEADER, dtype=torch.uint8, device="cpu")
         self._scratch: dict[int, Tensor] = {}
         self._cause: Cause | None = None
+        self._reason = ""  # why this rank leaves
         self._breaking = threading.Lock()
 
     # An operation, from the call to its end --------------------------------------------------------------------
@@ -156,21 +157,40 @@ class Hierarchy(SharedMemory):
                 self._disconnect()
         return Fault(*self._cause, witness=False)
 
+    def _leave(self, text: str) -> None:
+        """Make this rank's leaving the cause of the group's end, on all hosts."""
+        self._cause = ("closed", self._rank, "closed the group")
+        self._between.first_cause(Fault("left", self._rank, text, witness=True))
+        self._disconnect()
+
     def _disconnect(self) -> None:
         """Fail the ranks that wait for us: on this host by an operation nobody expects, elsewhere by closing links."""
         if len(self._here) > 1:
             self._core(0.0, _shm.BARRIER, _shm._BYTES, _shm._MOVES, -1, 0, [], [])
         self._between.close_links()
 
+    def set_reason(self, reason: str) -> None:
+        """Say why this rank is about to close the group, for the errors of the others."""
+        self._reason = reason
+        self._memory.set_reason(reason)
+
+    def tell_end(self, reason: str) -> None:
+        """Say why this process is about to end with the group alive, also to the other hosts."""
+        self.set_reason(reason)
+        with self._breaking:
+            if self._cause is None:
+                self._leave(f"{reason}, and ended")
+
     def close(self) -> None:
         """End it: operations under way fail with GroupClosedError."""
         with self._breaking:
             if self._cause is None:
+                busy = not self._turns.idle()
+                if busy or self._reason:
+                    begin = f"{self._reason}, and " if self._reason else ""
+                    end = " while an operation was under way" if busy else ""
+                    self._leave(f"{begin}closed the group{end}")
                 self._cause = ("closed", self._rank, "closed the group")
-                if not self._turns.idle():
-                    text = "closed the group while an operation was under way"
-                    self._between.first_cause(Fault("left", self._rank, text, witness=True))
-                    self._disconnect()
         self._memory.close()
         self._between.close()
         self._turns.stop()

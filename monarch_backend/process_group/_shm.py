@@ -500,6 +500,14 @@ class SharedMemory:
             work: ShmWork = call_by_operator(self, opts, name, args)
             return work
 
+    def set_reason(self, reason: str) -> None:
+        """Say why this rank is about to close the group, for the errors of the others; see `reason_of`."""
+        self.native.set_reason(reason)
+
+    def tell_end(self, reason: str) -> None:
+        """Say why this process is about to end with the group alive."""
+        self.native.set_reason(reason)
+
     def close(self) -> None:
         """End it: operations under way fail with GroupClosedError."""
         self.native.close()

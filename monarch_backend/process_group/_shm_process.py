@@ -9,6 +9,7 @@ import atexit
 import math
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ from monarch_backend._core import env
 from monarch_backend._core.limits import explained
 from monarch_backend.process_group._errors import MonarchError
 
+before_end: list[Callable[[], None]] = []
+"""Called at the end of a process that shares memory, before its peers learn of the end."""
+
 
 @dataclass
 class _Process:
@@ -28,6 +32,8 @@ class _Process:
     engine: Any
 
     def stop(self) -> None:
+        for call in before_end:
+            call()
         self.host.leave()
         self.engine.stop()
 

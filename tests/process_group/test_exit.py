@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,66 @@ def test_a_script_that_ends_with_a_group_alive_ends_well(how: str, tmp_path: Pat
         for job in jobs:
             job.kill()
     assert ends == [("", 0)] * len(jobs)
+
+
+# What the other ranks hear of an exception ----------------------------------------------------------------------------
+
+FAILING = """
+import sys, torch, torch.distributed as dist
+rank, how = int(sys.argv[1]), sys.argv[3]
+dist.init_process_group("monarch", rank=rank, world_size=2, init_method=f"file://{sys.argv[2]}")
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    if how == "unhandled":
+        raise ValueError("bad batch\\nin file 7")
+    if how == "destroyed":
+        try:
+            raise KeyError("bad batch")
+        finally:
+            dist.destroy_process_group()
+    if how == "handled":
+        try:
+            raise ValueError("bad batch")
+        except ValueError:
+            pass
+        sys.exit(0)
+    if how == "long":
+        raise RuntimeError("\\u00e4" * 1000)
+    if how == "faulty text":
+        class Faulty(Exception):
+            def __str__(self):
+                raise TypeError
+        raise Faulty
+try:
+    dist.all_reduce(torch.ones(1))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+HEARD = {
+    "unhandled": "raised ValueError: bad batch in file 7, and ",
+    "destroyed": "raised KeyError: 'bad batch', and ",
+    "handled": "",
+    "long": "raised RuntimeError: " + "\u00e4" * 115 + "..., and ",
+    "faulty text": "raised Faulty, and ",
+}
+
+
+@pytest.mark.parametrize("how", HEARD)
+def test_exception_of_rank_is_named_at_its_peers(how: str, tmp_path: Path) -> None:
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING, str(rank), str(tmp_path / "store"), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    words = rf"RankFailedError rank 1 \(host .*, pid {jobs[1].pid}\) {re.escape(HEARD[how])}(closed the group|ended) without"
+    assert re.match(words, outputs[0]), outputs
+    assert [job.returncode for job in jobs] == [0, 0 if how == "handled" else 1]

@@ -373,6 +373,26 @@ def test_an_aborted_group_ends_for_all(three: Hosts) -> None:
     run_on_hosts(three, TWO_BY_TWO, _closed, env=ON)
 
 
+def _raises_and_closes(rank: int) -> None:
+    group = dist.new_group([0, 1, 2, 3])
+    dist.barrier()
+    if rank == 2:
+        with pytest.raises(ValueError, match="bad batch"):
+            try:
+                raise ValueError("bad batch")
+            finally:
+                dist.destroy_process_group(group)
+    else:
+        words = r"rank 2 \(host host-b.*\) raised ValueError: bad batch, and closed the group"
+        with pytest.raises(RankFailedError, match=words):
+            dist.all_reduce(torch.ones(2), group=group)
+    dist.barrier()
+
+
+def test_exception_of_closing_rank_is_named_on_all_hosts(three: Hosts) -> None:
+    run_on_hosts(three, TWO_BY_TWO, _raises_and_closes, env=ON)
+
+
 # Asynchronous operations --------------------------------------------------------------------------------------------
 
 

@@ -172,6 +172,7 @@ void bind_shared_memory(py::module_& m) {
              return op.done.load(std::memory_order_acquire);
            },
            Release())
+      .def("set_reason", &Group::set_reason)
       .def("close", &Group::close, Release());
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine", "The progress thread of asynchronous operations.")
