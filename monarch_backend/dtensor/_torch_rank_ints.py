@@ -7,6 +7,7 @@ calculates with 7777777, which only tensors that are dispatched to Python replac
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,22 +70,19 @@ _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
 def install() -> None:
     """Let torch's stand-ins for such numbers be seen: they get the bit of a negation, whose kernels are here then."""
     global _library
-    torch.Tensor._wrapped_number = property(_number_of, _stand_in)  # type: ignore[attr-defined]
+    # C++ reads this attribute of every number that is an operand: a getter in Python would cost 1 us.
+    torch.Tensor._wrapped_number = property(operator.attrgetter(_NUMBER), _stand_in)  # type: ignore[attr-defined]
     _library = torch.library.Library("aten", "IMPL")
     for each in _OPERATORS:
         _library.impl(each, functools.partial(_calculate, each), "Negative")
 
 
-def _number_of(tensor: Any) -> Any:
-    try:
-        return tensor.__dict__["_wrapped_number"]
-    except KeyError:
-        raise AttributeError("_wrapped_number") from None
+_NUMBER = "_monarch_wrapped_number"
 
 
 def _stand_in(tensor: Any, number: Any) -> None:
     """torch's C++ sets this attribute of the tensor that it calculates with, also for numbers of traces."""
-    tensor.__dict__["_wrapped_number"] = number
+    setattr(tensor, _NUMBER, number)
     if _differs(number):
         torch._C._set_neg(tensor, True)
 
@@ -95,19 +93,19 @@ def _differs(value: Any) -> bool:
     )
 
 
-def _calculate(operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _calculate(op: Any, *args: Any, **kwargs: Any) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     number = next(filter(_differs, leaves), None)
     if number is not None and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors):
         raise RankDependentError(
-            f"{operator} of a tensor of the controller and {number}", "is another one on each rank", _rank_ints.INSTEAD
+            f"{op} of a tensor of the controller and {number}", "is another one on each rank", _rank_ints.INSTEAD
         )
     # What torch itself does of tensors whose negation is not calculated yet, also into them.
     resolved = {id(each): each.resolve_neg() for each in tensors if each.is_neg()}
     given = pytree.tree_map_only(torch.Tensor, lambda each: resolved.get(id(each), each), (args, kwargs))
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):
-        result = operator(*given[0], **given[1])
+        result = op(*given[0], **given[1])
     written = next((each for each in tensors if resolved.get(id(each)) is result), None)
     return result if written is None else written.copy_(result)
 
