@@ -20,7 +20,8 @@ const char* name_of(ReduceOp op);
 std::size_t size_of(Dtype dtype);
 
 // dst[i] = src[0][i] op src[1][i] op ... op src[n-1][i], from left to right; 16-bit and 8-bit floats are combined in
-// float32 and rounded once. dst may be one of the sources, and may not overlap one in any other way.
+// float32 and rounded once. A mean of integers is their sum, which wraps around, divided by n and truncated towards zero.
+// dst may be one of the sources, and may not overlap one in any other way.
 using ReduceKernel = void (*)(void* dst, const void* const* src, int n, std::size_t elements);
 
 // The fastest one for this processor; nullptr where the pair makes no sense (band of floats).

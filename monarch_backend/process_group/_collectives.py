@@ -139,10 +139,12 @@ class Collectives(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """All-reduce in place; torch.distributed.all_reduce comes here."""
         given = tensors = _listed(tensors)
+        finish = None
         inner, on_cpu, aside = self._find("all_reduce", tensors)
         if on_cpu:
             _cpu.check_dense(self, "all_reduce", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
+            opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts, inner)
             tensors, opts = _cpu.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
             tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
         if aside:
@@ -150,16 +152,18 @@ class Collectives(dist.ProcessGroup):
                 work = super().allreduce(tensors, opts)
         else:
             work = inner.allreduce(tensors, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "allreduce", on_cpu)
+        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
 
     @call_forms(AllreduceCoalescedOptions, _TENSORS)
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
         """All-reduce of several tensors in one operation."""
         given = tensors = _listed(tensors)
+        finish = None
         inner, on_cpu, aside = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
             _cpu.check_settled(self, "all_reduce_coalesced", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
+            opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts, inner)
             tensors, opts = _cpu.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
             tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp, inner)[0] for t in tensors]
         if aside:
@@ -167,18 +171,21 @@ class Collectives(dist.ProcessGroup):
                 work = super().allreduce_coalesced(tensors, opts)
         else:
             work = inner.allreduce_coalesced(tensors, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "allreduce_coalesced", on_cpu)
+        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu)
 
     @call_forms(ReduceOptions, _TENSORS, instead=("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce to one rank; torch.distributed.reduce comes here."""
         given = tensors = _listed(tensors)
+        finish = None
         inner, on_cpu, aside = self._find("reduce", tensors)
         if on_cpu:
             _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
             _cpu.check_dense(self, "reduce", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
             at_root = opts.rootRank == self.rank()
+            opts, divide = _cpu.integer_mean_as_sum(self, tensors, opts, inner)
+            finish = divide if at_root else None
             tensors, opts = _cpu.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
             tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp, inner)
         if aside:
@@ -186,13 +193,13 @@ class Collectives(dist.ProcessGroup):
                 work = super().reduce(tensors, opts)
         else:
             work = inner.reduce(tensors, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "reduce", on_cpu)
+        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "reduce", on_cpu)
 
     @call_forms(ReduceScatterOptions, _OUTPUTS, _INPUTS, instead=("op", "timeout"))
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Reduce lists of tensors and scatter the result; torch.distributed.reduce_scatter comes here."""
         outputs, inputs = self._pairs(outputs, inputs)
-        given = outputs
+        given, finish = outputs, None
         inner, on_cpu, aside = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
             _cpu.check_pairs(self, "reduce_scatter", outputs, inputs)
@@ -202,6 +209,7 @@ class Collectives(dist.ProcessGroup):
             _cpu.check_contiguous(self, "reduce_scatter", outputs)
             inputs = [_cpu.readable(row) for row in inputs]
             opts = _cpu.bool_sum_as_max(outputs, opts)
+            opts, finish = _cpu.integer_mean_as_sum(self, outputs, opts, inner)
             rows = [_cpu.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
             inputs, opts = [row for row, _ in rows], rows[0][1]
             outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
@@ -211,7 +219,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().reduce_scatter(outputs, inputs, opts)
         else:
             work = inner.reduce_scatter(outputs, inputs, opts)
-        return self._done(self._reduced(inner, work, given) if on_cpu else work, "reduce_scatter", on_cpu)
+        return self._done(self._reduced(inner, work, given, finish) if on_cpu else work, "reduce_scatter", on_cpu)
 
     if not _NEW_NAMES:
 
@@ -243,6 +251,8 @@ class Collectives(dist.ProcessGroup):
             output, finish = _cpu.writable(output)
             input, output = _cpu.concatenated(_cpu.readable([input])[0], output)
             opts = _cpu.bool_sum_as_max([output], opts)
+            opts, divide = _cpu.integer_mean_as_sum(self, [output], opts, inner)
+            finish = _cpu.in_turn(divide, finish)
             (input,), opts = _cpu.premultiplied(self, name, [input], opts, in_place=False)
             output, input = _cpu.reducible(self, name, [output, input], opts.reduceOp, inner)
 
@@ -516,7 +526,7 @@ class Collectives(dist.ProcessGroup):
         return inner, (outputs, inputs, opts), end
 
     def _reduce_scatter_many(self, outputs: Any, inputs: Any, opts: Any) -> tuple[Any, tuple[Any, ...], _End]:
-        name, given = "reduce_scatter_tensor", list(outputs)
+        name, given, finish = "reduce_scatter_tensor", list(outputs), None
         inner, on_cpu, _ = self._find(name, [*outputs, *inputs])
         if on_cpu:
             _cpu.check_pairs(self, name, outputs, inputs)
@@ -525,6 +535,7 @@ class Collectives(dist.ProcessGroup):
             for output, input in zip(outputs, inputs, strict=True):
                 _cpu.check_single(self, name, input, output, ("input", "output"))
             opts = _cpu.bool_sum_as_max(inputs, opts)
+            opts, finish = _cpu.integer_mean_as_sum(self, given, opts, inner)
             inputs, opts = _cpu.premultiplied(self, name, list(inputs), opts, in_place=False)
             flat = [_cpu.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
             able = [_cpu.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
@@ -532,7 +543,9 @@ class Collectives(dist.ProcessGroup):
 
         def end(work: Any) -> Any:
             return self._done(
-                self._reduced(inner, work, given) if on_cpu else work, "reduce_scatter_tensor_coalesced", on_cpu
+                self._reduced(inner, work, given, finish) if on_cpu else work,
+                "reduce_scatter_tensor_coalesced",
+                on_cpu,
             )
 
         return inner, (outputs, inputs, opts), end

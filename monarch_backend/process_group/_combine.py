@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from monarch_backend.process_group import _shm
+from monarch_backend.process_group._integer_mean import INTEGERS, divide_sum
 
 
 def op_on_host(op: int, dtype: torch.dtype) -> int:
@@ -51,6 +52,8 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 def _combined(parts: list[Tensor], op: int, sizes: Sequence[int]) -> Tensor:
     """The parts of all hosts, from the first to the last; ``sizes`` are their numbers of ranks."""
     dtype = parts[0].dtype
+    if op == _AVG and dtype in INTEGERS:
+        return divide_sum(_combined(parts, _SUM, sizes), sum(sizes))
     if dtype.is_complex and op in (_SUM, _AVG):
         return torch.view_as_complex(_combined([torch.view_as_real(part) for part in parts], op, sizes))
     if dtype in _SIGNED:

@@ -18,6 +18,8 @@ from torch.distributed import ReduceOp
 from monarch_backend.process_group import _torch
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hooks import GivenWork
+from monarch_backend.process_group._integer_mean import INTEGERS as INTEGERS_WITH_MEAN
+from monarch_backend.process_group._integer_mean import divide_sum
 
 if TYPE_CHECKING:
     from monarch_backend.process_group._collectives import Collectives
@@ -57,18 +59,40 @@ def reducible(group: Collectives, collective: str, tensors: list[Tensor], op: ob
         )
     takes = taken_by(name, able)
     if dtype not in takes:
-        remedy = f"It takes {_names(takes)}{'; use SUM and divide' if name == 'AVG' else ''}."
+        remedy = f"It takes {_names(takes)}; cast first."
         raise bad_argument(group, collective, f"reduce op {name} can't combine {dtype}", remedy)
     return tensors
 
 
+@functools.cache
 def taken_by(op: str, able: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
     """The dtypes of a route that a reduce op makes sense for."""
     if op == "AVG":
-        return frozenset(d for d in able if d.is_floating_point)
+        return frozenset(d for d in able if d.is_floating_point or d in INTEGERS_WITH_MEAN)
     if op in _BITWISE:
         return frozenset(d for d in able if not d.is_floating_point and not d.is_complex)
     return able if op == "SUM" else frozenset(d for d in able if not d.is_complex)
+
+
+def integer_mean_as_sum(
+    group: Collectives, outputs: Sequence[Tensor], opts: Any, inner: object
+) -> tuple[Any, Callable[[], object] | None]:
+    """AVG of integers for Gloo: ``opts`` with SUM, and the function that divides ``outputs`` afterwards.
+
+    Gloo divides by a floating-point number, and its work then fails. All other calls are returned unchanged.
+    """
+    dtype = outputs[0].dtype
+    if dtype not in INTEGERS_WITH_MEAN or dtype not in REDUCIBLE or hasattr(inner, "reduces"):
+        return opts, None
+    if opts.reduceOp == ReduceOp.SUM or _op_name(opts.reduceOp) != "AVG":
+        return opts, None
+    return _with(opts, ReduceOp.SUM), functools.partial(_divide, list(outputs), group.size())
+
+
+def _divide(totals: list[Tensor], count: int) -> None:
+    with torch.inference_mode():  # a total may need a gradient or be an inference tensor
+        for total in totals:
+            total.copy_(divide_sum(total, count))
 
 
 def premultiplied(
@@ -257,9 +281,18 @@ def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
     return scratch, functools.partial(tensor.detach().copy_, scratch)
 
 
-def as_given(work: Any, outputs: Sequence[Tensor]) -> Any:
-    """The work, whose future must show the caller's tensors and not the views of them that travelled."""
-    return work if not outputs or outputs[0].dtype in REDUCIBLE else GivenWork(work, list(outputs))
+def as_given(work: Any, outputs: Sequence[Tensor], finish: Callable[[], object] | None = None) -> Any:
+    """The work with a future of the caller's tensors, instead of views of them, after ``finish``."""
+    if finish is None and (not outputs or outputs[0].dtype in REDUCIBLE):
+        return work
+    return GivenWork(work, list(outputs), finish)
+
+
+def in_turn(first: Callable[[], object] | None, then: Callable[[], object] | None) -> Callable[[], object] | None:
+    """One function that calls both, either of which may be missing."""
+    if first is None or then is None:
+        return first or then
+    return lambda: (first(), then())
 
 
 def _is_dense(tensor: Tensor) -> bool:

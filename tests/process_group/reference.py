@@ -37,7 +37,7 @@ def reduces(dtype: str, op: str) -> bool:
     if dtype in FLOATS or dtype.startswith("float8"):
         return op in (*ARITHMETIC, "AVG")
     if dtype in INTEGERS or dtype in GLOO_MOVES:
-        return op in (*ARITHMETIC, "BAND", "BOR", "BXOR")
+        return op in (*ARITHMETIC, "BAND", "BOR", "BXOR") or (op == "AVG" and dtype != "bool")
     return dtype in COMPLEX and op in ("SUM", "AVG")
 
 
@@ -81,7 +81,8 @@ def reduced(op: str, inputs: Sequence[Tensor]) -> Tensor:
         # In its two parts: division of complex by complex rounds otherwise.
         return torch.view_as_complex(reduced(op, [torch.view_as_real(x) for x in inputs]))
     if op == "AVG":
-        return functools.reduce(torch.add, inputs) / len(inputs)
+        rounding_mode = None if dtype.is_floating_point else "trunc"
+        return functools.reduce(torch.add, inputs).div(len(inputs), rounding_mode=rounding_mode)
     if inputs[0].dtype is torch.bool:
         # A sum of bools is what it is on every other device: true if any is.
         op = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}.get(op, op)

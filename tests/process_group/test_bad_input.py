@@ -68,7 +68,7 @@ def _cases(rank: int) -> dict[str, tuple[Callable[[], Any], type[BaseException],
         "uneven rows": (lambda: dist.all_to_all_single(ONES(3), ONES(3)), wrong, ("3 rows", "split sizes")),
         "dtype": (lambda: dist.all_reduce(ONES(4).to(torch.float8_e8m0fnu)), wrong, ("e8m0fnu", "bfloat16", "int64")),
         "op for floats": (lambda: dist.all_reduce(ONES(4), dist.ReduceOp.BXOR), wrong, ("BXOR", "float32", "int32")),
-        "op for ints": (lambda: dist.all_reduce(ONES(4).int(), dist.ReduceOp.AVG), wrong, ("AVG", "int32", "SUM")),
+        "op for bools": (lambda: dist.all_reduce(ONES(4).bool(), dist.ReduceOp.AVG), wrong, ("AVG", "bool", "cast")),
         "scaled integers": (
             lambda: dist.all_reduce(ONES(2).int(), dist._make_nccl_premul_sum(2.0)),  # type: ignore[attr-defined]
             wrong,

@@ -74,18 +74,20 @@ def _integers(rank: int, name: str) -> None:
     ends = [torch.iinfo(dtype).min, torch.iinfo(dtype).max, 0, 1, 2, 3, 100]
     pairs = torch.tensor(list(itertools.product(ends, ends)), dtype=dtype)
     mine = pairs[:, rank].contiguous()
-    for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+    for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
         x = mine.clone()
         dist.all_reduce(x, op=getattr(dist.ReduceOp, op))
         assert x.tolist() == [_exact(op, a, b, dtype) for a, b in pairs.tolist()], (name, op)
-        if wide is None and name != "uint64":
+        if wide is None and name != "uint64" and op != "AVG":
             assert torch.equal(x, OPS[op](pairs[:, 0], pairs[:, 1]))
-    for op in ("AVG", "PREMUL_SUM"):
-        with pytest.raises(CollectiveArgumentError, match=rf"{op} can't \w+ (torch\.)?{name}"):
-            dist.all_reduce(mine.clone(), op=getattr(dist.ReduceOp, op) if op == "AVG" else _premultiplied(2.0))
+    with pytest.raises(CollectiveArgumentError, match=rf"PREMUL_SUM can't \w+ (torch\.)?{name}"):
+        dist.all_reduce(mine.clone(), op=_premultiplied(2.0))
 
 
 def _exact(op: str, a: int, b: int, dtype: torch.dtype) -> int:
+    if op == "AVG":
+        total = _exact("SUM", a, b, dtype)
+        return abs(total) // 2 * (1 if total > 0 else -1)
     value = {"SUM": a + b, "PRODUCT": a * b, "MIN": min(a, b), "MAX": max(a, b), "BAND": a & b, "BOR": a | b}.get(
         op, a ^ b
     )

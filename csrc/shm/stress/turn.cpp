@@ -152,7 +152,8 @@ void fold_integers(ReduceOp op, Numbers& a, const Numbers& b) {
     const std::uint64_t y = b.bits[i];
     const T tx = static_cast<T>(x), ty = static_cast<T>(y);
     switch (op) {
-      case ReduceOp::sum: x += y; break;
+      case ReduceOp::sum:
+      case ReduceOp::avg: x += y; break;
       case ReduceOp::product: x *= y; break;
       case ReduceOp::min: x = ty < tx ? y : x; break;
       case ReduceOp::max: x = ty > tx ? y : x; break;
@@ -191,18 +192,37 @@ void fold(Dtype dtype, ReduceOp op, Numbers& a, const Numbers& b) {
 }
 
 // Means are taken in the precision that the kernels sum in: float32 for smaller floats.
-void divide(Dtype dtype, std::vector<double>& sums, int n) {
+void divide_floats(Dtype dtype, std::vector<double>& sums, int n) {
   const bool twice = dtype == Dtype::f64 || dtype == Dtype::c128;
   for (double& x : sums) x = twice ? x / n : static_cast<double>(static_cast<float>(x) / static_cast<float>(n));
+}
+
+// Sums wrap around in T, and their quotients are truncated towards zero.
+template <class T>
+void divide_integers(std::vector<std::uint64_t>& sums, int n) {
+  for (std::uint64_t& x : sums) x = static_cast<std::uint64_t>(static_cast<T>(x) / n);
+}
+
+void divide(Dtype dtype, Numbers& sums, int n) {
+  switch (dtype) {
+    case Dtype::i8: return divide_integers<std::int8_t>(sums.bits, n);
+    case Dtype::u8: return divide_integers<std::uint8_t>(sums.bits, n);
+    case Dtype::i16: return divide_integers<std::int16_t>(sums.bits, n);
+    case Dtype::u16: return divide_integers<std::uint16_t>(sums.bits, n);
+    case Dtype::i32: return divide_integers<std::int32_t>(sums.bits, n);
+    case Dtype::u32: return divide_integers<std::uint32_t>(sums.bits, n);
+    case Dtype::i64: return divide_integers<std::int64_t>(sums.bits, n);
+    case Dtype::u64: return divide_integers<std::uint64_t>(sums.bits, n);
+    default:
+      divide_floats(dtype, sums.real, n);
+      divide_floats(dtype, sums.imaginary, n);
+  }
 }
 
 std::string reduced(const Turn& turn, int piece, int ranks) {
   Numbers sum = brought(turn, 0, piece);
   for (int r = 1; r < ranks; ++r) fold(turn.dtype, turn.op, sum, brought(turn, r, piece));
-  if (turn.op == ReduceOp::avg) {
-    divide(turn.dtype, sum.real, ranks);
-    divide(turn.dtype, sum.imaginary, ranks);
-  }
+  if (turn.op == ReduceOp::avg) divide(turn.dtype, sum, ranks);
   return encode(turn.dtype, sum);
 }
 
