@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import (
 )
 
 from monarch_backend import _versions
-from monarch_backend.process_group import _cpu, _letters, _torch
+from monarch_backend.process_group import _cpu, _letters, _overlap, _torch
 from monarch_backend.process_group._call_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._far import Far
@@ -162,8 +162,10 @@ class Collectives(dist.ProcessGroup):
         inner, on_cpu, aside = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
             _cpu.check_settled(self, "all_reduce_coalesced", tensors)
+            tensors, put_back = _overlap.separate_in_place(tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
             opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts, inner)
+            finish = _cpu.in_turn(finish, put_back)
             tensors, opts = _cpu.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
             tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp, inner)[0] for t in tensors]
         if aside:

@@ -282,7 +282,10 @@ def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
 
 
 def as_given(work: Any, outputs: Sequence[Tensor], finish: Callable[[], object] | None = None) -> Any:
-    """The work with a future of the caller's tensors, instead of views of them, after ``finish``."""
+    """Return a work whose future has the caller's tensors, not views or copies of them.
+
+    ``finish`` copies results to the caller's tensors.
+    """
     if finish is None and (not outputs or outputs[0].dtype in REDUCIBLE):
         return work
     return GivenWork(work, list(outputs), finish)
