@@ -18,6 +18,7 @@ BACKEND_NAME = "monarch"
 # A default only for devices that torch gives to nobody is claimed by listing it here (torch's register_backend);
 # cpu and cuda have their defaults, so listing them claims nothing. "xla" and "tpu" belong to their packages.
 DEVICES = ["cpu", "cuda"]
+_replaced: set[str] = set()  # functions of torch
 
 
 def _create_process_group(options: Any, pg_options: Any = None) -> ProcessGroup:
@@ -62,6 +63,17 @@ def _watch_rendezvous() -> None:
         module.rendezvous = _stand_in("rendezvous", module.rendezvous)
 
 
+def _replace(dist: Any, name: str) -> None:
+    """Put a stand-in in the place of torch's function, before a user's script imports it by name."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if name not in _replaced:
+        _replaced.add(name)
+        stand_in = _stand_in(name, getattr(c10d, name))
+        setattr(c10d, name, stand_in)
+        setattr(dist, name, stand_in)
+
+
 def register() -> None:
     """Register ``"monarch"`` with torch.distributed; calling it again changes nothing.
 
@@ -73,14 +85,9 @@ def register() -> None:
         return
     dist.Backend.register_backend(BACKEND_NAME, _create_process_group, extended_api=True, devices=DEVICES)
     _watch_rendezvous()
+    _replace(dist, "batch_isend_irecv")
     if _needs_stand_ins(dist):
-        from torch.distributed import distributed_c10d as c10d
-
-        # Early, so that `from torch.distributed import batch_isend_irecv` in a user's script gets it as well.
-        for name in ("monitored_barrier", "batch_isend_irecv"):
-            stand_in = _stand_in(name, getattr(c10d, name))
-            setattr(c10d, name, stand_in)
-            setattr(dist, name, stand_in)
+        _replace(dist, "monitored_barrier")
 
 
 def torch_backends_entry() -> None:
@@ -98,6 +105,7 @@ def torch_backends_entry() -> None:
             register()
         elif torch.distributed.is_available():
             _watch_rendezvous()
+            _replace(torch.distributed, "batch_isend_irecv")
     except Exception as error:  # see the docstring
         import warnings
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 # name in torch.distributed -> first release of torch that does without a stand-in
-FIXED_IN = {"monitored_barrier": (2, 14), "batch_isend_irecv": (2, 14)}
+FIXED_IN = {"monitored_barrier": (2, 14)}
 
 
 @contextlib.contextmanager
@@ -58,15 +58,21 @@ def monitored_barrier(
 
 
 def batch_isend_irecv(original: Callable[..., Any], p2p_op_list: list[Any]) -> Any:
-    """torch < 2.14, distributed_c10d.py:batch_isend_irecv coalesces only if ``type(group) is ProcessGroup``.
+    """All torch, distributed_c10d.py:batch_isend_irecv starts operations one by one, although some may share memory.
 
-    Without coalescing, NCCL runs each send and receive of the batch by itself, and two ranks that both send
-    first wait for each other for ever.
+    torch < 2.14 coalesces only if ``type(group) is ProcessGroup``. Without coalescing, NCCL runs each send and receive
+    of the batch by itself, and two ranks that both send first wait for each other for ever.
     """
     c10d._check_p2p_op_list(p2p_op_list)
     group = p2p_op_list[0].group or c10d._get_default_group()
+    if not _is_ours(group):
+        return original(p2p_op_list)
     device = p2p_op_list[0].tensor.device
-    if not _is_ours(group) or not getattr(group._get_backend(device), "supports_coalescing", False):
+    if device.type == "cpu":
+        from monarch_backend.process_group import _overlap
+
+        _overlap.refuse_batch(group, [(op.op is dist.irecv, op.tensor, op.group_peer, op.tag) for op in p2p_op_list])
+    if not getattr(group._get_backend(device), "supports_coalescing", False):
         return original(p2p_op_list)
     with c10d._coalescing_manager(group, device, async_ops=True) as manager:
         for op in p2p_op_list:

@@ -37,7 +37,12 @@ def test_stand_in_is_there_only_where_torch_needs_it(name: str) -> None:
 )
 def test_torch_still_has_the_special_case(name: str, special_case: str) -> None:
     source = inspect.getsource(inspect.unwrap(getattr(c10d, name))).replace("type(group) ==", "type(group) is")  # 2.9
-    assert (special_case in source) == (torch_version() < _torch_patches.FIXED_IN[name])
+    assert (special_case in source) == (torch_version() < (2, 14))
+
+
+def test_batch_isend_irecv_of_every_torch_has_a_stand_in() -> None:
+    assert dist.batch_isend_irecv is c10d.batch_isend_irecv
+    assert dist.batch_isend_irecv.__wrapped__.__module__ == c10d.__name__
 
 
 def test_rendezvous_is_watched_by_the_name_that_init_process_group_calls() -> None:

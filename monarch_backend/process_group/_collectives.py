@@ -210,6 +210,8 @@ class Collectives(dist.ProcessGroup):
                 _cpu.check_same_shape(self, "reduce_scatter", row, output)
             _cpu.check_contiguous(self, "reduce_scatter", outputs)
             inputs = [_cpu.readable(row) for row in inputs]
+            for output, row in zip(outputs, inputs, strict=True):
+                _overlap.refuse(self, "reduce_scatter", row, output)
             opts = _cpu.bool_sum_as_max(outputs, opts)
             opts, finish = _cpu.integer_mean_as_sum(self, outputs, opts, inner)
             rows = [_cpu.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
@@ -250,8 +252,9 @@ class Collectives(dist.ProcessGroup):
         inner, on_cpu, aside = self._find(name, [output, input])
         if on_cpu:
             _cpu.check_single(self, name, input, output, ("input", "output"))
-            output, finish = _cpu.writable(output)
-            input, output = _cpu.concatenated(_cpu.readable([input])[0], output)
+            input = _cpu.readable([input])[0]
+            output, finish = self._writable(name, output, input)
+            input, output = _cpu.concatenated(input, output)
             opts = _cpu.bool_sum_as_max([output], opts)
             opts, divide = _cpu.integer_mean_as_sum(self, [output], opts, inner)
             finish = _cpu.in_turn(divide, finish)
@@ -287,24 +290,25 @@ class Collectives(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather tensors into lists on every rank; torch.distributed.all_gather comes here."""
         inputs, outputs = self._pairs(inputs, outputs)
-        given = outputs[0] if outputs else []
+        given, finish = outputs[0] if outputs else [], None
         inner, on_cpu, aside = self._find("all_gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             _cpu.check_memory(self, "all_gather", outputs)
             for row in outputs:
                 _cpu.check_settled(self, "all_gather", row)
             inputs, outputs = self._cpu_lists("all_gather", _cpu.settled(inputs), outputs, "output")
+            outputs, finish = _overlap.separate(inputs, outputs, [row[self.rank()] for row in outputs])
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allgather(outputs, inputs, opts)
         else:
             work = inner.allgather(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "allgather", on_cpu)
+        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allgather", on_cpu)
 
     @call_forms(AllgatherOptions, ("output_lists",), ("input_list",))
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather lists of tensors; torch.distributed.all_gather_coalesced comes here."""
-        name = "all_gather_coalesced"
+        name, given, finish = "all_gather_coalesced", [tensor for row in outputs for tensor in row], None
         inner, on_cpu, aside = self._find(name, [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             if len(outputs) != self.size():
@@ -317,10 +321,13 @@ class Collectives(dist.ProcessGroup):
                     _cpu.check_same_shape(self, name, [tensor], like)
             inputs = _cpu.movable(self, name, _cpu.settled(inputs))
             outputs = [_cpu.movable(self, name, row) for row in outputs]
+            outputs, finish = _overlap.separate(inputs, outputs, outputs[self.rank()])
         if aside:
             with self._dispatched(inner, opts):
-                return self._done(super().allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
-        return self._done(inner.allgather_coalesced(outputs, inputs, opts), "allgather_coalesced", on_cpu)
+                work = super().allgather_coalesced(outputs, inputs, opts)
+        else:
+            work = inner.allgather_coalesced(outputs, inputs, opts)
+        return self._done(GivenWork(work, given, finish) if finish else work, "allgather_coalesced", on_cpu)
 
     if not _NEW_NAMES:
 
@@ -349,8 +356,9 @@ class Collectives(dist.ProcessGroup):
         inner, on_cpu, aside = self._find(name, [output, input])
         if on_cpu:
             _cpu.check_single(self, name, output, input, ("output", "input"))
-            output, finish = _cpu.writable(output)
-            output, input = _cpu.concatenated(output, _cpu.readable([input])[0])
+            input = _cpu.readable([input])[0]
+            output, finish = self._writable(name, output, input)
+            output, input = _cpu.concatenated(output, input)
             output, input = _cpu.movable(self, name, [output, input])
 
         def end(work: Any) -> Any:
@@ -365,7 +373,7 @@ class Collectives(dist.ProcessGroup):
         """Gather tensors into a list on one rank; torch.distributed.gather comes here."""
         inputs = _listed(inputs)
         outputs = [_listed(row) for row in outputs] if not _is_flat(outputs) else [list(outputs)]
-        given = outputs[0] if outputs else []
+        given, finish = outputs[0] if outputs else [], None
         inner, on_cpu, aside = self._find("gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             _cpu.check_rank(self, "gather", "destination", opts.rootRank)
@@ -373,12 +381,14 @@ class Collectives(dist.ProcessGroup):
             for row in outputs:
                 _cpu.check_settled(self, "gather", row)
             inputs, outputs = self._cpu_rooted("gather", _cpu.settled(inputs), outputs, "output")
+            if opts.rootRank == self.rank():
+                outputs, finish = _overlap.separate(inputs, outputs, [row[self.rank()] for row in outputs])
         if aside:
             with self._dispatched(inner, opts):
                 work = super().gather(outputs, inputs, opts)
         else:
             work = inner.gather(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "gather", on_cpu)
+        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "gather", on_cpu)
 
     if hasattr(dist.ProcessGroup, "gather_single"):
 
@@ -401,7 +411,7 @@ class Collectives(dist.ProcessGroup):
     @call_forms(ScatterOptions, _OUTPUTS, _INPUTS, instead=("root", "timeout"))
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Scatter a list of one rank; torch.distributed.scatter comes here."""
-        given = outputs = _listed(outputs)
+        given, finish = (outputs := _listed(outputs)), None
         inputs = [_listed(row) for row in inputs] if not _is_flat(inputs) else [list(inputs)]
         inner, on_cpu, aside = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
@@ -409,12 +419,16 @@ class Collectives(dist.ProcessGroup):
             _cpu.check_contiguous(self, "scatter", outputs)
             inputs = [_cpu.readable(row) for row in inputs]
             outputs, inputs = self._cpu_rooted("scatter", outputs, inputs, "input")
+            if opts.rootRank == self.rank():
+                pieces = [tensor for row in inputs for tensor in row]
+                own = [output if rank == self.rank() else None for output in outputs for rank in range(self.size())]
+                (outputs,), finish = _overlap.separate(pieces, [outputs], own)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().scatter(outputs, inputs, opts)
         else:
             work = inner.scatter(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "scatter", on_cpu)
+        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "scatter", on_cpu)
 
     if hasattr(dist.ProcessGroup, "all_to_all_single"):
 
@@ -458,7 +472,7 @@ class Collectives(dist.ProcessGroup):
     def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Exchange lists of tensors; torch.distributed.all_to_all comes here."""
         outputs, inputs = _listed(outputs), _listed(inputs)
-        given = outputs
+        given, finish = outputs, None
         inner, on_cpu, aside = self._find("all_to_all", [*outputs, *inputs])
         if on_cpu:
             _cpu.check_count(self, "all_to_all", "output", outputs)
@@ -469,12 +483,14 @@ class Collectives(dist.ProcessGroup):
             if not hasattr(dist.ProcessGroup, "all_to_all_single"):
                 # The Gloo of torch before 2.13 exchanges slices of one tensor, no lists.
                 return _cpu.exchange_lists(self.alltoall_base, outputs, inputs, opts)
+            own = [tensor if rank == self.rank() else None for rank, tensor in enumerate(outputs)]
+            (outputs,), finish = _overlap.separate(inputs, [outputs], own)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().alltoall(outputs, inputs, opts)
         else:
             work = inner.alltoall(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "alltoall", on_cpu)
+        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
 
     # Functional collectives and FSDP come to these two from C++. The inner groups don't show them to Python, so
     # the way is the dispatcher's; they are here because without an override the GIL stays held (see _torch.py).
@@ -511,7 +527,7 @@ class Collectives(dist.ProcessGroup):
                 return end(super().reduce_scatter_tensor_coalesced(*args))
 
     def _all_gather_many(self, outputs: Any, inputs: Any, opts: Any) -> tuple[Any, tuple[Any, ...], _End]:
-        name, given = "all_gather_into_tensor", list(outputs)
+        name, given, finish = "all_gather_into_tensor", list(outputs), None
         inner, on_cpu, _ = self._find(name, [*outputs, *inputs])
         if on_cpu:
             _cpu.check_pairs(self, name, outputs, inputs)
@@ -521,9 +537,11 @@ class Collectives(dist.ProcessGroup):
                 _cpu.check_single(self, name, output, input, ("output", "input"))
             flat = [_cpu.concatenated(*pair) for pair in zip(outputs, inputs, strict=True)]
             outputs, inputs = (_cpu.movable(self, name, list(side)) for side in zip(*flat, strict=True))
+            outputs, finish = _overlap.separate_slices(inputs, outputs, self.rank(), self.size())
 
         def end(work: Any) -> Any:
-            return self._done(_cpu.as_given(work, given) if on_cpu else work, "allgather_into_tensor_coalesced", on_cpu)
+            work = _cpu.as_given(work, given, finish) if on_cpu else work
+            return self._done(work, "allgather_into_tensor_coalesced", on_cpu)
 
         return inner, (outputs, inputs, opts), end
 
@@ -537,18 +555,19 @@ class Collectives(dist.ProcessGroup):
             for output, input in zip(outputs, inputs, strict=True):
                 _cpu.check_single(self, name, input, output, ("input", "output"))
             opts = _cpu.bool_sum_as_max(inputs, opts)
-            opts, finish = _cpu.integer_mean_as_sum(self, given, opts, inner)
+            opts, divide = _cpu.integer_mean_as_sum(self, given, opts, inner)
             inputs, opts = _cpu.premultiplied(self, name, list(inputs), opts, in_place=False)
             flat = [_cpu.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
             able = [_cpu.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
             inputs, outputs = (list(side) for side in zip(*able, strict=True))
+            outputs, put_back = _overlap.separate_slices(inputs, outputs, self.rank(), self.size())
+            if divide and put_back:
+                divide = functools.partial(_cpu.divide_all, outputs, self.size())  # before two of them meet in memory
+            finish = _cpu.in_turn(divide, put_back)
 
         def end(work: Any) -> Any:
-            return self._done(
-                self._reduced(inner, work, given, finish) if on_cpu else work,
-                "reduce_scatter_tensor_coalesced",
-                on_cpu,
-            )
+            work = self._reduced(inner, work, given, finish) if on_cpu else work
+            return self._done(work, "reduce_scatter_tensor_coalesced", on_cpu)
 
         return inner, (outputs, inputs, opts), end
 
@@ -610,6 +629,13 @@ class Collectives(dist.ProcessGroup):
         """(one tensor per call, one list per call), also from the single-tensor call form."""
         return _listed(flat), [list(nested)] if _is_flat(nested) else [list(row) for row in nested]
 
+    def _writable(self, collective: str, output: Tensor, input: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+        _cpu.check_expanded(self, collective, [output])
+        output, finish = _cpu.writable(output)
+        if finish is None:
+            (output,), finish = _overlap.separate_slices([input], [output], self.rank(), self.size())
+        return output, finish
+
     def _cpu_lists(
         self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -633,8 +659,10 @@ class Collectives(dist.ProcessGroup):
             raise bad_argument(self, name, f"output is {output.dtype}, input is {input.dtype}", "Use one dtype.")
         _cpu.check_splits(self, name, "output", output, outputs)
         _cpu.check_splits(self, name, "input", input, inputs)
-        _cpu.check_contiguous(self, name, [output, *_cpu.settled([input])])
-        return _cpu.movable(self, name, [output, *_cpu.settled([input])])
+        tensors = [output, *_cpu.settled([input])]
+        _cpu.check_contiguous(self, name, tensors)
+        _overlap.refuse(self, name, tensors[1:], output)
+        return _cpu.movable(self, name, tensors)
 
     def _p2p(
         self, collective: str, tensors: list[Tensor], role: str, rank: int | None, tag: int

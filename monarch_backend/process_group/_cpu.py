@@ -86,10 +86,11 @@ def integer_mean_as_sum(
         return opts, None
     if opts.reduceOp == ReduceOp.SUM or _op_name(opts.reduceOp) != "AVG":
         return opts, None
-    return _with(opts, ReduceOp.SUM), functools.partial(_divide, list(outputs), group.size())
+    return _with(opts, ReduceOp.SUM), functools.partial(divide_all, list(outputs), group.size())
 
 
-def _divide(totals: list[Tensor], count: int) -> None:
+def divide_all(totals: list[Tensor], count: int) -> None:
+    """Replace sums by means, rounded as `divide_sum` does."""
     with torch.inference_mode():  # a total may need a gradient or be an inference tensor
         for total in totals:
             total.copy_(divide_sum(total, count))
@@ -231,12 +232,26 @@ def check_dense(group: Collectives, collective: str, tensors: Sequence[Tensor]) 
 
 
 def check_settled(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse to write into a lazy conjugate or negation (``z.conj()``, ``z.conj().imag``): its memory differs."""
+    """Refuse to write into a lazy conjugate or negation (``z.conj()``, ``z.conj().imag``): its memory differs.
+
+    Nor into an expanded tensor, of which several elements have the same memory.
+    """
+    check_expanded(group, collective, tensors)
     for tensor in tensors:
         if tensor.is_neg() or tensor.is_conj():
             what = "conjugate" if tensor.is_conj() else "negation"
             remedy = f"Call .resolve_{'conj' if tensor.is_conj() else 'neg'}() first and copy back."
             raise bad_argument(group, collective, f"a tensor to write is a lazy {what} of other memory", remedy)
+
+
+def check_expanded(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse to write into an expanded tensor, of which several elements have the same memory."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_contiguous():
+            continue
+        if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            what = f"elements of a tensor to write share memory: shape {list(tensor.shape)}, strides {tensor.stride()}"
+            raise bad_argument(group, collective, what, "Call .contiguous() and, for an output, copy back.")
 
 
 def settled(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -148,6 +148,7 @@ class Caller {
     const auto to = plain(out), from = in == out ? to : plain(in);
     const bool scatters = its_.collective == Collective::reduce_scatter, gathers = its_.collective == Collective::all_gather;
     if (!to || !from || to->dtype != from->dtype || to->bytes * (scatters ? n_ : 1) != from->bytes * (gathers ? n_ : 1)) return false;
+    if (form != Form::in_place && meet(*from, *to) && !in_slot(*from, *to)) return false;
     const bool exchanges = form == Form::exchange;
     operation.in = pieces(*from, scatters || exchanges ? n_ : 1);
     operation.out = pieces(*to, gathers || exchanges ? n_ : 1);
@@ -165,7 +166,30 @@ class Caller {
       operation.out.push_back({reinterpret_cast<char*>(to->address), to->bytes});
     }
     operation.header.bytes = from->bytes;
-    return set_dtype(from->dtype, operation);
+    return are_apart(operation) && set_dtype(from->dtype, operation);
+  }
+
+  // Whether two ranges share memory. The method knows what is to be done then (process_group/_overlap.py).
+  static bool meet(const Plain& a, const Plain& b) { return a.address < b.address + b.bytes && b.address < a.address + a.bytes; }
+
+  // Whether the smaller tensor is the slice of this rank in the larger one, where reading and writing do not collide.
+  bool in_slot(const Plain& a, const Plain& b) const {
+    const auto& [small, large] = std::minmax(a, b, [](const Plain& x, const Plain& y) { return x.bytes < y.bytes; });
+    return small.bytes * n_ == large.bytes && small.address == large.address + static_cast<std::uint64_t>(its_.group->rank()) * small.bytes;
+  }
+
+  // Whether no output of a row shares memory with another output, nor with the input, which may be the output of this rank.
+  bool are_apart(const Operation& operation) const {
+    const Span& in = operation.in[0];
+    std::vector<const char*> places(operation.out.size());
+    for (std::size_t r = 0; r < places.size(); ++r) {
+      const char* const out = places[r] = operation.out[r].data;
+      const bool own = out == in.data && static_cast<int>(r) == its_.group->rank();
+      if (!own && out < in.data + in.bytes && in.data < out + in.bytes) return false;
+    }
+    if (!std::is_sorted(places.begin(), places.end())) std::sort(places.begin(), places.end());
+    const auto overlap = [&](const char* low, const char* high) { return high < low + in.bytes; };
+    return std::adjacent_find(places.begin(), places.end(), overlap) == places.end();
   }
 
   static std::vector<Span> pieces(const Plain& tensor, std::uint64_t n) {
