@@ -209,9 +209,8 @@ class Collectives(dist.ProcessGroup):
                 _cpu.check_count(self, "reduce_scatter", "input", row)
                 _cpu.check_same_shape(self, "reduce_scatter", row, output)
             _cpu.check_contiguous(self, "reduce_scatter", outputs)
-            inputs = [_cpu.readable(row) for row in inputs]
-            for output, row in zip(outputs, inputs, strict=True):
-                _overlap.refuse(self, "reduce_scatter", row, output)
+            pairs = zip(outputs, [_cpu.readable(row) for row in inputs], strict=True)
+            inputs = [_overlap.read_in_turn(self, "reduce_scatter", row, output) for output, row in pairs]
             opts = _cpu.bool_sum_as_max(outputs, opts)
             opts, finish = _cpu.integer_mean_as_sum(self, outputs, opts, inner)
             rows = [_cpu.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
@@ -661,7 +660,7 @@ class Collectives(dist.ProcessGroup):
         _cpu.check_splits(self, name, "input", input, inputs)
         tensors = [output, *_cpu.settled([input])]
         _cpu.check_contiguous(self, name, tensors)
-        _overlap.refuse(self, name, tensors[1:], output)
+        _overlap.refuse(self, name, tensors[1], output)
         return _cpu.movable(self, name, tensors)
 
     def _p2p(

@@ -3,8 +3,8 @@
 Gloo reads all inputs of nearly every call before it writes an output, and writes the outputs in the order of their
 list, so that the last one wins. The compiled core and the stages between hosts write while they still read. The
 ``separate`` functions replace outputs that share memory by private ones; the returned ``finish`` copies the results to
-the caller's tensors in Gloo's order. A scatter, a reduce_scatter of lists and an all_to_all_single write while they
-read on Gloo as well, and the result is chance: ``refuse`` raises CollectiveArgumentError.
+the caller's tensors in Gloo's order. An all_to_all_single and the receives of a batch write while they read on Gloo as
+well, and the result depends on timing: CollectiveArgumentError.
 
 An input may lie in the place of its result, as in an all_gather of a tensor's own slice: it costs no copy.
 
@@ -119,18 +119,31 @@ def _write_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         tensor.detach().copy_(copy)
 
 
-def refuse(group: Collectives, collective: str, reads: Sequence[Tensor], write: Tensor) -> None:
-    """Raise CollectiveArgumentError if the output shares memory with an input.
+def read_in_turn(group: Collectives, collective: str, reads: list[Tensor], write: Tensor) -> list[Tensor]:
+    """Contiguous tensors that are read, one for each rank: copies if ``write`` shares memory with one of them.
 
-    Where there is an input for each rank, the output may be the input of this rank.
+    Gloo copies them in the order of the ranks, and that of this rank into ``write``. So later ones may have its values.
     """
-    output = _range(write)
-    for index, read in enumerate(map(_range, reads)):
-        if read[0] < output[1] and output[0] < read[1]:
-            if len(reads) == group.size() and index == group.rank() and read == output:
-                continue
-            what = f"input {index} and output 0 share memory, so that the result depends on timing"
-            raise bad_argument(group, collective, what, "Give the output memory of its own.")
+    rank = group.rank()
+    own, output = _range(reads[rank]), _range(write)
+    in_place = own == output
+    if not _meet([_range(read) for at, read in enumerate(reads) if at != rank or not in_place], [output]):
+        return reads
+    if not in_place and _meet([own], [output]):
+        raise _shared(group, collective, f"input {rank} and output 0 share a part of their memory")
+    copies = [tensor.detach().clone() for tensor in reads[: rank + 1]]
+    write.detach().copy_(reads[rank])
+    return copies + [tensor.detach().clone() for tensor in reads[rank + 1 :]]
+
+
+def refuse(group: Collectives, collective: str, read: Tensor, write: Tensor) -> None:
+    """Raise CollectiveArgumentError if the input and the output share memory, except in a group of one rank."""
+    if group.size() > 1 and _meet([_range(read)], [_range(write)]):
+        raise _shared(group, collective, "input 0 and output 0 share memory, so that the result depends on timing")
+
+
+def _shared(group: Collectives, collective: str, what: str) -> Exception:
+    return bad_argument(group, collective, what, "Give the output memory of its own.")
 
 
 def refuse_batch(group: Collectives, operations: Sequence[tuple[bool, Tensor, int, int]]) -> None:
