@@ -162,7 +162,7 @@ class Collectives(dist.ProcessGroup):
         inner, on_cpu, aside = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
             _cpu.check_settled(self, "all_reduce_coalesced", tensors)
-            tensors, put_back = _overlap.separate_in_place(tensors)
+            tensors, put_back = _overlap.separate_in_place(self, "all_reduce_coalesced", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
             opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts, inner)
             finish = _cpu.in_turn(finish, put_back)
@@ -296,7 +296,8 @@ class Collectives(dist.ProcessGroup):
             for row in outputs:
                 _cpu.check_settled(self, "all_gather", row)
             inputs, outputs = self._cpu_lists("all_gather", _cpu.settled(inputs), outputs, "output")
-            outputs, finish = _overlap.separate(inputs, outputs, [row[self.rank()] for row in outputs])
+            own = [row[self.rank()] for row in outputs]
+            outputs, finish = _overlap.separate(self, "all_gather", inputs, outputs, own.__getitem__)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allgather(outputs, inputs, opts)
@@ -320,7 +321,7 @@ class Collectives(dist.ProcessGroup):
                     _cpu.check_same_shape(self, name, [tensor], like)
             inputs = _cpu.movable(self, name, _cpu.settled(inputs))
             outputs = [_cpu.movable(self, name, row) for row in outputs]
-            outputs, finish = _overlap.separate(inputs, outputs, outputs[self.rank()])
+            outputs, finish = _overlap.separate(self, name, inputs, outputs, outputs[self.rank()].__getitem__)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allgather_coalesced(outputs, inputs, opts)
@@ -381,7 +382,8 @@ class Collectives(dist.ProcessGroup):
                 _cpu.check_settled(self, "gather", row)
             inputs, outputs = self._cpu_rooted("gather", _cpu.settled(inputs), outputs, "output")
             if opts.rootRank == self.rank():
-                outputs, finish = _overlap.separate(inputs, outputs, [row[self.rank()] for row in outputs])
+                own = [row[self.rank()] for row in outputs]
+                outputs, finish = _overlap.separate(self, "gather", inputs, outputs, own.__getitem__)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().gather(outputs, inputs, opts)
@@ -420,8 +422,8 @@ class Collectives(dist.ProcessGroup):
             outputs, inputs = self._cpu_rooted("scatter", outputs, inputs, "input")
             if opts.rootRank == self.rank():
                 pieces = [tensor for row in inputs for tensor in row]
-                own = [output if rank == self.rank() else None for output in outputs for rank in range(self.size())]
-                (outputs,), finish = _overlap.separate(pieces, [outputs], own)
+                own = {row * self.size() + self.rank(): output for row, output in enumerate(outputs)}
+                (outputs,), finish = _overlap.separate(self, "scatter", pieces, [outputs], own.get)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().scatter(outputs, inputs, opts)
@@ -482,8 +484,8 @@ class Collectives(dist.ProcessGroup):
             if not hasattr(dist.ProcessGroup, "all_to_all_single"):
                 # The Gloo of torch before 2.13 exchanges slices of one tensor, no lists.
                 return _cpu.exchange_lists(self.alltoall_base, outputs, inputs, opts)
-            own = [tensor if rank == self.rank() else None for rank, tensor in enumerate(outputs)]
-            (outputs,), finish = _overlap.separate(inputs, [outputs], own)
+            own = {self.rank(): outputs[self.rank()]}
+            (outputs,), finish = _overlap.separate(self, "all_to_all", inputs, [outputs], own.get)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().alltoall(outputs, inputs, opts)
@@ -536,7 +538,7 @@ class Collectives(dist.ProcessGroup):
                 _cpu.check_single(self, name, output, input, ("output", "input"))
             flat = [_cpu.concatenated(*pair) for pair in zip(outputs, inputs, strict=True)]
             outputs, inputs = (_cpu.movable(self, name, list(side)) for side in zip(*flat, strict=True))
-            outputs, finish = _overlap.separate_slices(inputs, outputs, self.rank(), self.size())
+            outputs, finish = _overlap.separate_slices(self, inputs, outputs)
 
         def end(work: Any) -> Any:
             work = _cpu.as_given(work, given, finish) if on_cpu else work
@@ -559,7 +561,7 @@ class Collectives(dist.ProcessGroup):
             flat = [_cpu.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
             able = [_cpu.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
             inputs, outputs = (list(side) for side in zip(*able, strict=True))
-            outputs, put_back = _overlap.separate_slices(inputs, outputs, self.rank(), self.size())
+            outputs, put_back = _overlap.separate_slices(self, inputs, outputs)
             if divide and put_back:
                 divide = functools.partial(_cpu.divide_all, outputs, self.size())  # before two of them meet in memory
             finish = _cpu.in_turn(divide, put_back)
@@ -628,11 +630,12 @@ class Collectives(dist.ProcessGroup):
         """(one tensor per call, one list per call), also from the single-tensor call form."""
         return _listed(flat), [list(nested)] if _is_flat(nested) else [list(row) for row in nested]
 
-    def _writable(self, collective: str, output: Tensor, input: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-        _cpu.check_expanded(self, collective, [output])
-        output, finish = _cpu.writable(output)
+    def _writable(self, collective: str, given: Tensor, input: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+        output, finish = _cpu.writable(given)
         if finish is None:
-            (output,), finish = _overlap.separate_slices([input], [output], self.rank(), self.size())
+            (output,), finish = _overlap.separate_slices(self, [input], [output])
+        else:
+            _overlap.refuse_expanded(self, collective, [given])
         return output, finish
 
     def _cpu_lists(

@@ -232,26 +232,12 @@ def check_dense(group: Collectives, collective: str, tensors: Sequence[Tensor]) 
 
 
 def check_settled(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse to write into a lazy conjugate or negation (``z.conj()``, ``z.conj().imag``): its memory differs.
-
-    Nor into an expanded tensor, of which several elements have the same memory.
-    """
-    check_expanded(group, collective, tensors)
+    """Refuse to write into a lazy conjugate or negation (``z.conj()``, ``z.conj().imag``): its memory differs."""
     for tensor in tensors:
         if tensor.is_neg() or tensor.is_conj():
             what = "conjugate" if tensor.is_conj() else "negation"
             remedy = f"Call .resolve_{'conj' if tensor.is_conj() else 'neg'}() first and copy back."
             raise bad_argument(group, collective, f"a tensor to write is a lazy {what} of other memory", remedy)
-
-
-def check_expanded(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse to write into an expanded tensor, of which several elements have the same memory."""
-    for tensor in tensors:
-        if tensor.layout is not torch.strided or tensor.is_contiguous():
-            continue
-        if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-            what = f"elements of a tensor to write share memory: shape {list(tensor.shape)}, strides {tensor.stride()}"
-            raise bad_argument(group, collective, what, "Call .contiguous() and, for an output, copy back.")
 
 
 def settled(tensors: Sequence[Tensor]) -> list[Tensor]:
