@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,9 @@ def batch_isend_irecv(original: Callable[..., Any], p2p_op_list: list[Any]) -> A
     if device.type == "cpu":
         from monarch_backend.process_group import _overlap
 
-        _overlap.refuse_batch(group, [(op.op is dist.irecv, op.tensor, op.group_peer, op.tag) for op in p2p_op_list])
+        _overlap.refuse_batch(
+            cast(Any, group), [(op.op is dist.irecv, op.tensor, op.group_peer, op.tag) for op in p2p_op_list]
+        )
     if not getattr(group._get_backend(device), "supports_coalescing", False):
         return original(p2p_op_list)
     with c10d._coalescing_manager(group, device, async_ops=True) as manager:
