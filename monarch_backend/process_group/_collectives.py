@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import (
 )
 
 from monarch_backend import _versions
-from monarch_backend.process_group import _cpu, _letters, _overlap, _torch
+from monarch_backend.process_group import _cpu, _letters, _overlap, _tensor_lists, _torch
 from monarch_backend.process_group._call_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._far import Far
@@ -137,8 +137,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms(AllreduceOptions, _TENSORS, instead=("op", "timeout"))
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        """All-reduce in place; torch.distributed.all_reduce comes here."""
+        """All-reduce in place, for torch.distributed.all_reduce. Several tensors all get the reduction of them all."""
         given = tensors = _listed(tensors)
+        if len(tensors) > 1 and _is_strided_on_cpu(tensors):
+            return _tensor_lists.all_reduce(self, Collectives.allreduce, tensors, opts)
         finish = None
         inner, on_cpu, aside = self._find("all_reduce", tensors)
         if on_cpu:
@@ -161,6 +163,7 @@ class Collectives(dist.ProcessGroup):
         finish = None
         inner, on_cpu, aside = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
+            _tensor_lists.check_same_dtype(self, "all_reduce_coalesced", tensors)
             _cpu.check_settled(self, "all_reduce_coalesced", tensors)
             tensors, put_back = _overlap.separate_in_place(self, "all_reduce_coalesced", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
@@ -183,6 +186,9 @@ class Collectives(dist.ProcessGroup):
         inner, on_cpu, aside = self._find("reduce", tensors)
         if on_cpu:
             _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
+            if len(tensors) > 1 or opts.rootTensor:
+                _tensor_lists.check_one(self, "reduce", "tensor", tensors)
+                _tensor_lists.check_root_tensor(self, "reduce", tensors, opts)
             _cpu.check_dense(self, "reduce", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
             at_root = opts.rootRank == self.rank()
@@ -205,6 +211,7 @@ class Collectives(dist.ProcessGroup):
         inner, on_cpu, aside = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
             _cpu.check_pairs(self, "reduce_scatter", outputs, inputs)
+            _tensor_lists.check_one(self, "reduce_scatter", "output", outputs)
             for output, row in zip(outputs, inputs, strict=True):
                 _cpu.check_count(self, "reduce_scatter", "input", row)
                 _cpu.check_same_shape(self, "reduce_scatter", row, output)
@@ -271,8 +278,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms(BroadcastOptions, _TENSORS, instead=("root", "timeout"))
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        """Broadcast in place; torch.distributed.broadcast comes here."""
+        """Broadcast in place, for torch.distributed.broadcast. All of several tensors get the root's ``rootTensor``."""
         given = tensors = _listed(tensors)
+        if (len(tensors) > 1 or opts.rootTensor) and _is_strided_on_cpu(tensors):
+            return _tensor_lists.broadcast(self, Collectives.broadcast, tensors, opts)
         inner, on_cpu, aside = self._find("broadcast", tensors)
         if on_cpu:
             _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
@@ -287,8 +296,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms(AllgatherOptions, _OUTPUTS, _INPUTS, instead=("timeout",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Gather tensors into lists on every rank; torch.distributed.all_gather comes here."""
+        """Gather tensors into lists on every rank, for torch.distributed.all_gather. A rank may give several."""
         inputs, outputs = self._pairs(inputs, outputs)
+        if len(inputs) > 1 and _is_strided_on_cpu(inputs):
+            return _tensor_lists.all_gather(self, Collectives.allgather, outputs, inputs, opts)
         given, finish = outputs[0] if outputs else [], None
         inner, on_cpu, aside = self._find("all_gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
@@ -380,7 +391,7 @@ class Collectives(dist.ProcessGroup):
             _cpu.check_memory(self, "gather", outputs)
             for row in outputs:
                 _cpu.check_settled(self, "gather", row)
-            inputs, outputs = self._cpu_rooted("gather", _cpu.settled(inputs), outputs, "output")
+            inputs, outputs = self._cpu_rooted("gather", opts, _cpu.settled(inputs), outputs, ("input", "output"))
             if opts.rootRank == self.rank():
                 own = [row[self.rank()] for row in outputs]
                 outputs, finish = _overlap.separate(self, "gather", inputs, outputs, own.__getitem__)
@@ -419,7 +430,7 @@ class Collectives(dist.ProcessGroup):
             _cpu.check_rank(self, "scatter", "source", opts.rootRank)
             _cpu.check_contiguous(self, "scatter", outputs)
             inputs = [_cpu.readable(row) for row in inputs]
-            outputs, inputs = self._cpu_rooted("scatter", outputs, inputs, "input")
+            outputs, inputs = self._cpu_rooted("scatter", opts, outputs, inputs, ("output", "input"))
             if opts.rootRank == self.rank():
                 pieces = [tensor for row in inputs for tensor in row]
                 own = {row * self.size() + self.rank(): output for row, output in enumerate(outputs)}
@@ -478,6 +489,7 @@ class Collectives(dist.ProcessGroup):
         if on_cpu:
             _cpu.check_count(self, "all_to_all", "output", outputs)
             _cpu.check_count(self, "all_to_all", "input", inputs)
+            _tensor_lists.check_same_dtype(self, "all_to_all", [*outputs, *inputs])
             _cpu.check_settled(self, "all_to_all", outputs)
             outputs = _cpu.movable(self, "all_to_all", outputs)
             inputs = _cpu.movable(self, "all_to_all", _cpu.settled(inputs))
@@ -641,7 +653,8 @@ class Collectives(dist.ProcessGroup):
     def _cpu_lists(
         self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        _cpu.check_pairs(self, collective, flat, nested)
+        pair = (nested, flat) if what == "output" else (flat, nested)
+        _cpu.check_pairs(self, collective, *pair)
         for tensor, row in zip(flat, nested, strict=True):
             _cpu.check_count(self, collective, what, row)
             _cpu.check_same_shape(self, collective, row, tensor)
@@ -649,11 +662,16 @@ class Collectives(dist.ProcessGroup):
         return _cpu.movable(self, collective, flat), moved
 
     def _cpu_rooted(
-        self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
+        self, collective: str, opts: Any, flat: list[Tensor], nested: list[list[Tensor]], names: tuple[str, str]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        if not nested or not nested[0]:  # a rank that is not the root brings no list
-            return _cpu.movable(self, collective, flat), nested
-        return self._cpu_lists(collective, flat, nested, what)
+        _tensor_lists.check_one(self, collective, names[0], flat)
+        has_list, at_root = any(nested), self.rank() == opts.rootRank
+        if has_list != at_root:
+            what = f"the {names[1]} list is {'missing' if at_root else 'given'} on rank {self.rank()}"
+            raise bad_argument(self, collective, what, f"Give it on the root, rank {opts.rootRank}, and only there.")
+        if not at_root:
+            return _cpu.movable(self, collective, flat), []
+        return self._cpu_lists(collective, flat, nested, names[1])
 
     def _cpu_exchange(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any) -> list[Tensor]:
         name = "all_to_all_single"
@@ -671,6 +689,8 @@ class Collectives(dist.ProcessGroup):
     ) -> tuple[list[Tensor], Any, bool]:
         inner, on_cpu, aside = self._find(collective, tensors)
         if on_cpu:
+            if len(tensors) != 1:
+                _tensor_lists.check_one(self, collective, "tensor", tensors)
             if not getattr(inner, "sends", True):
                 inner = self._inner["cpu"]
             if rank is not None:
@@ -688,6 +708,10 @@ class Collectives(dist.ProcessGroup):
                 if self._far.takes(tensors, tag):
                     inner = self._far
         return tensors, inner, aside
+
+
+def _is_strided_on_cpu(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors)
 
 
 def _is_flat(tensors: Any) -> bool:

@@ -47,7 +47,7 @@ def reducible(group: Collectives, collective: str, tensors: list[Tensor], op: ob
     able: frozenset[torch.dtype] = getattr(inner, "reduces", REDUCIBLE)
     if dtype in able and not dtype.is_complex and op == ReduceOp.SUM:
         return tensors  # nearly every call; naming the op costs a microsecond
-    name = _op_name(op)
+    name = op_name(op)
     if dtype.is_complex and name in ("SUM", "AVG"):
         return [torch.view_as_real(t) for t in tensors]
     if dtype not in able:
@@ -84,7 +84,9 @@ def integer_mean_as_sum(
     dtype = outputs[0].dtype
     if dtype not in INTEGERS_WITH_MEAN or dtype not in REDUCIBLE or hasattr(inner, "reduces"):
         return opts, None
-    if opts.reduceOp == ReduceOp.SUM or _op_name(opts.reduceOp) != "AVG":
+    if outputs[0].layout is not torch.strided:
+        return opts, None  # Gloo refuses it, as it does floats
+    if opts.reduceOp == ReduceOp.SUM or op_name(opts.reduceOp) != "AVG":
         return opts, None
     return _with(opts, ReduceOp.SUM), functools.partial(divide_all, list(outputs), group.size())
 
@@ -103,7 +105,7 @@ def premultiplied(
 
     The factor is in the op's pickled state and nowhere else.
     """
-    if opts.reduceOp == ReduceOp.SUM or _op_name(opts.reduceOp) != "PREMUL_SUM":
+    if opts.reduceOp == ReduceOp.SUM or op_name(opts.reduceOp) != "PREMUL_SUM":
         return tensors, opts
     if any(not t.is_floating_point() for t in tensors):
         raise bad_argument(
@@ -120,7 +122,7 @@ def premultiplied(
 
 def bool_sum_as_max(tensors: Sequence[Tensor], opts: Any) -> Any:
     """``opts`` with MAX for the SUM of bools: Gloo adds their bytes, so 256 times True is False. NCCL does the same."""
-    if tensors[0].dtype is not torch.bool or _op_name(opts.reduceOp) != "SUM":
+    if tensors[0].dtype is not torch.bool or op_name(opts.reduceOp) != "SUM":
         return opts
     if any(tensor.dtype is not torch.bool for tensor in tensors):
         return opts
@@ -136,7 +138,8 @@ def _with(opts: Any, op: Any) -> Any:
     return swapped
 
 
-def _op_name(op: object) -> str:
+def op_name(op: object) -> str:
+    """The name of a ReduceOp or of its kind."""
     # A ReduceOp holds its kind in `op`; a RedOpType is one.
     kind = getattr(op, "op", op)
     return str(getattr(kind, "name", kind))

@@ -96,7 +96,8 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(t.data_ptr(), t.nbytes) for t in tensors]
 
 
-def _op(op: Any) -> int:
+def op_code(op: Any) -> int:
+    """The core's code of a ReduceOp."""
     kind = getattr(op, "op", op)
     return _OPS[kind.name]
 
@@ -356,7 +357,7 @@ class SharedMemory:
     def allreduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """All-reduce of one tensor, in place."""
         (x,) = tensors
-        return self._run(ALL_REDUCE, x, tensors, tensors, opts, tensors, op=_op(opts.reduceOp))
+        return self._run(ALL_REDUCE, x, tensors, tensors, opts, tensors, op=op_code(opts.reduceOp))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """All-reduce of each of these tensors, in place."""
@@ -364,7 +365,7 @@ class SharedMemory:
         for given, used in zip(tensors, flat, strict=True):
             if used is not given:
                 used.copy_(given)
-        op = _op(opts.reduceOp)
+        op = op_code(opts.reduceOp)
         works = [self._run(ALL_REDUCE, x, [x], [x], opts, tensors, op=op) for x in flat[:-1]]
         last = flat[-1]
         return self._run(ALL_REDUCE, last, [last], [last], opts, tensors, op=op, finish=_all_of(works, finish))
@@ -372,7 +373,7 @@ class SharedMemory:
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """Reduce to the root, in place."""
         (x,) = tensors
-        return self._run(REDUCE, x, tensors, tensors, opts, tensors, op=_op(opts.reduceOp), root=opts.rootRank)
+        return self._run(REDUCE, x, tensors, tensors, opts, tensors, op=op_code(opts.reduceOp), root=opts.rootRank)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """Broadcast from the root, in place."""
@@ -420,12 +421,12 @@ class SharedMemory:
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
         """Reduce lists and scatter the result."""
         (out,), (row,) = outputs, inputs
-        return self._run(REDUCE_SCATTER, out, row, outputs, opts, outputs, op=_op(opts.reduceOp))
+        return self._run(REDUCE_SCATTER, out, row, outputs, opts, outputs, op=op_code(opts.reduceOp))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> ShmWork:
         """Reduce one large tensor and scatter it."""
         row = self._pieces(input)
-        return self._run(REDUCE_SCATTER, output, row, [output], opts, [output], op=_op(opts.reduceOp))
+        return self._run(REDUCE_SCATTER, output, row, [output], opts, [output], op=op_code(opts.reduceOp))
 
     def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> ShmWork:
         """Exchange rows of one tensor, ``inputs[rank]`` of them to each rank."""
@@ -457,7 +458,7 @@ class SharedMemory:
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
         """Reduce each input and scatter it into its output."""
         works: list[ShmWork] = []
-        op = _op(opts.reduceOp)
+        op = op_code(opts.reduceOp)
         for out, x in zip(outputs, inputs, strict=True):
             before = _all_of(works[-1:], None)
             works.append(self._run(REDUCE_SCATTER, out, self._pieces(x), [out], opts, outputs, op=op, finish=before))

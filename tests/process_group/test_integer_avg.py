@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo  # functional collectives import it, which takes seconds: once before the fork, not once per rank
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor

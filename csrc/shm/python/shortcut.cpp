@@ -19,7 +19,7 @@ namespace {
 struct Names {
   py::str is_cpu{"is_cpu"}, layout{"layout"}, dtype{"dtype"}, is_contiguous{"is_contiguous"}, is_neg{"is_neg"},
       data_ptr{"data_ptr"}, nbytes{"nbytes"}, shape{"shape"}, async_op{"asyncOp"}, reduce_op{"reduceOp"}, op{"op"},
-      root_rank{"rootRank"}, device{"device"}, device_ids{"device_ids"}, type{"type"}, cpu{"cpu"}, opts{"opts"},
+      root_rank{"rootRank"}, root_tensor{"rootTensor"}, device{"device"}, device_ids{"device_ids"}, type{"type"}, cpu{"cpu"}, opts{"opts"},
       is_profiler_enabled{"_is_profiler_enabled"}, outputs{"_outputs"};
 };
 
@@ -215,6 +215,7 @@ class Caller {
       const py::object root = get(opts, names().root_rank);
       header.root = static_cast<std::int32_t>(PyLong_AsLong(root.ptr()));
       if (header.root < 0 || header.root >= static_cast<std::int32_t>(n_)) return false;
+      if (PyLong_AsLong(get(opts, names().root_tensor).ptr()) != 0) return false;
     }
     const bool reduces = collective == Collective::all_reduce || collective == Collective::reduce || collective == Collective::reduce_scatter;
     if (!reduces) return true;

@@ -1,0 +1,123 @@
+"""Several tensors per rank in one collective: one operation on a tensor that stands for all of them.
+
+`ProcessGroup.allreduce`, `broadcast` and `allgather` take lists of tensors, and Gloo gives them a meaning. Here the
+group's own operation on one tensor gives the same values, on every route. All other collectives take one tensor per
+rank; for those there is a check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions
+
+from monarch_backend.process_group import _cpu, _shm
+from monarch_backend.process_group._combine import combine
+from monarch_backend.process_group._errors import bad_argument
+from monarch_backend.process_group._hooks import GivenWork
+
+if TYPE_CHECKING:
+    from monarch_backend.process_group._collectives import Collectives
+
+_Method = Callable[..., Any]  # of the group, not the one of a subclass: that has been called already
+
+
+def check_one(group: Collectives, collective: str, what: str, tensors: Sequence[object]) -> None:
+    """Refuse a list that has not exactly one entry."""
+    if len(tensors) != 1:
+        cure = "Call the collective once for each tensor." if tensors else "Give one."
+        raise bad_argument(group, collective, f"the {what} list has {len(tensors)} entries; it takes one", cure)
+
+
+def check_same_dtype(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors of several dtypes or layouts in one operation."""
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype or tensor.layout != first.layout:
+            what = f"tensor {index} is {_kind(tensor)}, tensor 0 is {_kind(first)}"
+            raise bad_argument(group, collective, what, "Give tensors of one dtype and layout.")
+
+
+def all_reduce(group: Collectives, run_one: _Method, tensors: list[Tensor], opts: Any) -> Any:
+    """All-reduce over all tensors of all ranks; each of them gets the result."""
+    name = "all_reduce"
+    inner, _, _ = group._find(name, tensors)
+    _check_alike(group, name, tensors)
+    if _cpu.op_name(opts.reduceOp) == "AVG":
+        what = f"reduce op AVG of {len(tensors)} tensors per rank has no agreed divisor"
+        raise bad_argument(group, name, what, "Use SUM and divide, or call all_reduce once for each tensor.")
+    opts = _cpu.bool_sum_as_max(tensors, opts)
+    values, opts = _cpu.premultiplied(group, name, tensors, opts, in_place=False)
+    _cpu.reducible(group, name, values, opts.reduceOp, inner)
+    parts = [value.view(-1) for value in _cpu.readable(values)]
+    total = torch.empty_like(parts[0])
+    combine(parts, total, _shm.op_code(opts.reduceOp), [1] * len(parts))
+    return GivenWork(run_one(group, [total], opts), tensors, _copies([(tensor, total) for tensor in tensors]))
+
+
+def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts: Any) -> Any:
+    """Broadcast the root's tensor number ``opts.rootTensor`` into all tensors of all ranks."""
+    name = "broadcast"
+    group._find(name, tensors)
+    check_root_tensor(group, name, tensors, opts)
+    _check_alike(group, name, tensors)
+    (one,) = _cpu.readable([tensors[opts.rootTensor]])
+    single = BroadcastOptions()
+    single.rootRank, single.timeout, single.asyncOp = opts.rootRank, opts.timeout, opts.asyncOp
+    others = [(tensor, one) for tensor in tensors if tensor is not one]
+    return GivenWork(run_one(group, [one], single), tensors, _copies(others))
+
+
+def check_root_tensor(group: Collectives, collective: str, tensors: Sequence[Tensor], opts: Any) -> None:
+    """Refuse a ``rootTensor`` that the list has not."""
+    if not 0 <= opts.rootTensor < len(tensors):
+        what = f"rootTensor {opts.rootTensor} is outside the list of {len(tensors)} tensors"
+        raise bad_argument(group, collective, what, f"Give an index from 0 to {len(tensors) - 1}.")
+
+
+def all_gather(
+    group: Collectives, run_one: _Method, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
+) -> Any:
+    """Gather all inputs of all ranks into each list of outputs: rank after rank, and of each rank in its order."""
+    name, size, count = "all_gather", group.size(), len(inputs)
+    group._find(name, [*inputs, *(t for row in outputs for t in row)])
+    _cpu.check_pairs(group, name, outputs, inputs)
+    for row in outputs:
+        if len(row) != size * count:
+            what = f"an output list has {len(row)} tensors, {size} ranks with {count} inputs each give {size * count}"
+            raise bad_argument(group, name, what, "Give one tensor for each input of each rank.")
+    _cpu.check_memory(group, name, outputs)
+    _check_alike(group, name, [*inputs, *(t for row in outputs for t in row)])
+    sent = torch.stack(_cpu.readable(inputs))
+    received = [torch.empty_like(sent) for _ in range(size)]
+    parts = [part for one in received for part in one.unbind()]
+    pairs = [pair for row in outputs for pair in zip(row, parts, strict=True)]
+    shown = [tensor for row in outputs for tensor in row]
+    return GivenWork(run_one(group, [received], [sent], opts), shown, _copies(pairs))
+
+
+def _check_alike(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
+    check_same_dtype(group, collective, tensors)
+    _cpu.check_settled(group, collective, tensors)
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != first.shape:
+            what = f"tensor {index} has shape {list(tensor.shape)}, tensor 0 has {list(first.shape)}"
+            raise bad_argument(group, collective, what, "All tensors of the call must have one shape.")
+
+
+def _copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+    def copy() -> None:
+        with torch.inference_mode():  # a target may need a gradient or be an inference tensor
+            for target, source in pairs:
+                target.copy_(source.view(target.shape))
+
+    return copy
+
+
+def _kind(tensor: Tensor) -> str:
+    dtype, layout = (str(x).removeprefix("torch.") for x in (tensor.dtype, tensor.layout))
+    return dtype if layout == "strided" else f"{layout} {dtype}"
