@@ -24,6 +24,7 @@ from monarch_backend._core import env
 from monarch_backend.process_group import _torch, _xla_graphs
 from monarch_backend.process_group._errors import where
 from monarch_backend.process_group._hooks import LateWork
+from monarch_backend.process_group._integer_mean import INTEGERS, divide_sum
 
 if TYPE_CHECKING:
     from monarch_backend.process_group._group import MonarchProcessGroup
@@ -158,7 +159,11 @@ def _reduce(x: torch.Tensor, op: str, group: str) -> None:
         dist.all_reduce(x, _op(op), ours)
         return
     dist.all_reduce(x, dist.ReduceOp.SUM, ours)
-    x.div_(ours.size())
+    x.copy_(_mean(x, ours.size()))
+
+
+def _mean(total: torch.Tensor, count: int) -> torch.Tensor:
+    return divide_sum(total, count) if total.dtype in INTEGERS else total / count
 
 
 def _all_reduce_here(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -177,7 +182,7 @@ def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: str) -> torch.Te
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     mean = op.lower() == "avg"
     dist.reduce_scatter_tensor(out, x.contiguous(), dist.ReduceOp.SUM if mean else _op(op), _group(group))
-    return out.div_(size) if mean else out
+    return _mean(out, size) if mean else out
 
 
 def _all_to_all(x: torch.Tensor, outputs: Any, inputs: Any, group: str) -> torch.Tensor:

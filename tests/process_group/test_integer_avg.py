@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 
 import monarch_backend
 from monarch_backend import CollectiveArgumentError
+from monarch_backend.process_group import _xla_staged
 from monarch_backend.process_group._integer_mean import INTEGERS, divide_sum
 from tests.process_group.test_work import REDUCE_SCATTER_SINGLE
 from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts
@@ -164,6 +165,16 @@ def _functional_scatter_coalesced(x: Tensor) -> Tensor:
     return first
 
 
+def _functional_of_xla(x: Tensor) -> Tensor:
+    name = dist.group.WORLD.group_name
+    reduced = _xla_staged._KERNELS["all_reduce"](x, "avg", name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        scattered = _xla_staged._KERNELS["reduce_scatter_tensor"](torch.cat([x] * SIZE), "avg", SIZE, name)
+    assert scattered.tolist() == reduced.tolist()
+    return reduced
+
+
 CALLS: tuple[Callable[[Tensor], Tensor], ...] = (
     _all_reduce,
     _all_reduce_async,
@@ -178,6 +189,7 @@ CALLS: tuple[Callable[[Tensor], Tensor], ...] = (
     _reduce_scatter_into_strides,
     _functional_scatter,
     _functional_scatter_coalesced,
+    _functional_of_xla,
 )
 # torch's arithmetic, which follows a functional collective here, lacks the larger unsigned dtypes.
 SIGNED_CALLS = (_functional, _functional_coalesced)
