@@ -78,6 +78,8 @@ class AsyncCell(Cell):
         if self._loop is None or key not in self._tasks:
             _soon(self._loop, self._cancel_task, peer, ref, reason)
             return
+        if not self._to_cancel:  # else a row of cancellations would never find the loop's thread standing still
+            self._standstill = _blocking.Standstill()
         self._to_cancel[key] = reason
         _soon(self._loop, self._cancel_task, peer, ref, reason)
         later = self.program.pump.later
@@ -94,7 +96,7 @@ class AsyncCell(Cell):
     def _unblock(self, key: tuple[Peer, int]) -> None:
         """The loop has not run for a while: a coroutine blocks it."""
         if key in self._to_cancel and _blocking.can_interrupt(self._thread_id):
-            _blocking.interrupt(self, key)
+            _blocking.interrupt(self)
             self.program.pump.later(MAX_RETRY_S, lambda: self._unblock(key))
 
     def _interrupt_what_runs(self, reason: str) -> None:
@@ -102,7 +104,7 @@ class AsyncCell(Cell):
             super()._interrupt_what_runs(reason)
         elif self.failure is None:
             if _blocking.can_interrupt(self._thread_id):
-                _blocking.interrupt(self, reason)
+                _blocking.interrupt(self)
             self._limits.append(self.program.pump.later(MAX_RETRY_S, lambda: self._interrupt_what_runs(reason)))
 
     def raise_in(self, frame: FrameType | None) -> None:

@@ -34,10 +34,6 @@ MAX_MOVING_S = 0.5
 """The same where it does not stand still."""
 
 _target: Cell | None = None
-_run: object = None
-_moving_since = 0.0
-_still_since = 0.0
-_position: tuple[int, int] | None = None
 
 
 def install() -> None:
@@ -57,29 +53,39 @@ def can_interrupt(thread_id: int) -> bool:
     return thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is _on_signal
 
 
-def interrupt(cell: Cell, run: object) -> None:
-    """Have ``cell.raise_in(frame)`` called on the main thread. ``run`` identifies the message that it runs."""
-    global _target, _run, _moving_since, _position
-    if _target is not cell or _run != run:
-        _target, _run, _moving_since, _position = cell, run, time.monotonic(), None
+def interrupt(cell: Cell) -> None:
+    """Have ``cell.raise_in(frame)`` called on the main thread."""
+    global _target
+    _target = cell
     signal.pthread_kill(cell._thread_id, CANCEL_SIGNAL)
 
 
 def _on_signal(_number: int, frame: FrameType | None) -> None:
     cell = _target
-    if cell is not None and frame is not None and _is_interruptible(frame):
+    if cell is not None:
         cell.raise_in(frame)
 
 
-def _is_interruptible(frame: FrameType) -> bool:
-    """Whether an exception in this frame leaves no half-done state of the standard library, as in subprocess.Popen."""
-    global _position, _still_since
-    if not _is_of_runtime(frame):
-        return True
-    now, position = time.monotonic(), (id(frame), frame.f_lasti)
-    if position != _position:
-        _position, _still_since = position, now
-    return now - _still_since >= STILL_S or now - _moving_since >= MAX_MOVING_S
+class Standstill:
+    """Looks at the frame of one cancelled message, to raise only where that leaves no half-done standard library.
+
+    An exception in the middle of subprocess.Popen(), for example, would leave a process that nothing waits for.
+    """
+
+    __slots__ = ("_begun", "_position", "_since")
+
+    def __init__(self) -> None:
+        self._begun = self._since = time.monotonic()
+        self._position: tuple[int, int] | None = None
+
+    def allows(self, frame: FrameType) -> bool:
+        """Whether it is the user's frame, or one that has not moved for a while."""
+        if not _is_of_runtime(frame):
+            return True
+        now, position = time.monotonic(), (id(frame), frame.f_lasti)
+        if position != self._position:
+            self._position, self._since = position, now
+        return now - self._since >= STILL_S or now - self._begun >= MAX_MOVING_S
 
 
 def place(thread_id: int) -> str:

@@ -195,6 +195,7 @@ class Cell:
         self._hit = False  # the caller has given the running message up
         self._struck = False  # and it has been interrupted, or will be with its next step
         self._reason = ""
+        self._standstill = _blocking.Standstill()
         self._report: Timer | None = None  # that it is still busy
         self._aborted: str | None = None  # why what runs is interrupted for the actor's end
         self._limits: list[Timer] = []  # of the time that the end may take
@@ -272,6 +273,7 @@ class Cell:
             return
         self._limits.append(self.program.pump.later(KILL_AFTER_S, lambda: self._kill_process(reason)))
         self._aborted = reason
+        self._standstill = _blocking.Standstill()
         self._interrupt_what_runs(reason)
 
     def _interrupt_what_runs(self, reason: str) -> None:
@@ -379,6 +381,7 @@ class Cell:
             if self._running != running or self._hit:
                 return
             self._hit, self._struck, self._reason = True, False, reason
+            self._standstill = _blocking.Standstill()
         self._strike(running)
 
     def _strike(self, running: Any, pause: float = RETRY_S) -> None:
@@ -405,7 +408,7 @@ class Cell:
             release(waiting)
             self.program.pump.wake()
         elif by_signal:
-            _blocking.interrupt(self, running)
+            _blocking.interrupt(self)
         self.program.pump.later(pause, lambda: self._strike(running, min(2 * pause, MAX_RETRY_S)))
 
     def raise_in(self, frame: FrameType | None) -> None:
@@ -448,12 +451,15 @@ class Cell:
 
     def _is_users(self, frame: FrameType | None) -> bool:
         """Whether this frame runs the user's code, called by the runtime at a place that expects exceptions."""
-        innermost = True
+        if frame is None:
+            return False
+        first, innermost = frame, True
         while frame is not None:
             if frame.f_code is loads.__code__:  # code that unpickling runs, if it is of the constructor or message
-                return not innermost and frame.f_back is not None and frame.f_back.f_code in _CALLERS
+                is_run = frame.f_back is not None and frame.f_back.f_code in _CALLERS
+                return is_run and not innermost and self._standstill.allows(first)
             if frame.f_code in _CALLERS:
-                return not innermost
+                return not innermost and self._standstill.allows(first)
             if frame.f_code.co_filename.startswith(_PACKAGE):
                 return False
             frame, innermost = frame.f_back, False

@@ -56,14 +56,15 @@ def test_stop_of_process_that_survives_kill_repeats_rarely(
     def kill_the_third_time(owner: owned.ProcessOwner, member: owned._Member) -> None:
         nonlocal kills
         kills += 1
-        if kills == 3:
+        if kills >= 3:
             kill(owner, member)
 
     monkeypatch.setattr(owned.ProcessOwner, "_kill", kill_the_third_time)
     procs = this_host().spawn_procs({"gpus": 1}, name="undying")
     begun(procs.spawn("deaf", Deaf).work.call_one).ignore()
+    began = time.monotonic()
     with caplog.at_level(logging.WARNING, "monarch_backend"):
         procs.stop(timeout=0.1).get(PATIENCE)
     lines = [line for line in caplog.messages if "kill" in line]
-    assert len(lines) == 3
+    assert 3 <= len(lines) <= 2 + (time.monotonic() - began) / 0.3
     assert all("has not ended: a system call keeps it" in line for line in lines[1:])
