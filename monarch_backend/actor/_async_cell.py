@@ -128,6 +128,24 @@ class AsyncCell(Cell):
         if reason is not None:
             raise asyncio.CancelledError(reason)
 
+    def repeat_interruption(self, error: BaseException | None) -> bool:
+        loop = self._loop
+        if loop is None:
+            return super().repeat_interruption(error)
+        if type(error) is not asyncio.CancelledError or threading.get_ident() != self._thread_id:
+            return False
+        task = asyncio.current_task(loop)
+        key = next((key for key, each in self._tasks.items() if each is task), None)
+        if key is None:
+            return False
+        if key in self._struck_tasks:  # it is tried again anyway
+            self._struck_tasks.discard(key)
+            return True
+        if key not in self._withdrawn:
+            return False
+        self._interrupt(*key, str(error))
+        return True
+
     def _cancel_task(self, peer: Peer, ref: int, reason: str) -> None:
         if self._to_cancel.pop((peer, ref), None) is None and (peer, ref) in self._withdrawn:
             return  # it was interrupted where it blocked the loop

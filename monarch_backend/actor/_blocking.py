@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend.actor import _context
+
 if TYPE_CHECKING:
     from monarch_backend.actor._cell import Cell
 
@@ -37,9 +39,18 @@ _target: Cell | None = None
 
 
 def install() -> None:
-    """Install the handler, on the main thread of a worker."""
+    """Install the handler and the hook, on the main thread of a worker."""
     signal.signal(CANCEL_SIGNAL, _on_signal)
     os.register_at_fork(after_in_child=_uninstall)
+    former = sys.unraisablehook
+
+    def repeat_or_report(unraisable: sys.UnraisableHookArgs) -> None:
+        """Interrupt again if the exception was lost, as in ``__del__``, where Python ignores every exception."""
+        cell = _context.cell.get()
+        if cell is None or not cell.repeat_interruption(unraisable.exc_value):
+            former(unraisable)
+
+    sys.unraisablehook = repeat_or_report
 
 
 def _uninstall() -> None:
@@ -51,6 +62,18 @@ def _uninstall() -> None:
 def can_interrupt(thread_id: int) -> bool:
     """Whether blocking code of this thread can be interrupted."""
     return thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is _on_signal
+
+
+def why_not(thread_id: int) -> str | None:
+    """Reason why `can_interrupt` is false."""
+    if can_interrupt(thread_id):
+        return None
+    if thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is not signal.SIG_DFL:
+        return f"blocking code is interrupted by {CANCEL_SIGNAL.name}, which has another handler now"
+    return (
+        "blocking code is interrupted only on a process's main thread, where its first actor runs, and this is "
+        "another thread"
+    )
 
 
 def interrupt(cell: Cell) -> None:

@@ -417,20 +417,24 @@ class Cell:
         if threading.get_ident() == self._thread_id and self._is_users(frame):
             self.strike_here()
 
+    def repeat_interruption(self, error: BaseException | None) -> bool:
+        """Interrupt again if this exception, which Python has ignored, was an interruption. On the actor's thread."""
+        with self._lock:
+            running = self._running
+            if type(error) is not CancelledError or not self._struck or self._thread_id != threading.get_ident():
+                return False
+            self._struck = False
+        self.program.pump.later(RETRY_S, lambda: self._strike(running))
+        return True
+
     def _report_busy(self, running: Any) -> None:
         if self._running == running:
             self._log_busy(self._reason)
 
     def _log_busy(self, reason: str) -> None:
-        if not _blocking.can_interrupt(self._thread_id):
-            why = (
-                "blocking code is interrupted only on a process's main thread, where its first actor runs, and this is "
-                "another thread"
-            )
-        elif self._struck:
-            why = "the code goes on after the exception"
-        else:
-            why = self._blocked_by
+        why = _blocking.why_not(self._thread_id)
+        if why is None:
+            why = "the code goes on after the exception" if self._struck else self._blocked_by
         log.warning(
             "%s is still busy %.0f s after %s was cancelled (%s): %s. It takes the next message when the code returns. "
             "It is at %s",

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE)
 
 @contextmanager
 def running(sizes: dict[str, int], bootstrap: Callable[[], object] | None = None) -> Iterator[ProcMesh]:
-    """Processes that are up, for as long as the block, and what the first event loop of a process leaves for good."""
-    if find_spec("uvloop"):
-        import uvloop
-
-        uvloop.new_event_loop().close()  # libuv opens a pipe for all loops to come
+    """Processes that are up, for as long as the block."""
     with this_host().spawn_procs(sizes, bootstrap=bootstrap) as procs:
         procs.initialized.get(PATIENCE)
         yield procs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -17,6 +18,10 @@ def _fork_server() -> Iterator[None]:
 
     No failure may end pytest, also not one that comes after its test: those are found here.
     """
+    if find_spec("uvloop"):
+        import uvloop
+
+        uvloop.new_event_loop().close()  # libuv opens a pipe for all loops to come
     strays: list[MeshFailure] = []
     ending, ma.unhandled_fault_hook = ma.unhandled_fault_hook, strays.append
     procs = this_host().spawn_procs({"gpus": 1})

@@ -9,7 +9,9 @@ import asyncio
 import os
 import queue
 import select
+import signal
 import socket
+import statistics
 import subprocess
 import threading
 import time
@@ -122,6 +124,14 @@ KINDS: dict[str, Callable[[float], None]] = {
 }  # fmt: skip
 
 
+class BlockingDestructor:
+    def __init__(self, kind: str, seconds: float) -> None:
+        self.kind, self.seconds = kind, seconds
+
+    def __del__(self) -> None:
+        KINDS[self.kind](self.seconds)
+
+
 class Blocking(Actor):
     """Blocks in code of each kind."""
 
@@ -135,6 +145,47 @@ class Blocking(Actor):
                 begin.send(1)
             KINDS[kind](seconds)
             self.seen.append("returned")
+        except CancelledError:
+            self.seen.append("cancelled")
+            raise
+
+    @endpoint
+    def block_in_destructor(self, begin: Port[int], kind: str) -> None:
+        try:
+            begin.send(1)
+            BlockingDestructor(kind, LONG_S)
+            KINDS[kind](LONG_S)
+        except CancelledError:
+            self.seen.append("cancelled")
+            raise
+
+    @endpoint
+    def generate(self, begin: Port[int], kind: str) -> Iterator[int]:
+        try:
+            yield 1
+            begin.send(1)
+            KINDS[kind](LONG_S)
+        except CancelledError:
+            self.seen.append("cancelled")
+            raise
+
+    @endpoint
+    def block_with_own_handler(self, begin: Port[int]) -> None:
+        former = signal.signal(signal.SIGURG, signal.SIG_IGN)
+        try:
+            begin.send(1)
+            time.sleep(1.0)
+        finally:
+            signal.signal(signal.SIGURG, former)
+
+    @endpoint
+    def compute_in_standard_library(self, begin: Port[int]) -> None:
+        numbers = range(300_000)
+        try:
+            begin.send(1)
+            statistics.mean(numbers)
+            self.seen.append("computed")
+            in_python(LONG_S)
         except CancelledError:
             self.seen.append("cancelled")
             raise
@@ -175,6 +226,16 @@ class AsyncBlocking(Actor):
         try:
             if begin is not None:
                 begin.send(1)
+            KINDS[kind](LONG_S)
+        except asyncio.CancelledError:
+            self.seen.append("cancelled")
+            raise
+
+    @endpoint
+    async def block_in_destructor(self, begin: Port[int], kind: str) -> None:
+        try:
+            begin.send(1)
+            BlockingDestructor(kind, LONG_S)
             KINDS[kind](LONG_S)
         except asyncio.CancelledError:
             self.seen.append("cancelled")
@@ -241,6 +302,12 @@ def kill_soon() -> None:
 
     be_quick()
     _cell.KILL_AFTER_S = 0.5
+
+
+def never_interrupt_standard_library() -> None:
+    from monarch_backend.actor import _blocking
+
+    _blocking.STILL_S = _blocking.MAX_MOVING_S = LONG_S
 
 
 @pytest.fixture(scope="module")
@@ -389,13 +456,42 @@ def test_code_that_swallows_cancellation_keeps_its_turn(first: ActorMesh) -> Non
     assert first.take_seen.call_one().get(PATIENCE) == ["cancelled", "went on"]
 
 
-def test_cancellation_never_hits_the_next_message(first: ActorMesh) -> None:
+def test_cancellation_never_hits_the_next_message(first: ActorMesh, later: ActorMesh) -> None:
     for i in range(100):
-        future = begun(first.block.call_one, "in_sleep", 0.0005 * (i % 4))
-        following = first.echo.call_one(i)
+        actor = later if i % 2 else first
+        future = begun(actor.block.call_one, "in_sleep", 0.0005 * (i // 2 % 4))
+        following = actor.echo.call_one(i)
         future.cancel()
         assert following.get(PATIENCE) == i
-    assert set(first.take_seen.call_one().get(PATIENCE)) <= {"cancelled", "returned"}
+    for actor in (first, later):
+        assert set(actor.take_seen.call_one().get(PATIENCE)) <= {"cancelled", "returned"}
+
+
+def test_cancel_in_destructor_frees_actor(first: ActorMesh, later: ActorMesh) -> None:
+    """Python ignores exceptions in destructors, so the interruption is repeated."""
+    for actor, kind in ((first, "in_sleep"), (first, "in_python"), (later, "in_python")):
+        begun(actor.block_in_destructor.call_one, kind).cancel()
+        assert actor.take_seen.call_one().get(PATIENCE) == ["cancelled"]
+
+
+def test_cancel_of_blocking_generator_frees_actor(first: ActorMesh) -> None:
+    begun(first.generate.stream, "in_sleep").cancel()
+    assert first.take_seen.call_one().get(PATIENCE) == ["cancelled"]
+
+
+def test_cancel_in_moving_standard_library_interrupts_after_it() -> None:
+    with running({"gpus": 1}, bootstrap=never_interrupt_standard_library) as mesh:
+        for name in ("first", "later"):
+            actor = mesh.spawn(name, Blocking)
+            begun(actor.compute_in_standard_library.call_one).cancel()
+            assert actor.take_seen.call_one().get(PATIENCE) == ["computed", "cancelled"], name
+
+
+def test_blocking_code_with_another_handler_is_reported(first: ActorMesh, capfd: pytest.CaptureFixture[str]) -> None:
+    future = begun(first.block_with_own_handler.call_one)
+    future.cancel()
+    assert first.echo.call_one(1).get(PATIENCE) == 1
+    assert "SIGURG, which has another handler" in errors_of_processes(capfd, "is still busy")
 
 
 @pytest.mark.parametrize("kind", ["in_sleep", "in_socket"])
@@ -407,7 +503,9 @@ def test_cancel_of_coroutine_that_blocks_its_loop_frees_actor(kind: str) -> None
         late = actor.block.options(timeout=0.1).call_one(None, kind)
         assert actor.take_seen.call_one().get(PATIENCE) in (["cancelled"], [])
         assert isinstance(late.exception(PATIENCE), TimeoutError)
-        call = begun(actor.block.call_one, kind)
+        begun(actor.block_in_destructor.call_one, kind).cancel()
+        assert actor.take_seen.call_one().get(PATIENCE) == ["cancelled"]
+        call = begun(actor.block_in_destructor.call_one, kind)
         actor.abort("enough").get(PATIENCE)
         assert "aborted: enough" in str(call.exception(PATIENCE))
 
