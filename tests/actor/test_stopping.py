@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import pytest
@@ -23,6 +24,33 @@ class Deaf(Actor):
                 time.sleep(60)
             except BaseException:
                 continue
+
+
+class StuckInConstructor(Actor):
+    def __init__(self) -> None:
+        threading.Event().wait()
+
+    @endpoint
+    async def echo(self, value: int) -> int:
+        return value
+
+
+@pytest.mark.slow
+def test_abort_of_stuck_constructors_takes_at_most_ten_seconds(faults: Faults) -> None:
+    """With the default limits: on a main thread it is interrupted, on another one its process is killed."""
+    with this_host().spawn_procs({"gpus": 1}) as procs, this_host().spawn_procs({"gpus": 1}, name="killed") as killed:
+        procs.initialized.get(PATIENCE), killed.initialized.get(PATIENCE)
+        first = procs.spawn("first", StuckInConstructor)
+        resident = killed.spawn("resident", Deaf)
+        resident.initialized.get(PATIENCE)
+        later = killed.spawn("later", StuckInConstructor)
+        began = time.monotonic()
+        for ending in (first.abort("enough"), later.abort("enough")):
+            ending.get(PATIENCE)
+        taken = time.monotonic() - began
+        assert "enough" in str(first.initialized.exception(PATIENCE))
+        assert "SIGKILL" in faults.next().report()
+    assert taken < 10.0
 
 
 def test_stop_after_deadline_logs_one_line_per_process(
