@@ -183,13 +183,14 @@ def refuse_batch(group: Collectives, operations: Sequence[tuple[bool, Tensor, in
     """Raise CollectiveArgumentError if a receive of a batch shares memory with another operation of it.
 
     An operation is (is it a receive, tensor, rank, tag). Receives from one rank with one tag may share memory, because
-    the messages arrive in the order in which they were sent.
+    the messages arrive in the order in which they were sent; not so where NICs carry them.
     """
     sent = [tensor for receives, tensor, _, _ in operations if not receives]
     if not _meet(sent, [tensor for receives, tensor, _, _ in operations if receives]):
         return
     for (earlier, a), (later, b) in itertools.combinations(enumerate(operations), 2):
-        one_after_the_other = a[0] and b[0] and a[2:] == b[2:]
+        in_order = group._far is None or not group._far.takes([a[1]], a[3])
+        one_after_the_other = a[0] and b[0] and a[2:] == b[2:] and in_order
         if (a[0] or b[0]) and not one_after_the_other and _meet([a[1]], [b[1]]):
             what = f"operations {earlier} and {later} of the batch share memory, so that the result depends on timing"
             raise bad_argument(group, "batch_isend_irecv", what, "Give each receive memory of its own.")

@@ -217,6 +217,17 @@ def test_a_rank_without_nics(run: Run) -> None:
     assert found == [{"verbs": 6, "gloo": 3}, {"verbs": 0, "gloo": 9}, *[{"verbs": 6, "gloo": 3}] * 2]
 
 
+def _batch_into_one_tensor(rank: int) -> None:
+    into = torch.zeros(MIB, dtype=torch.uint8)
+    receives = [dist.P2POp(dist.irecv, into, 1 - rank) for _ in range(2)]
+    with pytest.raises(CollectiveArgumentError, match="operations 0 and 1 of the batch share memory"):
+        dist.batch_isend_irecv(receives)
+
+
+def test_batch_over_nics_that_receives_twice_into_one_tensor_is_refused(run: Run) -> None:
+    run(_batch_into_one_tensor)
+
+
 def _any_source(rank: int) -> dict[str, int]:
     size = dist.get_world_size()
     if rank:

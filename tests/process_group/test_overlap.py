@@ -21,6 +21,7 @@ from torch import Tensor
 
 import monarch_backend
 from monarch_backend import CollectiveArgumentError
+from monarch_backend.process_group._errors import CollectiveTimeoutError
 from tests.process_group.test_hierarchy import ON, TWO_BY_TWO, three  # noqa: F401  # a fixture
 from tests.support.hosts import Hosts, refusal, run_on_hosts
 from tests.support.ranks import run_ranks
@@ -451,6 +452,22 @@ def _batch(rank: int, n: int) -> None:
 @pytest.mark.parametrize("n", [8, 3000, 600_000])
 def test_batch_that_receives_into_memory_of_another_operation_is_refused(pool: Callable[[int], Any], n: int) -> None:
     pool(2).run(_batch, n)
+
+
+def _refused_on_one_rank(rank: int) -> None:
+    mine, other, store = torch.ones(4), torch.ones(4), dist.group.WORLD.get_group_store()
+    if rank == 1:
+        with pytest.raises(CollectiveArgumentError):
+            dist.all_to_all_single(mine, mine)
+        store.wait(["failed"])
+    else:
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 1 .* did not enter all_to_all"):
+            dist.all_to_all_single(other, mine)
+        store.set("failed", "1")
+
+
+def test_peer_of_a_rank_that_refuses_a_call_fails_at_its_timeout() -> None:
+    run_ranks(_refused_on_one_rank, 2, group_timeout=1.5)
 
 
 def test_argument_error_is_a_value_error() -> None:
