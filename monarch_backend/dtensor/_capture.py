@@ -29,7 +29,7 @@ from monarch_backend.dtensor import (
 from monarch_backend.dtensor._draw_op import Draw
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
-from monarch_backend.dtensor._origins import Origin
+from monarch_backend.dtensor._origins import Operand, Origin
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
 from monarch_backend.dtensor.worker._random import dropped
 
@@ -483,23 +483,39 @@ def _note_origin(
         of_all = found.get(node.args[0])  # type: ignore[arg-type]
         found[node] = of_all[int(node.args[1])] if isinstance(of_all, list) else None  # type: ignore[arg-type]
         return
-    inputs = [(found.get(each), tensor_of(each)) for each in node.all_input_nodes]
-    operands = [(origin, value.shape) for origin, value in inputs if isinstance(origin, Origin) and value is not None]
-    if any(type(size) is not int for _, shape in operands for size in shape):  # a trace for all sizes
-        operands = [(origin._replace(whole=None), ()) for origin, _ in operands]
+    inputs = {each: _operand(found.get(each), tensor_of(each)) for each in node.all_input_nodes}
+    operands = [each for each in inputs.values() if isinstance(each, Operand)]
+    origins = [each.origin for each in operands if each.origin is not None]
     if str(node.target).startswith(_wire.COLLECTIVES):
         if any(each in str(node.target) for each in MEETS):
-            found[node] = operands[0][0] if operands else None
+            found[node] = origins[0] if origins else None
         else:
             rows = workers.rows(list(node.args))
-            found[node] = _origins.of_collective(str(node.target), operands, rows, workers.size)
+            found[node] = _origins.of_collective(str(node.target), origins, rows, workers.size)
         return
-    if operands:
-        of_result, value = _origins.of_results(node.target, operands), tensor_of(node)
+    if origins:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+        of_result, value = _origins.of_results(node.target, list(args), dict(kwargs)), tensor_of(node)
         if isinstance(value, torch.Tensor):
-            found[node] = of_result(value)
+            found[node] = of_result(0, *_sizes(value))
         elif isinstance(value, (tuple, list)):
-            found[node] = [of_result(each) if isinstance(each, torch.Tensor) else None for each in value]
+            found[node] = [
+                of_result(at, *_sizes(each)) if isinstance(each, torch.Tensor) else None
+                for at, each in enumerate(value)
+            ]
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[Any, Any]:
+    return tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _operand(origin: Any, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    origin = origin if isinstance(origin, Origin) else None
+    if origin is not None and not all(type(size) is int for size in value.shape):  # a trace for all sizes
+        origin = origin._replace(whole=None)
+    return Operand(origin, *_sizes(value), value.dtype)
 
 
 def _check(node: fx.Node) -> None:

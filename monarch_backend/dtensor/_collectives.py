@@ -108,7 +108,7 @@ def _signature(
     if found is None:
         numbers = _define(workers, f"{there.__name__}:{name}", places, writes, metas)
         read = [meta for at, meta in enumerate(metas) if at not in writes] or metas
-        origins = [(meta.origin, meta.shape) for meta in read if meta.origin is not None]
+        origins = [meta.origin for meta in read if meta.origin is not None]
         rows = workers.rows(list(given.values()))
         found = known[key] = _Known(numbers, _origins.of_collective(name, origins, rows, workers.size))
         if len(known) > KEPT:

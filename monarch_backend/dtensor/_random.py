@@ -6,7 +6,7 @@ them (see _generator.py), so what comes next, here or there, is what comes next 
 
 A plain RemoteTensor draws the same numbers on all ranks, those of a single process with a tensor of its shape: what
 tensor parallelism has replicated stays the same everywhere. A plain tensor that is a DTensor's shard
-(`_origins.Origin`) draws as the DTensor does. One that is computed from shards in another way draws other numbers on
+(`_origins.Origin`) draws as the DTensor does. One that is computed from shards and is none draws other numbers on
 ranks with other shards, with a warning. `own_random_numbers` does the same for all plain tensors. These numbers follow
 from one number of the controller's generator and the rank's stream.
 Not here: what an operation does on a worker (worker/_random.py).
@@ -30,6 +30,7 @@ from monarch_backend.dtensor import (
     _dispatch,
     _draw_op,
     _generator,
+    _origins,
     _philox,
     _rank_ints,
     _results,
@@ -368,8 +369,9 @@ def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) ->
     shards = _Shards([], 1)
     if origin is not None:
         check_origin(origin, "native_dropout")
-        spec = origin.whole.spec(torch.bool, stride)  # type: ignore[union-attr]
-        shape, stride, shards = spec.tensor_meta.shape, spec.tensor_meta.stride, _shards(spec)  # type: ignore
+        spec = origin.whole.spec(torch.bool)  # type: ignore[union-attr]
+        mask = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, device="meta"))
+        shape, stride, shards = mask.shape, mask.stride(), _shards(spec)  # type: ignore[assignment]
     return Draw(
         _aten.bernoulli_.float, tuple(shape), tuple(stride), torch.bool, shards.cuts, shards.keeps, (1.0 - p,), True
     )
@@ -377,7 +379,7 @@ def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) ->
 
 def check_origin(origin: Origin | None, what: str) -> None:
     """Raises RemoteTensorError where a captured step can't draw for a tensor of this origin."""
-    if origin is not None and origin.whole is None:
+    if origin is not None and (origin.whole is None or origin.whole.is_strided):
         raise RemoteTensorError(
             f"{what} in a captured step draws random numbers for a plain tensor that is computed from a DTensor's "
             "shards, of which it is none itself: ranks would draw the same numbers for other shards. Keep the DTensor "
@@ -529,14 +531,16 @@ def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
     are_alike = all(isinstance(each, RemoteTensor) and each._meta.origin == origin for each in tensors)
     if not are_alike:
         return None
-    return origin.whole.spec(local._meta.dtype, (local._meta.classes or [local._meta])[0].stride)
+    return origin.whole.spec(local._meta.dtype)
 
 
 def _of_shards(func: Any, args: Any, spec: DTensorSpec, kwargs: dict[str, Any]) -> Any:
     """The operation on the DTensor, of which each rank has its own part again."""
 
     def whole(value: Any) -> Any:
-        return DTensor(value, spec, requires_grad=False) if isinstance(value, RemoteTensor) else value
+        if not isinstance(value, RemoteTensor):
+            return value
+        return DTensor(RemoteTensor(value._meta, value._ref), spec, requires_grad=False)
 
     result = handlers[func](func, tuple(map(whole, args)), {name: whole(each) for name, each in kwargs.items()})
     changed = _changed(func)
@@ -563,10 +567,12 @@ def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     own = kwargs.pop("generator", None)
     seed = float(_seed.random_(0, _SEEDS, generator=own if own is None or own.device.type == "cpu" else None).item())
     local = _first(args, kwargs)
+    origin, asked_for = local._meta.origin, _step_of(local).streams
     streams: Any = None
-    if local._meta.origin is not None and _step_of(local).streams is None:
-        streams = _rank_ints.by_rank(local._meta.origin.streams)
-        _warn_of_shards(func)
+    if origin is not None:
+        streams = _rank_ints.by_rank(_origins.together([each for each in (asked_for, origin.streams) if each]))
+        if asked_for is None:
+            _warn_of_shards(func)
     named = {**kwargs, "_name": str(func), "_seed": seed, "_own_stream": streams}
     return _dispatch.call(_shapes_with_seed(func), _WORKER + "own", args, named, func._schema)
 

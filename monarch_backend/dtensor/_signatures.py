@@ -7,7 +7,6 @@ a step differs in each step. Found by running it on fake tensors.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
-from monarch_backend.dtensor import _orders, _origins, _rank_ints, _wire
+from monarch_backend.dtensor import _orders, _origins, _rank_ints, _torch_traces, _wire
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._metadata import Meta
 from monarch_backend.dtensor._remote_tensor import RemoteTensor
@@ -92,7 +91,7 @@ def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
     if target.name.startswith(_wire.COLLECTIVES):
         classes = _without(workers.outside(flat), classes, workers.size)
     if classes is None:
-        return _make_same(workers, target, args, kwargs)
+        return _noting(*_make_same(workers, target, args, kwargs), args, kwargs)
     of_rank, members = classes
     if not members:
         raise RemoteTensorError(
@@ -106,7 +105,17 @@ def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
     calls = [(target, *each) for each in given]
     if target.name == _SPLIT:
         calls = _chunked(target, given)
-    return _combine(workers, [_make_same(workers, *each) for each in calls], of_rank)
+    differing = _origin_of_numbers(flat)
+    entries, origins = zip(*(_make_same(workers, *each, differing) for each in calls), strict=True)
+    changed = {place: _origins.common([each.get(place) for each in origins]) for place in origins[0]}
+    return _noting(_combine(workers, list(entries), of_rank), changed, args, kwargs)
+
+
+def _origin_of_numbers(flat: Sequence[Any]) -> Origin | None:
+    """Of what is calculated with numbers that differ by rank."""
+    columns = [values for values in map(_rank_ints.values_of, flat) if values is not None]
+    streams = _origins.numbered(list(zip(*columns, strict=True)))
+    return None if streams is None else _origins.Origin(streams)
 
 
 class OldValuesError(RemoteTensorError):
@@ -240,12 +249,13 @@ def _combine(workers: Workers, entries: list[Entry], of_rank: list[int]) -> Entr
         entry.parts = [entry.number, *(each.number for each in entries)]
     else:
         entry.number, entry.parts = 0, []
-    entry.outs = tuple(
-        None
-        if first.outs[i] is None
-        else workers.metas.by_rank([None if c < 0 else entries[c].outs[i] for c in of_rank])
-        for i in range(len(first.outs))
-    )
+
+    def out(i: int) -> Meta:
+        origin = _origins.common([each.outs[i].origin for each in entries])
+        metas = [workers.metas.with_origin(each.outs[i], origin) for each in entries]
+        return workers.metas.by_rank([None if c < 0 else metas[c] for c in of_rank])
+
+    entry.outs = tuple(None if first.outs[i] is None else out(i) for i in range(len(first.outs)))
     return entry
 
 
@@ -265,21 +275,31 @@ def _host(entries: list[Entry], of_rank: list[int]) -> Any:
     return pytree.tree_unflatten(leaves, flats[0][1])
 
 
-def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
-    """For ranks that are all alike."""
+Place = tuple[int, str, int]
+"""Of an argument that an operation changes: its position, its name, and its place in a list of tensors."""
+
+
+def _make_same(
+    workers: Workers, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
+) -> tuple[Entry, dict[Place, Origin | None]]:
+    """For ranks that are all alike. Also returns the origins of the arguments that are changed.
+
+    ``differing``: of the numbers among the arguments that differ by rank.
+    """
     entry = Entry()
     entry.workers, entry.outs, entry.kind, entry.sequence, entry.host = workers, (), Kind.NONE, tuple, None
     entry.returns, writes = _returned(target.schema)
     entry.at = writes[0][0] if entry.returns is not None and len(target.schema.returns) == 1 else -1
     writes += [(i, "") for i in target.writes]
+    of_result = _origins_of(workers, target, args, kwargs, differing)
     # First what may be refused; only then workers hear of it.
     if entry.returns is None:
         result, device = _propagated(workers, target.call, args, kwargs)
         result = _orders.as_cpus_have_it(target.call, list(map(_meta_of, args)), result)
-        _shape_results(workers, entry, result, device, _origins_of(workers, target, args, kwargs))
+        _shape_results(workers, entry, result, device, of_result)
         if entry.host is not None:
             entry.number, entry.parts = 0, []
-            return entry
+            return entry, {}
     elif torch.Tag.out in getattr(target.call, "tags", ()):
         _check_sizes(target, args, kwargs)
     elif target.schema.returns:
@@ -300,51 +320,57 @@ def _make_same(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entr
         _orders.said(entry.outs, workers.device),
     )  # fmt: skip
     entry.parts = [entry.number]
-    if entry.returns is not None:
-        _note_origins(workers, entry, target, args, kwargs)
-    return entry
+    changed: dict[Place, Origin | None] = {}
+    for at, name in _known_writes(target.schema) if target.schema is not None else ():
+        for i, value in enumerate(_as_list(_argument(args, kwargs, at, name))):
+            meta = _meta_of(value)
+            if meta is not None:
+                changed[at, name, i] = of_result(i, meta.shape, meta.stride)
+    return entry, changed
 
 
-def _note_origins(workers: Workers, entry: Entry, target: Target, args: Any, kwargs: Any) -> None:
-    """Let a call also note the origin of what it changes, where that is another one afterwards."""
-    found: list[tuple[int, str, Origin | None]] = []
-    for at, name in _known_writes(target.schema):
-        value = args[at] if at < len(args) else kwargs.get(name)
-        meta = _meta_of(value)
-        if meta is None:  # lists are changed one by one, with others of theirs
-            continue
-        rest = ([*args[:at], *args[at + 1 :]], kwargs) if target.call is _COPY else (args, kwargs)
-        origin = _origins_of(workers, target, *rest)(_fake_shape(meta))
-        if origin != meta.origin:
-            found.append((at, name, origin))
+def _argument(args: Any, kwargs: Any, at: int, name: str) -> Any:
+    return args[at] if at < len(args) else kwargs.get(name)
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _noting(entry: Entry, changed: dict[Place, Origin | None], args: Any, kwargs: Any) -> Entry:
+    """Let each call note the origins of what it changes, where they are others afterwards."""
     returns = entry.returns
+
+    def written(place: Place, args: Any, kwargs: Any) -> Any:
+        at, name, i = place
+        return _as_list(_argument(args, kwargs, at, name))[i]
+
+    found = {
+        place: origin
+        for place, origin in changed.items()
+        if isinstance(tensor := written(place, args, kwargs), RemoteTensor) and tensor._meta.origin != origin
+    }
     if not found or returns is None:
-        return
+        return entry
 
     def noting(args: Any, kwargs: Any) -> Any:
-        for at, name, origin in found:
-            set_origin(args[at] if at < len(args) else kwargs[name], origin)
+        for place, origin in found.items():
+            set_origin(written(place, args, kwargs), origin)
         return returns(args, kwargs)
 
     entry.returns, entry.at = noting, -1
-
-
-_COPY = torch.ops.aten.copy_.default
-
-
-def _fake_shape(meta: Meta) -> Any:
-    return torch.empty(meta.shape, device="meta")
+    return entry
 
 
 def set_origin(tensor: Any, origin: Origin | None) -> None:
-    """Of a tensor that was changed; what it is a view of has some of these values, too."""
+    """Note the origin of a tensor that was changed. A tensor of which it is a view has some of these values, too."""
     if not isinstance(tensor, RemoteTensor):
         return
     metas = tensor._meta.workers.metas
     tensor._meta = metas.with_origin(tensor._meta, origin)
     base = tensor._base if tensor._is_view() else None
-    if isinstance(base, RemoteTensor) and origin is not None and base._meta.origin is None:
-        base._meta = metas.with_origin(base._meta, origin._replace(whole=None))
+    if isinstance(base, RemoteTensor):
+        base._meta = metas.with_origin(base._meta, _origins.after_write(base._meta.origin, origin))
 
 
 def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
@@ -482,25 +508,32 @@ def _meta_of(value: Any) -> Meta | None:
     return value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
 
 
-def _origins_of(workers: Workers, target: Target, args: Any, kwargs: Any) -> Callable[[torch.Tensor], Origin | None]:
-    """What gives the origin of a result."""
-    flat = pytree.tree_leaves((args, kwargs))
-    metas = [meta for meta in map(_meta_of, flat) if meta is not None]
-    given = [(meta.origin, meta.shape) for meta in metas if meta.origin is not None]
-    if not target.name.startswith(_wire.COLLECTIVES):
-        return _origins.of_results(target.call, given)
-    found = _origins.of_collective(target.name, given, workers.rows(flat), workers.size)
-    return lambda _: found
+def _origins_of(
+    workers: Workers, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
+) -> _origins.OfResult:
+    """Return what finds the origin of a result, or of what is changed."""
+    if target.name.startswith(_wire.COLLECTIVES):
+        flat = pytree.tree_leaves((args, kwargs))
+        metas = [meta for meta in map(_meta_of, flat) if meta is not None]
+        given = [meta.origin for meta in metas if meta.origin is not None]
+        found = _origins.of_collective(target.name, given, workers.rows(flat), workers.size)
+        return lambda *_: found
+
+    def operand(value: Any) -> Any:
+        meta = _meta_of(value)
+        return value if meta is None else _origins.Operand(meta.origin, meta.shape, meta.stride, meta.dtype)
+
+    of_result = _origins.of_results(target.call, *pytree.tree_map(operand, (args, kwargs)))
+    return of_result if differing is None else lambda *each: _origins.after_write(of_result(*each), differing)
 
 
 def _shape_results(
-    workers: Workers, entry: Entry, result: Any, device: torch.device | None = None,
-    origin: Callable[[torch.Tensor], Origin | None] = lambda _: None,
-) -> None:  # fmt: skip
+    workers: Workers, entry: Entry, result: Any, device: torch.device | None, origin: _origins.OfResult
+) -> None:
     """``device``: where the results are, if that is not where they say."""
 
-    def meta(tensor: torch.Tensor) -> Meta:
-        return workers.metas.like(tensor, device, origin(tensor))
+    def meta(tensor: torch.Tensor, at: int = 0) -> Meta:
+        return workers.metas.like(tensor, device, origin(at, tuple(tensor.shape), tensor.stride()))
 
     if isinstance(result, torch.Tensor):
         entry.kind, entry.outs = Kind.ONE, (meta(result),)
@@ -508,33 +541,14 @@ def _shape_results(
         return
     elif isinstance(result, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in result):
         entry.kind, entry.sequence = Kind.MANY, type(result) if type(result) in (list, tuple) else tuple
-        entry.outs = tuple(meta(each) if isinstance(each, torch.Tensor) else None for each in result)
+        entry.outs = tuple(meta(each, at) if isinstance(each, torch.Tensor) else None for at, each in enumerate(result))
     elif pytree.tree_any(lambda each: isinstance(each, torch.Tensor), result):
         raise RemoteTensorError(f"a result of this form can't be kept on workers: {pytree.tree_structure(result)}")
     else:
         entry.host = result
 
 
-class _Quiet(logging.Filter):
-    """What torch refuses is raised to whoever asked for it: FakeTensor need not log it as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = 0
-        logging.getLogger("torch._subclasses.fake_tensor").addFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._depth == 0
-
-    def __enter__(self) -> None:
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-
-
 _CPU = torch.device("cpu")
-_quiet = _Quiet()
 _fake = FakeTensorMode()
 _fake.cache_enabled = False  # for ever, of everything; who asks here remembers the answer
 one_at_a_time = threading.RLock()
@@ -558,7 +572,7 @@ def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
     # What a program sets for its own functions, as torch.set_default_device does, is not for these.
     with one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
         args, kwargs = pytree.tree_map(fake, (args, kwargs))
-        with _quiet, _fake:
+        with _torch_traces.quiet, _fake:
             return stands_in.get(call, call)(*args, **kwargs)
 
 

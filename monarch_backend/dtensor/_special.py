@@ -120,8 +120,10 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Any:
     meta = args[0]._meta
     metas = meta.workers.metas
 
+    origin = None if meta.origin is None else meta.origin._replace(whole=None)
+
     def of(each: Any) -> Any:
-        return metas.like(propagate(func, (Operand(each), *args[1:]), kwargs), each.device, each.origin)
+        return metas.like(propagate(func, (Operand(each), *args[1:]), kwargs), each.device, origin)
 
     if meta.classes is None:
         return of(meta)

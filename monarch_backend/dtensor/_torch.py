@@ -649,11 +649,30 @@ def origin_of(spec: Any) -> Any:
     """Of the local tensors of DTensors like this, as `_origins.Origin`."""
     found = spec.__dict__.get("_monarch_origin", False)
     if found is False:
-        mesh = _torch_traces.real(spec.mesh)
-        workers = workers_of(mesh)
-        found = None if workers is None else _origins.of_shard(spec, mesh, _coordinates(mesh, workers))
-        spec.__dict__["_monarch_origin"] = found
+        found = spec.__dict__["_monarch_origin"] = _origin_of_new(spec)
     return found
+
+
+def _origin_of_new(spec: Any) -> Any:
+    """torch makes a spec for each gradient: a mesh remembers the origins of specs like these."""
+    mesh = _torch_traces.real(spec.mesh)
+    workers = workers_of(mesh)
+    if workers is None:
+        return None
+    known = mesh.__dict__.setdefault("_monarch_origins", {})
+    key = spec.placements, spec.shard_order, spec.tensor_meta
+    try:
+        if key not in known:
+            if len(known) >= _KEPT_ORIGINS:
+                known.clear()
+            known[key] = _origins.of_shard(spec, mesh, _coordinates(mesh, workers))
+        return known[key]
+    except TypeError:  # sizes of a trace have no hash
+        return _origins.of_shard(spec, mesh, _coordinates(mesh, workers))
+
+
+_KEPT_ORIGINS = 1024
+"""Limit for each mesh."""
 
 
 def _from_local_here(

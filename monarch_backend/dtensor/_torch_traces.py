@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,3 +44,24 @@ def real(value: Any) -> Any:
 
 outside = _disable_current_modes
 """In its context real tensors are calculated with, also while torch traces."""
+
+
+class _Quiet(logging.Filter):
+    """Context without log lines of FakeTensor about errors that it raises as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._depth == 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+
+
+quiet = _Quiet()

@@ -8,11 +8,13 @@ import torch
 from torch import _tensor_str
 from torch.utils import _pytree as pytree
 
+from monarch_backend.dtensor import _origins
 from monarch_backend.dtensor._remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._wire import Held
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._metadata import Meta
+    from monarch_backend.dtensor._origins import Origin
     from monarch_backend.dtensor._workers import Workers
 
 MOST_RESULTS = 4
@@ -41,6 +43,9 @@ def run_and_measure(workers: Workers, name: str, args: Any, kwargs: Any) -> Any:
     def by_id(value: Any) -> Any:
         return Held(value._ref.id) if isinstance(value, RemoteTensor) else value
 
+    metas = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    streams = [meta.origin.streams for meta in metas if meta.origin is not None]
+    origin = _origins.Origin(_origins.together(streams)) if streams else None
     first = next(workers.ids)
     numbers = [first, *(next(workers.ids) for _ in range(MOST_RESULTS - 1))]
     sent_args, sent_kwargs = pytree.tree_map(by_id, (list(args), dict(kwargs)))
@@ -49,13 +54,13 @@ def run_and_measure(workers: Workers, name: str, args: Any, kwargs: Any) -> Any:
     count = len(next(each for each in replies if each is not None))
     for i, number in enumerate(numbers[:count]):
         columns = [None if each is None else each[i] for each in replies]
-        metas = [None if each is None else _meta_of(workers, *each) for each in columns]
+        metas = [None if each is None else _meta_of(workers, origin, *each) for each in columns]
         results.append(RemoteTensor(workers.metas.by_rank(metas), Ref(workers, number)))
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _meta_of(workers: Workers, sizes: Any, strides: Any, dtype: str) -> Meta:
-    return workers.metas.same(tuple(sizes), tuple(strides), 0, getattr(torch, dtype), workers.device)
+def _meta_of(workers: Workers, origin: Origin | None, sizes: Any, strides: Any, dtype: str) -> Meta:
+    return workers.metas.same(tuple(sizes), tuple(strides), 0, getattr(torch, dtype), workers.device, origin)
 
 
 def text_of(tensor: Any) -> str:

@@ -419,18 +419,156 @@ def test_dropout_between_parallel_layers_is_that_of_a_single_process(fresh: Any,
         same(mine, theirs)
 
 
+class Attention(nn.Module):
+    """Heads of tensor parallel layers with local outputs; ``attend`` draws."""
+
+    def __init__(self, attend: Callable[[Any, Any, Any], Any], heads: int) -> None:
+        super().__init__()
+        self.attend = attend
+        self.qkv = nn.ModuleList(nn.Linear(8, 2 * heads) for _ in range(3))
+        self.last = nn.Linear(2 * heads, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        q, k, v = (layer(x).view(*x.shape[:2], -1, 2).transpose(1, 2) for layer in self.qkv)
+        return self.last(self.attend(q, k, v).transpose(1, 2).reshape(*x.shape[:2], -1))  # type: ignore[no-any-return]
+
+
+ATTENTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "softmax": lambda q, k, v: F.dropout((q @ k.transpose(-1, -2)).softmax(-1), 0.4) @ v,
+    "scaled_dot_product": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=True),
+    "heads": lambda q, k, v: F.dropout(q) + F.dropout(k) * v,
+}
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("what", ATTENTIONS)
+def test_dropout_in_heads_of_parallel_layers_is_that_of_a_single_process(
+    fresh: Any, what: str, is_captured: bool
+) -> None:
+    alone = Attention(ATTENTIONS[what], 6)
+    plan = {**{f"qkv.{i}": ColwiseParallel() for i in range(3)}, "last": RowwiseParallel()}
+    ours = parallelize_module(copy.deepcopy(alone), fresh, plan)  # type: ignore[arg-type]
+    found = []
+    for net in (alone, ours):
+        torch.manual_seed(2)
+        step = torch.compile(net, backend="monarch", fullgraph=True) if is_captured and net is ours else net
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*draws random numbers")
+            loss = step(torch.linspace(-1, 1, 80).view(2, 5, 8)).square().mean()
+        loss.backward()
+        found.append([loss, *(each.grad for each in net.parameters())])
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        same(mine, theirs)
+
+
+FOLLOWED: dict[str, Callable[[Any], Any]] = {
+    "heads": lambda x: x.view(*x.shape[:-1], -1, 2).transpose(-3, -2),
+    "heads, one dimension": lambda x: x.view(*x.shape[:-1], -1, 2).flatten(0, 1),
+    "sizes as numbers": lambda x: x.view(x.shape[0], x.shape[1], x.shape[2] // 2, 2),
+    "transposed": lambda x: x.transpose(0, -1).contiguous(),
+    "features": lambda x: x.sum(1, keepdim=True) + x.softmax(1),
+    "layer": lambda x: F.linear(x.transpose(1, 2).contiguous(), torch.ones(5, 3)),
+    "parts": lambda x: x.chunk(3, 1)[1].squeeze(1),
+    "joined": lambda x: torch.cat([x, x * 2], 1),
+    "broadcast": lambda x: x * x[:, :1],
+    "expanded": lambda x: x.unsqueeze(1).expand(-1, 2, -1, -1),
+    "foreach": lambda x: torch._foreach_mul([x, x + 1], 2)[1],
+    "data": lambda x: x.data.detach() + 1,
+}
+"""Operations with the shards of a whole of (4, 3, 8), sharded over the first or last dimension."""
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize("what", FOLLOWED)
+def test_what_is_computed_from_a_shard_is_the_same_part_of_what_one_process_computes(
+    fresh: Any, what: str, dim: int
+) -> None:
+    x = torch.linspace(-1, 1, 96).view(4, 3, 8)
+    expected = FOLLOWED[what](x)
+    local = FOLLOWED[what](distribute_tensor(x, fresh, [Shard(dim)]).to_local())
+    whole = local._meta.origin.whole
+    assert (whole.shape, whole.stride) == (expected.shape, expected.stride())
+    same(DTensor.from_local(local, *whole[:2], shape=expected.shape, stride=expected.stride()), expected)
+
+
+NOT_FOLLOWED: dict[str, Callable[[Any], Any]] = {
+    "flipped": lambda x: x.flip(0),
+    "rolled": lambda x: x.roll(1, 0),
+    "summed": lambda x: x.sum(0, keepdim=True) * x,
+    "counted": lambda x: x.cumsum(0),
+    "exchanged": lambda x: x + x.t(),
+    "in place": lambda x: x.clone().t_(),
+    "unsqueezed in place": lambda x: x.clone().unsqueeze_(0),
+    "some rows": lambda x: x[:1],
+    "by values": lambda x: x[x > 0],
+    "their places": lambda x: (x > 0).nonzero(),
+    "a list's": lambda x: torch._foreach_add([torch.ones_like(x), torch.zeros_like(x).cumsum(0)], [x, x])[1],
+}
+"""Operations with a shard's rows of which a rank then has no part of one process's result, or it is not known which."""
+
+
+@pytest.mark.parametrize("what", NOT_FOLLOWED)
+def test_what_is_no_shard_any_more_draws_other_numbers_and_warns(
+    fresh: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_random, "_warned", set())
+    x = torch.arange(64.0).view(8, 8).remainder(5) - 1.5
+    origin = NOT_FOLLOWED[what](distribute_tensor(x, fresh, [Shard(0)]).to_local()[:, :4].contiguous())._meta.origin
+    assert (origin.streams, origin.whole) == ((0, 1), None)
+    square = distribute_tensor(torch.cat([x, x]), fresh, [Shard(0)]).to_local()
+    with pytest.warns(UserWarning, match="use_local_output=False"):
+        drawn = F.dropout(torch.ones_like(NOT_FOLLOWED[what](square), dtype=torch.float32))
+    one, other = value(DTensor.from_local(drawn.contiguous(), fresh, [Shard(0)])).chunk(2)
+    assert not torch.equal(one, other)
+
+
+def test_numbers_like_a_shard_with_gradients_do_not_warn(fresh: Any) -> None:
+    local = distribute_tensor(torch.ones(4, 2), fresh, [Shard(0)]).to_local().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.rand_like(local)
+
+
+def test_what_is_calculated_with_numbers_of_ranks_draws_other_numbers_and_warns(
+    fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_random, "_warned", set())
+    rank = fresh.get_local_rank()
+    x = distribute_tensor(torch.ones(2, 64), fresh, [Replicate()]).to_local()
+    for own in (x[rank], x * (rank + 1), x[:, rank * 32 : rank * 32 + 32]):
+        assert own._meta.origin.streams == (0, 1)
+    with pytest.warns(UserWarning, match="use_local_output=False"):
+        one, other = value(DTensor.from_local(F.dropout(x[rank]), fresh, [Shard(0)])).chunk(2)
+    assert not torch.equal(one, other)
+
+
+def test_lists_of_tensors_have_each_its_own_origin(fresh: Any) -> None:
+    shard = distribute_tensor(torch.ones(4, 2), fresh, [Shard(0)]).to_local()
+    one, other, third = (distribute_tensor(torch.ones(2, 2), fresh, [Replicate()]).to_local().clone() for _ in range(3))
+    torch._foreach_copy_([one, other], [shard, third])
+    torch._foreach_add_([third], [one])
+    assert [each._meta.origin for each in (one, other, third)] == [shard._meta.origin, None, shard._meta.origin]
+
+
+def test_a_shard_with_one_number_everywhere_is_a_shard_still(fresh: Any) -> None:
+    shard = distribute_tensor(torch.ones(5, 2), fresh, [Shard(0)]).to_local()
+    filled = torch.empty_like(shard).copy_(torch.tensor(2.0))
+    assert filled._meta.origin == shard._meta.origin
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_dropout_of_what_is_computed_from_a_shard_warns_and_draws_other_masks(
     fresh: Any, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A view is not followed: which elements of the whole it has is not known."""
+    """The elements of the whole that a rank has after a flip of the sharded dimension are not followed."""
     monkeypatch.setattr(_random, "_warned", set())  # a line is warned of once
     layer = parallelize_module(nn.Linear(8, 64), fresh, ColwiseParallel())
     masks: list[torch.Tensor] = []
 
     def hidden(x: torch.Tensor) -> Any:
-        dropped = F.dropout(torch.ones_like(torch.relu(layer(x)).view(4, 32).t().contiguous()).clone(), 0.5).t()
-        masks.append(value(DTensor.from_local(dropped.detach().contiguous(), fresh, [Shard(1)])))
+        dropped = F.dropout(torch.ones_like(torch.relu(layer(x)).flip(-1)).clone(), 0.5)
+        masks.append(value(DTensor.from_local(dropped.detach(), fresh, [Shard(1)])))
         return layer(x) * dropped
 
     x = torch.ones(4, 8).requires_grad_()
@@ -584,6 +722,14 @@ def test_ranks_with_other_data_draw_other_numbers_if_asked_to(own_mesh: Any) -> 
     same_program(
         lambda x: [x.normal_()], distribute_tensor(torch.ones(5, 3), own_mesh, [Shard(0)] * 2), torch.ones(5, 3)
     )
+
+
+def test_shards_of_ranks_with_other_data_draw_other_numbers_on_each(own_mesh: Any) -> None:
+    """Ranks with other batches, which `own_random_numbers` told apart, have other shards of a layer, too."""
+    own_random_numbers(own_mesh["dp"])
+    local = distribute_tensor(torch.ones(4, 64), own_mesh["tp"], [Shard(1)]).to_local()
+    masks = value(DTensor.from_local(F.dropout(local), own_mesh, [Shard(0)] * 2)).chunk(4)
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(masks, 2))
 
 
 def test_one_record_each_and_the_state_only_where_it_is_another(line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
