@@ -61,6 +61,11 @@ class Operand:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def whole(self) -> Any:
+        """The DTensor that it is a shard of; None where there is none."""
+        return None if self.origin is None else self.origin.whole
+
 
 MARK = "monarch_origin"
 """Key in the ``meta`` of a trace's nodes: the origin of the local tensor that the program asked a DTensor for."""
@@ -90,7 +95,7 @@ def _whole(spec: DTensorSpec, mesh: Any) -> Whole | None:
     placements = tuple(Shard(each.dim % len(shape)) if type(each) is Shard else each for each in spec.placements)
     whole = Whole(mesh, placements, shape, stride)
     if whole.is_strided:
-        dims = [each.dim for each in placements if not each.is_replicate()]
+        dims = [each.dim for each in placements if isinstance(each, (Shard, _StridedShard))]
         return whole if len(set(dims)) == len(dims) else None
     return whole if spec.shard_order == DTensorSpec.compute_default_shard_order(spec.placements) else None
 
@@ -135,8 +140,7 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
     if call in _MADE_ANEW:
         return lambda _at, shape, stride: _anew(known[0], shape, stride)
     lost = Origin(together([each.origin.streams for each in known if each.origin is not None]))
-    wholes = {each.origin.whole for each in known if each.origin is not None}
-    if None in wholes:
+    if None in [each.whole for each in known]:
         return lambda *_: lost
     propagated = functools.cache(lambda shape: list(_propagated(call, args, kwargs, known, shape)))
     is_alike = is_pointwise(call) and len({(each.origin, tuple(each.shape)) for each in known}) == 1
@@ -153,8 +157,8 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
         if len(found) == 1:
             return lost._replace(whole=found.pop())
         if is_alike and tuple(shape) == tuple(known[0].shape):
-            whole = known[0].origin.whole  # type: ignore[union-attr]
-            return lost._replace(whole=whole._replace(stride=_ordered(whole.shape, stride)))  # type: ignore[union-attr]
+            whole = known[0].whole
+            return lost._replace(whole=whole._replace(stride=_ordered(whole.shape, stride)))
         return lost
 
     return of_result
@@ -184,8 +188,8 @@ def _is_same_order(operand: Operand, stride: Sizes) -> bool:
 
     Strides of a dimension of one element say nothing.
     """
-    whole = operand.origin.whole  # type: ignore[union-attr]
-    is_told = all(mine > 1 or all_ <= 1 for mine, all_ in zip(operand.shape, whole.shape, strict=True))  # type: ignore[union-attr]
+    whole = operand.whole
+    is_told = all(mine > 1 or all_ <= 1 for mine, all_ in zip(operand.shape, whole.shape, strict=True))
     return is_told and tuple(stride) == tuple(operand.stride)
 
 
@@ -208,7 +212,7 @@ def _propagated(
     """
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     strategies = propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs, propagator.op_to_rules
-    meshes = {each.origin.whole.mesh for each in known}  # type: ignore[union-attr]
+    meshes = {each.whole.mesh for each in known}
     if len(meshes) > 1 or not any(call in each for each in strategies):
         return
     mesh = next(iter(meshes))
@@ -216,8 +220,8 @@ def _propagated(
     def spec(value: Any) -> Any:
         if type(value) is not Operand:
             return value
-        if value.origin is not None:
-            return value.origin.whole.spec(value.dtype)
+        if value.whole is not None:
+            return value.whole.spec(value.dtype)
         meta = TensorMeta(torch.Size(value.shape), tuple(value.stride), value.dtype)
         return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
 
@@ -241,15 +245,15 @@ def _propagated(
 
 def _fits(whole: Whole, shape: Sizes, known: list[Operand]) -> bool:
     """Whether a rank that has the operands' shapes has a shard of this shape."""
-    given = [(each.origin.whole, tuple(each.shape)) for each in known]  # type: ignore[union-attr]
+    given = [(each.whole, tuple(each.shape)) for each in known]
     cuts = [
         [not w.placements[dim].is_replicate() for w in (whole, *(w for w, _ in given))]
         for dim in range(whole.mesh.ndim)
-    ]  # type: ignore[union-attr]
+    ]
     places = itertools.product(
         *(range(size) if any(cut) else (0,) for size, cut in zip(whole.mesh.shape, cuts, strict=True))
     )
-    mine = [at for at in places if all(_local_shape(w, at) == size for w, size in given)]  # type: ignore[arg-type]
+    mine = [at for at in places if all(_local_shape(w, at) == size for w, size in given)]
     return bool(mine) and all(_local_shape(whole, at) == tuple(shape) for at in mine)
 
 

@@ -102,13 +102,14 @@ def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
         changed = written(target.schema, args, kwargs) + [args[at] for at in target.writes]
         refuse_old_values(target.name, changed, of_rank)
     given = [pytree.tree_unflatten([_on(each, rank) for each in flat], spec) for rank in members]
-    calls = [(target, *each) for each in given]
+    calls: list[tuple[Target, Any, Any]] = [(target, args, kwargs) for args, kwargs in given]
     if target.name == _SPLIT:
         calls = _chunked(target, given)
     differing = _origin_of_numbers(flat)
-    entries, origins = zip(*(_make_same(workers, *each, differing) for each in calls), strict=True)
-    changed = {place: _origins.common([each.get(place) for each in origins]) for place in origins[0]}
-    return _noting(_combine(workers, list(entries), of_rank), changed, args, kwargs)
+    made = [_make_same(workers, called, args, kwargs, differing) for called, args, kwargs in calls]
+    origins = [each for _, each in made]
+    after = {place: _origins.common([each.get(place) for each in origins]) for place in origins[0]}
+    return _noting(_combine(workers, [entry for entry, _ in made], of_rank), after, args, kwargs)
 
 
 def _origin_of_numbers(flat: Sequence[Any]) -> Origin | None:

@@ -43,8 +43,8 @@ def run_and_measure(workers: Workers, name: str, args: Any, kwargs: Any) -> Any:
     def by_id(value: Any) -> Any:
         return Held(value._ref.id) if isinstance(value, RemoteTensor) else value
 
-    metas = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
-    streams = [meta.origin.streams for meta in metas if meta.origin is not None]
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    streams = [each._meta.origin.streams for each in tensors if each._meta.origin is not None]
     origin = _origins.Origin(_origins.together(streams)) if streams else None
     first = next(workers.ids)
     numbers = [first, *(next(workers.ids) for _ in range(MOST_RESULTS - 1))]
