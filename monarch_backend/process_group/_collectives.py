@@ -83,6 +83,10 @@ class Collectives(dist.ProcessGroup):
     _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
     _far: Far | None  # takes it for large messages where there are NICs between hosts
 
+    @functools.cached_property
+    def _own_rank(self) -> int:
+        return self.rank()  # a call into C++, which takes half a microsecond
+
     def _open_route(self, device: str) -> Any:
         raise NotImplementedError
 
@@ -146,7 +150,8 @@ class Collectives(dist.ProcessGroup):
         if on_cpu:
             _cpu.check_dense(self, "all_reduce", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
-            opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts, inner)
+            if inner is not self._shm:
+                opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts)
             tensors, opts = _cpu.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
             tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
         if aside:
@@ -167,10 +172,11 @@ class Collectives(dist.ProcessGroup):
             _cpu.check_settled(self, "all_reduce_coalesced", tensors)
             tensors, put_back = _overlap.separate_in_place(self, "all_reduce_coalesced", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
-            opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts, inner)
+            if inner is not self._shm:
+                opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts)
             finish = _cpu.in_turn(finish, put_back)
             tensors, opts = _cpu.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
-            tensors = [_cpu.reducible(self, "all_reduce_coalesced", [t], opts.reduceOp, inner)[0] for t in tensors]
+            tensors = _cpu.reducible(self, "all_reduce_coalesced", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allreduce_coalesced(tensors, opts)
@@ -191,9 +197,10 @@ class Collectives(dist.ProcessGroup):
                 _tensor_lists.check_root_tensor(self, "reduce", tensors, opts)
             _cpu.check_dense(self, "reduce", tensors)
             opts = _cpu.bool_sum_as_max(tensors, opts)
-            at_root = opts.rootRank == self.rank()
-            opts, divide = _cpu.integer_mean_as_sum(self, tensors, opts, inner)
-            finish = divide if at_root else None
+            at_root = opts.rootRank == self._own_rank
+            if inner is not self._shm:
+                opts, divide = _cpu.integer_mean_as_sum(self, tensors, opts)
+                finish = divide if at_root else None
             tensors, opts = _cpu.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
             tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp, inner)
         if aside:
@@ -219,7 +226,8 @@ class Collectives(dist.ProcessGroup):
             pairs = zip(outputs, [_cpu.readable(row) for row in inputs], strict=True)
             inputs = [_overlap.read_in_turn(self, "reduce_scatter", row, output) for output, row in pairs]
             opts = _cpu.bool_sum_as_max(outputs, opts)
-            opts, finish = _cpu.integer_mean_as_sum(self, outputs, opts, inner)
+            if inner is not self._shm:
+                opts, finish = _cpu.integer_mean_as_sum(self, outputs, opts)
             rows = [_cpu.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
             inputs, opts = [row for row, _ in rows], rows[0][1]
             outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
@@ -262,8 +270,9 @@ class Collectives(dist.ProcessGroup):
             output, finish = self._writable(name, output, input)
             input, output = _cpu.concatenated(input, output)
             opts = _cpu.bool_sum_as_max([output], opts)
-            opts, divide = _cpu.integer_mean_as_sum(self, [output], opts, inner)
-            finish = _cpu.in_turn(divide, finish)
+            if inner is not self._shm:
+                opts, divide = _cpu.integer_mean_as_sum(self, [output], opts)
+                finish = _cpu.in_turn(divide, finish)
             (input,), opts = _cpu.premultiplied(self, name, [input], opts, in_place=False)
             output, input = _cpu.reducible(self, name, [output, input], opts.reduceOp, inner)
 
@@ -410,7 +419,7 @@ class Collectives(dist.ProcessGroup):
             inner, on_cpu, aside = self._find("gather_single", [output, input])
             if on_cpu:  # Gloo has none: gather into the parts of the output
                 parts: list[list[Tensor]] = []
-                if self.rank() == opts.rootRank:
+                if self._own_rank == opts.rootRank:
                     _cpu.check_single(self, "gather_single", output, input, ("output", "input"))
                     _cpu.check_contiguous(self, "gather_single", [output])
                     parts = [list(output.view(self.size(), *input.shape).unbind())]
@@ -568,7 +577,9 @@ class Collectives(dist.ProcessGroup):
             for output, input in zip(outputs, inputs, strict=True):
                 _cpu.check_single(self, name, input, output, ("input", "output"))
             opts = _cpu.bool_sum_as_max(inputs, opts)
-            opts, divide = _cpu.integer_mean_as_sum(self, given, opts, inner)
+            divide = None
+            if inner is not self._shm:
+                opts, divide = _cpu.integer_mean_as_sum(self, given, opts)
             inputs, opts = _cpu.premultiplied(self, name, list(inputs), opts, in_place=False)
             flat = [_cpu.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
             able = [_cpu.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
@@ -665,9 +676,9 @@ class Collectives(dist.ProcessGroup):
         self, collective: str, opts: Any, flat: list[Tensor], nested: list[list[Tensor]], names: tuple[str, str]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         _tensor_lists.check_one(self, collective, names[0], flat)
-        has_list, at_root = any(nested), self.rank() == opts.rootRank
+        has_list, at_root = any(nested), opts.rootRank == self._own_rank
         if has_list != at_root:
-            what = f"the {names[1]} list is {'missing' if at_root else 'given'} on rank {self.rank()}"
+            what = f"the {names[1]} list is {'missing' if at_root else 'given'} on rank {self._own_rank}"
             raise bad_argument(self, collective, what, f"Give it on the root, rank {opts.rootRank}, and only there.")
         if not at_root:
             return _cpu.movable(self, collective, flat), []
@@ -695,7 +706,7 @@ class Collectives(dist.ProcessGroup):
                 inner = self._inner["cpu"]
             if rank is not None:
                 _cpu.check_rank(self, collective, role, rank)
-                if rank == self.rank():  # Gloo has no connection to itself
+                if rank == self._own_rank:  # Gloo has no connection to itself
                     raise bad_argument(self, collective, f"{role} rank {rank} is this rank itself", "Copy the tensor.")
             if collective == "send":
                 tensors = _cpu.settled(tensors)

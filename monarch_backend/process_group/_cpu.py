@@ -75,14 +75,14 @@ def taken_by(op: str, able: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
 
 
 def integer_mean_as_sum(
-    group: Collectives, outputs: Sequence[Tensor], opts: Any, inner: object
+    group: Collectives, outputs: Sequence[Tensor], opts: Any
 ) -> tuple[Any, Callable[[], object] | None]:
     """AVG of integers for Gloo: ``opts`` with SUM, and the function that divides ``outputs`` afterwards.
 
     Gloo divides by a floating-point number, and its work then fails. All other calls are returned unchanged.
     """
     dtype = outputs[0].dtype
-    if dtype not in INTEGERS_WITH_MEAN or dtype not in REDUCIBLE or hasattr(inner, "reduces"):
+    if dtype not in INTEGERS_WITH_MEAN or dtype not in REDUCIBLE:
         return opts, None
     if outputs[0].layout is not torch.strided:
         return opts, None  # Gloo refuses it, as it does floats

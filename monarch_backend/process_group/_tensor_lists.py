@@ -34,10 +34,10 @@ def check_one(group: Collectives, collective: str, what: str, tensors: Sequence[
 
 def check_same_dtype(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors of several dtypes or layouts in one operation."""
-    first = tensors[0]
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype != first.dtype or tensor.layout != first.layout:
-            what = f"tensor {index} is {_kind(tensor)}, tensor 0 is {_kind(first)}"
+    dtype, layout = tensors[0].dtype, tensors[0].layout
+    for index, tensor in enumerate(tensors[1:], 1):
+        if tensor.dtype is not dtype or tensor.layout is not layout:
+            what = f"tensor {index} is {_kind(tensor)}, tensor 0 is {_kind(tensors[0])}"
             raise bad_argument(group, collective, what, "Give tensors of one dtype and layout.")
 
 
