@@ -282,7 +282,18 @@ def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor, None
     scratch = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    return scratch, functools.partial(tensor.detach().copy_, scratch)
+    return scratch, copies([(tensor, scratch)])
+
+
+def copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+    """The function that copies results to the caller's tensors: (target, source), in whatever thread."""
+
+    def copy() -> None:
+        with torch.inference_mode():  # a target may need a gradient or be an inference tensor
+            for target, source in pairs:
+                target.copy_(source.view(target.shape))
+
+    return copy
 
 
 def as_given(work: Any, outputs: Sequence[Tensor], finish: Callable[[], object] | None = None) -> Any:

@@ -217,12 +217,7 @@ def _contiguous(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], o
     if all(t.is_contiguous() for t in tensors):
         return list(tensors), None
     pairs = [(t, torch.empty_like(t, memory_format=torch.contiguous_format)) for t in tensors]
-
-    def finish() -> None:
-        for given, scratch in pairs:
-            given.detach().copy_(scratch)
-
-    return [scratch for _, scratch in pairs], finish
+    return [scratch for _, scratch in pairs], _cpu.copies(pairs)
 
 
 def _all_of(works: Sequence[ShmWork], finish: Callable[[], object] | None) -> Callable[[], object] | None:

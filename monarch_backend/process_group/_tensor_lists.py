@@ -55,7 +55,7 @@ def all_reduce(group: Collectives, run_one: _Method, tensors: list[Tensor], opts
     parts = [value.view(-1) for value in _cpu.readable(values)]
     total = torch.empty_like(parts[0])
     combine(parts, total, _shm.op_code(opts.reduceOp), [1] * len(parts))
-    return GivenWork(run_one(group, [total], opts), tensors, _copies([(tensor, total) for tensor in tensors]))
+    return GivenWork(run_one(group, [total], opts), tensors, _cpu.copies([(tensor, total) for tensor in tensors]))
 
 
 def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts: Any) -> Any:
@@ -68,7 +68,7 @@ def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts:
     single = BroadcastOptions()
     single.rootRank, single.timeout, single.asyncOp = opts.rootRank, opts.timeout, opts.asyncOp
     others = [(tensor, one) for tensor in tensors if tensor is not one]
-    return GivenWork(run_one(group, [one], single), tensors, _copies(others))
+    return GivenWork(run_one(group, [one], single), tensors, _cpu.copies(others))
 
 
 def check_root_tensor(group: Collectives, collective: str, tensors: Sequence[Tensor], opts: Any) -> None:
@@ -96,7 +96,7 @@ def all_gather(
     parts = [part for one in received for part in one.unbind()]
     pairs = [pair for row in outputs for pair in zip(row, parts, strict=True)]
     shown = [tensor for row in outputs for tensor in row]
-    return GivenWork(run_one(group, [received], [sent], opts), shown, _copies(pairs))
+    return GivenWork(run_one(group, [received], [sent], opts), shown, _cpu.copies(pairs))
 
 
 def _check_alike(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
@@ -107,15 +107,6 @@ def _check_alike(group: Collectives, collective: str, tensors: Sequence[Tensor])
         if tensor.shape != first.shape:
             what = f"tensor {index} has shape {list(tensor.shape)}, tensor 0 has {list(first.shape)}"
             raise bad_argument(group, collective, what, "All tensors of the call must have one shape.")
-
-
-def _copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], object]:
-    def copy() -> None:
-        with torch.inference_mode():  # a target may need a gradient or be an inference tensor
-            for target, source in pairs:
-                target.copy_(source.view(target.shape))
-
-    return copy
 
 
 def _kind(tensor: Tensor) -> str:

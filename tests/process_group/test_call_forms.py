@@ -284,3 +284,22 @@ def _strided(rank: int, asynchronous: bool) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_outputs_with_strides(pool, asynchronous: bool) -> None:
     pool(2).run(_strided, asynchronous)
+
+
+def _strided_in_inference_mode(_rank: int) -> None:
+    """A thread that is not in the mode copies the result."""
+    with torch.inference_mode():
+        gathered, scattered = torch.zeros(4, 2)[:, 0], torch.zeros(2, 2)[:, 0]
+        works = [
+            ALL_GATHER_SINGLE(gathered, torch.ones(2), async_op=True),
+            REDUCE_SCATTER_SINGLE(scattered, torch.ones(4), async_op=True),
+        ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert gathered.tolist() == [1.0] * 4
+    assert scattered.tolist() == [2.0] * 2
+
+
+def test_strided_outputs_of_inference_mode_get_results(pool) -> None:
+    pool(2).run(_strided_in_inference_mode)
