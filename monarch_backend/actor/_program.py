@@ -476,7 +476,8 @@ class Program:
 
         def give_up() -> None:
             for rank in list(core.owned.left):
-                if not self.owner.kill_if_deaf(core.peer(rank)):
+                peer = core.peer(rank)
+                if peer is not self.router.me and not self.owner.kill_if_deaf(peer):
                     log.warning(
                         "%s of %s is not waited for: its process is not up yet, and ends the actor when it is",
                         core.where(rank), core.name,

@@ -29,6 +29,7 @@ from monarch_backend.actor import (
     ProcMesh,
     SupervisionError,
     _cell,
+    _program,
     endpoint,
     this_proc,
 )
@@ -414,16 +415,21 @@ def test_abort_of_blocking_unpickling_ends_actor() -> None:
         assert actor.take.call_one(2).get(PATIENCE) == 2
 
 
-def test_abort_of_blocking_actor_of_the_program_leaves_the_program(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["abort", "stop"])
+def test_end_of_blocking_actor_of_the_program_leaves_the_program(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_cell, "INTERRUPT_AFTER_S", 0.1)
-    monkeypatch.setattr(_cell, "KILL_AFTER_S", 0.2)
+    monkeypatch.setattr(_cell, "KILL_AFTER_S", 0.4)
+    monkeypatch.setattr(_program, "KILL_AFTER_S", 0.1)
     here = this_proc().spawn("here", Blocking)
     call = begun(here.block.call_one, "in_sleep", 1.0)
-    here.abort("enough").get(PATIENCE)
+    ended = here.abort("enough") if how == "abort" else here.stop("enough", timeout=0.1)
+    ended.get(PATIENCE)
+    error = call.exception(PATIENCE)
+    assert isinstance(error, SupervisionError), "it is answered when the code returns"
     assert "it goes on in this program" in caplog.text and "in in_sleep" in caplog.text
-    assert isinstance(call.exception(PATIENCE), SupervisionError), "it is answered when the code returns"
+    assert "not up yet" not in caplog.text
 
 
 def test_stop_with_timeout_of_blocking_constructor_ends_actor() -> None:
