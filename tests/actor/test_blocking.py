@@ -422,13 +422,17 @@ def test_end_of_blocking_actor_of_the_program_leaves_the_program(
     monkeypatch.setattr(_cell, "INTERRUPT_AFTER_S", 0.1)
     monkeypatch.setattr(_cell, "KILL_AFTER_S", 0.4)
     monkeypatch.setattr(_program, "KILL_AFTER_S", 0.1)
+    release = threading.Event()
+    monkeypatch.setitem(KINDS, "in_program", release.wait)
     here = this_proc().spawn("here", Blocking)
-    call = begun(here.block.call_one, "in_sleep", 1.0)
+    call = begun(here.block.call_one, "in_program")
     ended = here.abort("enough") if how == "abort" else here.stop("enough", timeout=0.1)
     ended.get(PATIENCE)
+    assert not call.done()
+    release.set()
     error = call.exception(PATIENCE)
     assert isinstance(error, SupervisionError), "it is answered when the code returns"
-    assert "it goes on in this program" in caplog.text and "in in_sleep" in caplog.text
+    assert "it goes on in this program" in caplog.text and "in block" in caplog.text
     assert "not up yet" not in caplog.text
 
 
