@@ -7,7 +7,7 @@ test_collectives.py's matrix.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -224,7 +224,7 @@ def test_integer_avg_over_gloo_is_truncated_quotient() -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> Hosts:
+def two() -> Iterator[Hosts]:
     with hosts(2) as made:
         yield made
 
