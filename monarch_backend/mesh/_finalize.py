@@ -12,7 +12,8 @@ import gc
 import io
 import sys
 import threading
-from types import FunctionType, ModuleType
+from pathlib import PurePath
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
 _preloaded: frozenset[str] = frozenset()
@@ -50,35 +51,41 @@ def finalize_user_code() -> None:
 def _clear_namespaces() -> None:
     threading.excepthook = lambda _: None  # daemon threads go on without their globals; an interpreter would stop them
     spaces = _user_namespaces()
-    # Objects first: their __del__ may need the functions, classes and modules of the same namespace.
-    for is_definition in (False, True):
+    # The later a name is cleared, the longer a __del__ can use it. An object was often made from names before its own.
+    for names_of in (_finalized, _objects, list):
         for space in spaces:
-            for name in [*filter(_is_private, space), *space]:
-                if not name.startswith("__") and isinstance(space[name], _DEFINITIONS) == is_definition:
+            for name in reversed(names_of(space)):
+                if not name.startswith("__"):
                     space[name] = None
-        gc.collect()
+        if names_of is not _finalized:  # objects in reference cycles
+            gc.collect()
 
 
 _DEFINITIONS = (FunctionType, type, ModuleType)
+_CONSTANTS = (str, bytes, int, float, complex, tuple, frozenset, PurePath, NoneType)
 
 
-def _is_private(name: str) -> bool:
-    return name.startswith("_")
+def _finalized(space: dict[str, Any]) -> list[str]:
+    return [name for name, value in space.items() if hasattr(type(value), "__del__")]
+
+
+def _objects(space: dict[str, Any]) -> list[str]:
+    return [name for name, value in space.items() if not issubclass(type(value), (*_DEFINITIONS, *_CONSTANTS))]
 
 
 def _user_namespaces() -> list[dict[str, Any]]:
     """Globals of the user's modules, the last imported first, and of functions that came by value."""
+    # The name first: it costs a copied page to touch a module that is shared with the fork server.
     modules = [
-        vars(module) for name, module in sys.modules.items() if isinstance(module, ModuleType) and _is_user(name)
+        vars(module) for name, module in sys.modules.items() if _is_user(name) and isinstance(module, ModuleType)
     ]
     found = {id(space): space for space in reversed(modules)}
-    known = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
     for function in gc.get_objects():
-        if type(function) is not FunctionType or id(space := function.__globals__) in known:
-            continue
         # The globals of a by-value function are a copy of its module's names; those of generated code are not.
-        if "__package__" in space and _is_user(str(space.get("__name__"))):
-            found[id(space)] = space
+        if type(function) is FunctionType:
+            space = function.__globals__
+            if "__package__" in space and _is_user(str(space.get("__name__"))):
+                found[id(space)] = space
     return list(found.values())
 
 

@@ -25,8 +25,13 @@ class Note:
         self.path.write_text(f"{type(self).__name__} {note_name()}")
 
 
+NAME = "collected"
+SETTINGS = {"name": NAME}
+
+
 def note_name() -> str:
-    return "collected"
+    assert NAME == "collected", "a constant is cleared before an object that may use it"
+    return SETTINGS["name"]
 
 
 class Holder(Actor):
@@ -37,6 +42,7 @@ class Holder(Actor):
         globals()["_file"] = file = (folder / "file").open("w")
         file.write("of a global")
         globals()["_note"] = [Note(folder / "note")]
+        globals()["last_note"] = Note(folder / "last")
         self.mine = Note(folder / "attribute")
         type(self).shared = (folder / "shared").open("w")  # type: ignore[attr-defined]
         type(self).shared.write("of a class")  # type: ignore[attr-defined]
@@ -53,6 +59,7 @@ class Holder(Actor):
 WRITTEN = {
     "file": "of a global",
     "note": "Note collected",
+    "last": "Note collected",
     "attribute": "Note collected",
     "shared": "of a class",
     "atexit": "hook",
