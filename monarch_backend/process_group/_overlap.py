@@ -175,8 +175,21 @@ def refuse(group: Collectives, collective: str, read: Tensor, write: Tensor) -> 
         raise _shared(group, collective, "input 0 and output 0 share memory, so that the result depends on timing")
 
 
+def refuse_partial(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
+    """Raise CollectiveArgumentError if two tensors, or elements of one, share memory, unless the two are the same.
+
+    Gloo reduces such tensors into each other, and fails in the middle of a broadcast.
+    """
+    if not _meet((), tensors):
+        return
+    refuse_expanded(group, collective, tensors)
+    for (earlier, a), (later, b) in itertools.combinations(enumerate(tensors), 2):
+        if a is not b and not _is_at(a, b, 0) and _meet([a], [b]):
+            raise _shared(group, collective, f"tensors {earlier} and {later} share a part of their memory")
+
+
 def _shared(group: Collectives, collective: str, what: str) -> Exception:
-    return bad_argument(group, collective, what, "Give the output memory of its own.")
+    return bad_argument(group, collective, what, "Give each tensor that is written memory of its own.")
 
 
 def refuse_batch(group: Collectives, operations: Sequence[tuple[bool, Tensor, int, int]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions
 
-from monarch_backend.process_group import _cpu, _shm
+from monarch_backend.process_group import _cpu, _overlap, _shm
 from monarch_backend.process_group._combine import combine
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hooks import GivenWork
@@ -46,6 +46,7 @@ def all_reduce(group: Collectives, run_one: _Method, tensors: list[Tensor], opts
     name = "all_reduce"
     inner, _, _ = group._find(name, tensors)
     _check_alike(group, name, tensors)
+    _overlap.refuse_partial(group, name, tensors)
     if _cpu.op_name(opts.reduceOp) == "AVG":
         what = f"reduce op AVG of {len(tensors)} tensors per rank has no agreed divisor"
         raise bad_argument(group, name, what, "Use SUM and divide, or call all_reduce once for each tensor.")
@@ -64,6 +65,7 @@ def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts:
     group._find(name, tensors)
     check_root_tensor(group, name, tensors, opts)
     _check_alike(group, name, tensors)
+    _overlap.refuse_partial(group, name, tensors)
     (one,) = _cpu.readable([tensors[opts.rootTensor]])
     single = BroadcastOptions()
     single.rootRank, single.timeout, single.asyncOp = opts.rootRank, opts.timeout, opts.asyncOp

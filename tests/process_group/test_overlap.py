@@ -454,6 +454,27 @@ def test_batch_that_receives_into_memory_of_another_operation_is_refused(pool: C
     pool(2).run(_batch, n)
 
 
+def _several_per_rank(rank: int) -> tuple[list[float], list[float]]:
+    group, line = dist.group.WORLD, torch.arange(4.0)
+    for call in (group.allreduce, group.broadcast):
+        with pytest.raises(CollectiveArgumentError, match=rf"tensors 0 and 1 share .*rank {rank} of 2"):
+            call([line[:3], line[1:]])
+        with pytest.raises(CollectiveArgumentError, match=rf"elements of output 1 share memory.*rank {rank} of 2"):
+            call([torch.zeros(3), torch.zeros(1).expand(3)])
+    assert line.tolist() == [0.0, 1.0, 2.0, 3.0]
+    twice, parts = torch.tensor([1.0 + rank]), torch.arange(4.0) + 10 * rank
+    group.allreduce([twice, twice]).wait()
+    # Both ranks' inputs, written in the order of the list: the last one wins.
+    group.allgather([[parts[i : i + 1] for i in (0, 2, 2, 1)]] * 2, [parts[1:2], parts[3:]]).wait()
+    return twice.tolist(), parts.tolist()
+
+
+def test_overlapping_tensors_of_one_rank_give_gloos_values_or_are_refused(pool: Callable[[int], Any]) -> None:
+    for rank, (twice, parts) in enumerate(pool(2).run(_several_per_rank)):
+        assert twice == [6.0]  # each of four inputs counts
+        assert parts == [1.0, 13.0, 11.0, 3.0 + 10 * rank]
+
+
 def _refused_on_one_rank(rank: int) -> None:
     mine, other, store = torch.ones(4), torch.ones(4), dist.group.WORLD.get_group_store()
     if rank == 1:
