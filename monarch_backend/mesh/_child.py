@@ -34,6 +34,7 @@ def main(argument: str) -> NoReturn:
     """Of a plainly spawned process: ``argument`` is the descriptor of a file that holds its Spawn message."""
     with without_collector():
         importlib.import_module("torch")  # a forked child has it, and here its threads and random numbers are seen to
+    _finalize.remember_preloaded()
     with open(int(argument), "rb") as file:
         spec = msgspec.msgpack.decode(file.read(), type=Spawn)
     run(spec)
@@ -82,7 +83,6 @@ def _become(spec: Spawn) -> None:
     sys.argv[:] = map(os.fsdecode, spec.argv)
     for entry in [entry for entry, finder in sys.path_importer_cache.items() if finder is None]:
         del sys.path_importer_cache[entry]  # it may exist by now
-    _finalize.remember_preloaded()
     # multiprocessing's children call the main module __mp_main__, also in what they send back.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = empty_main_module(
         spec.main_module[0], os.fsdecode(spec.main_module[1])

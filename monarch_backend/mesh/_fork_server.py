@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from monarch_backend.mesh import _child, _linux
+from monarch_backend.mesh import _child, _finalize, _linux
 from monarch_backend.mesh._processes import Death, Processes, StartError
 from monarch_backend.mesh._spawn_messages import (
     BadMessageError,
@@ -181,6 +181,7 @@ class Server:
 
     def _settle(self) -> None:
         """Have what is imported by now be cheap to copy."""
+        _finalize.remember_preloaded()  # here, because in a child it would copy 800 shared pages
         if self._lasting:
             gc.collect()
             _linux.use_huge_pages()
