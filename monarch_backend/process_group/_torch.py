@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from monarch_backend.process_group import _own_address
 from monarch_backend.process_group._handshake import Deadline, within
 
 BackendType = dist.ProcessGroup.BackendType
@@ -396,9 +397,16 @@ def _make_gloo(opts: Any, deadline: Deadline) -> Any:
 
     In a thread, because the constructor waits for each of the other ranks as long as its timeout.
     """
+    own = _own_address.agree(opts.store, opts.group_size, deadline)
     left = deadline.left()
+    chosen: dict[str, Any] = {"timeout": left}
+    if own:
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
+        options._timeout = left
+        chosen = {"options": options}
     gloo = within(
-        left.total_seconds(), lambda: c10d.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, timeout=left)
+        left.total_seconds(), lambda: c10d.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, **chosen)
     )
     gloo.set_timeout(opts.timeout)
     gloo.options.global_ranks_in_group = opts.global_ranks_in_group

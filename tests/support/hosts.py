@@ -100,9 +100,13 @@ def hardware_address(index: int) -> str:
 
 
 class Hosts:
-    """Hosts 0 to ``count`` - 1, each with an eth0; make them with :func:`hosts`."""
+    """Hosts 0 to ``count`` - 1, each with an eth0; make them with :func:`hosts`.
 
-    def __init__(self, count: int) -> None:
+    ``own_name``: the address that each hostname has on its own host, by default eth0's.
+    """
+
+    def __init__(self, count: int, own_name: str = "") -> None:
+        self._own_name = own_name
         self.pids: list[int] = []
         self._pipes: list[int] = []
         self._ports = itertools.count(29500)
@@ -132,7 +136,9 @@ class Hosts:
                 _libc("mount", b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), None)
                 _libc("sethostname", name.encode(), len(name))
                 with open("/dev/shm/hosts", "w") as table:
-                    table.writelines(f"{self.address(i)} {self.name(i)}\n" for i in range(count))
+                    for i in range(count):
+                        own = self._own_name if self.name(i) == name else ""
+                        table.write(f"{own or self.address(i)} {self.name(i)}\n")
                 _libc("mount", b"/dev/shm/hosts", b"/etc/hosts", None, ctypes.c_ulong(_BIND), None)
                 os.write(tell, b"1")
                 if os.getppid() == parent:
@@ -232,7 +238,8 @@ class Hosts:
                 _libc("setns", fd, flag)
             finally:
                 os.close(fd)
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        if not self._own_name:
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def close(self) -> None:
         """End the hosts; their namespaces and links go with them."""
@@ -270,9 +277,9 @@ def refusal() -> str:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[Hosts]:
-    """``count`` hosts, gone afterwards."""
-    made = Hosts(count)
+def hosts(count: int, own_name: str = "") -> Iterator[Hosts]:
+    """``count`` hosts, gone afterwards; see Hosts."""
+    made = Hosts(count, own_name)
     try:
         yield made
     finally:
@@ -289,12 +296,17 @@ def run_on_hosts(
     group_timeout: float = 60.0,
     env: dict[str, str] | None = None,
     together: bool = True,
+    master: str = "",
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on fresh ranks, ``placement[rank]`` being the host of each; results by rank.
+
+    ``master``: the name of rank 0's host for `init_method=`, by default its address.
 
     ``together=False`` is for ranks that die: then ``fn`` must see to it that rank 0, which has the store, ends last.
     """
     size, address = len(placement), where.store_address(placement[0])
+    if master:
+        address = address.replace(where.address(placement[0]), master)
     held: list[Any] = []
 
     def on_host(rank: int, _address: str) -> Any:
