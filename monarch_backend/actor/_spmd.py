@@ -11,6 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core.addresses import address_towards, is_loopback, numeric_address
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend.actor._actor import Actor, endpoint
 from monarch_backend.actor._context import current_rank
@@ -103,6 +104,8 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
     done: Future[None] = Future(program.wait)
     home = program.host(core.tokens[key[0]])
     host, homes = MEETING_HOST if home is None else home.address[0], [host_of(core.tokens[rank]) for rank in key]
+    known = [program.host(core.tokens[rank]) for rank in key]
+    others = sorted({each.address[0] for each in known if each is not None})
     first = world if len(world) == 1 else world.flatten("rank").slice(rank=0)
 
     def joined(future: Future[Any]) -> None:
@@ -117,13 +120,26 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
             # A call fails with its first rank, and another one may still be on its way to the store that `listen` would
             # replace: it would look for it until its timeout.
             world.comes.call().get()
-            port = first.listen.call_one(host, timeout).get()
-            world.join.call(backend, host, port, timeout, homes).add_done_callback(joined)
+            master = _master_address(host, others)
+            port = first.listen.call_one(master, timeout).get()
+            world.join.call(backend, master, port, timeout, homes).add_done_callback(joined)
         except BaseException as error:
             done._fail(error)
 
     program.aside(join)
     return done
+
+
+def _master_address(host: str, others: list[str]) -> str:
+    """The address of rank 0's host for all ranks; ``others`` are the hosts of the mesh.
+
+    Resolved here, because on the host itself its name may be that of loopback. A host that this program reaches by
+    loopback is this one: other hosts reach it at the address that it has on the way to them.
+    """
+    own = numeric_address(host)
+    if is_loopback(own):
+        return next(filter(None, map(address_towards, others)), own)
+    return own
 
 
 def abort_groups(why: str) -> None:

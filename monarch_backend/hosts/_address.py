@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from pathlib import Path
@@ -22,14 +21,6 @@ def parse_address(text: str) -> tuple[str, int]:
     if found is None or not 0 <= int(found[3] or PORT) <= 65535:
         raise ValueError(f"{text!r} is no address of a host: write tcp://HOST:PORT, HOST:PORT or [IPv6]:PORT")
     return found[1] or found[2], int(found[3] or PORT)
-
-
-def is_loopback(host: str) -> bool:
-    """True for what nobody on another machine can reach."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def given_secrets() -> list[bytes]:

@@ -19,8 +19,9 @@ from typing import Any
 
 import msgspec
 
+from monarch_backend._core.addresses import is_loopback
 from monarch_backend.hosts import _agent, _messages
-from monarch_backend.hosts._address import given_secrets, is_loopback, parse_address
+from monarch_backend.hosts._address import given_secrets, parse_address
 from monarch_backend.hosts._messages import Ask, Unwelcome, Versions, Welcome
 from monarch_backend.hosts._tls import tls_for
 from monarch_backend.mesh._limits import allow_descriptors

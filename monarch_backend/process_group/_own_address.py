@@ -8,16 +8,14 @@ gives a better address: the store is where all ranks meet.
 from __future__ import annotations
 
 import functools
-import ipaddress
 import os
 import socket
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from monarch_backend._core.addresses import address_towards, is_loopback
 from monarch_backend.process_group._handshake import Deadline, appear
-
-_PORT = 9  # of a datagram socket that sends nothing: any port finds the route
 
 
 def agree(store: Store, size: int, deadline: Deadline) -> str:
@@ -29,7 +27,7 @@ def agree(store: Store, size: int, deadline: Deadline) -> str:
     """
     if size == 1:
         return ""
-    own = on_the_way_to(_host_of(store))
+    own = address_towards(_host_of(store))
     if own:
         store.set("address", own)
     if store.add("ranks with an address or without", 1) == size:
@@ -40,7 +38,7 @@ def agree(store: Store, size: int, deadline: Deadline) -> str:
         return own
     if not appear(store, ["all addresses"], deadline.seconds()):
         raise TimeoutError("ranks did not exchange their addresses in time")
-    return on_the_way_to(store.get("address").decode()) if store.check(["address"]) else ""
+    return address_towards(store.get("address").decode()) if store.check(["address"]) else ""
 
 
 @functools.lru_cache(maxsize=1)
@@ -56,28 +54,8 @@ def is_hostname_loopback(hostname: str) -> bool:
                 probe.bind(address)
         except OSError:
             continue
-        return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        return is_loopback(str(address[0]))
     return True
-
-
-def on_the_way_to(host: str) -> str:
-    """The local address of connections to a host, or "" for a loopback or link-local one and where there is no way."""
-    if not host:
-        return ""
-    try:
-        found = socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return ""
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                own = str(probe.getsockname()[0]).partition("%")[0]
-        except OSError:
-            continue
-        known = ipaddress.ip_address(own)
-        return "" if known.is_loopback or known.is_link_local or known.is_unspecified else own
-    return ""
 
 
 def _host_of(store: Any) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.actor.scripts import WarmInterpreter
 from tests.hosts.support import World, any_address6
+from tests.support.hosts import hosts, refusal
 
 BASICS = ["values", "payloads", "ports_and_references"]
 
@@ -98,3 +99,14 @@ def test_one_torch_world_over_several_hosts(anywhere: tuple[World, list[str]]) -
 def test_a_workspace_is_brought(anywhere: tuple[World, list[str]], tmp_path: Path) -> None:
     world, workers = anywhere
     world.run("workspace", str(tmp_path), *workers[:2])
+
+
+@pytest.mark.slow
+def test_process_group_over_hosts_named_loopback_works(tmp_path: Path) -> None:
+    # Each host has its own name at 127.0.1.1, as on Debian; the daemons are found by name.
+    if why := refusal():
+        pytest.skip(why)
+    with hosts(3, own_name="127.0.1.1") as named, World(named, tmp_path) as world:
+        daemons = [world.daemon(index) for index in (1, 2)]
+        ports = [daemon.address.rsplit(":", 1)[1] for daemon in daemons]
+        world.run("groups", *(f"{named.name(index)}:{port}" for index, port in zip((1, 2), ports, strict=True)))

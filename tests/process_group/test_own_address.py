@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from monarch_backend._core.addresses import address_towards
 from monarch_backend.process_group import _own_address
 from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts, sent_bytes
 
@@ -73,7 +74,7 @@ def test_group_of_one_host_named_loopback_stays_on_loopback(debian: Hosts) -> No
 
 def test_address_on_the_way_to_loopback_or_nowhere_is_empty() -> None:
     for host in ("", "127.0.0.1", "::1", "localhost", "x" * 64):
-        assert _own_address.on_the_way_to(host) == "", host
+        assert address_towards(host) == "", host
 
 
 def test_hostname_without_address_counts_as_loopback() -> None:
