@@ -401,7 +401,7 @@ def _make_gloo(opts: Any, deadline: Deadline) -> Any:
     left = deadline.left()
     chosen: dict[str, Any] = {"timeout": left}
     if own:
-        options = c10d.ProcessGroupGloo._Options()
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
         options._timeout = left
         chosen = {"options": options}
