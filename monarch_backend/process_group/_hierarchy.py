@@ -161,7 +161,6 @@ class Hierarchy(SharedMemory):
         """Make this rank's leaving the cause of the group's end, on all hosts."""
         self._cause = ("closed", self._rank, "closed the group")
         self._between.first_cause(Fault("left", self._rank, text, witness=True))
-        self._disconnect()
 
     def _disconnect(self) -> None:
         """Fail the ranks that wait for us: on this host by an operation nobody expects, elsewhere by closing links."""
@@ -185,11 +184,12 @@ class Hierarchy(SharedMemory):
         """End it: operations under way fail with GroupClosedError."""
         with self._breaking:
             if self._cause is None:
-                busy = not self._turns.idle()
-                if busy or self._reason:
-                    begin = f"{self._reason}, and " if self._reason else ""
-                    end = " while an operation was under way" if busy else ""
-                    self._leave(f"{begin}closed the group{end}")
+                begin = f"{self._reason}, and " if self._reason else ""
+                if not self._turns.idle():
+                    self._leave(f"{begin}closed the group while an operation was under way")
+                    self._disconnect()
+                elif self._reason:  # the links stay: others may still read what this rank sent
+                    self._leave(f"{begin}closed the group")
                 self._cause = ("closed", self._rank, "closed the group")
         self._memory.close()
         self._between.close()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -388,6 +390,61 @@ def _raises_and_closes(rank: int) -> None:
 
 def test_exception_of_closing_rank_is_named_on_all_hosts(three: Hosts) -> None:
     run_on_hosts(three, TWO_BY_TWO, _raises_and_closes, env=ON)
+
+
+def _closes_in_a_handler(rank: int) -> None:
+    for _ in range(8):
+        group = dist.new_group([0, 1, 2, 3])
+        value = torch.full((1 << 14,), float(rank))
+        dist.all_reduce(value, group=group)
+        assert value.eq(6).all()
+        try:
+            raise StopIteration
+        except StopIteration:
+            dist.destroy_process_group(group)
+
+
+def test_group_that_all_ranks_close_in_a_handler_ends_well(three: Hosts) -> None:
+    run_on_hosts(three, TWO_BY_TWO, _closes_in_a_handler, env=ON)
+
+
+ENDING = """
+import sys, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+dist.init_process_group("monarch", rank=rank, world_size=3, init_method=sys.argv[2])
+dist.all_reduce(torch.ones(1))
+if rank == 2:
+    raise ValueError("bad batch")
+try:
+    dist.all_reduce(torch.ones(1))
+except Exception as error:
+    print(type(error).__name__, error)
+    sys.stdin.read()  # rank 0 has the store, and must not end first
+"""
+
+
+@pytest.mark.slow
+def test_unhandled_exception_is_named_on_all_hosts(three: Hosts) -> None:
+    address = three.store_address(0)
+    jobs = [
+        subprocess.Popen(
+            three.command(host, sys.executable, "-c", ENDING, str(rank), address),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, host in enumerate((0, 0, 1))
+    ]
+    try:
+        heard = [job.stdout.readline() for job in jobs[:2] if job.stdout is not None]
+        outputs = [job.communicate(timeout=60) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    words = rf"RankFailedError rank 2 \(host host-b, pid {jobs[2].pid}\) raised ValueError: bad batch, and "
+    assert [bool(re.match(words, line)) for line in heard] == [True, True], (heard, outputs)
 
 
 # Asynchronous operations --------------------------------------------------------------------------------------------
