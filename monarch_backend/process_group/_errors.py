@@ -57,6 +57,8 @@ def reason_of(error: BaseException | None) -> str:
     """``"raised ValueError: text"``, one line of at most 255 bytes; "" for None and for what is no failure."""
     if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
         return ""
+    if isinstance(error, SystemExit) and error.__context__ is not None:  # as torch.multiprocessing.spawn ends a rank
+        return reason_of(error.__context__)
     kind = type(error)
     name = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"

@@ -370,7 +370,9 @@ _living: weakref.WeakSet[MonarchProcessGroup] = weakref.WeakSet()
 def _tell_end() -> None:
     """Tell the other ranks which exception ends this program, while groups are alive."""
     interactive = hasattr(sys, "ps1")  # there, earlier exceptions are not why it ends
-    error = None if interactive else getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    error = sys.exc_info()[1]  # in a child of multiprocessing, whose last function runs while the exception does
+    if error is None and not interactive:
+        error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
     reason = reason_of(error)
     for group in list(_living) if reason else ():
         if group._shm is not None and not group._closed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import multiprocessing.util
 import os
 import socket
 from collections.abc import Callable
@@ -24,6 +25,11 @@ before_end: list[Callable[[], None]] = []
 """Called at the end of a process that shares memory, before its peers learn of the end."""
 
 
+def _call_before_end() -> None:
+    for call in before_end:
+        call()
+
+
 @dataclass
 class _Process:
     """This process among those of its host, made with its first group."""
@@ -32,8 +38,7 @@ class _Process:
     engine: Any
 
     def stop(self) -> None:
-        for call in before_end:
-            call()
+        _call_before_end()
         self.host.leave()
         self.engine.stop()
 
@@ -50,6 +55,7 @@ def this_process() -> _Process:
             host = _native.Host(size)
         _process = _Process(host, _native.Engine(host))
         atexit.register(_process.stop)
+        multiprocessing.util.Finalize(None, _call_before_end, exitpriority=0)  # its children skip atexit
     return _process
 
 

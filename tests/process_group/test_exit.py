@@ -90,7 +90,7 @@ HEARD = {
 }
 
 
-@pytest.mark.parametrize("how", HEARD)
+@pytest.mark.parametrize("how", ["unhandled", *(pytest.param(how, marks=pytest.mark.slow) for how in list(HEARD)[1:])])
 def test_exception_of_rank_is_named_at_its_peers(how: str, tmp_path: Path) -> None:
     jobs = [
         subprocess.Popen(
@@ -109,3 +109,30 @@ def test_exception_of_rank_is_named_at_its_peers(how: str, tmp_path: Path) -> No
     said = rf"{re.escape(HEARD[how])}(closed the group|ended) without"
     assert re.match(rf"RankFailedError rank 1 \(host .*, pid {jobs[1].pid}\) {said}", outputs[0]), outputs
     assert [job.returncode for job in jobs] == [0, 0 if how == "handled" else 1]
+
+
+SPAWNED = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def rank_of_pool(rank, store):
+    dist.init_process_group("monarch", rank=rank, world_size=2, init_method=f"file://{store}")
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        raise ValueError("bad batch")
+    try:
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+
+if __name__ == "__main__":
+    context = mp.start_processes(rank_of_pool, (sys.argv[1],), 2, join=False, start_method="fork")
+    for process in context.processes:
+        process.join()
+"""
+
+
+@pytest.mark.slow
+def test_exception_of_child_of_multiprocessing_is_named_at_its_peers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SPAWNED, str(tmp_path / "store")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert re.match(r"RankFailedError rank 1 \(host .*\) raised ValueError: bad batch, and ", run.stdout), run
