@@ -467,18 +467,20 @@ void Group::expire_if_due(Operation& operation) {
 
 void Group::set_reason(const std::string& text) {
   const std::lock_guard lock(mutex_);
-  if (closed_) return;  // the board may be another group's
   auto& reason = board(rank_).reason;
+  if (closed_ || text.empty() || reason[0] != '\0') return;  // the board may be another group's; the first cause stays
   const std::size_t length = std::min(text.size(), reason.size() - 1);
-  std::memcpy(reason.data(), text.data(), length);
+  std::memcpy(reason.data() + 1, text.data() + 1, length - 1);
   reason[length] = '\0';
+  // The first byte comes last: if this process is killed in between, its peers see no text and not a part of one.
+  std::atomic_ref(reason[0]).store(text[0], std::memory_order_release);
 }
 
 // What failed on a rank, to stand before how it ended.
 std::string Group::reason(int rank) const {
-  const auto& text = board(rank).reason;
-  const std::size_t length = strnlen(text.data(), text.size());
-  return length == 0 ? "" : std::string(text.data(), length) + ", and ";
+  auto& text = board(rank).reason;
+  if (std::atomic_ref(text[0]).load(std::memory_order_acquire) == '\0') return "";
+  return std::string(text.data(), strnlen(text.data(), text.size())) + ", and ";
 }
 
 void Group::close() {
