@@ -3,16 +3,17 @@
 A store outlives a group. torchrun's store serves all restarts, and the TCPStore of one port may still be the one of the
 group before. Its keys may come from an earlier attempt, whose groups have the same names. Hence the handshake:
 
-1. Each rank writes a fresh nonce to ``here/RANK``. Rank 0 answers each nonce with the name of a new round. Nobody
-   answers a nonce twice, so an earlier attempt can't be taken for this one.
-2. In the round's own keys each rank reports, and rank 0 publishes which ranks are absent: none, or those that are not
-   there at its deadline. All ranks leave the handshake with the same outcome.
+1. Each rank writes a fresh nonce to ``here/RANK``. Rank 0 answers each nonce with the name of a new round. An
+   answered nonce is not used again, so an earlier attempt can't be taken for this one.
+2. In the round's own keys each rank reports. Rank 0 publishes the ranks that are absent at its deadline, or none. All
+   ranks leave the handshake with the same outcome.
 
 All keys of a group follow the round's name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
@@ -98,7 +99,7 @@ def _lead(book: Store, size: int, deadline: Deadline) -> tuple[str, list[int]]:
     absent: list[int] = []
     if appear(book, here, deadline.seconds()):
         pause = _FIRST_PAUSE_S
-        while not attempt.check(reports):
+        while not attempt.check(reports):  # a TCPStore logs a warning for each wait that times out
             # A nonce may be of an attempt that ended; then another one follows.
             if deadline.passed():
                 absent = [rank for rank, key in enumerate(reports, 1) if not attempt.check([key])]
@@ -137,15 +138,23 @@ def _follow(book: Store, rank: int, size: int, deadline: Deadline) -> tuple[str,
         return "", _absent(book, (other for other in range(size) if other != rank)) or [0]
     name, absent = json.loads(book.get(answer))
     book.set(mine, "")
+    _forget(book, answer)
     attempt = PrefixStore(name, book)
     if not absent:
         attempt.set(mine, "")
         if not appear(attempt, ["absent"], deadline.seconds() + GRACE_S):
             return name, [0]
         absent = json.loads(attempt.get("absent"))
+        _forget(attempt, mine)
     if absent:
         attempt.set(f"told/{rank}", "")
     return name, absent
+
+
+def _forget(store: Store, key: str) -> None:
+    """Delete a key that is read no more. A store may be unable to, and may have ended."""
+    with contextlib.suppress(RuntimeError):
+        store.delete_key(key)
 
 
 def appear(store: Store, keys: list[str], seconds: float) -> bool:

@@ -1,8 +1,8 @@
 """Rendezvous of the default group: from its address to a store that all ranks have reached in time.
 
-torch's client of a TCPStore tries for several times the timeout where nobody listens, and for ever where somebody
-accepts and says nothing; the process with the server counts its clients without knowing who they are. _torch_patches.py
-brings `init_process_group` here. The handshake at the store is _handshake.py's. No route is chosen here and no group
+torch's client of a TCPStore tries for several times the timeout where no process listens, and without limit where one
+accepts and does not reply. The process with the server counts its clients without their ranks. _torch_patches.py brings
+`init_process_group` here. The handshake at the store is _handshake.py's. No route is chosen here and no group
 is made.
 
 Leans on torch/distributed/rendezvous.py; tests/process_group/test_rendezvous.py fails when it changes.

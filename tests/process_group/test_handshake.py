@@ -48,6 +48,17 @@ def test_agree_on_used_store_gives_new_name_each_time(size: int) -> None:
     assert len(names) == 10
 
 
+@pytest.mark.parametrize("size", [2, 5])
+def test_agree_again_leaves_one_key_of_each_round(size: int) -> None:
+    store = dist.HashStore()
+    keys = []
+    for _ in range(10):
+        for future in _begin(store, range(size), size):
+            future.result(PATIENCE_S)
+        keys.append(store.num_keys())
+    assert keys[-1] - keys[0] == 9
+
+
 def _dead_rank(store: dist.Store) -> None:
     """Leave what rank 1 leaves that dies while it waits for an answer."""
     dist.PrefixStore("monarch", store).set("here/1", "0123")
