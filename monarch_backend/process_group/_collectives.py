@@ -585,8 +585,8 @@ class Collectives(dist.ProcessGroup):
             able = [_cpu.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
             inputs, outputs = (list(side) for side in zip(*able, strict=True))
             outputs, put_back = _overlap.separate_slices(self, inputs, outputs)
-            if divide and put_back:
-                divide = functools.partial(_cpu.divide_all, outputs, self.size())  # before two of them meet in memory
+            if divide:  # before outputs that share memory are put back
+                divide = functools.partial(_cpu.divide_all, outputs, self.size())
             finish = _cpu.in_turn(divide, put_back)
 
         def end(work: Any) -> Any:

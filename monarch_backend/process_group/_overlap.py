@@ -14,7 +14,6 @@ are copied without need, and their values are right. The tensors given to ``refu
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -88,7 +87,7 @@ def separate_in_place(group: Collectives, collective: str, tensors: list[Tensor]
         return tensors, None
     refuse_expanded(group, collective, tensors)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    return copies, functools.partial(_write_back, tensors, copies)
+    return copies, _cpu.copies(list(zip(tensors, copies, strict=True)))
 
 
 def separate(
@@ -111,7 +110,7 @@ def separate(
     if not _meet(apart, writes):
         return rows, None
     private = [[_blank(tensor) for tensor in row] for row in rows]
-    return private, functools.partial(_write_back, writes, [tensor for row in private for tensor in row])
+    return private, _cpu.copies(list(zip(writes, itertools.chain(*private), strict=True)))
 
 
 def separate_slices(
@@ -137,17 +136,12 @@ def separate_slices(
     if writes[0].numel() > reads[0].numel():  # Gloo writes the slices of rank 0 first
         slices = [[tensor.detach().view(group.size(), -1) for tensor in side] for side in (writes, private)]
         parts = [[tensor[r] for r in range(group.size()) for tensor in side] for side in slices]
-        return private, functools.partial(_write_back, *parts)
-    return private, functools.partial(_write_back, writes, private)
+        return private, _cpu.copies(list(zip(*parts, strict=True)))
+    return private, _cpu.copies(list(zip(writes, private, strict=True)))
 
 
 def _blank(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
-
-
-def _write_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    for tensor, copy in zip(tensors, copies, strict=True):
-        tensor.detach().copy_(copy)
 
 
 def read_in_turn(group: Collectives, collective: str, reads: list[Tensor], write: Tensor) -> list[Tensor]:
