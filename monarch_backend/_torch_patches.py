@@ -61,7 +61,7 @@ def batch_isend_irecv(original: Callable[..., Any], p2p_op_list: list[Any]) -> A
     """All torch, distributed_c10d.py:batch_isend_irecv starts operations one by one, although some may share memory.
 
     torch < 2.14 coalesces only if ``type(group) is ProcessGroup``. Without coalescing, NCCL runs each send and receive
-    of the batch by itself, and two ranks that both send first wait for each other for ever.
+    of the batch separately, and two ranks that both send first deadlock.
     """
     c10d._check_p2p_op_list(p2p_op_list)
     group = p2p_op_list[0].group or c10d._get_default_group()

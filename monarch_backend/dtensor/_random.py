@@ -382,7 +382,7 @@ def check_origin(origin: Origin | None, what: str) -> None:
     if origin is not None and (origin.whole is None or origin.whole.is_strided):
         raise RemoteTensorError(
             f"{what} in a captured step draws random numbers for a plain tensor that is computed from a DTensor's "
-            "shards, of which it is none itself: ranks would draw the same numbers for other shards. Keep the DTensor "
+            "shards but is not a shard itself: ranks would draw equal numbers for different shards. Keep the DTensor "
             "(use_local_output=False, no to_local()), or put it into a function with torch.compiler.disable"
         )
 
@@ -520,7 +520,7 @@ def _plain(func: Any) -> Handler:
 
 
 def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
-    """Of which DTensor all arguments are shards, where one process would draw for this one."""
+    """Return the spec of the DTensor that all arguments are shards of; None where there is no such DTensor."""
     local = _first(args, kwargs)
     origin = local._meta.origin
     if origin is None or origin.whole is None or func in _OF_OTHER_SIZES or not _will_draw(func, args, kwargs):
@@ -535,7 +535,7 @@ def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
 
 
 def _of_shards(func: Any, args: Any, spec: DTensorSpec, kwargs: dict[str, Any]) -> Any:
-    """The operation on the DTensor, of which each rank has its own part again."""
+    """Run the operation on the DTensor and return this rank's shard of the result."""
 
     def whole(value: Any) -> Any:
         if not isinstance(value, RemoteTensor):

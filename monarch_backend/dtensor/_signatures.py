@@ -364,7 +364,7 @@ def _noting(entry: Entry, changed: dict[Place, Origin | None], args: Any, kwargs
 
 
 def set_origin(tensor: Any, origin: Origin | None) -> None:
-    """Note the origin of a tensor that was changed. A tensor of which it is a view has some of these values, too."""
+    """Store the origin of a changed tensor. If it is a view, its base has some of the new values, too."""
     if not isinstance(tensor, RemoteTensor):
         return
     metas = tensor._meta.workers.metas

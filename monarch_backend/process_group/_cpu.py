@@ -286,7 +286,7 @@ def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
 
 
 def copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], object]:
-    """The function that copies results to the caller's tensors: (target, source), in whatever thread."""
+    """Return a function that copies each source to its target. It may run on any thread."""
 
     def copy() -> None:
         with torch.inference_mode():  # a target may need a gradient or be an inference tensor
@@ -307,7 +307,7 @@ def as_given(work: Any, outputs: Sequence[Tensor], finish: Callable[[], object] 
 
 
 def in_turn(first: Callable[[], object] | None, then: Callable[[], object] | None) -> Callable[[], object] | None:
-    """One function that calls both, either of which may be missing."""
+    """Return a function that calls both; None stands for a function that does nothing."""
     if first is None or then is None:
         return first or then
     return lambda: (first(), then())

@@ -158,7 +158,7 @@ def _forget(store: Store, key: str) -> None:
 
 
 def appear(store: Store, keys: list[str], seconds: float) -> bool:
-    """Wait until all ``keys`` are in the store; False after so many seconds. Raises DistNetworkError if it closes."""
+    """Wait until all ``keys`` are in the store; False after ``seconds``. Raises DistNetworkError if it closes."""
     try:
         store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
     except DistNetworkError:

@@ -505,7 +505,7 @@ NOT_FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "their places": lambda x: (x > 0).nonzero(),
     "a list's": lambda x: torch._foreach_add([torch.ones_like(x), torch.zeros_like(x).cumsum(0)], [x, x])[1],
 }
-"""Operations with a shard's rows of which a rank then has no part of one process's result, or it is not known which."""
+"""Operations on a shard's rows whose result is not a known part of one process's result."""
 
 
 @pytest.mark.parametrize("what", NOT_FOLLOWED)
