@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterator
 
 _PORT = 9  # of a datagram socket that sends nothing: any port finds the route
 
@@ -28,21 +29,33 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def address_towards(host: str) -> str:
-    """The local address of connections to a host, or "" for a loopback or link-local one and where there is no way."""
-    if not host:
-        return ""
+def local_addresses(host: str) -> Iterator[str]:
+    """Yield the local address of connections to each address of a host; nothing is sent.
+
+    Addresses without a route are skipped. A link-local address has its interface: ``fe80::1%eth0``.
+    """
     try:
         found = socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
-        return ""
+        return
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
-                own = str(probe.getsockname()[0]).partition("%")[0]
+                own = str(probe.getsockname()[0])
         except OSError:
             continue
-        known = ipaddress.ip_address(own)
-        return "" if known.is_loopback or known.is_link_local or known.is_unspecified else own
-    return ""
+        yield own
+
+
+def address_towards(host: str) -> str:
+    """Return the first of `local_addresses`, or "" if there is none or if other hosts can't use it.
+
+    >>> address_towards("127.0.0.1")
+    ''
+    """
+    own = next(local_addresses(host), "") if host else ""
+    if not own:
+        return ""
+    known = ipaddress.ip_address(own.partition("%")[0])
+    return "" if known.is_loopback or known.is_link_local or known.is_unspecified else own

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import threading
 import weakref
 from collections.abc import Iterator
 
 import msgspec
 
+from monarch_backend._core.addresses import local_addresses
 from monarch_backend.actor._program import Program
 from monarch_backend.rdma._conversation import TOPICS, ask
 from monarch_backend.transport._peer import Peer
@@ -60,14 +60,7 @@ def _own_addresses(root: Program) -> Iterator[str]:
     for host in [] if root.hosts is None else list(root.hosts.hosts.values()):
         if host.lost is not None or host.through is not None:
             continue
-        name, port = host.address
-        try:
-            for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM):
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)  # sends nothing
-                    yield str(probe.getsockname()[0])
-        except OSError:
-            continue
+        yield from local_addresses(host.address[0])
 
 
 def _answer(root: Program, peer: Peer, _: bytes) -> bytes:
