@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import killed_at_end
+
 # Gloo's threads are busy freeing the tensors when the interpreter ends: with torch's "gloo" each of these
 # processes ends with SIGABRT about every second time.
 SCRIPT = """
@@ -40,11 +42,8 @@ def test_a_script_that_ends_with_a_group_alive_ends_well(how: str, tmp_path: Pat
         for pair in range(3)
         for rank in range(2)
     ]
-    try:
+    with killed_at_end(jobs):
         ends = [(job.communicate(timeout=120)[1], job.returncode) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
     assert ends == [("", 0)] * len(jobs)
 
 
@@ -101,11 +100,8 @@ def test_exception_of_rank_is_named_at_its_peers(how: str, tmp_path: Path) -> No
         )
         for rank in range(2)
     ]
-    try:
+    with killed_at_end(jobs):
         outputs = [job.communicate(timeout=120)[0] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
     said = rf"{re.escape(HEARD[how])}(closed the group|ended) without"
     assert re.match(rf"RankFailedError rank 1 \(host .*, pid {jobs[1].pid}\) {said}", outputs[0]), outputs
     assert [job.returncode for job in jobs] == [0, 0 if how == "handled" else 1]

@@ -31,6 +31,7 @@ from tests.ecosystem.support import batch, mlp, train_step
 from tests.process_group import reference
 from tests.process_group.test_collectives import COLLECTIVES, _run_cells
 from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts, sent_bytes
+from tests.support.jobs import killed_at_end
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "-")
@@ -436,13 +437,9 @@ def test_unhandled_exception_is_named_on_all_hosts(three: Hosts) -> None:
         )
         for rank, host in enumerate((0, 0, 1))
     ]
-    try:
+    with killed_at_end(jobs):
         heard = [job.stdout.readline() for job in jobs[:2] if job.stdout is not None]
         outputs = [job.communicate(timeout=60) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-            job.wait()
     words = rf"RankFailedError rank 2 \(host host-b, pid {jobs[2].pid}\) raised ValueError: bad batch, and "
     assert [bool(re.match(words, line)) for line in heard] == [True, True], (heard, outputs)
 
