@@ -108,15 +108,14 @@ class AsyncCell(Cell):
             self._limits.append(self.program.pump.later(MAX_RETRY_S, lambda: self._interrupt_what_runs(reason)))
 
     def raise_in(self, frame: FrameType | None) -> None:
-        """As Cell's, where the coroutine of a message that is to be cancelled blocks the loop."""
+        """Raise CancelledError in this frame if it is of a coroutine that is cancelled and blocks the loop."""
         loop = self._loop
         if loop is None:
             super().raise_in(frame)
             return
         if threading.get_ident() != self._thread_id or not self._is_users(frame):
             return
-        task = asyncio.current_task(loop)
-        key = next((key for key, each in self._tasks.items() if each is task), None)
+        key = self._running_key(loop)
         if key is None:
             return
         reason = self._to_cancel.pop(key, None)
@@ -128,14 +127,18 @@ class AsyncCell(Cell):
         if reason is not None:
             raise asyncio.CancelledError(reason)
 
+    def _running_key(self, loop: asyncio.AbstractEventLoop) -> tuple[Peer, int] | None:
+        """Return (peer, number) of the message whose task runs; None between tasks. Call it on the loop's thread."""
+        task = asyncio.current_task(loop)
+        return next((key for key, each in self._tasks.items() if each is task), None)
+
     def repeat_interruption(self, error: BaseException | None) -> bool:
         loop = self._loop
         if loop is None:
             return super().repeat_interruption(error)
         if type(error) is not asyncio.CancelledError or threading.get_ident() != self._thread_id:
             return False
-        task = asyncio.current_task(loop)
-        key = next((key for key, each in self._tasks.items() if each is task), None)
+        key = self._running_key(loop)
         if key is None:
             return False
         if key in self._struck_tasks:  # it is tried again anyway
