@@ -7,6 +7,7 @@ raise in the interrupted frame. Python runs handlers on the main thread only, so
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend.actor import _context
+from monarch_backend.actor._errors import CancelledError
 
 if TYPE_CHECKING:
     from monarch_backend.actor._cell import Cell
@@ -81,6 +83,26 @@ def interrupt(cell: Cell) -> None:
     global _target
     _target = cell
     signal.pthread_kill(cell._thread_id, CANCEL_SIGNAL)
+
+
+def raise_soon(thread_id: int) -> None:
+    """Raise CancelledError at the next instruction of Python that this thread runs."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(CancelledError))
+
+
+def discard_exception() -> None:
+    """Discard the exception of `raise_soon` on this thread, if it has not been raised yet.
+
+    An exception is set and caught. Setting None discards it as well, but up to Python 3.12 the interpreter's flag for
+    "an exception is pending" then stays set for the life of the process. Every check of the flag takes longer from
+    then on, and in Python 3.11 the next call under ``sys.settrace``, of a debugger for example, never ends.
+    """
+    try:
+        raise_soon(threading.get_ident())
+        while True:
+            pass
+    except CancelledError:
+        return
 
 
 def _on_signal(_number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import logging
 import os
@@ -400,9 +399,7 @@ class Cell:
             by_signal = _blocking.can_interrupt(self._thread_id)
             if waiting is None and not by_signal and self._is_users(sys._current_frames().get(self._thread_id)):
                 self._struck = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id), ctypes.py_object(CancelledError)
-                )
+                _blocking.raise_soon(self._thread_id)
                 return
         if waiting is not None:
             release(waiting)
@@ -578,9 +575,10 @@ class Cell:
             if self._report is not None:
                 self._report.cancel()
                 self._report = None
-            if self._struck:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), None)
+            was_struck = self._struck
             self._hit = self._struck = False
+        if was_struck:
+            _blocking.discard_exception()
 
     def _die_aborted(self, answer: Answer | None = None) -> None:
         """What ran was interrupted, so that the actor ends; ``answer`` is of the message that was interrupted."""

@@ -13,6 +13,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -210,6 +211,23 @@ class Blocking(Actor):
     def take_seen(self) -> list[str]:
         seen, self.seen = self.seen, []
         return seen
+
+    @endpoint
+    def count_traced_calls(self) -> int:
+        """The calls that a debugger would see."""
+        calls = 0
+
+        def trace(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.settrace(trace)
+        try:
+            for _ in range(3):
+                in_lock(0)
+        finally:
+            sys.settrace(None)
+        return calls
 
     @endpoint
     def thread_is_main(self) -> bool:
@@ -475,6 +493,14 @@ def test_cancellation_never_hits_the_next_message(first: ActorMesh, later: Actor
         assert following.get(PATIENCE) == i
     for actor in (first, later):
         assert set(actor.take_seen.call_one().get(PATIENCE)) <= {"cancelled", "returned"}
+
+
+def test_debugger_works_after_cancelled_message(first: ActorMesh, later: ActorMesh) -> None:
+    """A flag of the interpreter that stays set makes each traced call of Python 3.11 endless."""
+    for actor in (first, later):
+        begun(actor.block.call_one, "in_python").cancel()
+        assert actor.count_traced_calls.call_one().get(PATIENCE) == 3
+        assert actor.take_seen.call_one().get(PATIENCE) == ["cancelled"]
 
 
 def test_cancel_in_destructor_frees_actor(first: ActorMesh, later: ActorMesh) -> None:
