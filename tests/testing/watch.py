@@ -113,6 +113,8 @@ class Watch:
         except SupervisionError as error:
             self._failed(message, error, list(homes))
             return message
+        if isinstance(message.result, Future):
+            message.result.ignore()  # it may fail after the end, when the next simulation expects no log line
         self._remember(message)
         return message
 
