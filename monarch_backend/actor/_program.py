@@ -384,7 +384,7 @@ class Program:
         owned = core.owned
         owned.left.add(rank)
         owned.constructing.add(rank)
-        peer = core.peer(rank)
+        peer = owned.homes[rank] = core.peer(rank)
         if peer.gone is not None:
             self.soon(lambda: self._lost_rank(core, rank, self.death_of(core.procs, core.bases[rank], peer)))
             return
@@ -736,10 +736,9 @@ class Program:
                 cell.end("abort", f"its owner, {peer}, is gone")
         for core in _alive(self.actors):
             if core.owned is not None and core.procs.owned is None:
-                lost = core.procs.rank_of(peer.token)
-                for rank, base in enumerate(core.bases):
-                    if base == lost:
-                        self._lost_rank(core, rank, failure)
+                for rank in [rank for rank, home in core.owned.homes.items() if home is peer]:
+                    core.owned.is_gone(rank)
+                    self._lost_rank(core, rank, failure)
 
     def _seen_from_here(self, peer: Peer) -> MeshFailure:
         for core in _alive(self.procs):
