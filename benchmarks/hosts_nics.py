@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from monarch_backend._verbs.discovery import survey
 from monarch_backend.actor import Actor, endpoint, this_host
 from monarch_backend.hosts import attach_to_workers
-from monarch_backend.rdma.verbs._devices import survey
 
 UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
 

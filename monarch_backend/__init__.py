@@ -144,10 +144,11 @@ def _on_import() -> None:
         return  # a host's daemon needs no torch, and is there in a tenth of the time
     import torch  # noqa: F401 # first and by itself: it calls our entry point, which needs the modules below
 
-    from monarch_backend import _autoload, _versions
+    from monarch_backend import _autoload
+    from monarch_backend._core import torch_version
 
     _autoload.register()
-    _versions.remark()
+    torch_version.remark()
 
 
 _on_import()

@@ -32,9 +32,9 @@ def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from monarch_backend import _torch_patches
+        from monarch_backend.process_group import _c10d_patches
 
-        return getattr(_torch_patches, name)(original, *args, **kwargs)
+        return getattr(_c10d_patches, name)(original, *args, **kwargs)
 
     return _hidden_from_dynamo(call)
 

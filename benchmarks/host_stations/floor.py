@@ -18,8 +18,8 @@ def _secured(plain: socket.socket, server: bool) -> socket.socket:
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.argv[4:] != ["tls"]:
         return plain
-    from monarch_backend.transport._certificates import Tls
-    from monarch_backend.transport._secret import read_secret
+    from monarch_backend._transport.network.auth import read_secret
+    from monarch_backend._transport.network.tls import Tls
 
     both = Tls.of_secret(read_secret(Path(os.environ["MONARCH_SECRET_FILE"])))
     return (both.server if server else both.client).wrap_socket(plain, server_side=server)

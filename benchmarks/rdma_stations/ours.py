@@ -18,14 +18,14 @@ from _station import Calls, serve
 from _timing import Call, check, fill
 
 from monarch_backend import rdma
+from monarch_backend._rdma.registrations import registry
+from monarch_backend._rdma.routes.base import patient
+from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._verbs import Region
+from monarch_backend._verbs.provider import READ, WRITE, Work
+from monarch_backend._verbs.registration_cache import allocation_of
 from monarch_backend.actor import Actor, endpoint, this_host
 from monarch_backend.rdma import RDMAAction, RDMABuffer
-from monarch_backend.rdma._registry import registry
-from monarch_backend.rdma._route import patient
-from monarch_backend.rdma._transfers import engine
-from monarch_backend.rdma.verbs import Region
-from monarch_backend.rdma.verbs._binding import READ, WRITE, Work
-from monarch_backend.rdma.verbs._memory import allocation_of
 
 IN_FLIGHT = 16
 OURS = 1 << 48  # no work request of the engine's has such a number

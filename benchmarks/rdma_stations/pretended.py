@@ -16,10 +16,10 @@ from _station import Calls, serve
 from _timing import Call, fill, look
 from ours import Ours
 
+from monarch_backend._verbs import open_device
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from monarch_backend.rdma import RDMABuffer
-from monarch_backend.rdma.verbs import _device
-from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.far import FarOwner
 
@@ -31,7 +31,7 @@ class Pretended(Ours):
     """Ours, but for the owner, who is in this process."""
 
     def __init__(self, nbytes: int) -> None:
-        _device._devices.usable = lambda _: [PortFacts("pretended", 1, "ACTIVE", True, (GID,), -1)]  # type: ignore[assignment]
+        open_device._devices.usable = lambda _: [PortFacts("pretended", 1, "ACTIVE", True, (GID,), -1)]  # type: ignore[assignment]
         self.far = FarOwner(Fabric(), f"{'far':0<23}", nbytes).until_up()
         self.there = torch.frombuffer(self.far.memory.map, dtype=torch.uint8)
         fill(self.there)

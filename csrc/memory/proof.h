@@ -1,7 +1,7 @@
 // How two processes prove to each other, on a connection for memory, that they know the program's secret and who they are.
 //
 // Fixed sizes, compared and not parsed: a stranger reaches nothing that looks at a ticket. With TLS below, the proofs cover
-// both certificates, so that nobody stands between. The like of transport/_secret.py, for native threads.
+// both certificates, so that nobody stands between. The like of _transport/network/auth.py, for native threads.
 #pragma once
 
 #include <memory>

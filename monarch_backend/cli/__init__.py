@@ -46,7 +46,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
     commands.add_parser("run", help="torchrun, with ranks from a fork server; its options", add_help=False)
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["run"]:  # what follows is torchrun's, which has a parser of its own
-        from monarch_backend import launch
+        from monarch_backend import _launch
         from monarch_backend._core import env
 
         try:
@@ -54,7 +54,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
         except ValueError as error:
             print(f"monarch-backend run: {error}", file=sys.stderr)
             return 2
-        return launch.run(words[1:])
+        return _launch.run(words[1:])
     args = parser.parse_args(words)
 
     if args.command == "up":

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
-from monarch_backend import _versions
-from monarch_backend.process_group._routes import survey
+from monarch_backend._core import torch_version
+from monarch_backend.process_group._backend_selection import survey
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,10 @@ def examine() -> list[Finding]:
 
 
 def _software() -> list[Finding]:
-    tested = f"{_versions.OLDEST[0]}.{_versions.OLDEST[1]} to {_versions.NEWEST[0]}.{_versions.NEWEST[1]}"
-    inside = _versions.OLDEST <= _versions.torch_version() <= _versions.NEWEST
+    tested = (
+        f"{torch_version.OLDEST[0]}.{torch_version.OLDEST[1]} to {torch_version.NEWEST[0]}.{torch_version.NEWEST[1]}"
+    )
+    inside = torch_version.OLDEST <= torch_version.torch_version() <= torch_version.NEWEST
     known = dist.is_backend_available("monarch")
     return [
         Finding(
@@ -117,9 +119,9 @@ _NO_LIBRARY = "apt install libibverbs1 ibverbs-providers, dnf install libibverbs
 
 def _verbs() -> list[Finding]:
     """What RDMA between hosts needs, piece by piece; the last two say what comes of it."""
-    from monarch_backend.rdma import verbs
+    from monarch_backend import _verbs as _verbs_
 
-    seen = [Finding(fact.subject, fact.state, fact.remedy) for fact in verbs.describe()]
+    seen = [Finding(fact.subject, fact.state, fact.remedy) for fact in _verbs_.describe()]
     if not any(finding.subject.startswith("verbs port ") for finding in seen):
         seen.insert(0, Finding("verbs ports", "none", _NO_PORTS))
     library = _library("libibverbs.so.1")

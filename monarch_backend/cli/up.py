@@ -1,4 +1,4 @@
-"""`monarch-backend up`: a host, until it is told to end. What it does is hosts' _daemon.py and _standing.py."""
+"""`monarch-backend up`: a host, until it is told to end. What it does is hosts' _hosts/daemon.py and _hosts/startup_handshake.py."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 after SIGTERM or Ctrl-C; 2, with the reason, if it can't listen there."""
     from monarch_backend._core import env
-    from monarch_backend.hosts import _standing
+    from monarch_backend._hosts import startup_handshake
 
     try:
         env.check()
-        return _standing.run(
+        return startup_handshake.run(
             args.address,
             secret_from_stdin=args.secret_from_stdin,
             tether=args.tether,

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from monarch_backend import _versions
-from monarch_backend._public import name_exceptions
+from monarch_backend._core import torch_version
+from monarch_backend._core.public_names import name_exceptions
 from monarch_backend.dtensor._errors import (
     MeshClosedError,
     MeshMismatchError,
@@ -49,13 +49,13 @@ from monarch_backend.dtensor._errors import (
 )
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._device_mesh import device_mesh, simulated_mesh
-    from monarch_backend.dtensor._fsdp import shard_batch
-    from monarch_backend.dtensor._modules import put_module
-    from monarch_backend.dtensor._move import move
-    from monarch_backend.dtensor._random import own_random_numbers
-    from monarch_backend.dtensor._remote_tensor import RemoteTensor
-    from monarch_backend.dtensor._run import run
+    from monarch_backend.dtensor._controller.device_mesh import device_mesh, simulated_mesh
+    from monarch_backend.dtensor._controller.fsdp import shard_batch
+    from monarch_backend.dtensor._controller.mesh_transfer import move
+    from monarch_backend.dtensor._controller.module_placement import put_module
+    from monarch_backend.dtensor._controller.remote_call import run
+    from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+    from monarch_backend.dtensor._rng.random_ops import own_random_numbers
 
 __all__ = [
     "MeshClosedError",
@@ -78,23 +78,29 @@ name_exceptions(__name__, globals())
 
 _TORCH = (2, 13)
 """The torch whose private parts a controller finds. 2.14 keeps its shardings in other tables."""
-_ROOMS = {
-    "RemoteTensor": "_remote_tensor", "device_mesh": "_device_mesh", "move": "_move", "own_random_numbers": "_random",
-    "put_module": "_modules", "run": "_run", "shard_batch": "_fsdp", "simulated_mesh": "_device_mesh",
-}  # fmt: skip
+_MODULES = {
+    "RemoteTensor": "_controller.remote_tensor",
+    "device_mesh": "_controller.device_mesh",
+    "move": "_controller.mesh_transfer",
+    "own_random_numbers": "_rng.random_ops",
+    "put_module": "_controller.module_placement",
+    "run": "_controller.remote_call",
+    "shard_batch": "_controller.fsdp",
+    "simulated_mesh": "_controller.device_mesh",
+}
 """What a controller needs, and where it is."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _versions.torch_version() != _TORCH:
+    if torch_version.torch_version() != _TORCH:
         raise ImportError(
             f"{__name__}.{name} is for a controller of device meshes, which needs torch {_TORCH[0]}.{_TORCH[1]}; this "
             f"process has {torch.__version__}, and can be a worker of one. In a worker, import it inside the functions "
             f"that the controller calls; in a controller, pip install 'torch=={_TORCH[0]}.{_TORCH[1]}.*'"
         )
     # All of them: which room is imported first makes no difference then.
-    importlib.import_module(f"{__name__}._device_mesh")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    importlib.import_module(f"{__name__}._controller.device_mesh")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     return found

@@ -1,11 +1,11 @@
 """The collectives of the ProcessGroup that torch sees: each finds its route and goes there.
 
-One method per collective and what they share; no choice of a route (_routes.py), no rule about arguments
-(_cpu.py), no life of a group (_group.py), no private part of torch (_torch.py).
+One method per collective and what they share; no choice of a route (_backend_selection.py), no rule about arguments
+(_cpu_validation.py), no life of a group (_process_group.py), no private part of torch (_c10d_internals.py).
 
 Three ways lead through a method:
 - plain tensors, nobody watching: straight to the inner group's method, past torch's dispatcher; for nearly all of them
-  even past the methods here, by the shortcuts of the shared memory (_group.py puts them in place, _shm.py has them);
+  even past the methods here, by the shortcuts of the shared memory (_process_group.py puts them in place, _shm/shm_backend.py has them);
 - a dispatch mode, the profiler or a tensor subclass: `super()`, which is torch's dispatcher and comes out at
   the same inner group, because that is registered with the C++ base as the device's backend;
 - C++ callers (DDP's reducer, functional collectives) come in through torch's trampolines, or, for methods that
@@ -39,18 +39,19 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from monarch_backend import _versions
-from monarch_backend.process_group import _cpu, _letters, _overlap, _tensor_lists, _torch
-from monarch_backend.process_group._call_forms import call_forms
+from monarch_backend._core import torch_version
+from monarch_backend.process_group import _c10d_internals, _cpu_validation, _overlap, _tensor_lists
+from monarch_backend.process_group._argument_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
-from monarch_backend.process_group._far import Far
 from monarch_backend.process_group._hooks import CompletionHooks, GivenWork, LateWork
-from monarch_backend.process_group._shm import SharedMemory, call_by_operator
+from monarch_backend.process_group._rdma import p2p_protocol
+from monarch_backend.process_group._rdma.p2p import Far
+from monarch_backend.process_group._shm.shm_backend import SharedMemory, call_by_operator
 
 # From torch 2.14 on the C++ base comes from _allgather_base and _reduce_scatter_base to the overrides of
 # all_gather_single and reduce_scatter_single; before, only the old names are overridden from C++. An override of
 # both would call each other for ever.
-_NEW_NAMES = _versions.torch_version() >= (2, 14)
+_NEW_NAMES = torch_version.torch_version() >= (2, 14)
 
 # Names of the tensor arguments in c10d's list form and in its single-tensor form.
 _TENSORS = ("tensors", "tensor")
@@ -68,11 +69,11 @@ def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-@_torch.hide_from_dynamo
+@_c10d_internals.hide_from_dynamo
 class Collectives(dist.ProcessGroup):
     """Every operation on tensors that c10d has, for a group that knows its inner groups."""
 
-    # What _group.py brings.
+    # What _process_group.py brings.
     _inner: dict[str, Any]
     _closed: str
     _label: str
@@ -93,7 +94,7 @@ class Collectives(dist.ProcessGroup):
     def _find(self, collective: str, tensors: Sequence[Tensor]) -> tuple[Any, bool, bool]:
         """(the inner group for these tensors, are they on the CPU, must the call take torch's dispatcher).
 
-        The arguments of the CPU are checked by _cpu.py; those of other devices by their own group.
+        The arguments of the CPU are checked by _cpu_validation.py; those of other devices by their own group.
         """
         if not tensors:
             raise bad_argument(self, collective, "the list of tensors is empty", "Give at least one tensor.")
@@ -102,15 +103,15 @@ class Collectives(dist.ProcessGroup):
         if inner is None:
             # Meta tensors have no memory to send; torch's dispatcher makes their collectives no-ops.
             inner = self if device == "meta" and not self._closed else self._open_route(device)
-        plain = not (device in self._observed or _torch.watched())
+        plain = not (device in self._observed or _c10d_internals.watched())
         for tensor in tensors:
-            plain = plain and type(tensor) in _cpu.PLAIN
+            plain = plain and type(tensor) in _cpu_validation.PLAIN
             if tensor.device.type != device:
                 what = f"tensors on {device} and on {tensor.device.type} in one call"
                 raise bad_argument(self, collective, what, "Move them to one device.")
         if plain and device == "cpu":
-            _cpu.check_storage(self, collective, tensors)
-        aside = inner is self or (not plain and _torch.is_c10d_backend(inner))
+            _cpu_validation.check_storage(self, collective, tensors)
+        aside = inner is self or (not plain and _c10d_internals.is_c10d_backend(inner))
         if device == "cpu" and self._shm is not None and tensors[0].layout is torch.strided:
             inner = self._shm
         return inner, device == "cpu", aside
@@ -123,14 +124,14 @@ class Collectives(dist.ProcessGroup):
             # The kernel would lose what a receive knows of its sender.
             run = functools.partial(call_by_operator, inner, opts)
         else:
-            return _torch.through_dispatcher()
-        return _torch.beneath_dispatch_modes(run, self._kernel)
+            return _c10d_internals.through_dispatcher()
+        return _c10d_internals.beneath_dispatch_modes(run, self._kernel)
 
     def _reduced(self, inner: Any, work: Any, given: list[Tensor], finish: Callable[[], object] | None = None) -> Any:
         """The work of a reduce_scatter on the CPU."""
         if inner is not self._shm:
             return LateWork(work, given, finish)
-        return GivenWork(work, given, finish) if finish else _cpu.as_given(work, given)
+        return GivenWork(work, given, finish) if finish else _cpu_validation.as_given(work, given)
 
     def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
         if self._hooks and on_cpu:
@@ -148,18 +149,18 @@ class Collectives(dist.ProcessGroup):
         finish = None
         inner, on_cpu, aside = self._find("all_reduce", tensors)
         if on_cpu:
-            _cpu.check_dense(self, "all_reduce", tensors)
-            opts = _cpu.bool_sum_as_max(tensors, opts)
+            _cpu_validation.check_dense(self, "all_reduce", tensors)
+            opts = _cpu_validation.bool_sum_as_max(tensors, opts)
             if inner is not self._shm:
-                opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts)
-            tensors, opts = _cpu.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
-            tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
+                opts, finish = _cpu_validation.integer_mean_as_sum(self, tensors, opts)
+            tensors, opts = _cpu_validation.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
+            tensors = _cpu_validation.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allreduce(tensors, opts)
         else:
             work = inner.allreduce(tensors, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
+        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
 
     @call_forms(AllreduceCoalescedOptions, _TENSORS)
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
@@ -169,20 +170,22 @@ class Collectives(dist.ProcessGroup):
         inner, on_cpu, aside = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
             _tensor_lists.check_same_dtype(self, "all_reduce_coalesced", tensors)
-            _cpu.check_settled(self, "all_reduce_coalesced", tensors)
+            _cpu_validation.check_settled(self, "all_reduce_coalesced", tensors)
             tensors, put_back = _overlap.separate_in_place(self, "all_reduce_coalesced", tensors)
-            opts = _cpu.bool_sum_as_max(tensors, opts)
+            opts = _cpu_validation.bool_sum_as_max(tensors, opts)
             if inner is not self._shm:
-                opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts)
-            finish = _cpu.in_turn(finish, put_back)
-            tensors, opts = _cpu.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
-            tensors = _cpu.reducible(self, "all_reduce_coalesced", tensors, opts.reduceOp, inner)
+                opts, finish = _cpu_validation.integer_mean_as_sum(self, tensors, opts)
+            finish = _cpu_validation.in_turn(finish, put_back)
+            tensors, opts = _cpu_validation.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
+            tensors = _cpu_validation.reducible(self, "all_reduce_coalesced", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allreduce_coalesced(tensors, opts)
         else:
             work = inner.allreduce_coalesced(tensors, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu)
+        return self._done(
+            _cpu_validation.as_given(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu
+        )
 
     @call_forms(ReduceOptions, _TENSORS, instead=("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Any:
@@ -191,24 +194,24 @@ class Collectives(dist.ProcessGroup):
         finish = None
         inner, on_cpu, aside = self._find("reduce", tensors)
         if on_cpu:
-            _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
+            _cpu_validation.check_rank(self, "reduce", "destination", opts.rootRank)
             if len(tensors) > 1 or opts.rootTensor:
                 _tensor_lists.check_one(self, "reduce", "tensor", tensors)
                 _tensor_lists.check_root_tensor(self, "reduce", tensors, opts)
-            _cpu.check_dense(self, "reduce", tensors)
-            opts = _cpu.bool_sum_as_max(tensors, opts)
+            _cpu_validation.check_dense(self, "reduce", tensors)
+            opts = _cpu_validation.bool_sum_as_max(tensors, opts)
             at_root = opts.rootRank == self._own_rank
             if inner is not self._shm:
-                opts, divide = _cpu.integer_mean_as_sum(self, tensors, opts)
+                opts, divide = _cpu_validation.integer_mean_as_sum(self, tensors, opts)
                 finish = divide if at_root else None
-            tensors, opts = _cpu.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
-            tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp, inner)
+            tensors, opts = _cpu_validation.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
+            tensors = _cpu_validation.reducible(self, "reduce", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().reduce(tensors, opts)
         else:
             work = inner.reduce(tensors, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "reduce", on_cpu)
+        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "reduce", on_cpu)
 
     @call_forms(ReduceScatterOptions, _OUTPUTS, _INPUTS, instead=("op", "timeout"))
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -217,21 +220,21 @@ class Collectives(dist.ProcessGroup):
         given, finish = outputs, None
         inner, on_cpu, aside = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
-            _cpu.check_pairs(self, "reduce_scatter", outputs, inputs)
+            _cpu_validation.check_pairs(self, "reduce_scatter", outputs, inputs)
             _tensor_lists.check_one(self, "reduce_scatter", "output", outputs)
             for output, row in zip(outputs, inputs, strict=True):
-                _cpu.check_count(self, "reduce_scatter", "input", row)
-                _cpu.check_same_shape(self, "reduce_scatter", row, output)
-            _cpu.check_contiguous(self, "reduce_scatter", outputs)
-            pairs = zip(outputs, [_cpu.readable(row) for row in inputs], strict=True)
+                _cpu_validation.check_count(self, "reduce_scatter", "input", row)
+                _cpu_validation.check_same_shape(self, "reduce_scatter", row, output)
+            _cpu_validation.check_contiguous(self, "reduce_scatter", outputs)
+            pairs = zip(outputs, [_cpu_validation.readable(row) for row in inputs], strict=True)
             inputs = [_overlap.read_in_turn(self, "reduce_scatter", row, output) for output, row in pairs]
-            opts = _cpu.bool_sum_as_max(outputs, opts)
+            opts = _cpu_validation.bool_sum_as_max(outputs, opts)
             if inner is not self._shm:
-                opts, finish = _cpu.integer_mean_as_sum(self, outputs, opts)
-            rows = [_cpu.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
+                opts, finish = _cpu_validation.integer_mean_as_sum(self, outputs, opts)
+            rows = [_cpu_validation.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
             inputs, opts = [row for row, _ in rows], rows[0][1]
-            outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
-            inputs = [_cpu.reducible(self, "reduce_scatter", row, opts.reduceOp, inner) for row in inputs]
+            outputs = _cpu_validation.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
+            inputs = [_cpu_validation.reducible(self, "reduce_scatter", row, opts.reduceOp, inner) for row in inputs]
         if aside:
             with self._dispatched(inner, opts):
                 work = super().reduce_scatter(outputs, inputs, opts)
@@ -265,16 +268,16 @@ class Collectives(dist.ProcessGroup):
         name, given, finish = "reduce_scatter_tensor", output, None
         inner, on_cpu, aside = self._find(name, [output, input])
         if on_cpu:
-            _cpu.check_single(self, name, input, output, ("input", "output"))
-            input = _cpu.readable([input])[0]
+            _cpu_validation.check_single(self, name, input, output, ("input", "output"))
+            input = _cpu_validation.readable([input])[0]
             output, finish = self._writable(name, output, input)
-            input, output = _cpu.concatenated(input, output)
-            opts = _cpu.bool_sum_as_max([output], opts)
+            input, output = _cpu_validation.concatenated(input, output)
+            opts = _cpu_validation.bool_sum_as_max([output], opts)
             if inner is not self._shm:
-                opts, divide = _cpu.integer_mean_as_sum(self, [output], opts)
-                finish = _cpu.in_turn(divide, finish)
-            (input,), opts = _cpu.premultiplied(self, name, [input], opts, in_place=False)
-            output, input = _cpu.reducible(self, name, [output, input], opts.reduceOp, inner)
+                opts, divide = _cpu_validation.integer_mean_as_sum(self, [output], opts)
+                finish = _cpu_validation.in_turn(divide, finish)
+            (input,), opts = _cpu_validation.premultiplied(self, name, [input], opts, in_place=False)
+            output, input = _cpu_validation.reducible(self, name, [output, input], opts.reduceOp, inner)
 
         def end(work: Any) -> Any:
             return self._done(
@@ -293,15 +296,15 @@ class Collectives(dist.ProcessGroup):
             return _tensor_lists.broadcast(self, Collectives.broadcast, tensors, opts)
         inner, on_cpu, aside = self._find("broadcast", tensors)
         if on_cpu:
-            _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
-            _cpu.check_dense(self, "broadcast", tensors)
-            tensors = _cpu.movable(self, "broadcast", tensors)
+            _cpu_validation.check_rank(self, "broadcast", "source", opts.rootRank)
+            _cpu_validation.check_dense(self, "broadcast", tensors)
+            tensors = _cpu_validation.movable(self, "broadcast", tensors)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().broadcast(tensors, opts)
         else:
             work = inner.broadcast(tensors, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "broadcast", on_cpu)
+        return self._done(_cpu_validation.as_given(work, given) if on_cpu else work, "broadcast", on_cpu)
 
     @call_forms(AllgatherOptions, _OUTPUTS, _INPUTS, instead=("timeout",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -312,10 +315,10 @@ class Collectives(dist.ProcessGroup):
         given, finish = outputs[0] if outputs else [], None
         inner, on_cpu, aside = self._find("all_gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
-            _cpu.check_memory(self, "all_gather", outputs)
+            _cpu_validation.check_memory(self, "all_gather", outputs)
             for row in outputs:
-                _cpu.check_settled(self, "all_gather", row)
-            inputs, outputs = self._cpu_lists("all_gather", _cpu.settled(inputs), outputs, "output")
+                _cpu_validation.check_settled(self, "all_gather", row)
+            inputs, outputs = self._cpu_lists("all_gather", _cpu_validation.settled(inputs), outputs, "output")
             own = [row[self.rank()] for row in outputs]
             outputs, finish = _overlap.separate(self, "all_gather", inputs, outputs, own.__getitem__)
         if aside:
@@ -323,7 +326,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().allgather(outputs, inputs, opts)
         else:
             work = inner.allgather(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allgather", on_cpu)
+        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "allgather", on_cpu)
 
     @call_forms(AllgatherOptions, ("output_lists",), ("input_list",))
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -332,15 +335,15 @@ class Collectives(dist.ProcessGroup):
         inner, on_cpu, aside = self._find(name, [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             if len(outputs) != self.size():
-                _cpu.check_count(self, name, "output", outputs)
-            _cpu.check_memory(self, name, outputs)
+                _cpu_validation.check_count(self, name, "output", outputs)
+            _cpu_validation.check_memory(self, name, outputs)
             for row in outputs:
-                _cpu.check_pairs(self, name, row, inputs)
-                _cpu.check_settled(self, name, row)
+                _cpu_validation.check_pairs(self, name, row, inputs)
+                _cpu_validation.check_settled(self, name, row)
                 for tensor, like in zip(row, inputs, strict=True):
-                    _cpu.check_same_shape(self, name, [tensor], like)
-            inputs = _cpu.movable(self, name, _cpu.settled(inputs))
-            outputs = [_cpu.movable(self, name, row) for row in outputs]
+                    _cpu_validation.check_same_shape(self, name, [tensor], like)
+            inputs = _cpu_validation.movable(self, name, _cpu_validation.settled(inputs))
+            outputs = [_cpu_validation.movable(self, name, row) for row in outputs]
             outputs, finish = _overlap.separate(self, name, inputs, outputs, outputs[self.rank()].__getitem__)
         if aside:
             with self._dispatched(inner, opts):
@@ -375,15 +378,15 @@ class Collectives(dist.ProcessGroup):
         name, given, finish = "all_gather_into_tensor", output, None
         inner, on_cpu, aside = self._find(name, [output, input])
         if on_cpu:
-            _cpu.check_single(self, name, output, input, ("output", "input"))
-            input = _cpu.readable([input])[0]
+            _cpu_validation.check_single(self, name, output, input, ("output", "input"))
+            input = _cpu_validation.readable([input])[0]
             output, finish = self._writable(name, output, input)
-            output, input = _cpu.concatenated(output, input)
-            output, input = _cpu.movable(self, name, [output, input])
+            output, input = _cpu_validation.concatenated(output, input)
+            output, input = _cpu_validation.movable(self, name, [output, input])
 
         def end(work: Any) -> Any:
             if on_cpu:
-                work = GivenWork(work, [given], finish) if finish else _cpu.as_given(work, [given])
+                work = GivenWork(work, [given], finish) if finish else _cpu_validation.as_given(work, [given])
             return self._done(work, "_allgather_base", on_cpu)
 
         return inner, aside, (output, input, opts), end
@@ -396,11 +399,13 @@ class Collectives(dist.ProcessGroup):
         given, finish = outputs[0] if outputs else [], None
         inner, on_cpu, aside = self._find("gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
-            _cpu.check_rank(self, "gather", "destination", opts.rootRank)
-            _cpu.check_memory(self, "gather", outputs)
+            _cpu_validation.check_rank(self, "gather", "destination", opts.rootRank)
+            _cpu_validation.check_memory(self, "gather", outputs)
             for row in outputs:
-                _cpu.check_settled(self, "gather", row)
-            inputs, outputs = self._cpu_rooted("gather", opts, _cpu.settled(inputs), outputs, ("input", "output"))
+                _cpu_validation.check_settled(self, "gather", row)
+            inputs, outputs = self._cpu_rooted(
+                "gather", opts, _cpu_validation.settled(inputs), outputs, ("input", "output")
+            )
             if opts.rootRank == self.rank():
                 own = [row[self.rank()] for row in outputs]
                 outputs, finish = _overlap.separate(self, "gather", inputs, outputs, own.__getitem__)
@@ -409,7 +414,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().gather(outputs, inputs, opts)
         else:
             work = inner.gather(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "gather", on_cpu)
+        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "gather", on_cpu)
 
     if hasattr(dist.ProcessGroup, "gather_single"):
 
@@ -420,8 +425,8 @@ class Collectives(dist.ProcessGroup):
             if on_cpu:  # Gloo has none: gather into the parts of the output
                 parts: list[list[Tensor]] = []
                 if self._own_rank == opts.rootRank:
-                    _cpu.check_single(self, "gather_single", output, input, ("output", "input"))
-                    _cpu.check_contiguous(self, "gather_single", [output])
+                    _cpu_validation.check_single(self, "gather_single", output, input, ("output", "input"))
+                    _cpu_validation.check_contiguous(self, "gather_single", [output])
                     parts = [list(output.view(self.size(), *input.shape).unbind())]
                 return self.gather(parts, [input], opts)
             if aside:
@@ -436,9 +441,9 @@ class Collectives(dist.ProcessGroup):
         inputs = [_listed(row) for row in inputs] if not _is_flat(inputs) else [list(inputs)]
         inner, on_cpu, aside = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
-            _cpu.check_rank(self, "scatter", "source", opts.rootRank)
-            _cpu.check_contiguous(self, "scatter", outputs)
-            inputs = [_cpu.readable(row) for row in inputs]
+            _cpu_validation.check_rank(self, "scatter", "source", opts.rootRank)
+            _cpu_validation.check_contiguous(self, "scatter", outputs)
+            inputs = [_cpu_validation.readable(row) for row in inputs]
             outputs, inputs = self._cpu_rooted("scatter", opts, outputs, inputs, ("output", "input"))
             if opts.rootRank == self.rank():
                 pieces = [tensor for row in inputs for tensor in row]
@@ -449,7 +454,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().scatter(outputs, inputs, opts)
         else:
             work = inner.scatter(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "scatter", on_cpu)
+        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "scatter", on_cpu)
 
     if hasattr(dist.ProcessGroup, "all_to_all_single"):
 
@@ -485,7 +490,7 @@ class Collectives(dist.ProcessGroup):
             output, input = self._cpu_exchange(output, input, outputs, inputs)
 
         def end(work: Any) -> Any:
-            return self._done(_cpu.as_given(work, [given]) if on_cpu else work, "alltoall_base", on_cpu)
+            return self._done(_cpu_validation.as_given(work, [given]) if on_cpu else work, "alltoall_base", on_cpu)
 
         return inner, aside, (output, input, outputs, inputs, opts), end
 
@@ -496,15 +501,15 @@ class Collectives(dist.ProcessGroup):
         given, finish = outputs, None
         inner, on_cpu, aside = self._find("all_to_all", [*outputs, *inputs])
         if on_cpu:
-            _cpu.check_count(self, "all_to_all", "output", outputs)
-            _cpu.check_count(self, "all_to_all", "input", inputs)
+            _cpu_validation.check_count(self, "all_to_all", "output", outputs)
+            _cpu_validation.check_count(self, "all_to_all", "input", inputs)
             _tensor_lists.check_same_dtype(self, "all_to_all", [*outputs, *inputs])
-            _cpu.check_settled(self, "all_to_all", outputs)
-            outputs = _cpu.movable(self, "all_to_all", outputs)
-            inputs = _cpu.movable(self, "all_to_all", _cpu.settled(inputs))
+            _cpu_validation.check_settled(self, "all_to_all", outputs)
+            outputs = _cpu_validation.movable(self, "all_to_all", outputs)
+            inputs = _cpu_validation.movable(self, "all_to_all", _cpu_validation.settled(inputs))
             if not hasattr(dist.ProcessGroup, "all_to_all_single"):
                 # The Gloo of torch before 2.13 exchanges slices of one tensor, no lists.
-                return _cpu.exchange_lists(self.alltoall_base, outputs, inputs, opts)
+                return _cpu_validation.exchange_lists(self.alltoall_base, outputs, inputs, opts)
             own = {self.rank(): outputs[self.rank()]}
             (outputs,), finish = _overlap.separate(self, "all_to_all", inputs, [outputs], own.get)
         if aside:
@@ -512,10 +517,10 @@ class Collectives(dist.ProcessGroup):
                 work = super().alltoall(outputs, inputs, opts)
         else:
             work = inner.alltoall(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
+        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
 
     # Functional collectives and FSDP come to these two from C++. The inner groups don't show them to Python, so
-    # the way is the dispatcher's; they are here because without an override the GIL stays held (see _torch.py).
+    # the way is the dispatcher's; they are here because without an override the GIL stays held (see _c10d_internals.py).
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced"):
 
         @call_forms(AllgatherOptions, ("outputs",), ("inputs",))
@@ -552,17 +557,17 @@ class Collectives(dist.ProcessGroup):
         name, given, finish = "all_gather_into_tensor", list(outputs), None
         inner, on_cpu, _ = self._find(name, [*outputs, *inputs])
         if on_cpu:
-            _cpu.check_pairs(self, name, outputs, inputs)
-            inputs = _cpu.readable(inputs)
-            _cpu.check_contiguous(self, name, outputs)
+            _cpu_validation.check_pairs(self, name, outputs, inputs)
+            inputs = _cpu_validation.readable(inputs)
+            _cpu_validation.check_contiguous(self, name, outputs)
             for output, input in zip(outputs, inputs, strict=True):
-                _cpu.check_single(self, name, output, input, ("output", "input"))
-            flat = [_cpu.concatenated(*pair) for pair in zip(outputs, inputs, strict=True)]
-            outputs, inputs = (_cpu.movable(self, name, list(side)) for side in zip(*flat, strict=True))
+                _cpu_validation.check_single(self, name, output, input, ("output", "input"))
+            flat = [_cpu_validation.concatenated(*pair) for pair in zip(outputs, inputs, strict=True)]
+            outputs, inputs = (_cpu_validation.movable(self, name, list(side)) for side in zip(*flat, strict=True))
             outputs, finish = _overlap.separate_slices(self, inputs, outputs)
 
         def end(work: Any) -> Any:
-            work = _cpu.as_given(work, given, finish) if on_cpu else work
+            work = _cpu_validation.as_given(work, given, finish) if on_cpu else work
             return self._done(work, "allgather_into_tensor_coalesced", on_cpu)
 
         return inner, (outputs, inputs, opts), end
@@ -571,23 +576,23 @@ class Collectives(dist.ProcessGroup):
         name, given, finish = "reduce_scatter_tensor", list(outputs), None
         inner, on_cpu, _ = self._find(name, [*outputs, *inputs])
         if on_cpu:
-            _cpu.check_pairs(self, name, outputs, inputs)
-            inputs = _cpu.readable(inputs)
-            _cpu.check_contiguous(self, name, outputs)
+            _cpu_validation.check_pairs(self, name, outputs, inputs)
+            inputs = _cpu_validation.readable(inputs)
+            _cpu_validation.check_contiguous(self, name, outputs)
             for output, input in zip(outputs, inputs, strict=True):
-                _cpu.check_single(self, name, input, output, ("input", "output"))
-            opts = _cpu.bool_sum_as_max(inputs, opts)
+                _cpu_validation.check_single(self, name, input, output, ("input", "output"))
+            opts = _cpu_validation.bool_sum_as_max(inputs, opts)
             divide = None
             if inner is not self._shm:
-                opts, divide = _cpu.integer_mean_as_sum(self, given, opts)
-            inputs, opts = _cpu.premultiplied(self, name, list(inputs), opts, in_place=False)
-            flat = [_cpu.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
-            able = [_cpu.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
+                opts, divide = _cpu_validation.integer_mean_as_sum(self, given, opts)
+            inputs, opts = _cpu_validation.premultiplied(self, name, list(inputs), opts, in_place=False)
+            flat = [_cpu_validation.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
+            able = [_cpu_validation.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
             inputs, outputs = (list(side) for side in zip(*able, strict=True))
             outputs, put_back = _overlap.separate_slices(self, inputs, outputs)
             if divide:  # before outputs that share memory are put back
-                divide = functools.partial(_cpu.divide_all, outputs, self.size())
-            finish = _cpu.in_turn(divide, put_back)
+                divide = functools.partial(_cpu_validation.divide_all, outputs, self.size())
+            finish = _cpu_validation.in_turn(divide, put_back)
 
         def end(work: Any) -> Any:
             work = self._reduced(inner, work, given, finish) if on_cpu else work
@@ -628,7 +633,7 @@ class Collectives(dist.ProcessGroup):
         inner = self._inner.get(device)
         if inner is None:
             inner = self._open_route(device)
-        aside = (device in self._observed or _torch.watched()) and _torch.is_c10d_backend(inner)
+        aside = (device in self._observed or _c10d_internals.watched()) and _c10d_internals.is_c10d_backend(inner)
         if device == "cpu" and self._shm is not None:
             inner = self._shm
         if aside:
@@ -645,7 +650,7 @@ class Collectives(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A CPU barrier that names the ranks that did not come in time."""
         inner = self._inner.get("cpu") or self._open_route("cpu")
-        inner.monitored_barrier(_torch.UNSET_TIMEOUT if timeout is None else timeout, wait_all_ranks)
+        inner.monitored_barrier(_c10d_internals.UNSET_TIMEOUT if timeout is None else timeout, wait_all_ranks)
 
     # What the argument checks of the CPU have in common ---------------------------------------------------
 
@@ -654,7 +659,7 @@ class Collectives(dist.ProcessGroup):
         return _listed(flat), [list(nested)] if _is_flat(nested) else [list(row) for row in nested]
 
     def _writable(self, collective: str, given: Tensor, input: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-        output, finish = _cpu.writable(given)
+        output, finish = _cpu_validation.writable(given)
         if finish is None:
             (output,), finish = _overlap.separate_slices(self, [input], [output])
         else:
@@ -665,12 +670,12 @@ class Collectives(dist.ProcessGroup):
         self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         pair = (nested, flat) if what == "output" else (flat, nested)
-        _cpu.check_pairs(self, collective, *pair)
+        _cpu_validation.check_pairs(self, collective, *pair)
         for tensor, row in zip(flat, nested, strict=True):
-            _cpu.check_count(self, collective, what, row)
-            _cpu.check_same_shape(self, collective, row, tensor)
-        moved = [_cpu.movable(self, collective, row) for row in nested]
-        return _cpu.movable(self, collective, flat), moved
+            _cpu_validation.check_count(self, collective, what, row)
+            _cpu_validation.check_same_shape(self, collective, row, tensor)
+        moved = [_cpu_validation.movable(self, collective, row) for row in nested]
+        return _cpu_validation.movable(self, collective, flat), moved
 
     def _cpu_rooted(
         self, collective: str, opts: Any, flat: list[Tensor], nested: list[list[Tensor]], names: tuple[str, str]
@@ -681,19 +686,19 @@ class Collectives(dist.ProcessGroup):
             what = f"the {names[1]} list is {'missing' if at_root else 'given'} on rank {self._own_rank}"
             raise bad_argument(self, collective, what, f"Give it on the root, rank {opts.rootRank}, and only there.")
         if not at_root:
-            return _cpu.movable(self, collective, flat), []
+            return _cpu_validation.movable(self, collective, flat), []
         return self._cpu_lists(collective, flat, nested, names[1])
 
     def _cpu_exchange(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any) -> list[Tensor]:
         name = "all_to_all_single"
         if output.dtype != input.dtype:
             raise bad_argument(self, name, f"output is {output.dtype}, input is {input.dtype}", "Use one dtype.")
-        _cpu.check_splits(self, name, "output", output, outputs)
-        _cpu.check_splits(self, name, "input", input, inputs)
-        tensors = [output, *_cpu.settled([input])]
-        _cpu.check_contiguous(self, name, tensors)
+        _cpu_validation.check_splits(self, name, "output", output, outputs)
+        _cpu_validation.check_splits(self, name, "input", input, inputs)
+        tensors = [output, *_cpu_validation.settled([input])]
+        _cpu_validation.check_contiguous(self, name, tensors)
         _overlap.refuse(self, name, tensors[1], output)
-        return _cpu.movable(self, name, tensors)
+        return _cpu_validation.movable(self, name, tensors)
 
     def _p2p(
         self, collective: str, tensors: list[Tensor], role: str, rank: int | None, tag: int
@@ -705,16 +710,18 @@ class Collectives(dist.ProcessGroup):
             if not getattr(inner, "sends", True):
                 inner = self._inner["cpu"]
             if rank is not None:
-                _cpu.check_rank(self, collective, role, rank)
+                _cpu_validation.check_rank(self, collective, role, rank)
                 if rank == self._own_rank:  # Gloo has no connection to itself
                     raise bad_argument(self, collective, f"{role} rank {rank} is this rank itself", "Copy the tensor.")
             if collective == "send":
-                tensors = _cpu.settled(tensors)
-            _cpu.check_contiguous(self, collective, tensors)
-            tensors = _cpu.movable(self, collective, tensors)
+                tensors = _cpu_validation.settled(tensors)
+            _cpu_validation.check_contiguous(self, collective, tensors)
+            tensors = _cpu_validation.movable(self, collective, tensors)
             if self._far is not None:
-                if tag >= _letters.OWN_TAGS:
-                    what = f"the tags from {_letters.OWN_TAGS} on are the group's own, where NICs carry large messages"
+                if tag >= p2p_protocol.OWN_TAGS:
+                    what = (
+                        f"the tags from {p2p_protocol.OWN_TAGS} on are the group's own, where NICs carry large messages"
+                    )
                     raise bad_argument(self, collective, f"tag {tag}: {what}", "Use a smaller one.")
                 if self._far.takes(tensors, tag):
                     inner = self._far

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from monarch_backend.process_group import _torch
+from monarch_backend.process_group import _c10d_internals
 
 _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
 
 
-@_torch.hide_from_dynamo
+@_c10d_internals.hide_from_dynamo
 class LateWork(dist.Work):
     """The work of a reduce_scatter on Gloo, which copies its result in wait(): else complete never, future none.
 
@@ -73,7 +73,7 @@ class LateWork(dist.Work):
         return self.finished
 
 
-@_torch.hide_from_dynamo
+@_c10d_internals.hide_from_dynamo
 class GivenWork(dist.Work):
     """A work on views or copies of the caller's tensors; its future and result are the tensors that were given.
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from monarch_backend.process_group import _cpu
+from monarch_backend.process_group import _cpu_validation
 from monarch_backend.process_group._errors import bad_argument
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _meet(reads: Iterable[Tensor], writes: Iterable[Tensor]) -> bool:
     strided = torch.strided
     for written, tensors in enumerate((reads, writes)):
         for tensor in tensors:
-            if type(tensor) in _cpu.PLAIN and tensor.layout is strided and (size := tensor.nbytes):
+            if type(tensor) in _cpu_validation.PLAIN and tensor.layout is strided and (size := tensor.nbytes):
                 first = tensor.data_ptr()
                 if not tensor.is_contiguous():
                     if written and _is_expanded(tensor):
@@ -58,7 +58,7 @@ def _meet(reads: Iterable[Tensor], writes: Iterable[Tensor]) -> bool:
 
 def _are_apart(a: Tensor, b: Tensor) -> bool:
     """Return whether two contiguous tensors share no memory; a third of the time of `_meet`."""
-    if type(a) not in _cpu.PLAIN or type(b) not in _cpu.PLAIN:
+    if type(a) not in _cpu_validation.PLAIN or type(b) not in _cpu_validation.PLAIN:
         return True
     first_of_a, first_of_b = a.data_ptr(), b.data_ptr()
     return first_of_a >= first_of_b + b.nbytes or first_of_b >= first_of_a + a.nbytes
@@ -87,7 +87,7 @@ def separate_in_place(group: Collectives, collective: str, tensors: list[Tensor]
         return tensors, None
     refuse_expanded(group, collective, tensors)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    return copies, _cpu.copies(list(zip(tensors, copies, strict=True)))
+    return copies, _cpu_validation.copies(list(zip(tensors, copies, strict=True)))
 
 
 def separate(
@@ -110,7 +110,7 @@ def separate(
     if not _meet(apart, writes):
         return rows, None
     private = [[_blank(tensor) for tensor in row] for row in rows]
-    return private, _cpu.copies(list(zip(writes, itertools.chain(*private), strict=True)))
+    return private, _cpu_validation.copies(list(zip(writes, itertools.chain(*private), strict=True)))
 
 
 def separate_slices(
@@ -136,8 +136,8 @@ def separate_slices(
     if writes[0].numel() > reads[0].numel():  # Gloo writes the slices of rank 0 first
         slices = [[tensor.detach().view(group.size(), -1) for tensor in side] for side in (writes, private)]
         parts = [[tensor[r] for r in range(group.size()) for tensor in side] for side in slices]
-        return private, _cpu.copies(list(zip(*parts, strict=True)))
-    return private, _cpu.copies(list(zip(writes, private, strict=True)))
+        return private, _cpu_validation.copies(list(zip(*parts, strict=True)))
+    return private, _cpu_validation.copies(list(zip(writes, private, strict=True)))
 
 
 def _blank(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Rendezvous of the default group: from its address to a store that all ranks have reached in time.
 
 torch's client of a TCPStore tries for several times the timeout where no process listens, and without limit where one
-accepts and does not reply. The process with the server counts its clients without their ranks. _torch_patches.py brings
+accepts and does not reply. The process with the server counts its clients without their ranks. _c10d_patches.py brings
 `init_process_group` here. The handshake at the store is _handshake.py's. No route is chosen here and no group
 is made.
 

@@ -184,13 +184,13 @@ class WarmInterpreter:
 @contextlib.contextmanager
 def with_meshes() -> Iterator[WarmInterpreter]:
     """For programs that have device meshes: all that they and their processes import is imported already."""
+    from monarch_backend._actor.runtime import program
     from monarch_backend.actor import this_host
-    from monarch_backend.actor._program import program
 
     with this_host().spawn_procs({"x": 1}) as procs:
         procs.initialized.get(PATIENCE)
     address = str(program().owner._spawner.address)
-    with WarmInterpreter(address, modules=("monarch_backend.dtensor._device_mesh",)) as interpreter:
+    with WarmInterpreter(address, modules=("monarch_backend.dtensor._controller.device_mesh",)) as interpreter:
         yield interpreter
 
 
@@ -210,13 +210,13 @@ def python(*arguments: str, stdin: str | None = None, env: Mapping[str, str] | N
 
 def use_server(address: str) -> None:
     """Take processes from a fork server that is there, in place of starting one."""
-    from monarch_backend.actor import _owned
-    from monarch_backend.mesh._spawner import Spawner
+    from monarch_backend._actor import ownership
+    from monarch_backend._processes.spawner import Spawner
 
     def spawner(told: Any, given: str | None = None, **options: Any) -> Spawner:
         return Spawner(told, given or address, **options)
 
-    _owned.Spawner = spawner  # type: ignore[assignment, misc]
+    ownership.Spawner = spawner  # type: ignore[assignment, misc]
 
 
 def _next_script(channel: socket.socket) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.runtime import program
+from monarch_backend._processes import resource_limits
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -38,8 +40,6 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from monarch_backend.actor._program import program
-from monarch_backend.mesh import _limits
 from tests.actor.harm import AsyncVictim, BadBirth, Victim
 from tests.actor.support import PATIENCE, Faults, begun, gate
 
@@ -474,10 +474,10 @@ def test_no_extent(wrong: Any) -> None:
 
 def test_ten_thousand_processes_are_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused at once and as a whole, on a machine of any size: here each would take a terabyte."""
-    monkeypatch.setattr(_limits, "MEMORY_EACH", 1 << 40)
+    monkeypatch.setattr(resource_limits, "MEMORY_EACH", 1 << 40)
     text = r"can't start 10000 processes: they need \d+ MiB of memory, and .* leaves \d+\. Start at most \d+, or raise"
     start = time.monotonic()
-    with pytest.raises(_limits.SpawnLimitError, match=text):
+    with pytest.raises(resource_limits.SpawnLimitError, match=text):
         this_host().spawn_procs({"hosts": 10, "gpus": 1000})
     assert time.monotonic() - start < 5.0
 

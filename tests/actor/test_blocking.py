@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor import runner, runtime
+from monarch_backend._actor.runtime import program
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
@@ -29,12 +31,9 @@ from monarch_backend.actor import (
     Port,
     ProcMesh,
     SupervisionError,
-    _cell,
-    _program,
     endpoint,
     this_proc,
 )
-from monarch_backend.actor._program import program
 from tests.actor.actors import pid_of, running, until
 from tests.actor.support import PATIENCE, begun
 
@@ -309,24 +308,24 @@ class SwallowsInConstructor(Actor):
 
 def be_quick() -> None:
     """In the processes: what takes seconds takes fractions."""
-    from monarch_backend.actor import _cell
+    from monarch_backend._actor import runner
 
-    _cell.INTERRUPT_AFTER_S = _cell.REPORT_AFTER_S = 0.2
-    _cell.KILL_AFTER_S = PATIENCE
+    runner.INTERRUPT_AFTER_S = runner.REPORT_AFTER_S = 0.2
+    runner.KILL_AFTER_S = PATIENCE
 
 
 def kill_soon() -> None:
     """In processes that are to be killed."""
-    from monarch_backend.actor import _cell
+    from monarch_backend._actor import runner
 
     be_quick()
-    _cell.KILL_AFTER_S = 0.5
+    runner.KILL_AFTER_S = 0.5
 
 
 def never_interrupt_standard_library() -> None:
-    from monarch_backend.actor import _blocking
+    from monarch_backend._actor import blocking_calls
 
-    _blocking.STILL_S = _blocking.MAX_MOVING_S = LONG_S
+    blocking_calls.STILL_S = blocking_calls.MAX_MOVING_S = LONG_S
 
 
 @pytest.fixture(scope="module")
@@ -437,9 +436,9 @@ def test_abort_of_blocking_unpickling_ends_actor() -> None:
 def test_end_of_blocking_actor_of_the_program_leaves_the_program(
     how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_cell, "INTERRUPT_AFTER_S", 0.1)
-    monkeypatch.setattr(_cell, "KILL_AFTER_S", 0.4)
-    monkeypatch.setattr(_program, "KILL_AFTER_S", 0.1)
+    monkeypatch.setattr(runner, "INTERRUPT_AFTER_S", 0.1)
+    monkeypatch.setattr(runner, "KILL_AFTER_S", 0.4)
+    monkeypatch.setattr(runtime, "KILL_AFTER_S", 0.1)
     release = threading.Event()
     monkeypatch.setitem(KINDS, "in_program", release.wait)
     here = this_proc().spawn("here", Blocking)
@@ -616,9 +615,9 @@ def test_end_of_uninterruptible_actor_kills_process(
 def test_stop_of_processes_names_the_line_that_is_waited_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from monarch_backend.actor import _owned
+    from monarch_backend._actor import ownership
 
-    monkeypatch.setattr(_owned, "GRACE", 0.2)
+    monkeypatch.setattr(ownership, "GRACE", 0.2)
     with running({"gpus": 1}) as mesh:
         stuck = mesh.spawn("stuck", StuckInConstructor, "in_select")
         asynchronous = mesh.spawn("async", AsyncBlocking)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.mesh import _main_module
+from monarch_backend._processes import main_module
 from tests.actor.scripts import python
 
 SCRIPT = """
@@ -139,18 +139,18 @@ def test_main_module_of_a_child_names_the_script_and_runs_nothing(tmp_path: Path
         ("", "init_main_from_path", path),
         ("package.module", "init_main_from_name", "package.module"),
     ):
-        made = _main_module.empty_main_module(name, path)
+        made = main_module.empty_main_module(name, path)
         monkeypatch.setitem(sys.modules, "__main__", made)
         assert get_preparation_data("child")[key] == value
-        assert _main_module.main_module() == (name, path)
+        assert main_module.main_module() == (name, path)
         assert not {"square", "__builtins__"} & set(vars(made))
-    monkeypatch.setitem(sys.modules, "__main__", _main_module.empty_main_module("", ""))
+    monkeypatch.setitem(sys.modules, "__main__", main_module.empty_main_module("", ""))
     assert not {"init_main_from_path", "init_main_from_name"} & set(get_preparation_data("child"))
-    assert _main_module.main_module() == ("", "")
+    assert main_module.main_module() == ("", "")
 
 
 def test_spawning_while_the_main_module_is_imported_is_refused(monkeypatch: Any) -> None:
-    _main_module.refuse_import_of_main()
+    main_module.refuse_import_of_main()
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(RuntimeError, match="imports the main module of its parent"):
-        _main_module.refuse_import_of_main()
+        main_module.refuse_import_of_main()

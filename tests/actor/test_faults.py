@@ -21,6 +21,10 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor import ownership as owned
+from monarch_backend._actor.runtime import program
+from monarch_backend._processes.spawner import Exited
+from monarch_backend._transport.local import router as router
 from monarch_backend.actor import (
     Accumulator,
     ActorError,
@@ -38,10 +42,6 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from monarch_backend.actor import _owned as owned
-from monarch_backend.actor._program import program
-from monarch_backend.mesh._spawner import Exited
-from monarch_backend.transport import _router as router
 from tests.actor.actors import held_up, until
 from tests.actor.harm import (
     AsyncSupervisor,
@@ -969,9 +969,9 @@ def test_a_cleanup_that_never_ends_is_not_waited_for(faults: Faults, monkeypatch
 
     class Endless(Victim):
         def __init__(self) -> None:
-            from monarch_backend.actor import _cell
+            from monarch_backend._actor import runner
 
-            _cell.CLEANUP_SECONDS = 0.5
+            runner.CLEANUP_SECONDS = 0.5
 
         def __cleanup__(self, exc: BaseException | None) -> None:
             threading.Event().wait()
@@ -1080,9 +1080,9 @@ def test_a_word_that_comes_while_a_process_connects_is_heard(faults: Faults) -> 
     def read_first() -> None:
         import time
 
-        from monarch_backend.actor import _program
+        from monarch_backend._actor import runtime
 
-        start = _program.start
+        start = runtime.start
 
         def started(*args: Any) -> Any:
             program = start(*args)
@@ -1097,7 +1097,7 @@ def test_a_word_that_comes_while_a_process_connects_is_heard(faults: Faults) -> 
             program.router.link_to = link_slowly
             return program
 
-        _program.start = started
+        runtime.start = started
 
     procs = this_host().spawn_procs({"gpus": 1}, bootstrap=read_first)
     procs.stop().get(PATIENCE)
@@ -1196,9 +1196,9 @@ def test_a_cleanup_that_hangs_is_given_up(faults: Faults, monkeypatch: pytest.Mo
             time.sleep(3 * PATIENCE)
 
     def hurry() -> None:
-        from monarch_backend.actor import _cell
+        from monarch_backend._actor import runner
 
-        _cell.CLEANUP_SECONDS = 0.1
+        runner.CLEANUP_SECONDS = 0.1
 
     procs = this_host().spawn_procs({"gpus": 1}, bootstrap=hurry)
     first, second = procs.spawn("first", Hangs), procs.spawn("second", Hangs)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._transport.local.event_loop import release
 from monarch_backend.actor import CancelledError, Future, gather
-from monarch_backend.transport._pump import release
 from tests.actor.support import PATIENCE
 
 LIMIT = 10.0

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from monarch_backend.actor._interrupts import Interrupts
-from monarch_backend.actor._program import Program
-from monarch_backend.dtensor import _stream
+from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.sigint import Interrupts
+from monarch_backend.dtensor._controller import command_stream
 
 
 class _Pump:
@@ -95,7 +95,7 @@ def test_what_has_come_to_the_other_is_not_lost() -> None:
 def test_words_of_a_controller_are_not_left_half_sent() -> None:
     program = _Program()
     program.interrupts.guard()
-    program.note(_stream.__file__)
+    program.note(command_stream.__file__)
     with pytest.raises(KeyboardInterrupt):
         program.pump.fire()
 

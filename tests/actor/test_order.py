@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.runtime import program
+from monarch_backend._transport.local import router as router_module
 from monarch_backend.actor import (
     Accumulator,
     Actor,
@@ -20,8 +22,6 @@ from monarch_backend.actor import (
     ProcMesh,
     this_proc,
 )
-from monarch_backend.actor._program import program
-from monarch_backend.transport import _router
 from tests.actor.actors import AsyncRecorder, Recorder, running, send_in_every_way, until
 from tests.actor.support import PATIENCE
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("faults")
 
 MANY = 24
 DIRECT = 16  # in place of the router's: more receivers than that are a tree, here already
-assert MANY > DIRECT > _router.FANOUT  # so that the tree has two levels below the root
+assert MANY > DIRECT > router_module.FANOUT  # so that the tree has two levels below the root
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def many() -> Iterator[ProcMesh]:
 
 
 def plant_trees() -> None:
-    _router.DIRECT = DIRECT
-    _router.MOST_IN_ONE = 128 << 10  # so that the replies of a few ranks together are more than goes in one piece
+    router_module.DIRECT = DIRECT
+    router_module.MOST_IN_ONE = 128 << 10  # so that the replies of a few ranks together are more than goes in one piece
 
 
 @pytest.fixture(params=[Recorder, AsyncRecorder])
@@ -59,11 +59,11 @@ def recorders(procs: ProcMesh, request: pytest.FixtureRequest) -> Iterator[Actor
 
 @pytest.fixture
 def tree(many: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorMesh]:
-    monkeypatch.setattr(_router, "DIRECT", DIRECT)
+    monkeypatch.setattr(router_module, "DIRECT", DIRECT)
     casts: list[Any] = []
-    cast_down = _router.Router._cast_down
+    cast_down = router_module.Router._cast_down
     monkeypatch.setattr(
-        _router.Router,
+        router_module.Router,
         "_cast_down",
         lambda self, *args, **kwargs: (casts.append(args), cast_down(self, *args, **kwargs)),
     )
@@ -136,7 +136,7 @@ def test_within_one_process(cls: type[Actor]) -> None:
 
 
 def test_one_sender_of_more_than_the_window(recorders: ActorMesh) -> None:
-    n = 2 * _router.WINDOW + 100
+    n = 2 * router_module.WINDOW + 100
     for i in range(n):
         recorders.note.broadcast("main", i)
     all_came(recorders, {"main": n})
@@ -167,7 +167,7 @@ def read(receiver: PortReceiver[Any], n: int) -> dict[Any, list[int]]:
 def test_ports(procs: ProcMesh) -> None:
     senders = procs.spawn("senders", Recorder)
     port, receiver = Channel.open()
-    n = _router.WINDOW + 200
+    n = router_module.WINDOW + 200
     for r in range(3):
         senders.slice(gpus=r).fill.broadcast(port, r, n)
     assert read(receiver, 3 * n) == {r: list(range(n)) for r in range(3)}
@@ -358,7 +358,7 @@ def test_tree_is_cancelled(tree: ActorMesh) -> None:
 
 
 def test_tree_of_more_than_the_window(tree: ActorMesh) -> None:
-    n = _router.WINDOW + 200
+    n = router_module.WINDOW + 200
     for i in range(n):
         tree.note.broadcast("main", i)
     all_came(tree, {"main": n})

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from monarch_backend._transport.local import links, router
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -28,7 +29,6 @@ from monarch_backend.actor import (
     endpoint,
     this_host,
 )
-from monarch_backend.transport import _links, _router
 from tests.actor.actors import held_up, pid_of, resident_bytes, running
 from tests.actor.support import PATIENCE
 
@@ -298,7 +298,7 @@ def test_through_ports_streams_and_constructors(procs: ProcMesh, carriers: Actor
 
 @pytest.mark.slow
 def test_more_than_what_goes_in_one_piece(fresh: ActorMesh) -> None:
-    n = _links.MOST_IN_ONE + 1000 * KIB + 7
+    n = links.MOST_IN_ONE + 1000 * KIB + 7
     assert n > 256 * MIB
     one = fresh.slice(gpus=2)
     large = torch.ones(n, dtype=torch.uint8)
@@ -378,12 +378,12 @@ def in_pieces() -> Iterator[ProcMesh]:
 
 
 def send_in_pieces() -> None:
-    _router.MOST_IN_ONE = 64 * KIB
+    router.MOST_IN_ONE = 64 * KIB
 
 
 @pytest.fixture
 def pieces(in_pieces: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorMesh]:
-    monkeypatch.setattr(_router, "MOST_IN_ONE", 64 * KIB)
+    monkeypatch.setattr(router, "MOST_IN_ONE", 64 * KIB)
     mesh = in_pieces.spawn("pieces", Carrier)
     yield mesh
     mesh.stop().get(PATIENCE)
@@ -441,7 +441,7 @@ def test_pieces_of_many_threads(pieces: ActorMesh) -> None:
 def test_replies_in_pieces_from_many_actors_of_one_process(
     in_pieces: ProcMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_router, "MOST_IN_ONE", 64 * KIB)
+    monkeypatch.setattr(router, "MOST_IN_ONE", 64 * KIB)
     proc = in_pieces.slice(gpus=0)
     meshes = [proc.spawn(f"m{i}", (Carrier, AsyncCarrier)[i % 2]) for i in range(6)]
     names = [f"tensor of {MIB}", "many large tensors", f"{MIB + 1} bytes"]
@@ -620,8 +620,8 @@ class Relay(Actor):
 
 
 def small_arena() -> None:
-    _links.ARENA_BYTES = 64 * MIB
-    _router.MOST_IN_ONE = 16 * MIB
+    links.ARENA_BYTES = 64 * MIB
+    router.MOST_IN_ONE = 16 * MIB
 
 
 class Limited(Actor):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from monarch_backend.actor._payload import prefix_of, read_prefix
-from monarch_backend.mesh._extent import Extent
-from monarch_backend.transport._frames import FrameError
+from monarch_backend._actor.codec import prefix_of, read_prefix
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._transport.local.frames import FrameError
 
 
 def test_what_was_put_in_comes_out() -> None:

@@ -14,6 +14,11 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor import sigint
+from monarch_backend._processes.linux import stands_still
+from monarch_backend._transport.local import router
+from monarch_backend._transport.local.links import UNREAD_BYTES
+from monarch_backend._transport.local.router import WINDOW
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -22,16 +27,11 @@ from monarch_backend.actor import (
     Port,
     ProcMesh,
     SupervisionError,
-    _interrupts,
     concurrent_endpoint,
     endpoint,
     this_host,
     this_proc,
 )
-from monarch_backend.mesh._linux import stands_still
-from monarch_backend.transport import _router
-from monarch_backend.transport._links import UNREAD_BYTES
-from monarch_backend.transport._router import WINDOW
 from tests.actor.actors import Recorder, Sync, pid_of, resident_bytes, running, until
 from tests.actor.support import PATIENCE, Faults, gate
 from tests.support.terminal import Terminal
@@ -133,12 +133,12 @@ def test_a_slow_actor_holds_its_sender_up(recorders: ActorMesh, tmp_path: Path, 
 
 
 def small_places() -> None:
-    _router.PLACE = 4096
+    router.PLACE = 4096
 
 
 @pytest.mark.usefixtures("procs")  # the first processes of all leave something behind
 def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_router, "PLACE", 4096)
+    monkeypatch.setattr(router, "PLACE", 4096)
     payload, n = b"x" * (64 << 10), 200
     with running({"gpus": 2}, bootstrap=small_places) as procs, gate(tmp_path) as (name, open_gate):
         mesh = procs.spawn("recorders", Recorder)
@@ -191,7 +191,7 @@ def stopped(recorders: ActorMesh) -> Iterator[ActorMesh]:
 def test_others_of_a_tree_do_not_wait_for_one_that_is_stopped(
     recorders: ActorMesh, stopped: ActorMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_router, "DIRECT", 1)
+    monkeypatch.setattr(router, "DIRECT", 1)
     for size in (100, 20_000):
         recorders.note.broadcast("main", size, b"x" * size)
     for gpu in (0, 2):
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_waiting_for_memory(stopped: ActorMesh, said: Said) -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             stopped.note.broadcast("main", 1, bytes(100_000))
-        assert time.monotonic() - struck[0] < _interrupts.MOST
+        assert time.monotonic() - struck[0] < sigint.MOST
     finally:
         ended.set()
         thread.join()

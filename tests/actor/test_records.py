@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.runtime import program
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
@@ -20,7 +21,6 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from monarch_backend.actor._program import program
 from tests.actor.actors import comes_back, until
 from tests.actor.harm import Victim
 from tests.actor.support import PATIENCE, Faults

@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.runtime import program
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.proc_mesh import ProcCore
+from monarch_backend._transport.local.peer import Peer
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
@@ -27,10 +31,6 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from monarch_backend.actor._program import program
-from monarch_backend.mesh._extent import Extent
-from monarch_backend.mesh._procs import ProcCore
-from monarch_backend.transport._peer import Peer
 from tests.actor.actors import comes_back, until
 from tests.actor.harm import Owner, Supervisor, Victim, lines
 from tests.actor.support import PATIENCE, Faults, begun, gate

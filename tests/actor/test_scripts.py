@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.runtime import program
 from monarch_backend.actor import this_host
-from monarch_backend.actor._program import program
 from tests.actor.scripts import PATIENCE, Run, WarmInterpreter, python
 from tests.actor.support import gate
 from tests.mesh.spawning import Watch
@@ -70,6 +70,7 @@ def finish(start: Start, interpreter: WarmInterpreter) -> Start:
 HEAD = """
 import asyncio, os, signal, subprocess, sys, threading, time
 import monarch_backend.actor as ma
+from monarch_backend._actor import runtime
 from monarch_backend.actor import Actor, ActorError, MeshFailure, Restart, SupervisionError, endpoint, this_host
 
 class Victim(Actor):
@@ -100,7 +101,7 @@ class Victim(Actor):
         print("cleaned up", exc)
 
 # A busy machine is not what these programs wait for at their end.
-ma._program.HINT, ma._program.FAREWELL = 50, 55
+runtime.HINT, runtime.FAREWELL = 50, 55
 """
 
 
@@ -384,8 +385,8 @@ def test_unhandled_failure_runs_finally_blocks_and_atexit_hooks(how: str, finish
 def test_unhandled_failure_with_blocks_that_hang_ends_in_time(code: str, finish: Start) -> None:
     ended = finish(
         f"""
-        from monarch_backend.actor import _exit
-        _exit.UNWIND_TIMEOUT_S = 0.5
+        from monarch_backend._actor import program_exit
+        program_exit.UNWIND_TIMEOUT_S = 0.5
         v = this_host().spawn_procs({{"gpus": 1}}).spawn("v", Victim)
         try: v.die.call_one().get()
         {code}
@@ -675,7 +676,7 @@ print(type(config) is Config, color is Color.RED, squares)
 def test_what_had_not_finished_at_the_end_is_named(finish: Start) -> None:
     ended = finish(
         """
-import monarch_backend.actor._program as _program
+import monarch_backend._actor.runtime as _program
 _program.HINT, _program.FAREWELL = 0.1, 0.2
 class Saver(Victim):
     @endpoint

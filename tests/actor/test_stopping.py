@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from monarch_backend._actor import ownership as owned
 from monarch_backend.actor import Actor, Port, endpoint, this_host
-from monarch_backend.actor import _owned as owned
 from tests.actor.support import PATIENCE, Faults, begun
 
 

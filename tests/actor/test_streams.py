@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from monarch_backend._actor.pending_calls import STREAM_WINDOW
 from monarch_backend.actor import (
     Accumulator,
     Actor,
@@ -28,7 +29,6 @@ from monarch_backend.actor import (
     current_rank,
     endpoint,
 )
-from monarch_backend.actor._calls import STREAM_WINDOW
 from tests.actor.actors import Gate, Sync, running, until
 from tests.actor.support import PATIENCE
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.unread_errors import UnreadError
 from monarch_backend.actor import Accumulator, Actor, ActorError, Future, endpoint, gather, this_host
-from monarch_backend.actor._unread import UnreadError
 from tests.actor.scripts import python
 from tests.actor.support import Faults
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import monarch_backend
+from monarch_backend import _verbs
+from monarch_backend._rdma import availability
 from monarch_backend.cli import doctor, main
-from monarch_backend.rdma import _available, verbs
 from tests.rdma import pretended
 
 
@@ -85,8 +86,8 @@ def verbs_findings() -> dict[str, doctor.Finding]:
 
 def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONARCH_RDMA", raising=False)
-    monkeypatch.setattr(verbs, "describe", lambda: [verbs.Fact("verbs route", "none", "no verbs device")])
-    monkeypatch.setattr(_available, "available", lambda: "no verbs device")
+    monkeypatch.setattr(_verbs, "describe", lambda: [_verbs.Fact("verbs route", "none", "no verbs device")])
+    monkeypatch.setattr(availability, "available", lambda: "no verbs device")
     monkeypatch.setattr(doctor, "_library", lambda name: f"does not load: {name}")
     found = verbs_findings()
     assert found["verbs ports"].state == "none" and "NIC" in found["verbs ports"].remedy
@@ -96,13 +97,13 @@ def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatc
 
 def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = [
-        verbs.Fact("verbs port rxe0:1", "ACTIVE, Ethernet; 3: RoCEv2 10.77.0.1"),
-        verbs.Fact("locked memory", "64 KiB", "ulimit -l unlimited"),
-        verbs.Fact("verbs route", "can be used"),
+        _verbs.Fact("verbs port rxe0:1", "ACTIVE, Ethernet; 3: RoCEv2 10.77.0.1"),
+        _verbs.Fact("locked memory", "64 KiB", "ulimit -l unlimited"),
+        _verbs.Fact("verbs route", "can be used"),
     ]
     monkeypatch.delenv("MONARCH_RDMA", raising=False)
-    monkeypatch.setattr(verbs, "describe", lambda: facts)
-    monkeypatch.setattr(_available, "available", lambda: None)
+    monkeypatch.setattr(_verbs, "describe", lambda: facts)
+    monkeypatch.setattr(availability, "available", lambda: None)
     found = verbs_findings()
     assert "verbs ports" not in found
     assert found["verbs port rxe0:1"].state.startswith("ACTIVE")
@@ -127,7 +128,7 @@ def test_what_is_wanted_by_the_environment(
     monkeypatch: pytest.MonkeyPatch, wanted: str, why_not: str | None, state: str, remedy: str
 ) -> None:
     monkeypatch.setenv("MONARCH_RDMA", wanted)
-    monkeypatch.setattr(_available, "available", lambda: why_not)
+    monkeypatch.setattr(availability, "available", lambda: why_not)
     found = verbs_findings()["memory of other hosts"]
     assert found.state == state
     assert found.remedy.startswith(remedy)

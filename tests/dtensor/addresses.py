@@ -6,11 +6,11 @@ import ctypes
 
 import torch
 
-from monarch_backend.dtensor import _torch_addresses
+from monarch_backend.dtensor._torch_patches import tensor_impl_layout
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    places = _torch_addresses.places()
+    places = tensor_impl_layout.places()
     assert places is not None
     at = id(tensor)
     for each in places[:3]:

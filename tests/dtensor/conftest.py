@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import monarch_backend.actor as ma
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
-from monarch_backend.dtensor import _torch
+from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 from tests.actor.scripts import Run, WarmInterpreter, with_meshes
 from tests.dtensor import on_xla
 from tests.support import xla
@@ -132,4 +132,4 @@ def run_script(interpreter: WarmInterpreter, tmp_path: Path) -> Callable[..., Ru
 
 def workers_of(mesh: Any) -> Any:
     """For tests that look behind a mesh."""
-    return _torch.workers_of(mesh)
+    return device_mesh_and_api.workers_of(mesh)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from monarch_backend.dtensor import _dispatch
+from monarch_backend.dtensor._dispatch import dispatch
 from tests.dtensor import on_workers
 from tests.dtensor.conftest import DEVICE
 
@@ -21,5 +21,5 @@ OPERATION = CHECKED if DEVICE == "xla" else "aten.embedding.default"
 def look_up(indices: Any, table: Any) -> Any:
     """Rows of the table; both are tensors of workers, and no DTensors. Workers for which one is not there fail."""
     if DEVICE == "xla":
-        return _dispatch.call(on_workers.checked_look_up, CHECKED, (indices, table), {})
+        return dispatch.call(on_workers.checked_look_up, CHECKED, (indices, table), {})
     return F.embedding(indices, table)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
-from monarch_backend.dtensor import _philox, _wire
-from monarch_backend.dtensor.worker import Executor, _functions, _random
-from monarch_backend.dtensor.worker._side import boards
+from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._rng import philox
+from monarch_backend.dtensor._worker import Executor, op_functions, random_ops
+from monarch_backend.dtensor._worker.control_actor import boards
 
 
 def left_on_boards() -> int:
@@ -94,9 +95,9 @@ def done_so_far() -> int:
 
 def do_after(words: int) -> int:
     """So many words of records; what it was before."""
-    from monarch_backend.dtensor.worker import _xla
+    from monarch_backend.dtensor._worker.xla import xla_device
 
-    before, _xla.MOST = _xla.MOST, words
+    before, xla_device.MOST = xla_device.MOST, words
     return before
 
 
@@ -107,15 +108,15 @@ class _Numbers:
         self._at, self._known = (0, 0), torch.get_rng_state()
 
     def set_state(self, state: bytes, _device: torch.device) -> None:
-        seed, drawn = self._at = _philox._STATE.unpack(state)
+        seed, drawn = self._at = philox._STATE.unpack(state)
         torch.manual_seed(seed * 1_000_003 + drawn)
         self._known = torch.get_rng_state()
 
     def state_of(self, device: torch.device) -> bytes:
         seed, drawn = self._at
         if not torch.equal(self._known, torch.get_rng_state()):
-            self.set_state(_philox._STATE.pack(seed, drawn + 4), device)
-        return _philox._STATE.pack(*self._at)
+            self.set_state(philox._STATE.pack(seed, drawn + 4), device)
+        return philox._STATE.pack(*self._at)
 
     def after(self, draw: Any) -> Any:
         """The function, behind which nothing but that decides."""
@@ -135,17 +136,17 @@ class ExecutorWithoutGpu(Executor):
     def __init__(self, device_type: str, timeout: float) -> None:
         super().__init__("cpu", timeout)
         self.board = boards[device_type]  # where the actor beside it, which takes it for a GPU's, leaves what it hears
-        _functions.constant = _with_gpus_on_the_cpu
+        op_functions.constant = _with_gpus_on_the_cpu
         numbers = _Numbers()
-        _random.state_of, _random.set_state = numbers.state_of, numbers.set_state
-        _random._drawn, _random.whole = numbers.after(_random._drawn), numbers.after(_random.whole)
+        random_ops.state_of, random_ops.set_state = numbers.state_of, numbers.set_state
+        random_ops._drawn, random_ops.whole = numbers.after(random_ops._drawn), numbers.after(random_ops.whole)
         for name, ours in (("", "forward"), ("_backward", "backward")):
             operator = f"aten._scaled_dot_product_flash_attention_for_cpu{name}.default"
-            _functions._REPLACED[operator] = f"monarch_backend.dtensor.worker._attention:{ours}"
+            op_functions._REPLACED[operator] = f"monarch_backend.dtensor._worker.attention:{ours}"
 
 
 def _with_gpus_on_the_cpu(tagged: list[Any], device: torch.device) -> Any:
-    return device if tagged == [_wire.Tag.DEVICE, "cuda"] else _wire.constant(tagged, device)
+    return device if tagged == [_protocol.Tag.DEVICE, "cuda"] else _protocol.constant(tagged, device)
 
 
 def reads_its_memory(x: Any) -> bool:

@@ -29,8 +29,9 @@ from torch.distributed.utils import _free_storage
 from torch.utils import cpp_extension
 
 from monarch_backend import _native
-from monarch_backend.dtensor import NotReadableError, _torch_addresses, simulated_mesh
-from monarch_backend.dtensor._absent_memory import AddressUsedError
+from monarch_backend.dtensor import NotReadableError, simulated_mesh
+from monarch_backend.dtensor._torch_patches import tensor_impl_layout
+from monarch_backend.dtensor._torch_patches.invalid_access import AddressUsedError
 from tests.actor.scripts import Run
 from tests.dtensor.addresses import address_of
 
@@ -306,23 +307,23 @@ def test_bytes_that_the_system_chooses_are_not_taken_for_the_right_one(
     monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """An allocator's address has a 1 in it in one process of a hundred."""
-    found = _torch_addresses.places()
+    found = tensor_impl_layout.places()
     assert found is not None
-    asked = _torch_addresses._may_say_resizable
-    monkeypatch.setattr(_torch_addresses, "_may_say_resizable", lambda *tensors: sorted({*asked(*tensors), at}))
-    assert _torch_addresses.places() == found
+    asked = tensor_impl_layout._may_say_resizable
+    monkeypatch.setattr(tensor_impl_layout, "_may_say_resizable", lambda *tensors: sorted({*asked(*tensors), at}))
+    assert tensor_impl_layout.places() == found
 
 
 def test_a_torch_that_has_it_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _torch_addresses.places()
+    found = tensor_impl_layout.places()
     assert found is not None, "this torch has a tensor's address elsewhere: read c10/core/StorageImpl.h"
     assert all(each > 0 for each in found)
     for name in ("_STORAGE_WITHIN", "_ADDRESS_WITHIN", "_RESIZABLE_WITHIN"):
         with monkeypatch.context() as patch:
-            patch.setattr(_torch_addresses, name, 1)
-            assert _torch_addresses.places() is None
-    monkeypatch.setattr(_torch_addresses, "_is_right", lambda *_: False)
-    assert _torch_addresses.places() is None
+            patch.setattr(tensor_impl_layout, name, 1)
+            assert tensor_impl_layout.places() is None
+    monkeypatch.setattr(tensor_impl_layout, "_is_right", lambda *_: False)
+    assert tensor_impl_layout.places() is None
 
 
 SCRIPT = """

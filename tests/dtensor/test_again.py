@@ -15,8 +15,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.debug import CommDebugMode
 
-from monarch_backend.dtensor import MeshMismatchError, _torch_again, _torch_specs, simulated_mesh
-from monarch_backend.dtensor._torch_again import Way
+from monarch_backend.dtensor import MeshMismatchError, simulated_mesh
+from monarch_backend.dtensor._torch_patches import redispatch_cache, scalar_spec_cache
+from monarch_backend.dtensor._torch_patches.redispatch_cache import Way
 from tests.dtensor.values import same, value
 
 NUMBERS: list[Any] = [
@@ -269,7 +270,7 @@ def test_who_asks_to_be_told_of_redistributions_is(mesh_of: Any, ways: list[Any]
 
 def test_torch_uses_what_stands_in_for_its_op_info(mesh_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(_torch_again.OpInfo, "torchs", lambda self: asked.append(True) or self.own())
+    monkeypatch.setattr(redispatch_cache.OpInfo, "torchs", lambda self: asked.append(True) or self.own())
     x = distribute_tensor(torch.ones(4, 6), mesh_of("2"), [Shard(0)])
     x.view(4, 3, 2)
     asked.clear()
@@ -297,7 +298,7 @@ def test_a_spec_of_a_number_has_what_torch_gives_it() -> None:
             mine, own = DTensorSpec(mesh, placements, meta), torchs(mesh, placements, meta)
             assert hash(mine) == hash(own) and mine == own and own == mine
             assert mine.__dict__ == own.__dict__ and mine.mesh is mesh
-        assert len(mesh.__dict__[_torch_specs._KNOWN]) == len(set(DTYPES))
+        assert len(mesh.__dict__[scalar_spec_cache._KNOWN]) == len(set(DTYPES))
         assert mine == DTensorSpec(mesh, placements, meta) and mine is not DTensorSpec(mesh, placements, meta)
         assert DTensorSpec(mesh, placements, NUMBER) != DTensorSpec(mesh, placements, NUMBER._replace(dtype=torch.int8))
 

@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from monarch_backend.dtensor import MeshMismatchError, RemoteOpError, _collectives, _compile, run
+from monarch_backend.dtensor import MeshMismatchError, RemoteOpError, run
+from monarch_backend.dtensor._compile import compile_backend
+from monarch_backend.dtensor._dispatch import collectives as collectives_module
 from tests.dtensor import collectives, failing
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
@@ -63,12 +65,12 @@ def test_in_a_captured_step(mesh_of: Callable[[str], Any], case: str) -> None:
     mesh = mesh_of("2")
     expected = list(run(mesh, collectives.by_rank, case, shards(mesh), mesh).get().values())
     torch._dynamo.reset()
-    calls = _compile.statistics["calls"]
+    calls = compile_backend.statistics["calls"]
     step = torch.compile(collectives.CASES[case], backend="monarch", options={"inductor": False})
     for _ in range(2):
         assert by_rank(step, shards(mesh), mesh) == expected
     if case in CAPTURED:
-        assert _compile.statistics["calls"] >= calls + 2
+        assert compile_backend.statistics["calls"] >= calls + 2
 
 
 def test_ranks_outside_of_a_group(mesh_of: Callable[[str], Any]) -> None:
@@ -111,14 +113,14 @@ def test_splits_that_do_not_match_name_the_line(mesh_of: Callable[[str], Any]) -
 def test_of_many_sizes_some_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
-    monkeypatch.setattr(_collectives, "KEPT", 8)
-    monkeypatch.setitem(_collectives._known, workers, {})
+    monkeypatch.setattr(collectives_module, "KEPT", 8)
+    monkeypatch.setitem(collectives_module._known, workers, {})
     for _ in range(2):
         for size in range(1, 20):
             x = workers.put_by_rank([torch.ones(size), torch.ones(size)])
             dist.all_reduce_coalesced([x], group=mesh.get_group())
             assert x.tolist() == [2.0] * size
-            assert len(_collectives._known[workers]) <= 8
+            assert len(collectives_module._known[workers]) <= 8
 
 
 def test_functional_collective_of_workers_tensors_has_wait(mesh_of: Callable[[str], Any]) -> None:

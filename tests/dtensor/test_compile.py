@@ -33,13 +33,11 @@ from monarch_backend.dtensor import (
     RemoteOpError,
     RemoteTensor,
     RemoteTensorError,
-    _class_graphs,
-    _compile,
-    _rank_classes,
-    _torch_compile,
     own_random_numbers,
     simulated_mesh,
 )
+from monarch_backend.dtensor._compile import compile_backend, merge_graphs, rank_classes
+from monarch_backend.dtensor._torch_patches import dynamo_and_aot
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -64,7 +62,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 def captured(function: Callable[..., Any], inductor: bool = False, **options: Any) -> Callable[..., Any]:
-    return torch.compile(function, backend=_compile.monarch, options={"inductor": inductor}, **options)
+    return torch.compile(function, backend=compile_backend.monarch, options={"inductor": inductor}, **options)
 
 
 def training(loss_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -105,12 +103,12 @@ def test_the_entry_point_is_declared_and_resolves() -> None:
     found = re.search(r'entry-points\."torch_dynamo_backends"\]\nmonarch = "([\w.]+):(\w+)"', text)
     assert found is not None
     module, name = found.groups()
-    assert getattr(importlib.import_module(module), name) is _compile.monarch
+    assert getattr(importlib.import_module(module), name) is compile_backend.monarch
 
 
 def test_what_is_replaced_of_torch_is_there() -> None:
-    assert _torch_compile.REPLACED
-    for where, name, _ in _torch_compile.REPLACED:
+    assert dynamo_and_aot.REPLACED
+    for where, name, _ in dynamo_and_aot.REPLACED:
         assert getattr(where, name).__wrapped__.__name__ == name
 
 
@@ -136,9 +134,9 @@ def test_a_call_is_one_record_and_nothing_new_is_defined(two: Any) -> None:
     x = distribute_tensor(torch.randn(8, 16), two, [Replicate()])
     step = whole(lambda x: ours(x).pow(2).mean())
     step(x)
-    graphs = _compile.statistics["graphs"]
+    graphs = compile_backend.statistics["graphs"]
     assert [records(two, lambda: step(x)) for _ in range(3)] == [1, 1, 1]
-    assert _compile.statistics["graphs"] == graphs
+    assert compile_backend.statistics["graphs"] == graphs
 
 
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
@@ -550,7 +548,7 @@ def test_a_view_of_uneven_shards_is_left_to_eager_code(
 def test_too_many_classes_of_ranks_are_left_to_eager_code(
     two: Any, reported: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_rank_classes, "MOST", 1)
+    monkeypatch.setattr(rank_classes, "MOST", 1)
     x = torch.randn(7, 16)
     same(captured(lambda x: x * 2)(distribute_tensor(x, two, [Shard(0)])), x * 2)
     assert "too many" in reported()
@@ -570,8 +568,8 @@ def test_graphs_that_do_not_fit_together() -> None:
         ("results", lambda x: (one(x), x)),
     ):
         with pytest.raises(RemoteTensorError, match=f"other {what}"):
-            _class_graphs.check([traced(one), traced(other)])
-    _class_graphs.check([traced(one), traced(lambda x: one(x * 2))])
+            merge_graphs.check([traced(one), traced(other)])
+    merge_graphs.check([traced(one), traced(lambda x: one(x * 2))])
 
 
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
@@ -691,16 +689,18 @@ def test_what_a_rank_could_not_do_is_raised_with_the_programs_line(two: Any, ind
 def test_a_worker_without_a_compiler_runs_the_operations_one_by_one(
     two: Any, all_procs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from monarch_backend.dtensor import _torch_inductor
-    from monarch_backend.dtensor._wire import Graph, Tag
-    from monarch_backend.dtensor.worker import _graphs
+    from monarch_backend.dtensor._protocol import Graph, Tag
+    from monarch_backend.dtensor._torch_patches import inductor as _inductor
+    from monarch_backend.dtensor._worker import graph_executor
 
     def no_compiler(*_: Any) -> Any:
         raise RuntimeError("no working C++ compiler found")
 
-    monkeypatch.setattr(_torch_inductor, "compiled", no_compiler)
+    monkeypatch.setattr(_inductor, "compiled", no_compiler)
     step = ["aten.sin.default", [[Tag.OPERAND, 0]], {}, "", None, [None]]
-    function = _graphs.make(Graph(1, 1, [], [step], [1], [], [[[2], "float32"]], True, []), 0, torch.device("cpu"), str)
+    function = graph_executor.make(
+        Graph(1, 1, [], [step], [1], [], [[[2], "float32"]], True, []), 0, torch.device("cpu"), str
+    )
     tensors: dict[int, Any] = {5: torch.ones(2)}
     with caplog.at_level(logging.WARNING, "monarch_backend"):
         for _ in range(2):
@@ -714,7 +714,7 @@ def test_a_library_that_a_killed_worker_has_left_half_written_is_made_again(
 ) -> None:
     from torch._inductor.exc import InductorError
 
-    from monarch_backend.dtensor import _torch_inductor
+    from monarch_backend.dtensor._torch_patches import inductor as _inductor
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     broken = tmp_path / "half.so"
@@ -729,16 +729,16 @@ def test_a_library_that_a_killed_worker_has_left_half_written_is_made_again(
                 raise InductorError(error, None) from None
         return graph
 
-    monkeypatch.setattr(_torch_inductor, "inductor", as_inductor_does)
+    monkeypatch.setattr(_inductor, "inductor", as_inductor_does)
     one = torch.ones(2)
-    assert _torch_inductor.compiled(lambda x: [x + 1], [one])(one)[0].tolist() == [2, 2]
+    assert _inductor.compiled(lambda x: [x + 1], [one])(one)[0].tolist() == [2, 2]
     assert not broken.exists()
 
 
 def test_options_that_there_are_not(two: Any) -> None:
     there = distribute_tensor(torch.ones(8, 16), two, [Shard(0)])
     with pytest.raises(Exception, match="the options are inductor"):
-        torch.compile(lambda x: x + 1, backend=_compile.monarch, options={"fast": True})(there)
+        torch.compile(lambda x: x + 1, backend=compile_backend.monarch, options={"fast": True})(there)
 
 
 def test_a_step_that_prints_in_the_middle(two: Any, capfd: Any) -> None:
@@ -1130,7 +1130,7 @@ def test_a_trace_for_another_backend_installs_what_it_needs(
     two: Any, monkeypatch: pytest.MonkeyPatch, fullgraph: bool
 ) -> None:
     installed: list[None] = []
-    monkeypatch.setattr(_torch_compile, "install", lambda: installed.append(None))
+    monkeypatch.setattr(dynamo_and_aot, "install", lambda: installed.append(None))
     x = distribute_tensor(torch.ones(2), two, [Replicate()])
     assert value(torch.compile(lambda x: x * 2, backend="eager", fullgraph=fullgraph)(x)).tolist() == [2, 2]
     assert installed
@@ -1138,15 +1138,15 @@ def test_a_trace_for_another_backend_installs_what_it_needs(
 
 def test_inductor_compiles_on_the_workers(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's default backend, whose options are not sent."""
-    compile_there = functools.partial(_compile.monarch, options={"inductor": False})  # which takes a while
-    monkeypatch.setattr(_compile, "monarch", compile_there)
+    compile_there = functools.partial(compile_backend.monarch, options={"inductor": False})  # which takes a while
+    monkeypatch.setattr(compile_backend, "monarch", compile_there)
     x = distribute_tensor(torch.ones(2), two, [Replicate()])
-    before = _compile.statistics["calls"]
+    before = compile_backend.statistics["calls"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = torch.compile(lambda x: x * 2 + 1, options={"max_autotune": True})(x)
     assert value(found).tolist() == [3, 3]
-    assert _compile.statistics["calls"] == before + 1
+    assert compile_backend.statistics["calls"] == before + 1
     assert [str(each.message) for each in caught if "{'max_autotune': True} is not sent there" in str(each.message)]
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from monarch_backend.dtensor import _torch_views
+from monarch_backend.dtensor._torch_patches import view_writeback
 from tests.dtensor.values import same
 
 
@@ -280,7 +280,7 @@ def test_rows_that_nobody_has_are_not_kept(mesh_of: Callable[[str], Any]) -> Non
     assert kept() is None
     for _ in range(20):
         ours[1:].sum()
-    assert not _torch_views._copies[ours._local_tensor]
+    assert not view_writeback._copies[ours._local_tensor]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])

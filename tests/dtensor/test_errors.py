@@ -22,9 +22,9 @@ from monarch_backend.dtensor import (
     RemoteOpError,
     RemoteTensor,
     RemoteTensorError,
-    _group,
 )
-from monarch_backend.dtensor.worker import _failures
+from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._worker import failures
 from tests.actor.actors import until
 from tests.actor.scripts import Run
 from tests.dtensor import failing
@@ -252,9 +252,9 @@ def test_tensors_of_two_meshes(mesh_of: Callable[[str], Any]) -> None:
 
 def test_a_program_that_is_a_rank_already_is_no_controller(monkeypatch: Any) -> None:
     assert dist.is_initialized()
-    monkeypatch.setattr(_group, "_universe", None)  # so the default group is somebody else's
+    monkeypatch.setattr(controller_process_group, "_universe", None)  # so the default group is somebody else's
     with pytest.raises(RemoteTensorError, match="destroy_process_group"):
-        _group.universe()
+        controller_process_group.universe()
 
 
 def test_a_dead_worker_fails_what_waits_and_names_itself(monkeypatch: Any) -> None:
@@ -307,12 +307,13 @@ def test_what_nobody_has_read_is_told_at_the_end_if_it_has_failed(capfd: pytest.
 ENDS = """
 import os, signal, threading, torch
 import monarch_backend.actor as ma
-from monarch_backend.dtensor import _stream
+from monarch_backend._actor import runtime
+from monarch_backend.dtensor._controller import command_stream
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 if __name__ == "__main__":
-    ma._program.HINT, ma._program.FAREWELL = 50, 55  # a busy machine is not what this waits for
-    _stream.IDLE = 3600.0  # what the end does not send is never sent
+    runtime.HINT, runtime.FAREWELL = 50, 55  # a busy machine is not what this waits for
+    command_stream.IDLE = 3600.0  # what the end does not send is never sent
     died = threading.Event()
     ma.unhandled_fault_hook = lambda failure: died.set()
     mesh = ma.this_host().spawn_procs({"x": 2}).device_mesh("cpu")
@@ -354,6 +355,6 @@ def test_an_end_in_the_middle_of_things_is_no_failure(capfd: pytest.CaptureFixtu
 
 
 def test_a_long_message_that_nobody_has_asked_for_is_told_shortly() -> None:
-    assert _failures._shortly("ValueError: no") == "ValueError: no"
-    assert _failures._shortly("ValueError: no\n" + "a line of a table\n" * 100) == "ValueError: no ..."
-    assert _failures._shortly("x" * 1000) == "x" * _failures.LONGEST + " ..."
+    assert failures._shortly("ValueError: no") == "ValueError: no"
+    assert failures._shortly("ValueError: no\n" + "a line of a table\n" * 100) == "ValueError: no ..."
+    assert failures._shortly("x" * 1000) == "x" * failures.LONGEST + " ..."

@@ -17,14 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from monarch_backend.dtensor import (
-    RemoteOpError,
-    RemoteTensor,
-    RemoteTensorError,
-    _dispatch,
-    shard_batch,
-    simulated_mesh,
-)
+from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, shard_batch, simulated_mesh
+from monarch_backend.dtensor._dispatch import dispatch
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 
@@ -544,12 +538,12 @@ def steps(mesh: Any, records: Records, **options: Any) -> list[tuple[int, int]]:
     optimizer, found = adam(model), []
     for _ in range(5):
         records()
-        misses = _dispatch.statistics["misses"]
+        misses = dispatch.statistics["misses"]
         loss_of(model, shard_batch(torch.randn(ROWS, WIDTH), mesh)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=FOREACH)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((records(), _dispatch.statistics["misses"] - misses))
+        found.append((records(), dispatch.statistics["misses"] - misses))
     return found
 
 

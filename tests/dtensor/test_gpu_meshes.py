@@ -25,22 +25,22 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-import monarch_backend.dtensor.worker as worker
+import monarch_backend.dtensor._worker as worker
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import (
     RemoteOpError,
     RemoteTensor,
     RemoteTensorError,
-    _autocast_rules,
-    _group,
-    _torch_autocast,
     move,
     put_module,
     run,
     shard_batch,
     simulated_mesh,
 )
-from monarch_backend.dtensor.worker import _attention
+from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._ops import autocast_rules
+from monarch_backend.dtensor._torch_patches import autocast
+from monarch_backend.dtensor._worker import attention as attention_module
 from tests.dtensor import on_workers
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.on_workers import ExecutorWithoutGpu
@@ -86,7 +86,7 @@ def nowhere() -> Iterator[Any]:
     """A simulated mesh of GPUs, of which nothing is left."""
     made = simulated_mesh((2,), ("x",), "cuda")
     yield made
-    _group._owners.remove(workers_of(made))
+    controller_process_group._owners.remove(workers_of(made))
 
 
 @pytest.fixture
@@ -158,25 +158,25 @@ def test_a_gpus_worker_knows_the_operators() -> None:
     names = [f"aten::_scaled_dot_product_flash_attention_for_cpu{name}" for name in ("", "_backward")]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert not any(has(name, "CUDA") for name in names), "torch has them itself: worker/_attention.py is not wanted"
-    _attention.install()
+    attention_module.install()
     try:
         assert all(has(name, "CUDA") for name in names)
     finally:
-        _attention._libraries.pop()._destroy()
+        attention_module._libraries.pop()._destroy()
 
 
 def test_a_worker_does_attention_again_where_the_graph_was_lost() -> None:
     """As an operator, below autograd, which is where torch calls it."""
     library = torch.library.Library("monarch_test", "DEF")
     library.define("forward(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
-    library.impl("forward", lambda q, k, v: _attention.forward(q, k, v, 0.0, True), "CPU")
+    library.impl("forward", lambda q, k, v: attention_module.forward(q, k, v, 0.0, True), "CPU")
     q, k, v, gradient = (torch.randn(2, 4, 6, 8) for _ in range(4))
     _, *expected = attention(*(each.clone().requires_grad_() for each in (q, k, v)), gradient, is_causal=True)
     with torch.no_grad():
         out, sums = torch.ops.monarch_test.forward(q, k, v)
         assert sums.shape == (2, 4, 6)
         for again in (sums, sums.clone()):
-            found = _attention.backward(gradient, q, k, v, out, again, 0.0, True)
+            found = attention_module.backward(gradient, q, k, v, out, again, 0.0, True)
             for ours, reference in zip(found, expected, strict=True):
                 same(ours, reference)
                 assert ours.stride() == torch.empty(2, 6, 4, 8).transpose(1, 2).stride()
@@ -327,8 +327,8 @@ def test_which_mesh_makes_it_must_be_clear(mesh: Any, nowhere: Any) -> None:
     with nowhere:
         assert torch.zeros(1, device="cuda")._meta.workers is workers_of(nowhere)  # type: ignore[attr-defined]
     first, second = (simulated_mesh((2,), ("x",), "cuda") for _ in range(2))
-    real = _group._owners[:]
-    _group._owners[:] = [workers_of(first), workers_of(second)]
+    real = controller_process_group._owners[:]
+    controller_process_group._owners[:] = [workers_of(first), workers_of(second)]
     try:
         with pytest.raises(RemoteTensorError, match="Say which one"):
             torch.zeros(1, device="cuda")
@@ -336,11 +336,13 @@ def test_which_mesh_makes_it_must_be_clear(mesh: Any, nowhere: Any) -> None:
             assert torch.zeros(1, device="cuda")._meta.workers is workers_of(second)  # type: ignore[attr-defined]
         rows = distribute_tensor(torch.zeros(4), second, [_StridedShard(0, split_factor=2)])
         assert rows.full_tensor()._meta.workers is workers_of(second)  # whose places torch makes with a device only
-        _group._owners.clear()
+        controller_process_group._owners.clear()
         with pytest.raises(RemoteTensorError, match="no mesh has one"):
             torch.zeros(1, device="cuda")
     finally:
-        _group._owners[:] = [each for each in real if each not in (workers_of(first), workers_of(second))]
+        controller_process_group._owners[:] = [
+            each for each in real if each not in (workers_of(first), workers_of(second))
+        ]
 
 
 @without_gpu
@@ -433,8 +435,8 @@ def test_what_a_captured_step_makes_is_made_on_the_workers_gpu(mesh: Any) -> Non
 
 
 def test_autocast_knows_what_each_operator_wants(nowhere: Any) -> None:
-    names = {each._schema.name.removeprefix("aten::") for each in _torch_autocast.operators("cuda")}
-    rules = _autocast_rules.CUDA
+    names = {each._schema.name.removeprefix("aten::") for each in autocast.operators("cuda")}
+    rules = autocast_rules.CUDA
     assert names >= rules.lower | rules.widest | rules.refused
     others = names - rules.lower - rules.widest - rules.refused
     assert others >= {"softmax", "log_softmax", "layer_norm", "exp", "pow", "sum", "prod", "cumsum", "nll_loss", "norm"}

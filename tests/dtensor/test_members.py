@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from monarch_backend.actor import ProcMesh
-from monarch_backend.dtensor import RemoteTensorError, _torch, move, put_module, run
+from monarch_backend.dtensor import RemoteTensorError, move, put_module, run
+from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 
@@ -259,7 +260,7 @@ def test_parameters_of_fully_shard_are_the_members_only(part: Any) -> None:
     with torch.device("meta"):
         empty = fully_shard(Model(), mesh=part)
     for each in (*fully_shard(Model(), mesh=part).parameters(), *empty.to_empty(device=DEVICE).parameters()):
-        assert each._local_tensor._meta.outside == _torch.outside(part)  # type: ignore[attr-defined]
+        assert each._local_tensor._meta.outside == device_mesh_and_api.outside(part)  # type: ignore[attr-defined]
 
 
 def test_all_processes_have_the_same_as_before(mesh_of: Callable[[str], Any]) -> None:

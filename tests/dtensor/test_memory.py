@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from monarch_backend.dtensor import _dispatch, run
+from monarch_backend.dtensor import run
+from monarch_backend.dtensor._dispatch import dispatch
 from tests.dtensor.conftest import workers_of
 
 
@@ -98,10 +99,10 @@ def test_a_thousand_steps_hold_no_more_than_three_and_learn_no_signature(mesh_of
     mesh = mesh_of("2")
     run = train(mesh, 1003)
     run(3)
-    tensors, misses, sites = held(mesh), _dispatch.statistics["misses"], len(workers_of(mesh)._by_rank)
+    tensors, misses, sites = held(mesh), dispatch.statistics["misses"], len(workers_of(mesh)._by_rank)
     run(1000)
     assert held(mesh) == tensors
-    assert _dispatch.statistics["misses"] == misses
+    assert dispatch.statistics["misses"] == misses
     assert len(workers_of(mesh)._by_rank) == sites
 
 
@@ -123,10 +124,10 @@ def test_an_int_that_counts_is_part_of_the_record(mesh_of: Callable[[str], Any])
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     local = x.to_local()
     total = (local * 0 + 0).add_(0)
-    misses, known = _dispatch.statistics["misses"], known_to(mesh)
+    misses, known = dispatch.statistics["misses"], known_to(mesh)
     for i in range(10_000):
         total = (local * i + i).add_(i)
-    assert _dispatch.statistics["misses"] == misses
+    assert dispatch.statistics["misses"] == misses
     assert known_to(mesh) == known
     assert total.tolist() == [2 * 9999.0, 3 * 9999.0]
 
@@ -140,8 +141,8 @@ def known_to(mesh: Any) -> list[int]:
 
 def forget_almost_all(workers: Any) -> None:
     """What other tests have taught."""
-    while _dispatch._known[workers] > 8:
-        _dispatch._forget_half(workers)
+    while dispatch._known[workers] > 8:
+        dispatch._forget_half(workers)
 
 
 def test_an_index_that_counts_is_forgotten_here_and_there(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
@@ -149,13 +150,13 @@ def test_an_index_that_counts_is_forgotten_here_and_there(mesh_of: Callable[[str
     workers = workers_of(mesh)
     x = distribute_tensor(torch.arange(1000.0), mesh, [Replicate()]).to_local()
     forget_almost_all(workers)
-    kept = _dispatch._known[workers] + 100
-    monkeypatch.setattr(_dispatch, "KEPT", kept)
+    kept = dispatch._known[workers] + 100
+    monkeypatch.setattr(dispatch, "KEPT", kept)
     before, metas = known_to(mesh), len(workers.metas._same)
     total = x[0] * 2
     for i in range(1, 1000):
         total = total + x[i] * 2
-    assert _dispatch._known[workers] <= kept
+    assert dispatch._known[workers] <= kept
     assert all(now <= then + 200 for now, then in zip(known_to(mesh), before, strict=True))
     assert len(workers.metas._same) <= metas + 200
     assert total.item() == 2 * sum(range(1000))
@@ -167,8 +168,8 @@ def test_rows_of_uneven_shards_are_forgotten_too(mesh_of: Callable[[str], Any], 
     workers = workers_of(mesh)
     x = distribute_tensor(torch.arange(3 * 200.0).view(3, 200), mesh, [Shard(0)])
     forget_almost_all(workers)
-    kept = _dispatch._known[workers] + 60
-    monkeypatch.setattr(_dispatch, "KEPT", kept)
+    kept = dispatch._known[workers] + 60
+    monkeypatch.setattr(dispatch, "KEPT", kept)
     before, by_rank = known_to(mesh), len(workers._by_rank)
     for i in range(200):
         row = x.to_local().select(1, i) + 1

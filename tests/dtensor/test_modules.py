@@ -17,7 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from monarch_backend.dtensor import RemoteTensor, _compile, _torch_compile, put_module, run, shard_batch
+from monarch_backend.dtensor import RemoteTensor, put_module, run, shard_batch
+from monarch_backend.dtensor._compile import compile_backend
+from monarch_backend.dtensor._torch_patches import dynamo_and_aot
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -271,10 +273,10 @@ def test_captured_steps_take_it(
     if when == "first eagerly":  # running values
         alone(X)
     captured = HOW[how](ours, backend="monarch", fullgraph=how != "itself", options={"inductor": False})
-    calls = _compile.statistics["calls"]
+    calls = compile_backend.statistics["calls"]
     for seed in range(2):
         same(*(step(net, optimizer, seed) for net, optimizer in zip((captured, alone), optimizers, strict=True)))
-    assert _compile.statistics["calls"] > calls
+    assert compile_backend.statistics["calls"] > calls
     alike(ours, alone)
     assert all(isinstance(each, RemoteTensor) for name, each in ours.named_parameters() if name in PLAIN)
     traffic = Traffic(workers_of(mesh_of("2")), monkeypatch)
@@ -350,11 +352,11 @@ def test_a_new_trace_of_what_has_gradients(mesh_of: Callable[[str], Any], to_non
 
 
 def test_dynamo_has_the_table_where_plain_tensors_are_noted() -> None:
-    _torch_compile.install()
+    dynamo_and_aot.install()
     kinds = builder.VariableBuilder._type_dispatch()
     assert kinds is builder.VariableBuilder._type_dispatch()
     assert kinds[torch.Tensor] is builder.VariableBuilder.wrap_tensor
-    assert kinds[RemoteTensor] is _torch_compile._wrap_plain
+    assert kinds[RemoteTensor] is dynamo_and_aot._wrap_plain
 
 
 # By hand --------------------------------------------------------------------------------------------------------

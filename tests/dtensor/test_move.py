@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
 
-from monarch_backend.actor import _calls
+from monarch_backend._actor import pending_calls
+from monarch_backend._transport.local.buffers import size_of
+from monarch_backend._transport.local.router import Router
 from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run
-from monarch_backend.dtensor.worker._side import MOST_FORGOTTEN, Board
-from monarch_backend.transport._bodies import size_of
-from monarch_backend.transport._router import Router
+from monarch_backend.dtensor._worker.control_actor import MOST_FORGOTTEN, Board
 from tests.dtensor import failing, on_workers
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same, value
@@ -78,7 +78,7 @@ class Traffic:
         self.nbytes = 0
         for name, at in (("send", 7), ("cast", 6)):
             self._count(monkeypatch, Router, name, lambda args, at=at: args[at : at + 2])
-        self._count(monkeypatch, _calls, "loads", lambda args: args)
+        self._count(monkeypatch, pending_calls, "loads", lambda args: args)
 
     def _count(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, of: Callable[[Any], Any]) -> None:
         own = getattr(where, name)

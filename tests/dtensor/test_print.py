@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from monarch_backend.dtensor import _values
+from monarch_backend.dtensor._controller import fetch
 
 
 def filled(*shape: int) -> torch.Tensor:
@@ -139,8 +139,8 @@ def test_of_a_large_one_only_what_is_shown_is_read(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    own = _values.as_host
-    monkeypatch.setattr(_values, "as_host", lambda tensor: (read.append(tensor.numel()), own(tensor))[1])
+    own = fetch.as_host
+    monkeypatch.setattr(fetch, "as_host", lambda tensor: (read.append(tensor.numel()), own(tensor))[1])
     whole = filled(300, 400)
     assert shown(distribute_tensor(whole, mesh_of("3"), [Shard(0)])) == repr(whole)
     assert read and max(read) <= 7 * 7

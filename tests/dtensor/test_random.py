@@ -23,17 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from monarch_backend.actor import this_host
-from monarch_backend.dtensor import (
-    RemoteTensor,
-    RemoteTensorError,
-    _generator,
-    _philox,
-    _random,
-    _torch,
-    own_random_numbers,
-    simulated_mesh,
-)
-from monarch_backend.dtensor.worker import _random as worker_random
+from monarch_backend.dtensor import RemoteTensor, RemoteTensorError, own_random_numbers, simulated_mesh
+from monarch_backend.dtensor._rng import cpu_generator, philox, random_ops
+from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._worker import random_ops as worker_random
 from tests.dtensor import failing
 from tests.dtensor.conftest import DEVICE
 from tests.dtensor.test_operations import EVEN, UNEVEN, placements
@@ -512,7 +505,7 @@ NOT_FOLLOWED: dict[str, Callable[[Any], Any]] = {
 def test_what_is_no_shard_any_more_draws_other_numbers_and_warns(
     fresh: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_random, "_warned", set())
+    monkeypatch.setattr(random_ops, "_warned", set())
     x = torch.arange(64.0).view(8, 8).remainder(5) - 1.5
     origin = NOT_FOLLOWED[what](distribute_tensor(x, fresh, [Shard(0)]).to_local()[:, :4].contiguous())._meta.origin
     assert (origin.streams, origin.whole) == ((0, 1), None)
@@ -533,7 +526,7 @@ def test_numbers_like_a_shard_with_gradients_do_not_warn(fresh: Any) -> None:
 def test_what_is_calculated_with_numbers_of_ranks_draws_other_numbers_and_warns(
     fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_random, "_warned", set())
+    monkeypatch.setattr(random_ops, "_warned", set())
     rank = fresh.get_local_rank()
     x = distribute_tensor(torch.ones(2, 64), fresh, [Replicate()]).to_local()
     for own in (x[rank], x * (rank + 1), x[:, rank * 32 : rank * 32 + 32]):
@@ -562,7 +555,7 @@ def test_dropout_of_what_is_computed_from_a_shard_warns_and_draws_other_masks(
     fresh: Any, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The elements of the whole that a rank has after a flip of the sharded dimension are not followed."""
-    monkeypatch.setattr(_random, "_warned", set())  # a line is warned of once
+    monkeypatch.setattr(random_ops, "_warned", set())  # a line is warned of once
     layer = parallelize_module(nn.Linear(8, 64), fresh, ColwiseParallel())
     masks: list[torch.Tensor] = []
 
@@ -733,7 +726,7 @@ def test_shards_of_ranks_with_other_data_draw_other_numbers_on_each(own_mesh: An
 
 
 def test_one_record_each_and_the_state_only_where_it_is_another(line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = _torch.workers_of(line)
+    workers = device_mesh_and_api.workers_of(line)
     assert workers is not None
     x = distribute_tensor(torch.zeros(UNEVEN), line, [Shard(0)])
     written: list[Any] = []
@@ -766,7 +759,7 @@ def test_a_tensor_that_failed_costs_no_number(line: Any) -> None:
 
 def test_a_worker_that_could_not_draw_says_so_until_it_knows_the_state_again() -> None:
     cpu, target, shape = torch.device("cpu"), torch.zeros(4), ([4], [1], torch.float32)
-    state = _generator.state_of(torch.default_generator)
+    state = cpu_generator.state_of(torch.default_generator)
 
     def fill(name: str) -> None:
         worker_random.fill(target, name, *shape, cpu, [], 1)
@@ -781,18 +774,18 @@ def test_a_worker_that_could_not_draw_says_so_until_it_knows_the_state_again() -
 
 def test_workers_say_once_how_far_an_operation_moves_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = simulated_mesh((2,), ("x",), "cuda")
-    workers = _torch.workers_of(mesh)
+    workers = device_mesh_and_api.workers_of(mesh)
     assert workers is not None
     torch.manual_seed(7)
     beginning = torch.cuda.get_rng_state()
-    replies = [_philox.after(_generator.state_of(_philox.default), 40)] * 2
+    replies = [philox.after(cpu_generator.state_of(philox.default), 40)] * 2
     asked: list[str] = []
     monkeypatch.setattr(workers, "ask", lambda what: (asked.append(what), replies)[1])
     x = dt_rand(UNEVEN, device_mesh=mesh, placements=[Shard(0)])
     once = torch.cuda.get_rng_state()
-    assert _philox.moved(bytes(beginning.tolist()), bytes(once.tolist())) == 40
+    assert philox.moved(bytes(beginning.tolist()), bytes(once.tolist())) == 40
     x.uniform_()
-    assert _philox.moved(bytes(beginning.tolist()), bytes(torch.cuda.get_rng_state().tolist())) == 80
+    assert philox.moved(bytes(beginning.tolist()), bytes(torch.cuda.get_rng_state().tolist())) == 80
     assert asked == ["generator_state"]
     torch.cuda.set_rng_state(once)
     equal(torch.cuda.get_rng_state(), once)
@@ -810,12 +803,12 @@ def test_the_generator_moves_as_the_operation_would(name: str, dtype: torch.dtyp
         for whole in (torch.empty(size, dtype=dtype), torch.empty(2 * size, dtype=dtype)[::2]):
             torch.manual_seed(size)
             torch.randn(2 * kept + kept)  # an odd number of them: one more is kept for the next
-            before = _generator.state_of(generator)
-            _generator.Move((name,), whole.shape, whole.stride(), dtype).make(generator, fill)
-            moved = _generator.state_of(generator)
-            _generator.set_state(generator, before)
+            before = cpu_generator.state_of(generator)
+            cpu_generator.Move((name,), whole.shape, whole.stride(), dtype).make(generator, fill)
+            moved = cpu_generator.state_of(generator)
+            cpu_generator.set_state(generator, before)
             fill(whole)
-            assert moved == _generator.state_of(generator), (size, kept, whole.stride())
+            assert moved == cpu_generator.state_of(generator), (size, kept, whole.stride())
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 622, 623, 624, 625])
@@ -824,9 +817,9 @@ def test_skipping_words_is_drawing_them(drawn: int) -> None:
     for words in (0, 1, 622, 623, 624, 625, 1247, 1248, 1249, 100_000):
         torch.manual_seed(words)
         torch.empty(drawn, dtype=torch.int32).random_()
-        before = _generator.state_of(generator)
+        before = cpu_generator.state_of(generator)
         torch.empty(words, dtype=torch.int32).random_()
-        after = _generator.state_of(generator)
-        _generator.set_state(generator, before)
-        _generator.skip(generator, words)
-        assert _generator.state_of(generator) == after
+        after = cpu_generator.state_of(generator)
+        cpu_generator.set_state(generator, before)
+        cpu_generator.skip(generator, words)
+        assert cpu_generator.state_of(generator) == after

@@ -12,22 +12,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _hint_proves_even_shard
 
-from monarch_backend.dtensor import RankDependentError, _rank_ints
+from monarch_backend.dtensor import RankDependentError
+from monarch_backend.dtensor._controller import per_rank_int
 from tests.dtensor.values import same
 
 
 def of(*values: int, sizes: bool = False) -> Any:
-    return _rank_ints.by_rank(values, sizes=sizes)
+    return per_rank_int.by_rank(values, sizes=sizes)
 
 
 @pytest.mark.parametrize("sizes", [True, False])
 def test_calculating(sizes: bool) -> None:
     one, other = of(4, 7, sizes=sizes), of(1, 3, sizes=sizes)
     calculated = [one + other, one - 1, 10 - one, one * other, one // 2, one % other, -one]
-    values = [_rank_ints.values_of(each) for each in calculated]
+    values = [per_rank_int.values_of(each) for each in calculated]
     assert values == [(5, 10), (3, 6), (6, 3), (4, 21), (2, 3), (0, 1), (-4, -7)]
     assert torch.sym_max(one, 5).node.values == (5, 7)
-    assert _rank_ints.values_of(one - of(3, 6, sizes=sizes)) is None  # 1 everywhere: a plain number
+    assert per_rank_int.values_of(one - of(3, 6, sizes=sizes)) is None  # 1 everywhere: a plain number
     assert one - of(3, 6, sizes=sizes) == 1
 
 
@@ -35,9 +36,9 @@ def test_calculating(sizes: bool) -> None:
 def test_what_is_divided_is_rounded_and_no_more(sizes: bool) -> None:
     ratio = of(4, 7, sizes=sizes) / 2
     assert str(ratio) == "{4 7} / 2"
-    assert [_rank_ints.values_of(each) for each in (math.ceil(ratio), math.floor(ratio))] == [(2, 4), (2, 3)]
+    assert [per_rank_int.values_of(each) for each in (math.ceil(ratio), math.floor(ratio))] == [(2, 4), (2, 3)]
     assert math.ceil(of(3, 4, sizes=sizes) / 2) == 2
-    assert _rank_ints.values_of(math.ceil(of(4, 7) / of(3, 7))) == (2, 1)
+    assert per_rank_int.values_of(math.ceil(of(4, 7) / of(3, 7))) == (2, 1)
     for ask in (float, lambda each: each + 1.0, lambda each: each * 2, lambda each: 1.0 - each):
         with pytest.raises(RankDependentError):
             ask(ratio)

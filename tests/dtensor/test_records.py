@@ -11,7 +11,8 @@ import torch
 
 from monarch_backend import _native
 from monarch_backend._native import Call, execute
-from monarch_backend.dtensor import _sites, _torch_bindings
+from monarch_backend.dtensor._controller import call_sites
+from monarch_backend.dtensor._torch_patches import fast_op_lookup
 
 NONE, ONE, MANY = 0, 1, 2
 _aten = torch.ops.aten
@@ -149,7 +150,7 @@ def test_a_record_is_the_number_the_place_and_what_it_has_of_its_own() -> None:
     plan.entries[3, int, "alpha", int, "beta", float] = entry_of(workers)
     assert _native.issue(plan, (3, 4), {"alpha": -5, "beta": 0.5}, None) is None
     assert workers.words[:1] + workers.words[2:] == [7, 4, -5, 0.5]
-    assert _sites.text_of(workers.words[1]).count("test_records.py") >= 1
+    assert call_sites.text_of(workers.words[1]).count("test_records.py") >= 1
     assert workers.called == ["wake", "full"]
     assert workers.sink.records == 1
 
@@ -192,7 +193,7 @@ A, B = torch.ones(2, 3), torch.ones(2, 3)
     ],
 )
 def test_the_quickest_way_to_an_operator_does_the_same(operator: Any, args: Any, kwargs: Any) -> None:
-    found = _torch_bindings.quickest(operator, args, kwargs)
+    found = fast_op_lookup.quickest(operator, args, kwargs)
     assert found is not operator._op, "torch has a function for it"
     copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in args]
     torch.testing.assert_close(found(*copies, **kwargs), operator(*copies, **kwargs))
@@ -208,8 +209,8 @@ def test_the_quickest_way_to_an_operator_does_the_same(operator: Any, args: Any,
     ],
 )
 def test_what_torchs_function_does_otherwise_is_the_operator_itself(operator: Any, args: Any) -> None:
-    assert _torch_bindings.quickest(operator, args, {}) is operator._op
+    assert fast_op_lookup.quickest(operator, args, {}) is operator._op
 
 
 def test_what_is_no_operator_of_torchs_stays() -> None:
-    assert _torch_bindings.quickest(len, ([],), {}) is len
+    assert fast_op_lookup.quickest(len, ([],), {}) is len

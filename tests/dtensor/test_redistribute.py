@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor.debug import CommDebugMode
 
-from monarch_backend.dtensor import _torch_redistribute, simulated_mesh
-from monarch_backend.dtensor._torch_redistribute import TRIES, Recorded
+from monarch_backend.dtensor import simulated_mesh
+from monarch_backend.dtensor._torch_patches import redistribute_cache
+from monarch_backend.dtensor._torch_patches.redistribute_cache import TRIES, Recorded
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
 
@@ -147,7 +148,7 @@ def test_a_slice_that_is_asked_for_again_is_the_same_mesh(repeated: list[int]) -
 
 
 def test_only_so_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_redistribute, "KEPT", 2)
+    monkeypatch.setattr(redistribute_cache, "KEPT", 2)
     mesh = simulated_mesh((2,), ("x",))
     for rows in (2, 4, 6, 8, 10):
         distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from monarch_backend.dtensor import _compile
+from monarch_backend.dtensor._compile import compile_backend
 from tests.dtensor.values import same
 
 CALLS = ((6, Shard(0)), (9, Shard(0)), (12, Shard(0)), (7, Shard(0)), (6, Shard(1)), (9, Replicate()))
@@ -69,14 +69,14 @@ def test_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
     for rows, placement in CALLS:
         x = torch.randn(rows, 6, 4)
         ours, alone = distribute_tensor(x, mesh_of("3"), [placement]).requires_grad_(), x.clone().requires_grad_()
-        calls = _compile.statistics["calls"]
+        calls = compile_backend.statistics["calls"]
         results = []
         for call, given in ((captured, ours), (program, alone)):
             torch.manual_seed(1)
             results.append(call(given))
             if results[-1].requires_grad:
                 results[-1].square().sum().backward()
-        assert _compile.statistics["calls"] > calls, f"eagerly, of {rows} rows, {placement}"
+        assert compile_backend.statistics["calls"] > calls, f"eagerly, of {rows} rows, {placement}"
         same(*results, 1e-4)
         assert (ours.grad is None) == (alone.grad is None)
         if ours.grad is not None:

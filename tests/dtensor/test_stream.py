@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.dtensor import _stream, _wire
-from monarch_backend.dtensor._stream import Stream
+from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._controller import command_stream
+from monarch_backend.dtensor._controller.command_stream import Stream
 
 
 class Played:
@@ -22,7 +23,7 @@ class Played:
         self.room = True
 
     def send(self, batch: bytes) -> None:
-        self.batches.append(_wire.decode(batch))
+        self.batches.append(_protocol.decode(batch))
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
         self.send(batch)
@@ -47,9 +48,9 @@ def test_definitions_come_first_and_what_is_unreachable_last(played: Played) -> 
     stream = Stream(played)
     stream.words += (7, 0, 1)
     stream.unreachable.append(1)
-    stream.define(_wire.Define.GROUP, "g", [[0, 1]])
+    stream.define(_protocol.Define.GROUP, "g", [[0, 1]])
     stream.flush()
-    assert played.batches == [[[[_wire.Define.GROUP, "g", [[0, 1]]]], [7, 0, 1, _wire.DELETE, 1, 1]]]
+    assert played.batches == [[[[_protocol.Define.GROUP, "g", [[0, 1]]]], [7, 0, 1, _protocol.DELETE, 1, 1]]]
     stream.flush()
     assert len(played.batches) == 1, "nothing was sent again"
 
@@ -93,7 +94,7 @@ def test_the_clock_leaves_what_is_being_filled(played: Played) -> None:
 
 def test_who_is_far_ahead_waits_for_the_workers(played: Played) -> None:
     stream = Stream(played)
-    most = _stream.COUNTED // _stream.LEAST * (_stream.AHEAD + 1) - 1
+    most = command_stream.COUNTED // command_stream.LEAST * (command_stream.AHEAD + 1) - 1
     for _ in range(most):
         stream.words.append(7)
         stream.flush()
@@ -154,7 +155,7 @@ def test_what_can_not_be_sent_at_the_end_raises_where_somebody_reads(played: Pla
 
 def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the midst of it, the end is on another thread, and gives up; then it is in time, and comes behind."""
-    monkeypatch.setattr(_stream, "MOMENT", 0.01)
+    monkeypatch.setattr(command_stream, "MOMENT", 0.01)
     stream, ends = Stream(played), []
 
     def end() -> threading.Thread:
@@ -168,7 +169,7 @@ def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, m
         played.send = own  # type: ignore[method-assign]
         stream.words += (8, 0, 2)
         end().join(60)
-        monkeypatch.setattr(_stream, "MOMENT", 60.0)
+        monkeypatch.setattr(command_stream, "MOMENT", 60.0)
         end()
         own(batch)
 
@@ -182,13 +183,13 @@ def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, m
 
 def test_who_waits_for_answers_keeps_nobody_from_sending(played: Played) -> None:
     stream = Stream(played)
-    while len(stream._missing) <= _stream.AHEAD:
+    while len(stream._missing) <= command_stream.AHEAD:
         stream.words.append(7)
         stream.flush(wait=False)
     stream.words.append(8)
     ahead = threading.Thread(target=stream.flush)
     ahead.start()
-    while len(stream._missing) > _stream.AHEAD:  # it waits, or is about to
+    while len(stream._missing) > command_stream.AHEAD:  # it waits, or is about to
         pass
     stream.words.append(9)
     stream.send_the_rest()
@@ -220,7 +221,7 @@ def test_what_another_thread_writes_while_a_batch_is_taken_comes_in_order(played
             copied = super().__getitem__(index)
             if self.left:
                 self.left -= 1
-                stream.define(_wire.Define.GROUP, "9", [])
+                stream.define(_protocol.Define.GROUP, "9", [])
                 stream.words += (9, 0, 5)
                 stream.unreachable.append(5)
             return copied
@@ -231,7 +232,7 @@ def test_what_another_thread_writes_while_a_batch_is_taken_comes_in_order(played
     said: list[Any] = []
     for definitions, words in played.batches:
         said += [*definitions, *words]
-    wanted = [[_wire.Define.GROUP, "9", []], 9, 0, 5, _wire.DELETE, 1, 5]
+    wanted = [[_protocol.Define.GROUP, "9", []], 9, 0, 5, _protocol.DELETE, 1, 5]
     assert said == wanted
 
 
@@ -246,7 +247,7 @@ def test_the_clock_sends_nothing_before_what_waits_for_room(played: Played) -> N
             stream.wake()
             stream.words += (8, 0, 2)
             played.timers.pop()[1]()
-        order.append(_wire.decode(batch)[1])
+        order.append(_protocol.decode(batch)[1])
 
     played.send = send  # type: ignore[method-assign]
     stream.words += (7, 0, 1)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from monarch_backend.dtensor import _torch_tangents, put_module
+from monarch_backend.dtensor import put_module
+from monarch_backend.dtensor._torch_patches import aot_tangents
 from tests.dtensor.conftest import LAST_ROW
 from tests.dtensor.values import same, value
 
@@ -99,8 +100,8 @@ def test_no_values_are_made_here_for_what_nobody_has(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits may be large."""
-    monkeypatch.setattr(_torch_tangents, "distribute_tensor", None)
-    monkeypatch.setattr(_torch_tangents, "SAMPLE", 8)
+    monkeypatch.setattr(aot_tangents, "distribute_tensor", None)
+    monkeypatch.setattr(aot_tangents, "SAMPLE", 8)
     looked: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "any", lambda self, *_: looked.append(self.numel()))
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_()

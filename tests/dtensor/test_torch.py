@@ -37,20 +37,19 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from monarch_backend.dtensor import (
-    RemoteTensorError,
-    _convolution,
-    _remote_tensor,
-    _signatures,
-    _torch,
-    _torch_compile,
-    _torch_decompositions,
-    _torch_groups,
-    _torch_strategies,
-    _torch_unsharded,
-    simulated_mesh,
+from monarch_backend.dtensor import RemoteTensorError, simulated_mesh
+from monarch_backend.dtensor._controller import remote_tensor
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._dispatch import op_signatures
+from monarch_backend.dtensor._ops import convolution
+from monarch_backend.dtensor._torch_patches import (
+    c10d_registry,
+    decompositions,
+    device_mesh_and_api,
+    dynamo_and_aot,
+    replicate_fallback,
+    sharding_fixes,
 )
-from monarch_backend.dtensor._remote_tensor import RemoteTensor
 
 ASYNC_SAVE = (
     "state_dict checkpoint_id storage_writer planner process_group async_checkpointer_type async_stager no_dist "
@@ -234,7 +233,7 @@ def name_of(where: Any, name: str) -> str:
     return f"{where.__name__}.{name}"
 
 
-PLACES = {name_of(where, name): (where, name) for where, name, _ in _torch.REPLACED}
+PLACES = {name_of(where, name): (where, name) for where, name, _ in device_mesh_and_api.REPLACED}
 
 
 def test_this_list_is_complete() -> None:
@@ -261,7 +260,7 @@ def test_torch_says_that_it_has_no_sharding_in_the_way_that_is_looked_for() -> N
     """By the class of the error, and, where something would have to stay where it is, by its words."""
     assert "raise NotImplementedError(" in inspect.getsource(sharding_prop.ShardingPropagator)
     said = "".join(map(inspect.getsource, (utils.expand_to_full_mesh_op_strategy, tensor_ops, view_ops)))
-    assert not [words for words in _torch_unsharded._GATHERED if words not in said]
+    assert not [words for words in replicate_fallback._GATHERED if words not in said]
     assert "costs.index(min(costs))" in inspect.getsource(sharding_prop), "what raises that, where no way is left"
     slow = inspect.getsource(op_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path)
     assert "out = op_call.decompose(*args, **kwargs)" in slow, "what it returns may be the result itself"
@@ -270,7 +269,7 @@ def test_torch_says_that_it_has_no_sharding_in_the_way_that_is_looked_for() -> N
 
 def test_an_index_of_masks_is_sharded_by_what_we_correct() -> None:
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[torch.ops.aten.index_put_.default]
-    assert dataclasses.is_dataclass(known) and known.func.__module__ == _torch_strategies.__name__
+    assert dataclasses.is_dataclass(known) and known.func.__module__ == sharding_fixes.__name__
     own = inspect.signature(tensor_ops.index_put_single_dim_strategy)
     assert " ".join(own.parameters) == "op args kwargs"
     assert callable(op_dispatch.as_strided_handler)
@@ -284,7 +283,10 @@ def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:
 
 
 def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
-    forms = {function.__name__: " ".join(inspect.signature(function).parameters) for function, _ in _torch.DIVERTED}
+    forms = {
+        function.__name__: " ".join(inspect.signature(function).parameters)
+        for function, _ in device_mesh_and_api.DIVERTED
+    }
     assert forms == {
         "distribute_tensor": "tensor device_mesh placements src_data_rank",
         "distribute_module": "module device_mesh partition_fn input_fn output_fn",
@@ -337,17 +339,17 @@ def test_a_mesh_names_its_groups_by_dimension_and_a_slice_has_those_of_its_root(
 
 def test_parallelize_module_calls_itself_for_each_style() -> None:
     """So only the outermost call is the user's."""
-    make = dict(_torch.DIVERTED)[parallelize_module]
+    make = dict(device_mesh_and_api.DIVERTED)[parallelize_module]
     seen: list[bool] = []
 
     def own(module: Any, mesh: Any, plan: Any) -> Any:
-        seen.append(_torch._mode.parallelizing)
+        seen.append(device_mesh_and_api._mode.parallelizing)
         return module if plan is None else make(own)(module, mesh, None)
 
     assert make(own)("module", None, None) == "module"
     with pytest.raises(RuntimeError, match="mesh"):
         make(own)(torch.nn.Linear(1, 1), None, {})
-    assert seen == [True, True, True] and not _torch._mode.parallelizing
+    assert seen == [True, True, True] and not device_mesh_and_api._mode.parallelizing
 
 
 def test_modules_and_parameters_have_the_tables_of_hooks_that_are_read() -> None:
@@ -383,21 +385,21 @@ def test_torchs_tables_of_groups_are_those_that_are_written() -> None:
         "_register_process_group(",
     ):
         assert table in source
-    assert callable(_torch_groups.c10d._update_default_pg)
+    assert callable(c10d_registry.c10d._update_default_pg)
     assert "default_pg.new_group(" in inspect.getsource(c10d._new_group_with_tag)
 
 
 def test_a_collective_without_a_group_is_told_from_others_that_fail() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "gone")
-    assert _torch_groups.says_gone(caught.value)
-    assert not _torch_groups.says_gone(RuntimeError("it does not fit"))
+    assert c10d_registry.says_gone(caught.value)
+    assert not c10d_registry.says_gone(RuntimeError("it does not fit"))
 
 
 def test_meshes_of_processes_that_have_ended_are_not_those_of_new_ones(mesh: Any) -> None:
     assert "self._thread_id" in inspect.getsource(DeviceMesh._hash_key)
     assert "_thread_id" in inspect.getsource(DeviceMesh.__eq__)
-    serial = _torch.workers_of(mesh).serial
+    serial = device_mesh_and_api.workers_of(mesh).serial
     assert all(each._thread_id == serial for each in (mesh, mesh[mesh.mesh_dim_names[0]]))
 
 
@@ -458,8 +460,8 @@ FORMS_OF_COMPILE = {
 
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
 def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(name: str) -> None:
-    _torch_compile.install()  # one of them is a classmethod, whose form depends on it
-    (own,) = [getattr(where, of) for where, of, _ in _torch_compile.REPLACED if name_of(where, of) == name]
+    dynamo_and_aot.install()  # one of them is a classmethod, whose form depends on it
+    (own,) = [getattr(where, of) for where, of, _ in dynamo_and_aot.REPLACED if name_of(where, of) == name]
     assert " ".join(inspect.signature(inspect.unwrap(own)).parameters) == FORMS_OF_COMPILE[name]
 
 
@@ -469,7 +471,7 @@ def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_
 
     def of(view: torch.Tensor, dim: int) -> int:
         like: Any = types.SimpleNamespace(shape=view.shape, stride=view.stride, size=view.size)
-        return _torch_compile._origin(base, like, dim)
+        return dynamo_and_aot._origin(base, like, dim)
 
     whole = torch.ones(4, 6, 8)
     assert [of(whole[1], dim) for dim in (0, 1)] == [1, 2]
@@ -495,8 +497,8 @@ def test_torch_traces_in_a_context_of_its_own_and_says_what_a_trace_changes() ->
 
 
 def test_convolutions_have_a_handler_that_those_of_others_still_get() -> None:
-    assert set(_convolution.HANDLERS) <= DTensor._op_dispatcher._custom_op_handlers.keys()
-    handle = _torch._of_controllers(lambda *_: "ours", lambda *_: "torch's")
+    assert set(convolution.HANDLERS) <= DTensor._op_dispatcher._custom_op_handlers.keys()
+    handle = device_mesh_and_api._of_controllers(lambda *_: "ours", lambda *_: "torch's")
     assert handle(None, (torch.ones(1), None), {}) == "torch's"
 
 
@@ -509,7 +511,7 @@ def test_the_table_of_reductions_is_the_one_that_is_looked_into(mesh: Any) -> No
 
 
 def test_operators_on_lists_are_registered_as_torch_registers_its_own() -> None:
-    parameters = inspect.signature(_torch.pointwise._register_single_dim_pointwise).parameters
+    parameters = inspect.signature(device_mesh_and_api.pointwise._register_single_dim_pointwise).parameters
     assert next(iter(parameters)) == "op"
     assert all(each.default is not inspect.Parameter.empty for each in list(parameters.values())[1:])
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
@@ -521,12 +523,12 @@ def test_tensors_are_made_by_arguments_in_this_order(mesh: Any) -> None:
     wanted = {
         "shape": (4, 6), "stride": (6, 1), "offset": 2, "dtype": torch.float64, "shown": torch.device("cpu"),
     }  # fmt: skip
-    made = _remote_tensor.make(*_remote_tensor.form_of(types.SimpleNamespace(**wanted, classes=None)))  # type: ignore[arg-type]
+    made = remote_tensor.make(*remote_tensor.form_of(types.SimpleNamespace(**wanted, classes=None)))  # type: ignore[arg-type]
     assert type(made) is RemoteTensor
     assert (tuple(made.shape), made.stride(), made.storage_offset(), made.dtype) == ((4, 6), (6, 1), 2, torch.float64)
     assert torch.Tensor.device.__get__(made) == torch.device("cpu")  # type: ignore[attr-defined]
     assert not made.requires_grad
-    _remote_tensor.no_pointer(made)
+    remote_tensor.no_pointer(made)
     with pytest.raises(RuntimeError):
         torch.Tensor.data_ptr(made)
     uneven = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)] * mesh.ndim).to_local()
@@ -535,29 +537,29 @@ def test_tensors_are_made_by_arguments_in_this_order(mesh: Any) -> None:
 
 def test_fake_tensors_have_a_cache_that_can_be_left_out() -> None:
     assert FakeTensorMode().cache_enabled in (True, False)
-    assert _signatures._fake.cache_enabled is False
+    assert op_signatures._fake.cache_enabled is False
     before = len(FakeTensorMode.cache)
-    with _signatures._fake:
+    with op_signatures._fake:
         torch.ones(3, 211) + 1
     assert len(FakeTensorMode.cache) == before
 
 
 def test_schemas_say_which_arguments_are_numbers() -> None:
     aten = torch.ops.aten
-    assert _signatures.scalars_of(aten.add.Tensor._schema) == (0b11, {"self", "other", "alpha"})
-    assert _signatures.scalars_of(aten.clamp.default._schema) == (0b111, {"self", "min", "max"})
-    assert _signatures.scalars_of(aten.select.int._schema) == (0b1, {"self"})
-    assert _signatures.scalars_of(aten.arange.start._schema) == (0, frozenset())
+    assert op_signatures.scalars_of(aten.add.Tensor._schema) == (0b11, {"self", "other", "alpha"})
+    assert op_signatures.scalars_of(aten.clamp.default._schema) == (0b111, {"self", "min", "max"})
+    assert op_signatures.scalars_of(aten.select.int._schema) == (0b1, {"self"})
+    assert op_signatures.scalars_of(aten.arange.start._schema) == (0, frozenset())
 
 
 def test_what_an_operator_is_made_of() -> None:
     """Without autograd it comes as it is, and its own kernel for autograd is called."""
-    linear = _torch_decompositions.made_of_others(torch.ops.aten.linear.default)
+    linear = decompositions.made_of_others(torch.ops.aten.linear.default)
     x = torch.randn(3, 2)
     assert linear is not None
     torch.testing.assert_close(linear(x, x), x @ x.T)
     for whole in (torch.ops.aten.mm.default, torch.ops.aten.sym_size.default, torch.ops.aten.is_contiguous.default):
-        assert _torch_decompositions.made_of_others(whole) is None
+        assert decompositions.made_of_others(whole) is None
 
 
 def test_parts_of_a_norm() -> None:
@@ -566,21 +568,23 @@ def test_parts_of_a_norm() -> None:
     assert reductions.NormReduction(3).norm_type == 3
 
 
-@pytest.mark.parametrize("first", ["_compile", pytest.param("_torch_views", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "first", ["_compile.compile_backend", pytest.param("_torch_patches.view_writeback", marks=pytest.mark.slow)]
+)
 def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
-    """As `_compile` is, by torch's entry point, where a step is captured before there is a mesh."""
+    """As `compile_backend` is, by torch's entry point, where a step is captured before there is a mesh."""
     program = f"""
 import monarch_backend.dtensor.{first}
-from monarch_backend.dtensor import _torch
-_torch.install()
-placed = len(_torch.REPLACED)
-import monarch_backend.dtensor._device_mesh
+from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+device_mesh_and_api.install()
+placed = len(device_mesh_and_api.REPLACED)
+import monarch_backend.dtensor._controller.device_mesh
 from torch.distributed.tensor._dispatch import OpDispatcher
-assert len(_torch.REPLACED) == placed, "registered too late"
+assert len(device_mesh_and_api.REPLACED) == placed, "registered too late"
 print(placed, OpDispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
     count, file = said.stdout.split()
-    assert int(count) == len(_torch.REPLACED)
+    assert int(count) == len(device_mesh_and_api.REPLACED)
     assert "monarch_backend" in file

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from monarch_backend.dtensor import RemoteOpError, _rank_ints
+from monarch_backend.dtensor import RemoteOpError
+from monarch_backend.dtensor._controller import per_rank_int
 from tests.dtensor import failing
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.torch_suite import common_dtensor
@@ -41,7 +42,7 @@ class ControllerTestBase(common_dtensor.LocalDTensorTestBase):  # type: ignore[m
 
     @property
     def rank(self) -> Any:
-        return _rank_ints.by_rank(range(self.world_size))
+        return per_rank_int.by_rank(range(self.world_size))
 
     @rank.setter
     def rank(self, rank: Any) -> None:

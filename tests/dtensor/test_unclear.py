@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from monarch_backend.actor import this_host
-from monarch_backend.dtensor import MeshMismatchError, RemoteTensorError, _group
+from monarch_backend.dtensor import MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._controller import controller_process_group
 from tests.actor.scripts import Run
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import value
@@ -125,7 +126,7 @@ def test_collectives_of_dtensors(shards: Any, mesh_of: Callable[[str], Any]) -> 
 
 def test_names_of_collectives_are_torchs() -> None:
     """A name that torch no longer has would be another one, which nobody stands in for."""
-    assert not {name for name in _group._COLLECTIVES if not hasattr(dist.ProcessGroup, name)}
+    assert not {name for name in controller_process_group._COLLECTIVES if not hasattr(dist.ProcessGroup, name)}
 
 
 # Meshes ---------------------------------------------------------------------------------------------------------
@@ -244,10 +245,10 @@ def test_values_of_the_only_mesh_after_its_end(run_script: Callable[..., Run]) -
 def test_groups_go_with_their_meshes() -> None:
     """torch finds a group by its name while somebody has a tensor or a mesh of it, and no longer."""
     gc.collect()
-    before = set(_group._made)
+    before = set(controller_process_group._made)
     with this_host().spawn_procs({"x": 1}) as procs:
         mesh = procs.device_mesh("cpu")
-        new = {group.group_name for group in set(_group._made) - before}
+        new = {group.group_name for group in set(controller_process_group._made) - before}
     assert new == {mesh.get_group().group_name}
 
 

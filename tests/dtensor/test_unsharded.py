@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 
-from monarch_backend.dtensor import _torch_unsharded
+from monarch_backend.dtensor._torch_patches import replicate_fallback
 from tests.dtensor.values import same
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
@@ -191,7 +191,7 @@ def test_distributions_look_at_their_arguments(mesh_of: Callable[[str], Any]) ->
 def test_it_is_said_once(
     mesh_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_unsharded, "_said", set())
+    monkeypatch.setattr(replicate_fallback, "_said", set())
     x = distribute_tensor(X, mesh_of("2"), [Shard(0)])
     with caplog.at_level(logging.INFO, "monarch_backend"):
         for _ in range(2):

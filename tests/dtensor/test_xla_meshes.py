@@ -22,20 +22,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.checkpoint import checkpoint
 
 from monarch_backend.actor import this_host
-from monarch_backend.dtensor import (
-    RemoteOpError,
-    RemoteTensor,
-    RemoteTensorError,
-    _autocast_rules,
-    _torch_autocast,
-    _torch_decompositions,
-    _torch_spmd,
-    put_module,
-    run,
-    simulated_mesh,
-)
-from monarch_backend.dtensor import _group as groups
-from monarch_backend.dtensor.worker import _functions, _xla_corrected
+from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, put_module, run, simulated_mesh
+from monarch_backend.dtensor._controller import controller_process_group as groups
+from monarch_backend.dtensor._ops import autocast_rules
+from monarch_backend.dtensor._torch_patches import autocast, decompositions, xla_spmd
+from monarch_backend.dtensor._worker import op_functions
+from monarch_backend.dtensor._worker.xla import op_overrides
 from tests.dtensor import on_workers, on_xla
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
@@ -71,23 +63,23 @@ def test_processes_without_torch_xla_are_refused() -> None:
 
 
 def test_functions_of_torch_have_one_case_for_spmd() -> None:
-    for each in _torch_spmd.FUNCTIONS:
+    for each in xla_spmd.FUNCTIONS:
         stand_in = each.__globals__.get(f"_monarch_{each.__name__}")  # where a controller has diverted it
         cells = [] if stand_in is None else [cell.cell_contents for cell in stand_in.__closure__]
         own = next((cell for cell in cells if inspect.isfunction(cell) and "xla" in cell.__code__.co_consts), each)
         assert own.__code__.co_consts.count("xla") == 1, each
-        assert "xla" not in _torch_spmd.without_spmd(own).__code__.co_consts
-    assert "_setup_world_group_and_device" in inspect.getsource(_torch_spmd.FUNCTIONS[0])
+        assert "xla" not in xla_spmd.without_spmd(own).__code__.co_consts
+    assert "_setup_world_group_and_device" in inspect.getsource(xla_spmd.FUNCTIONS[0])
 
 
 def test_torch_says_operators_in_others_and_which_devices_have_them() -> None:
     aten, x = torch.ops.aten, torch.rand(4, 3)
     for each, device in ((aten.mm.default, "CPU"), (aten.dropout.default, "XLA")):  # torch has the latter for all
-        assert _torch_decompositions.is_there(each, device)
+        assert decompositions.is_there(each, device)
     given = x, x + 1, [3], x.mean(1, keepdim=True), x.std(1, keepdim=True), x[0], x[1], [True] * 3
     operator = aten.native_layer_norm_backward.default
-    assert not _torch_decompositions.is_there(operator, "XLA")
-    said: Any = _torch_decompositions.in_others(operator)
+    assert not decompositions.is_there(operator, "XLA")
+    said: Any = decompositions.in_others(operator)
     torch.testing.assert_close(said(*given), operator(*given))
 
 
@@ -104,10 +96,10 @@ def test_shapes_that_torch_finds_on_the_device_only(kind: str) -> None:
         groups._owners.remove(workers_of(mesh))
 
 
-@pytest.mark.parametrize("name", list(_xla_corrected.REPLACED))
+@pytest.mark.parametrize("name", list(op_overrides.REPLACED))
 def test_what_is_corrected_is_as_torch_has_it(name: str) -> None:
     """With its second argument by position and by name."""
-    operator, corrected = _functions.find(name), _functions.find(_xla_corrected.REPLACED[name])
+    operator, corrected = op_functions.find(name), op_functions.find(op_overrides.REPLACED[name])
     names = [each.name for each in operator._schema.arguments]
     known: dict[str, Any] = {
         "ord": 2, "k": 1, "dim": [0] if "int[" in str(operator._schema) else 0, "stable": True, "shifts": [1],
@@ -134,7 +126,7 @@ def test_sequences_are_packed_as_torch_does(lengths: list[int], batch_first: boo
     x = torch.arange(40.0).view(4, 5, 2)
     given = x if batch_first else x.transpose(0, 1), torch.tensor(lengths), batch_first
     operator = torch.ops.aten._pack_padded_sequence.default
-    torch.testing.assert_close(_xla_corrected.pack_padded_sequence(*given), operator(*given), rtol=0, atol=0)
+    torch.testing.assert_close(op_overrides.pack_padded_sequence(*given), operator(*given), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("lengths", [[1, 3], [2, 0], [1]])
@@ -143,7 +135,7 @@ def test_lengths_that_torch_refuses(lengths: list[int]) -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.ops.aten._pack_padded_sequence.default(*given)
     with pytest.raises(RuntimeError, match=re.escape(str(of_torch.value))):
-        _xla_corrected.pack_padded_sequence(*given)
+        op_overrides.pack_padded_sequence(*given)
 
 
 def test_each_exception_names_a_test() -> None:
@@ -162,8 +154,8 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_autocast_wants_of_each_operator_what_torch_xla_does(nowhere: Any) -> None:
-    rules = _autocast_rules.XLA
-    names = {each._schema.name.removeprefix("aten::") for each in _torch_autocast.operators("xla")}
+    rules = autocast_rules.XLA
+    names = {each._schema.name.removeprefix("aten::") for each in autocast.operators("xla")}
     assert names >= rules.lower | rules.widest
     layer, x = nn.Linear(3, 3), torch.ones(3, 3)
     put_module(layer, nowhere)
@@ -277,7 +269,7 @@ class TestXla:
 
     def test_autocast_is_torch_xlas_own(self, mesh: Any, there: Any) -> None:
         known, *_ = run(mesh, on_workers.autocasts_of_xla).get().values()
-        assert {each for each in known if "imname" not in each} == set(_autocast_rules.XLA_OPERATORS)
+        assert {each for each in known if "imname" not in each} == set(autocast_rules.XLA_OPERATORS)
 
         def step(x: Any) -> list[Any]:
             lower = x @ x.t()

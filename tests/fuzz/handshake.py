@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import struct
 
-from monarch_backend.transport import _lent, _session
-from monarch_backend.transport._secret import (
+from monarch_backend._transport.network import rdma_frame_header
+from monarch_backend._transport.network import session as session_module
+from monarch_backend._transport.network.auth import (
     ANSWER_BYTES,
     HELLO_BYTES,
     PROOF_BYTES,
@@ -20,7 +21,7 @@ from monarch_backend.transport._secret import (
     Refusal,
     name_of,
 )
-from monarch_backend.transport._session import (
+from monarch_backend._transport.network.session import (
     BYE,
     DATA,
     HEAD_BYTES,
@@ -113,7 +114,7 @@ def _raw_heads(data: bytes) -> None:
     for start in range(0, len(data), HEAD_BYTES):
         with contextlib.suppress(SessionError):
             head = read_head(data[start : start + HEAD_BYTES])
-            assert head.prefix <= _session.MOST_PREFIX and head.body <= _session.MOST_BODY
+            assert head.prefix <= session_module.MOST_PREFIX and head.body <= session_module.MOST_BODY
             _step(session, head.kind, head.number, head.acknowledged, head)
         _sound(session)
 
@@ -124,12 +125,12 @@ def _small_heads(data: bytes) -> None:
     for start in range(0, len(data) - 3, 4):
         kind, number, acknowledged, size = data[start : start + 4]
         with contextlib.suppress(SessionError):
-            raw = struct.pack("!4sB3xIQQQ", _session.MAGIC, kind, size, size, number, acknowledged)
+            raw = struct.pack("!4sB3xIQQQ", session_module.MAGIC, kind, size, size, number, acknowledged)
             _step(session, kind, number, acknowledged, read_head(raw))
         _sound(session)
 
 
-def _step(session: Session, kind: int, number: int, acknowledged: int, head: _session.Head) -> None:
+def _step(session: Session, kind: int, number: int, acknowledged: int, head: session_module.Head) -> None:
     before = session.received
     if kind in (DATA, LENT):
         expected = session.is_next(head)
@@ -149,8 +150,8 @@ def _raw_parts(data: bytes) -> None:
     """What stands before a frame that is lent: four bytes say how large its body is."""
     size = int.from_bytes(data[:4], "big")
     with contextlib.suppress(SessionError):
-        parts, rest = _lent.unpack(data[4:], size)
-        gaps = _lent.gaps(parts, size)
+        parts, rest = rdma_frame_header.unpack(data[4:], size)
+        gaps = rdma_frame_header.gaps(parts, size)
         assert data.endswith(rest)
         places = sorted([*gaps, *((part.offset, part.offset + part.nbytes) for part in parts)])
         assert [start for start, _ in places] == [0, *(end for _, end in places[:-1])]
@@ -165,7 +166,7 @@ def _seeds() -> dict[str, bytes]:
     hello = caller.hello()
     called.hear(hello)
     answer = called.answer(OTHER)
-    frames = [_session.Session().send(b"prefix", [b"body"])[0][:HEAD_BYTES], Session().word(), Session().bye()]
+    frames = [session_module.Session().send(b"prefix", [b"body"])[0][:HEAD_BYTES], Session().word(), Session().bye()]
     return {
         "hello": b"\0" + hello + bytes(PROOF_BYTES),
         "unknown-secret": b"\0" + hello[:8] + bytes(8) + hello[16:],
@@ -174,7 +175,9 @@ def _seeds() -> dict[str, bytes]:
         "refusals": b"\1" + Called.refuse(Refusal.SESSION),
         "unchanged": b"\2",
         "changed": b"\2\0\1\x80\x20\xf0\3",
-        "parts": b"\5\0\0\1\0" + _lent.pack([_lent.Part(2, 9, b"r"), _lent.Part(11, 1, b"r")]) + b"prefix",
+        "parts": b"\5\0\0\1\0"
+        + rdma_frame_header.pack([rdma_frame_header.Part(2, 9, b"r"), rdma_frame_header.Part(11, 1, b"r")])
+        + b"prefix",
         "heads": b"\3" + b"".join(frames),
         "small-heads": b"\4" + bytes([DATA, 1, 0, 9, DATA, 1, 2, 9, WORD, 0, 3, 0, BYE, 0, 3, 0, BYE, 0, 9, 0]),
     }

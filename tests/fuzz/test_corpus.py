@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from monarch_backend.transport import _frames
-from monarch_backend.transport._frames import FrameError
+from monarch_backend._transport.local import frames as frames_module
+from monarch_backend._transport.local.frames import FrameError
 from tests.fuzz import frames, handshake
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
@@ -45,13 +45,13 @@ def test_the_seeds_of_frames_are_frames() -> None:
 def test_what_is_nested_deeper_than_the_stack_is_an_error_of_the_frame() -> None:
     """Larger than the corpus may be, and than what the fuzzer tries."""
     with pytest.raises(FrameError, match="not a control message"):
-        _frames.decode_control(b"\x93\xa7setting\xa5level" + b"\x91" * 200_000 + b"\xc0")
+        frames_module.decode_control(b"\x93\xa7setting\xa5level" + b"\x91" * 200_000 + b"\xc0")
 
 
 def test_targets_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that lets something else out, a proof that nobody looks at, a session that forgets: each is found."""
     with monkeypatch.context() as patch:
-        patch.setattr(_frames, "FrameError", KeyError)
+        patch.setattr(frames_module, "FrameError", KeyError)
         with pytest.raises(KeyError):
             frames.one(b"\0\xc1")
     with monkeypatch.context() as patch:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from monarch_backend import rdma
+from monarch_backend._rdma import transfer_engine
 from monarch_backend.actor import Actor, ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMABuffer, ShardedState
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
@@ -101,7 +102,7 @@ class GpuProcess(Actor):
 
     @endpoint
     def way(self, buffer: RDMABuffer) -> str:
-        return rdma._transfers.engine().routes._near.way(buffer._handle)
+        return transfer_engine.engine().routes._near.way(buffer._handle)
 
     @endpoint
     def drop(self, buffer: RDMABuffer) -> None:

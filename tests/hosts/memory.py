@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 
 import monarch_backend.actor as ma
+from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend.actor import ActorMesh
 from monarch_backend.hosts import attach, attach_to_workers
-from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.support import Faults
 from tests.hosts.programs import BOUNDS

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend.actor as ma
+from monarch_backend._actor.runtime import program
+from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -40,9 +42,7 @@ from monarch_backend.actor import (
     current_rank,
     endpoint,
 )
-from monarch_backend.actor._program import program
 from monarch_backend.hosts import attach, attach_to_workers
-from monarch_backend.mesh._hosts import HostMesh
 from tests.actor.actors import resident_bytes, until
 from tests.actor.support import Faults
 from tests.hosts.support import NAMES, PATIENCE, ended_within, until_gone
@@ -741,7 +741,7 @@ def controller(*addresses: str) -> None:
 
 def strangers(address: str, daemon: int) -> None:
     """A thousand of them, of all sorts; hosts are attached and work meanwhile."""
-    from monarch_backend.hosts._address import parse_address
+    from monarch_backend._hosts.address import parse_address
 
     where = parse_address(address)
     before = resident_bytes(daemon)

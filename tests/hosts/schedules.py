@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import monarch_backend.actor as ma
+from monarch_backend._actor.runtime import program
 from monarch_backend.actor import ActorMesh, MeshFailure, SupervisionError
-from monarch_backend.actor._program import program
 from monarch_backend.hosts import attach_to_workers
 from tests.actor.actors import until
 from tests.hosts.ledgers import (

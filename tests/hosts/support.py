@@ -32,7 +32,7 @@ UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
 """`monarch-backend`, wherever it is installed."""
 _SERVER = """
 import sys
-from monarch_backend.mesh._spawner import Spawner
+from monarch_backend._processes.spawner import Spawner
 spawner = Spawner(print)
 spawner.start()
 print(spawner.address, flush=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from monarch_backend.hosts._agent import _is_code
-from monarch_backend.hosts._messages import Versions
+from monarch_backend._hosts.agent import _is_code
+from monarch_backend._hosts.protocol import Versions
 
 HERE = Versions.here()
 

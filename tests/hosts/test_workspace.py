@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._hosts.workspace_sync import RECORD
+from monarch_backend._hosts.workspace_tree import WorkspaceTree, check_name
 from monarch_backend.actor import ActorError, this_host
 from monarch_backend.hosts import WorkspaceError
-from monarch_backend.hosts._workspace import RECORD
-from monarch_backend.hosts._workspace_tree import WorkspaceTree, check_name
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.hosts._identity import Identity
-from monarch_backend.job import Job, JobError, LocalJob, ProcessJob, SPMDJob, SSHJob, _file
-from monarch_backend.job._file import HostEntry
-from monarch_backend.transport._secret import new_secret, user_secret
+from monarch_backend._hosts.process_identity import Identity
+from monarch_backend._job import state_file
+from monarch_backend._job.state_file import HostEntry
+from monarch_backend._transport.network.auth import new_secret, user_secret
+from monarch_backend.job import Job, JobError, LocalJob, ProcessJob, SPMDJob, SSHJob
 
 
 def noted(path: Path, process: Identity, **changes: Any) -> ProcessJob:
@@ -23,7 +24,7 @@ def noted(path: Path, process: Identity, **changes: Any) -> ProcessJob:
     job = ProcessJob({"trainers": 1}, path=path)
     file = job._new_file()
     file.hosts = [HostEntry("trainers", 0, "", "tcp://127.0.0.1:1", process, "/tmp/log")]
-    _file.write(path, file)
+    state_file.write(path, file)
     if changes:
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return job
@@ -210,7 +211,7 @@ def test_bad_arguments(make: Any) -> None:
 def test_loading_makes_the_same_job(tmp_path: Path) -> None:
     job = SSHJob(path=tmp_path / "j.json", user="me", port=22, options=["-v"], env={"A": "b"}, python="python3")
     job.add_mesh("trainers", ["a", "b"], listen="0.0.0.0:7", reach=["10.0.0.1", "::1"]).add_mesh("others", ["a"])
-    _file.write(job.path, job._new_file())
+    state_file.write(job.path, job._new_file())
     other = Job.load(job.path)
     assert isinstance(other, SSHJob)
     assert other._plans() == job._plans() and other.path == job.path

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._job.base import Plan
+from monarch_backend._job.host_launcher import ARGUMENTS
 from monarch_backend.job import Job, JobError, ProcessJob
-from monarch_backend.job._job import Plan
-from monarch_backend.job._launch import ARGUMENTS
 from tests.job.support import MARK, Where, gone, in_program, marked, new_mark, seen_by_ps
 
 

@@ -1,4 +1,4 @@
-"""What launch/_elastic.py leans on in torch is still there and still means the same."""
+"""What _launch/torchelastic_patches.py leans on in torch is still there and still means the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import handler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher import api as launcher
 
-from monarch_backend.launch import _elastic
+from monarch_backend._launch import torchelastic_patches
 
 
 def test_the_launcher_finds_its_agent_by_the_name_that_we_replace() -> None:
@@ -54,10 +54,10 @@ def test_the_agent_sleeps_and_then_looks() -> None:
 
 def test_the_first_pause_of_a_rendezvous() -> None:
     source = inspect.getsource(dynamic_rendezvous)
-    assert re.findall(r"_delay\(seconds=(\(0, 0\.3\))\)", source) == [str(_elastic._FIRST_DELAY)]
+    assert re.findall(r"_delay\(seconds=(\(0, 0\.3\))\)", source) == [str(torchelastic_patches._FIRST_DELAY)]
     assert "_delay" in dynamic_rendezvous.DynamicRendezvousHandler.next_rendezvous.__code__.co_names
     waited: list[object] = []
-    delay = _elastic._but_the_first(waited.append)
+    delay = torchelastic_patches._but_the_first(waited.append)
     delay(seconds=(0, 0.3))
     delay(seconds=1)
     assert waited == [1]
@@ -90,7 +90,7 @@ def test_what_a_context_knows_when_it_starts() -> None:
     ],
 )
 def test_the_command_of_a_rank(words: list[str], command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a forked rank makes of it is launch/_script.py's."""
+    """What a forked rank makes of it is _launch/run_script.py's."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     args = torchrun.get_args_parser().parse_args(["--log-dir=/dev/null", *words])
     _, program, arguments = torchrun.config_from_args(args)
@@ -107,13 +107,13 @@ def test_the_command_of_a_rank(words: list[str], command: list[str], monkeypatch
     ],
 )
 def test_when_torch_starts_the_ranks(words: list[str], reason: str, unusual: bool) -> None:
-    assert _elastic._why_not_forked(torchrun.get_args_parser().parse_args(words), "") == (reason, unusual)
+    assert torchelastic_patches._why_not_forked(torchrun.get_args_parser().parse_args(words), "") == (reason, unusual)
 
 
 def test_a_torch_without_one_of_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dynamic_rendezvous, "_delay")
     with (
         pytest.raises(RuntimeError, match=r"has no .*dynamic_rendezvous\._delay.*torchrun"),
-        _elastic._replaced(dynamic_rendezvous, "_delay", None),
+        torchelastic_patches._replaced(dynamic_rendezvous, "_delay", None),
     ):
         pass

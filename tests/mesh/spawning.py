@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from monarch_backend.mesh._spawner import Event, Exited, ProcessSpec, Spawner, SpawnFailed, Started
+from monarch_backend._processes.spawner import Event, Exited, ProcessSpec, Spawner, SpawnFailed, Started
 
 PATIENCE = 60.0
 E = TypeVar("E", bound=Event)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from monarch_backend.mesh import _binding
-from monarch_backend.mesh._binding import ProcBind, plan
+from monarch_backend._processes import cpu_affinity
+from monarch_backend._processes.cpu_affinity import ProcBind, plan
 
 
 def machine(root: Path, nodes: Sequence[str], siblings: int | None = None) -> Path:
@@ -20,7 +20,7 @@ def machine(root: Path, nodes: Sequence[str], siblings: int | None = None) -> Pa
         node = root / f"node/node{number}"
         node.mkdir(parents=True)
         (node / "cpulist").write_text(cpus + "\n")
-        for cpu in _binding.parse(cpus):
+        for cpu in cpu_affinity.parse(cpus):
             topology = root / f"cpu/cpu{cpu}/topology"
             topology.mkdir(parents=True)
             (topology / "physical_package_id").write_text(f"{number}\n")
@@ -30,7 +30,7 @@ def machine(root: Path, nodes: Sequence[str], siblings: int | None = None) -> Pa
 
 
 def written(planned: list[frozenset[int] | None]) -> list[str | None]:
-    return [None if cpus is None else _binding.text(cpus) for cpus in planned]
+    return [None if cpus is None else cpu_affinity.text(cpus) for cpus in planned]
 
 
 def test_no_binding(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_no_processes() -> None:
 BIND = """
 import os
 from pathlib import Path
-from monarch_backend.mesh import _binding
+from monarch_backend._processes import cpu_affinity
 cpu = min(os.sched_getaffinity(0))
-_binding.bind(frozenset({{cpu}}), Path({system!r}))
+cpu_affinity.bind(frozenset({{cpu}}), Path({system!r}))
 print(os.sched_getaffinity(0) == {{cpu}}, "prefer" in Path("/proc/self/numa_maps").read_text())
 """
 
@@ -119,7 +119,7 @@ print(os.sched_getaffinity(0) == {{cpu}}, "prefer" in Path("/proc/self/numa_maps
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the kernel has no NUMA")
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_bind_takes_cpus_and_with_several_nodes_their_memory(tmp_path: Path, nodes: int) -> None:
-    cpus = _binding.text(os.sched_getaffinity(0))
+    cpus = cpu_affinity.text(os.sched_getaffinity(0))
     root = machine(tmp_path, [cpus] if nodes == 1 else [cpus, ""])
     script = BIND.format(system=str(root))
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -128,4 +128,4 @@ def test_bind_takes_cpus_and_with_several_nodes_their_memory(tmp_path: Path, nod
 
 def test_bind_refuses_what_cannot_be() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
-        _binding.bind(frozenset({100_000}))
+        cpu_affinity.bind(frozenset({100_000}))

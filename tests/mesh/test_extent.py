@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_backend.mesh._extent import Extent, MeshTrait, Point, Shape, ranks_in_words
+from monarch_backend._mesh.extent import Extent, MeshTrait, Point, Shape, ranks_in_words
 
 LABELS = ("hosts", "numa", "gpus", "tp", "cp")
 BOTH = Extent.of({"hosts": 2, "gpus": 4})
@@ -500,7 +500,7 @@ def test_ranks_that_are_none_cannot_be_named(rank: Any, error: type[Exception]) 
         ranks_in_words(BOTH, [0, rank])
 
 
-@pytest.mark.parametrize("name", ["_extent", "_value_mesh"])
+@pytest.mark.parametrize("name", ["extent", "value_mesh"])
 def test_examples(name: str) -> None:
-    ran = doctest.testmod(importlib.import_module(f"monarch_backend.mesh.{name}"))
+    ran = doctest.testmod(importlib.import_module(f"monarch_backend._mesh.{name}"))
     assert ran.attempted > 3 and ran.failed == 0

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from monarch_backend.mesh import _fold
-from monarch_backend.mesh._fold import Dropped, Fold, RateLimit, ranks_of
+from monarch_backend._logs import dedup
+from monarch_backend._logs.dedup import Dropped, Fold, RateLimit, ranks_of
 
 Shown = list[tuple[list[int], bytes]]
 
@@ -99,7 +99,7 @@ def test_without_a_window_nothing_waits_and_nothing_folds() -> None:
 
 
 def test_too_much_waiting_is_shown_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fold, "MOST_WAITING", 100)
+    monkeypatch.setattr(dedup, "MOST_WAITING", 100)
     fold = _fold_of(2, window=1e9)
     said = [b"%d" % i for i in range(1000)]
     shown = []
@@ -114,7 +114,7 @@ def test_too_much_waiting_is_shown_early(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_too_many_bytes_waiting_are_shown_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fold, "MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr(dedup, "MOST_WAITING_BYTES", 1000)
     fold = _fold_of(2, window=1e9)
     fold.add(0, [b"%09d" % i for i in range(112)], 0.0)
     shown = fold.take(0.0)

@@ -28,9 +28,9 @@ import cloudpickle
 import msgspec
 import pytest
 
-from monarch_backend.mesh import _limits, _linux, _processes, _spawn_messages
-from monarch_backend.mesh._spawn_messages import Kill, Spawn, frame
-from monarch_backend.mesh._spawner import Exited, Spawner, SpawnFailed, SpawnLimitError, Started
+from monarch_backend._processes import child_table, linux, resource_limits, spawn_protocol
+from monarch_backend._processes.spawn_protocol import Kill, Spawn, frame
+from monarch_backend._processes.spawner import Exited, Spawner, SpawnFailed, SpawnLimitError, Started
 from tests.mesh import spawning
 from tests.mesh.spawning import PATIENCE, Host, Pipe, Watch, parent_of, spec
 
@@ -245,14 +245,14 @@ def test_threads(
         import numpy
         import torch
 
-        from monarch_backend.mesh import _child
+        from monarch_backend._processes import child_bootstrap
 
         square = numpy.ones((64, 64))
         assert (square @ square)[0, 0] == 64
         x = torch.ones(3, requires_grad=True)
         (x * 2).sum().backward()
         assert x.grad is not None
-        ((get, _),) = _child.openblas()
+        ((get, _),) = child_bootstrap.openblas()
         print(torch.get_num_threads(), get())
         print(sorted(os.sched_getaffinity(0)))
 
@@ -320,7 +320,7 @@ def test_returncodes(host: Host, main: Callable[[], object], returncode: int, er
     outcome = host.run(main)
     assert outcome.exited.returncode == returncode
     assert (err in outcome.err) if err else outcome.err == ""
-    assert "_child.py" not in outcome.err or "most recent call first" in err
+    assert "_processes/child_bootstrap.py" not in outcome.err or "most recent call first" in err
     assert not outcome.exited.oom_killed
 
 
@@ -488,7 +488,7 @@ def test_nothing_outlives_the_controller_but_its_own_copy(controllers: dict[str,
 def test_a_server_that_still_imports_dies_with_its_controller() -> None:
     script = """
         import signal
-        from monarch_backend.mesh._spawner import Spawner
+        from monarch_backend._processes.spawner import Spawner
         spawner = Spawner(print)
         spawner.start()
         while spawner._process is None:
@@ -758,12 +758,12 @@ def test_a_variable_that_is_read_at_start_only(host: Host, caplog: pytest.LogCap
 def test_an_initialised_accelerator_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(_processes.os, "listdir", lambda _: ["1"])
-    assert _processes.why_not_fork({}, {}) is None
+    monkeypatch.setattr(child_table.os, "listdir", lambda _: ["1"])
+    assert child_table.why_not_fork({}, {}) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "torch.cuda is initialised in the fork server" in str(_processes.why_not_fork({}, {}))
-    monkeypatch.setattr(_linux, "LINUX", False)
-    assert str(_processes.why_not_fork({}, {})).startswith("fork is not safe on")
+    assert "torch.cuda is initialised in the fork server" in str(child_table.why_not_fork({}, {}))
+    monkeypatch.setattr(linux, "LINUX", False)
+    assert str(child_table.why_not_fork({}, {})).startswith("fork is not safe on")
 
 
 # The user's program
@@ -777,7 +777,7 @@ gc.freeze()  # what torch has made is not looked through for garbage at the end:
 PROGRAM = """
 import os, sys, threading
 import cloudpickle
-from monarch_backend.mesh._spawner import *
+from monarch_backend._processes.spawner import *
 
 print("the program runs")
 done = threading.Semaphore(0)
@@ -805,7 +805,7 @@ for rank, main in enumerate([Greeting(), function, lambda: function()]):
 
 ENDS = """
 import os, sys, cloudpickle, queue, signal
-from monarch_backend.mesh._spawner import *
+from monarch_backend._processes.spawner import *
 events = queue.SimpleQueue()
 spawner = Spawner(events.put)
 main = cloudpickle.dumps(signal.pause)
@@ -1017,18 +1017,18 @@ def test_a_fork_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(_processes, "_fork", fail)
-    monkeypatch.setattr(_processes, "why_not_fork", lambda *_: None)
-    processes = _processes.Processes.__new__(_processes.Processes)
+    monkeypatch.setattr(child_table, "_fork", fail)
+    monkeypatch.setattr(child_table, "why_not_fork", lambda *_: None)
+    processes = child_table.Processes.__new__(child_table.Processes)
     processes._environment, processes._open_files = {}, resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(processes, "_allow_open_files", lambda: None)
-    with pytest.raises(_processes.StartError, match=r"the system allows no more processes .*: raise `ulimit -u`"):
+    with pytest.raises(child_table.StartError, match=r"the system allows no more processes .*: raise `ulimit -u`"):
         processes.start(SPAWN, 1, 2)
 
 
 def test_too_many_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [_limits.Limit("pids.max of the control group /x", 100, 2, "processes and threads")]
-    monkeypatch.setattr(_limits.System, "limits", lambda *_: limits)
+    limits = [resource_limits.Limit("pids.max of the control group /x", 100, 2, "processes and threads")]
+    monkeypatch.setattr(resource_limits.System, "limits", lambda *_: limits)
     with pytest.raises(
         SpawnLimitError,
         match=r"can't start 10000 processes: they need 20000 processes and threads, and pids.max of the control group "
@@ -1042,8 +1042,8 @@ def test_too_many_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_messages_arrive_whole_and_with_their_files() -> None:
     ours, theirs = socket.socketpair()
-    sender = _spawn_messages.Channel(ours, msgspec.msgpack.Decoder(_spawn_messages.Event))
-    receiver = _spawn_messages.Channel(theirs, msgspec.msgpack.Decoder(_spawn_messages.Request))
+    sender = spawn_protocol.Channel(ours, msgspec.msgpack.Decoder(spawn_protocol.Event))
+    receiver = spawn_protocol.Channel(theirs, msgspec.msgpack.Decoder(spawn_protocol.Request))
     requests = [msgspec.structs.replace(SPAWN, id=n, main=os.urandom(200_000 * n)) for n in range(4)]
     with tempfile.TemporaryFile() as file:
         for request in requests:

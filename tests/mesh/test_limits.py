@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from monarch_backend.mesh import _cgroup, _limits
-from monarch_backend.mesh._limits import SpawnLimitError
+from monarch_backend._processes import cgroup, resource_limits
+from monarch_backend._processes.resource_limits import SpawnLimitError
 
 
-def system(tmp_path: Path, files: dict[str, str], **options: object) -> _limits.System:
+def system(tmp_path: Path, files: dict[str, str], **options: object) -> resource_limits.System:
     for name, text in files.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     values = {"rlimit": lambda _: (-1, -1), **options}
-    return _limits.System(proc=tmp_path / "proc", cgroups=tmp_path / "cgroup", **values)  # type: ignore[arg-type]
+    return resource_limits.System(proc=tmp_path / "proc", cgroups=tmp_path / "cgroup", **values)  # type: ignore[arg-type]
 
 
 MACHINE = {
@@ -30,9 +30,9 @@ MACHINE = {
 }
 
 
-def text_of(count: int, of: _limits.System, **options: int) -> str:
+def text_of(count: int, of: resource_limits.System, **options: int) -> str:
     try:
-        _limits.check(count, of.limits(count, **options))
+        resource_limits.check(count, of.limits(count, **options))
     except SpawnLimitError as error:
         return str(error)
     return ""
@@ -83,7 +83,7 @@ def test_limits_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "proc/self/fd").mkdir(parents=True)
     for number in range(4):
         (tmp_path / f"proc/self/fd/{number}").touch()
-    soft = {_limits.resource.RLIMIT_NPROC: (50, 50), _limits.resource.RLIMIT_NOFILE: (64, 64)}
+    soft = {resource_limits.resource.RLIMIT_NPROC: (50, 50), resource_limits.resource.RLIMIT_NOFILE: (64, 64)}
     machine = system(tmp_path, MACHINE | threads, rlimit=soft.__getitem__, uid=5)
     assert "RLIMIT_NPROC (ulimit -u) leaves 41. Start at most 20," in text_of(21, machine)
     assert text_of(20, machine, memory_each=1) == ""
@@ -97,30 +97,32 @@ def test_a_system_that_says_nothing_limits_nothing(tmp_path: Path) -> None:
 
 
 def test_this_system_has_room_for_a_few() -> None:
-    _limits.check_spawn(2, plain=True, descriptors_each=2)
+    resource_limits.check_spawn(2, plain=True, descriptors_each=2)
     with pytest.raises(SpawnLimitError, match="can't start 100000000 processes"):
-        _limits.check_spawn(100_000_000, plain=False, descriptors_each=0)
+        resource_limits.check_spawn(100_000_000, plain=False, descriptors_each=0)
 
 
 # Killed for want of memory
 
 OOM = """
 import os, signal, sys
-from monarch_backend.mesh import _cgroup, _child, _processes
-from monarch_backend.mesh._spawn_messages import Spawn
+from monarch_backend._processes import cgroup
+from monarch_backend._processes import child_bootstrap
+from monarch_backend._processes import child_table
+from monarch_backend._processes.spawn_protocol import Spawn
 from pathlib import Path
 import cloudpickle
 
 root = Path(sys.argv[1])
 counter = root / "cgroup/box/memory.events"
-processes = _processes.Processes()
-processes._oom_kills = _cgroup.OomKills(root / "cgroup", root / "self", root / "vmstat")
+processes = child_table.Processes()
+processes._oom_kills = cgroup.OomKills(root / "cgroup", root / "self", root / "vmstat")
 environment = dict(os.environb)
 spec = Spawn(1, "x", cloudpickle.dumps(signal.pause), environment, [], [], b"/", None, None, 1, False, False, "fork")
 for kills, ours in ((3, False), (4, False), (4, False), (5, True)):
     birth = processes.start(spec, 1, 2)
     if birth.pid == 0:
-        _child.run(spec)
+        child_bootstrap.run(spec)
     counter.write_text(f"oom 9\\noom_kill {kills}\\n")
     if ours:
         processes.kill(birth.pid, signal.SIGKILL)
@@ -146,8 +148,8 @@ def test_where_kills_are_counted(tmp_path: Path) -> None:
     system(tmp_path, {"v1": "4:memory:/a\n", "cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 1\n"})
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("oom_kill 1\n")
-    v1 = _cgroup.OomKills(tmp_path / "cgroup", tmp_path / "v1", vmstat)
-    nowhere = _cgroup.OomKills(tmp_path / "cgroup", tmp_path / "no such file", vmstat)
+    v1 = cgroup.OomKills(tmp_path / "cgroup", tmp_path / "v1", vmstat)
+    nowhere = cgroup.OomKills(tmp_path / "cgroup", tmp_path / "no such file", vmstat)
     vmstat.write_text("oom_kill 2\n")
     assert not v1.again()
     assert nowhere.again() and not nowhere.again()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from monarch_backend.mesh._lines import LONGEST_LINE, LineSplitter, read_records
+from monarch_backend._logs.line_splitter import LONGEST_LINE, LineSplitter, read_records
 
 NOTE = b" ... [cut: longer than 65536 bytes]"
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.mesh import _logs, _mesh_log
-from monarch_backend.mesh._logs import LogCollector, LogOptions, MeshLog
-from monarch_backend.mesh._worker_logging import install_worker_logging
+from monarch_backend._logs import log_collector, mesh_log
+from monarch_backend._logs.log_collector import LogCollector, LogOptions, MeshLog
+from monarch_backend._logs.worker_logging import install_worker_logging
 
 FOREVER = 3600.0
 may_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -84,7 +84,7 @@ def _mesh(name: str = "m", **options: Any) -> MeshLog:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the collector takes for `sys`: pytest puts its own sys.stdout back between a fixture and the test."""
     terminal = SimpleNamespace(stdout=Screen(), stderr=Screen())
-    monkeypatch.setattr(_logs, "sys", terminal)
+    monkeypatch.setattr(log_collector, "sys", terminal)
     return terminal
 
 
@@ -277,7 +277,7 @@ def test_a_process_may_take_the_place_of_another(screen: Screen, collector: LogC
     new.say("b\n")
     assert collector.flush()
     peer.say("c\n")
-    while _logs._bytes_in(peer.reads[0]):
+    while log_collector._bytes_in(peer.reads[0]):
         time.sleep(0.001)
     with collector._lock:  # by now the line is where it waits for rank 0, which still counts
         pass
@@ -289,7 +289,7 @@ def test_a_process_may_take_the_place_of_another(screen: Screen, collector: LogC
 def test_a_partial_line_is_shown_after_a_while(
     screen: Screen, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_logs, "_PARTIAL_WAIT", 0.05)
+    monkeypatch.setattr(log_collector, "_PARTIAL_WAIT", 0.05)
     (worker,) = workers(_mesh(aggregate_window_sec=0), 1)
     worker.say("name? ")
     screen.wait_for("[gpus 0] name? \n")
@@ -344,7 +344,7 @@ def test_floods_are_counted_and_not_shown(screen: Screen, collector: LogCollecto
 
 
 def test_the_drop_note_comes_by_itself(screen: Screen, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mesh_log.RateLimit, "PERIOD", 0.05)
+    monkeypatch.setattr(mesh_log.RateLimit, "PERIOD", 0.05)
     (worker,) = workers(_mesh(lines_per_sec=0.001, burst=1), 1)
     worker.say("x\n" * 100)
     screen.wait_for("[gpus 0] 99 lines dropped within ")
@@ -389,7 +389,7 @@ def test_the_tail_is_short(collector: LogCollector, workers: Workers, screen: Sc
     worker.say("".join(f"{i}\n" for i in range(100)) + "y" * 5000 + "\n", err=True)
     assert collector.flush()
     assert collector.tail(mesh, 0) == [
-        *(str(i) for i in range(100 - _mesh_log.TAIL_LINES + 1, 100)),
+        *(str(i) for i in range(100 - mesh_log.TAIL_LINES + 1, 100)),
         "y" * 2048 + " ...",
     ]
 
@@ -648,7 +648,7 @@ def test_fork_while_the_thread_writes(
 def test_random_writers_lose_nothing(
     seed: int, screen: Screen, collector: LogCollector, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_logs, "_PARTIAL_WAIT", FOREVER)  # a slow machine must not tear lines
+    monkeypatch.setattr(log_collector, "_PARTIAL_WAIT", FOREVER)  # a slow machine must not tear lines
     rng = random.Random(seed)
     mesh = _mesh(aggregate_window_sec=rng.choice((0.0, 0.002, 0.02, FOREVER)), lines_per_sec=None)
     ranks = rng.choice((1, 3, 16))
@@ -682,7 +682,7 @@ def test_random_writers_lose_nothing(
 def test_ten_megabytes_from_eight_processes(
     same: bool, collector: LogCollector, tmp_path: Path, terminal: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_logs, "_PARTIAL_WAIT", FOREVER)
+    monkeypatch.setattr(log_collector, "_PARTIAL_WAIT", FOREVER)
     count, ranks = 40_000, 8
     mesh = _mesh(aggregate_window_sec=0.1, lines_per_sec=None)
     with (tmp_path / "out").open("w") as out_file:
@@ -788,7 +788,7 @@ def _run_worker(collector: LogCollector, mesh: MeshLog, rank: int, body: Callabl
 
 EXIT = """
 import os, sys
-from monarch_backend.mesh._logs import LogCollector, LogOptions, MeshLog
+from monarch_backend._logs.log_collector import LogCollector, LogOptions, MeshLog
 collector = LogCollector()
 (out, w_out), (err, w_err) = os.pipe(), os.pipe()
 collector.add(MeshLog("m", str, LogOptions(aggregate_window_sec=3600)), 0, out, err)

@@ -14,10 +14,10 @@ import pytest
 
 from monarch_backend._core.limits import ResourceLimitError, explained, start_thread
 from monarch_backend._core.state import make_private
-from monarch_backend.hosts._standing import log_file
-from monarch_backend.mesh import _limits
-from monarch_backend.mesh._limits import SpawnLimitError, check_spawn
-from monarch_backend.transport._secret import user_secret
+from monarch_backend._hosts.startup_handshake import log_file
+from monarch_backend._processes import resource_limits
+from monarch_backend._processes.resource_limits import SpawnLimitError, check_spawn
+from monarch_backend._transport.network.auth import user_secret
 
 _PROGRAM = """
 import resource, torch, torch.distributed as dist
@@ -64,7 +64,7 @@ def test_other_errors_pass() -> None:
 
 
 def test_no_proc_raises_spawn_limit_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_limits, "PROC", tmp_path)
+    monkeypatch.setattr(resource_limits, "PROC", tmp_path)
     with pytest.raises(SpawnLimitError, match=r"is not mounted, .* Mount it"):
         check_spawn(1, plain=False, descriptors_each=0)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._processes.resource_limits import MAX_PROCESSES_PER_HOST, SpawnLimitError, check_count
 from monarch_backend.actor import this_host
-from monarch_backend.mesh._extent import Extent
-from monarch_backend.mesh._limits import MAX_PROCESSES_PER_HOST, SpawnLimitError, check_count
 
 
 @pytest.fixture(scope="module", autouse=True)

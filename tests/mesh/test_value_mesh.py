@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_backend.mesh._extent import Extent, MeshTrait, Shape
-from monarch_backend.mesh._value_mesh import ValueMesh
+from monarch_backend._mesh.extent import Extent, MeshTrait, Shape
+from monarch_backend._mesh.value_mesh import ValueMesh
 
 BOTH = Extent.of({"hosts": 2, "gpus": 4})
 SQUARES = ValueMesh(BOTH, [i * i for i in range(8)])

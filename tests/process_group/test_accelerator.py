@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import monarch_backend
 from monarch_backend import Options
-from monarch_backend.process_group import _routes, _torch
+from monarch_backend.process_group import _backend_selection, _c10d_internals
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_cuda_misses(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(torch.version, "hip", hip)
-    route = _routes.choose("cuda")
+    route = _backend_selection.choose("cuda")
     assert not route.available
     assert words in route.missing
 
@@ -47,7 +47,7 @@ def test_gpus_take_their_vendor_s_library(monkeypatch: pytest.MonkeyPatch, hip: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", hip)
-    route = _routes.choose("cuda")
+    route = _backend_selection.choose("cuda")
     assert route.available
     assert route.backend == "nccl"  # torch calls RCCL's group by the same name
     assert library in route.why
@@ -55,9 +55,9 @@ def test_gpus_take_their_vendor_s_library(monkeypatch: pytest.MonkeyPatch, hip: 
 
 def test_a_named_backend_is_obeyed() -> None:
     device_map = {"cpu": "monarch", "cuda": "gloo"}
-    assert _routes.choose("cuda", device_map).backend == "gloo"
-    assert "asked for" in _routes.choose("cuda", device_map).why
-    assert _routes.choose("cpu", device_map).backend == "gloo"
+    assert _backend_selection.choose("cuda", device_map).backend == "gloo"
+    assert "asked for" in _backend_selection.choose("cuda", device_map).why
+    assert _backend_selection.choose("cpu", device_map).backend == "gloo"
 
 
 class _FakeNccl:
@@ -84,7 +84,7 @@ def _opts() -> SimpleNamespace:
 @pytest.mark.parametrize("split", [None, object()])
 def test_nccl_gets_the_options_that_torch_would_give(monkeypatch: pytest.MonkeyPatch, split: object) -> None:
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", _FakeNccl, raising=False)
-    made = _torch._make_nccl(_opts(), None, split)
+    made = _c10d_internals._make_nccl(_opts(), None, split)
     options = vars(made.options)
     assert made.sequence
     assert options["_timeout"] == datetime.timedelta(seconds=5)
@@ -97,7 +97,7 @@ def test_nccl_gets_the_options_that_torch_would_give(monkeypatch: pytest.MonkeyP
 def test_nccl_options_of_the_user_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", _FakeNccl, raising=False)
     given = _FakeNccl.Options()
-    assert _torch._make_nccl(_opts(), given, None).options is given
+    assert _c10d_internals._make_nccl(_opts(), given, None).options is given
     assert given.is_high_priority_stream is True
 
 
@@ -115,4 +115,4 @@ def test_machine_routes_without_a_group() -> None:
     routes = monarch_backend.routes()
     assert routes["cpu"].available
     assert all(r.available for r in routes.values())
-    assert {"cpu", "cuda", "xla", "tpu"} <= set(_routes.survey())
+    assert {"cpu", "cuda", "xla", "tpu"} <= set(_backend_selection.survey())

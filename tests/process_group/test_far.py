@@ -36,13 +36,11 @@ from monarch_backend import (
     GroupClosedError,
     RankFailedError,
 )
-from monarch_backend.process_group import _far as far_module
-from monarch_backend.process_group import _letters, _nics
-from monarch_backend.process_group._group import MonarchProcessGroup
-from monarch_backend.process_group._letters import Announcement, LetterError, Word
-from monarch_backend.rdma import _one_engine
-from monarch_backend.rdma.verbs import _engine
-from monarch_backend.transport import _large
+from monarch_backend._verbs import eligibility, engine, shared_engine
+from monarch_backend.process_group._process_group import MonarchProcessGroup
+from monarch_backend.process_group._rdma import p2p as far_module
+from monarch_backend.process_group._rdma import p2p_protocol, peer_reads
+from monarch_backend.process_group._rdma.p2p_protocol import Announcement, LetterError, Word
 from tests.process_group import reference, wires
 from tests.process_group.test_groups import set_timeout
 from tests.rdma.verbs.peers import two_devices, until
@@ -133,7 +131,7 @@ def _sizes(rank: int, sizes: Sequence[int]) -> dict[str, int]:
 
 
 def test_sizes_around_the_least_and_far_above(run: Run) -> None:
-    least = _large.wanted_least()
+    least = eligibility.wanted_least()
     sizes = [0, 1, 256, 4096, least - 1, least, least + 1, MIB + 3, 5 * MIB, 64 * MIB]
     for carried in run(_sizes, (0, 1), sizes, env={}):
         assert carried == {"verbs": sum(size >= least for size in sizes), "gloo": 0}
@@ -159,7 +157,13 @@ def test_dtypes_both_ways_at_once(run: Run) -> None:
 
 def _tags(rank: int) -> None:
     peer, nbytes = 1 - rank, 100 * KIB
-    tags = (0, 1, _letters.MOST_TAG - 1, _letters.MOST_TAG, _letters.OWN_TAGS - 1)  # the last two are Gloo's
+    tags = (
+        0,
+        1,
+        p2p_protocol.MOST_TAG - 1,
+        p2p_protocol.MOST_TAG,
+        p2p_protocol.OWN_TAGS - 1,
+    )  # the last two are Gloo's
     works = [dist.isend(_numbers(nbytes, 10 * rank + i), peer, tag=tag) for i, tag in enumerate(tags)]
     for i in (2, 0, 4, 3, 1):  # not the order in which they were sent
         got = torch.zeros(nbytes, dtype=torch.uint8)
@@ -168,7 +172,7 @@ def _tags(rank: int) -> None:
     for work in works:
         work.wait()
     assert _carried() == {"verbs": 3, "gloo": 0}
-    for tag in (_letters.OWN_TAGS, _letters.STAGES, (1 << 31) - 1):
+    for tag in (p2p_protocol.OWN_TAGS, p2p_protocol.STAGES, (1 << 31) - 1):
         with pytest.raises(CollectiveArgumentError, match=f"tag {tag}: "):
             dist.send(torch.zeros(1), peer, tag=tag)
 
@@ -627,8 +631,8 @@ def _destroyed(rank: int) -> None:
         assert work is not None
         with pytest.raises(GroupClosedError if rank == 0 else (GroupClosedError, RankFailedError)):
             work.wait()
-    assert _nics._process is None
-    assert _one_engine._engine is None
+    assert peer_reads._process is None
+    assert shared_engine._engine is None
     assert "monarch-verbs" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -768,7 +772,7 @@ def _child_after_use(rank: int) -> None:
         _exchange(rank)
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if _nics._process is None and _one_engine._engine is None else 1)
+            os._exit(0 if peer_reads._process is None and shared_engine._engine is None else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         _exchange(rank)
 
@@ -833,7 +837,7 @@ class _Heard(logging.Handler):
 def _broken_nics(rank: int, how: str) -> list[str]:
     heard = _Heard()
     logging.getLogger("monarch_backend").addHandler(heard)
-    binding: Any = _engine.load("")
+    binding: Any = engine.load("")
     if how != "unreachable":
         _exchange(rank)
         assert _carried() == {"verbs": 1, "gloo": 0}
@@ -871,9 +875,9 @@ def _misfit(rank: int, where: str, bad: int) -> list[str]:
             raise AttributeError("another release")
 
         if where == "load":
-            _engine.load = fails
+            engine.load = fails
         else:
-            setattr(_engine.Engine, where, fails)
+            setattr(engine.Engine, where, fails)
     for _ in range(2):
         _exchange(rank)
     assert _carried()["gloo"] > 0
@@ -889,7 +893,7 @@ def test_an_error_that_is_none_of_verbs(where: str) -> None:
 
 def _little_memory(rank: int, short: int) -> None:
     if rank == short:
-        binding: Any = _engine.load("")
+        binding: Any = engine.load("")
         binding.memory = 3 * MIB
     for nbytes, way in ((8 * MIB, "gloo"), (MIB, "verbs"), (8 * MIB, "gloo")):
         before = _carried()
@@ -936,22 +940,22 @@ def test_a_cable_is_cut(run: Run, request: pytest.FixtureRequest) -> None:
 def test_letters() -> None:
     announcement = Announcement(7, 1 << 40, 5, b"where")
     assert Announcement.unpack(announcement.pack()) == announcement
-    assert len(announcement.pack()) == _letters.ANNOUNCEMENT
-    assert Word.unpack(Word(_letters.DONE, 3, 0).pack()) == Word(_letters.DONE, 3, 0)
-    for data in (bytes(_letters.ANNOUNCEMENT), b"mfa1" + b"\xff" * (_letters.ANNOUNCEMENT - 4)):
+    assert len(announcement.pack()) == p2p_protocol.ANNOUNCEMENT
+    assert Word.unpack(Word(p2p_protocol.DONE, 3, 0).pack()) == Word(p2p_protocol.DONE, 3, 0)
+    for data in (bytes(p2p_protocol.ANNOUNCEMENT), b"mfa1" + b"\xff" * (p2p_protocol.ANNOUNCEMENT - 4)):
         with pytest.raises(LetterError):
             Announcement.unpack(data)
-    for data in (bytes(_letters.WORD), Word(9, 0, 0).pack(), Word(_letters.OFFER, 0, 1 << 30).pack()):
+    for data in (bytes(p2p_protocol.WORD), Word(9, 0, 0).pack(), Word(p2p_protocol.OFFER, 0, 1 << 30).pack()):
         with pytest.raises(LetterError):
             Word.unpack(data)
-    assert _letters.fits(bytes(200))
-    assert not _letters.fits(bytes(_letters.ANNOUNCEMENT))
+    assert p2p_protocol.fits(bytes(200))
+    assert not p2p_protocol.fits(bytes(p2p_protocol.ANNOUNCEMENT))
 
 
 def test_tags_of_letters_are_apart() -> None:
     """From each other and from those of the stages of collectives, which begin at 2**30."""
-    told = {_letters.announced(tag) for tag in (0, 1, _letters.MOST_TAG - 1)}
-    talks = {_letters.talk(n, *pair) for n in (0, 1, _letters.NUMBERS - 1) for pair in ((0, 1), (1, 0))}
+    told = {p2p_protocol.announced(tag) for tag in (0, 1, p2p_protocol.MOST_TAG - 1)}
+    talks = {p2p_protocol.talk(n, *pair) for n in (0, 1, p2p_protocol.NUMBERS - 1) for pair in ((0, 1), (1, 0))}
     assert len(told) == 3
     assert len(talks) == 6
     assert max(told) < min(talks)
@@ -961,18 +965,18 @@ def test_tags_of_letters_are_apart() -> None:
 def test_a_number_of_bytes_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_RDMA_MESSAGE_BYTES", "many")
     with pytest.raises(ValueError, match="MONARCH_RDMA_MESSAGE_BYTES='many'"):
-        _large.least()
+        eligibility.least()
 
 
 _GROUP = """
 import sys
 import torch.distributed as dist
-from monarch_backend.transport import _large
+from monarch_backend._verbs import eligibility
 for where in sys.argv[1:]:
-    _large.usable.cache_clear()
-    _large.DEVICES, _large.PACKAGES = where.split()[0], where.split()[1:]
+    eligibility.usable.cache_clear()
+    eligibility.DEVICES, eligibility.PACKAGES = where.split()[0], where.split()[1:]
     dist.init_process_group("monarch", store=dist.HashStore(), rank=0, world_size=1)
-    print(_large.least(), sorted(name for name in sys.modules if name.startswith("monarch_backend.rdma"))[:1])
+    print(eligibility.least(), sorted(name for name in sys.modules if name.startswith("monarch_backend.rdma"))[:1])
     dist.destroy_process_group()
 """
 

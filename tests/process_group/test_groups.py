@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import monarch_backend
 from monarch_backend import GroupClosedError, NoRouteError
-from monarch_backend._versions import torch_version
+from monarch_backend._core.torch_version import torch_version
 from tests.support.ranks import init, run_ranks
 
 SECOND = datetime.timedelta(seconds=1)

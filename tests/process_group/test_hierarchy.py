@@ -25,8 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monarch_backend
 from monarch_backend import GroupClosedError
-from monarch_backend.process_group import _hierarchy, _shm_meet, _torch
+from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
+from monarch_backend.process_group._hierarchical import hierarchical_backend
+from monarch_backend.process_group._shm import bootstrap
 from tests.ecosystem.support import batch, mlp, train_step
 from tests.process_group import reference
 from tests.process_group.test_collectives import COLLECTIVES, _run_cells
@@ -85,8 +87,8 @@ SEGMENT = 512 << 10  # in tests
 def _sizes(rank: int, dtype: str) -> list[int]:
     """Around every limit between two ways, in elements of 4 bytes and not a multiple of anything."""
     size, sums = dist.get_world_size(), []
-    _hierarchy.SEGMENT = SEGMENT
-    limits = (_hierarchy.SLICED_FROM // 4, _hierarchy.TWO_STEPS_FROM // 4, SEGMENT // 4)
+    hierarchical_backend.SEGMENT = SEGMENT
+    limits = (hierarchical_backend.SLICED_FROM // 4, hierarchical_backend.TWO_STEPS_FROM // 4, SEGMENT // 4)
     for n in (1, 3, *(limit + more for limit in limits for more in (-1, 0, 1, 3)), 3 * SEGMENT // 4 + 5):
         inputs = [((torch.arange(n) * 7 + 3 * r) % 5 + 1).to(getattr(torch, dtype)) for r in range(size)]
         for op in ("SUM", "MAX", "AVG"):
@@ -116,7 +118,7 @@ def _numbers(rank: int, n: int) -> torch.Tensor:
 def _bits(rank: int, dtype: torch.dtype) -> list[int]:
     """Results of sums that depend on the order of additions."""
     bits = []
-    _hierarchy.SEGMENT = SEGMENT
+    hierarchical_backend.SEGMENT = SEGMENT
     for n in (100, 40_000, 600_001):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             x = _numbers(rank, n).to(dtype)
@@ -189,9 +191,9 @@ def test_hosts_are_made_of_pairs_that_met() -> None:
     def pairs(*ranks: tuple[int, int]) -> set[frozenset[int]]:
         return {frozenset(pair) for pair in ranks}
 
-    assert _shm_meet._cliques(pairs((0, 2), (1, 3)), 4) == ([[0, 2], [1, 3]], "")
-    assert _shm_meet._cliques(pairs((1, 2), (0, 2), (0, 1)), 4) == ([[0, 1, 2], [3]], "")
-    found, remark = _shm_meet._cliques(pairs((0, 1), (1, 2), (3, 4)), 5)
+    assert bootstrap._cliques(pairs((0, 2), (1, 3)), 4) == ([[0, 2], [1, 3]], "")
+    assert bootstrap._cliques(pairs((1, 2), (0, 2), (0, 1)), 4) == ([[0, 1, 2], [3]], "")
+    found, remark = bootstrap._cliques(pairs((0, 1), (1, 2), (3, 4)), 5)
     assert found == [[0], [1], [2], [3, 4]]
     assert "ranks 0 and 2 share no memory" in remark
 
@@ -336,7 +338,7 @@ def _links(rank: int) -> None:
         with pytest.raises(RuntimeError):
             gloo.recv([torch.ones(1)], 1, 7).wait()
     else:
-        _torch.close_gloo_links(gloo, 0)
+        _c10d_internals.close_gloo_links(gloo, 0)
 
 
 def test_closing_links_ends_waits_elsewhere() -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from monarch_backend.process_group import _store_host, _torch
+from monarch_backend.process_group import _c10d_internals, _store_host
 from tests.process_group.test_rendezvous import _held_port
 from tests.support.ranks import run_ranks
 
@@ -160,7 +160,7 @@ def _stuck_in_constructor(rank: int, address: str, port: int) -> None:
             marks.wait(["failed/0", "failed/2"], PATIENCE)
             raise RuntimeError("no connections")
 
-        _torch._make_gloo = stuck
+        _c10d_internals._make_gloo = stuck
         with pytest.raises(RuntimeError, match="no connections"):
             dist.init_process_group("monarch", init_method=url, rank=rank, world_size=3, timeout=PATIENCE)
         return

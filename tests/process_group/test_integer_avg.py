@@ -19,8 +19,8 @@ from torch.distributed import ReduceOp
 
 import monarch_backend
 from monarch_backend import CollectiveArgumentError
-from monarch_backend.process_group import _xla_staged
 from monarch_backend.process_group._integer_mean import INTEGERS, divide_sum
+from monarch_backend.process_group._xla import host_staged
 from tests.process_group.test_work import REDUCE_SCATTER_SINGLE
 from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts
 from tests.support.ranks import run_ranks
@@ -167,10 +167,10 @@ def _functional_scatter_coalesced(x: Tensor) -> Tensor:
 
 def _functional_of_xla(x: Tensor) -> Tensor:
     name = dist.group.WORLD.group_name
-    reduced = _xla_staged._KERNELS["all_reduce"](x, "avg", name)
+    reduced = host_staged._KERNELS["all_reduce"](x, "avg", name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        scattered = _xla_staged._KERNELS["reduce_scatter_tensor"](torch.cat([x] * SIZE), "avg", SIZE, name)
+        scattered = host_staged._KERNELS["reduce_scatter_tensor"](torch.cat([x] * SIZE), "avg", SIZE, name)
     assert scattered.tolist() == reduced.tolist()
     return reduced
 

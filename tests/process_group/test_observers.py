@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch_backend import CollectiveArgumentError
-from monarch_backend.process_group import MonarchProcessGroup, _shm
+from monarch_backend.process_group import MonarchProcessGroup
+from monarch_backend.process_group._shm import shm_backend
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
 
@@ -270,7 +271,7 @@ def _profiled(rank: int) -> None:
         if name in ("send", "recv_any_source_"):
             gloo = {"send": "send", "recv_": "recv", "recv_any_source_": "recvAnySource"}[_expected(rank, name)]
         ranges = {n for n in names if n.startswith(("gloo:", "shm:"))}
-        ours = {f"gloo:{gloo}"} if reference.on_gloo() else {f"shm:{_shm._METHODS[_expected(rank, name)][1]}"}
+        ours = {f"gloo:{gloo}"} if reference.on_gloo() else {f"shm:{shm_backend._METHODS[_expected(rank, name)][1]}"}
         assert ranges == ours, f"{name}: {sorted(ranges)}"
 
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
-from monarch_backend.process_group import _shm_process
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
+from monarch_backend.process_group._shm import segment
 from tests.process_group import reference
 from tests.support.ranks import init, run_ranks
 
@@ -182,7 +182,7 @@ def _ended_in_between(rank: int) -> None:
     if rank == 2:
         store.set("pid", str(os.getpid()))
         store.wait(["posted"], datetime.timedelta(seconds=30))
-        _shm_process.this_process().host.leave()
+        segment.this_process().host.leave()
         os._exit(0)  # in peace, and without a word to its groups
     if rank == 0:
         pending = dist.irecv(torch.ones(1), 1, tag=7)  # which rank 2 has no part in
@@ -233,7 +233,7 @@ def _many_groups(rank: int) -> None:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(300_000), group=group)
         dist.destroy_process_group(group)
-        counts.append(_shm_process.this_process().host.used())
+        counts.append(segment.this_process().host.used())
     assert max(counts[10:]) <= max(counts[:10]), counts
 
 

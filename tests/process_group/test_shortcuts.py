@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from monarch_backend import CollectiveArgumentError, CollectiveMismatchError, RankFailedError
-from monarch_backend.process_group import MonarchProcessGroup, _group, _shm
+from monarch_backend.process_group import MonarchProcessGroup, _process_group
+from monarch_backend.process_group._shm import shm_backend
 from tests.support.ranks import RankFailedError as DeadRank
 from tests.support.ranks import run_ranks
 
@@ -154,7 +155,7 @@ def _mixed_ways(rank: int) -> list[str]:
     group = dist.group.WORLD
     said = []
     for turn in range(2):
-        for dtype in _shm._DTYPES:
+        for dtype in shm_backend._DTYPES:
             one, two = torch.ones(2).to(dtype), torch.ones(4).to(dtype)
             calls = {
                 "allreduce": ([one], dist.AllreduceOptions()),
@@ -169,7 +170,7 @@ def _mixed_ways(rank: int) -> list[str]:
                 "all_to_all_single": (two.clone(), two, [], [], c10d.AllToAllOptions()),
                 "barrier": (c10d.BarrierOptions(),),
             }
-            assert calls.keys() == _shm._SHORTCUTS.keys()
+            assert calls.keys() == shm_backend._SHORTCUTS.keys()
             for name, args in calls.items():
                 if name not in group._shortcuts:
                     continue
@@ -248,7 +249,7 @@ def _watchers(_rank: int) -> tuple[int, int]:
 def test_hooks_and_the_end_of_a_group_end_its_shortcuts() -> None:
     for many, none in run_ranks(_watchers, 2):
         assert many == sum(
-            isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name in _shm._SHORTCUTS
+            isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name in shm_backend._SHORTCUTS
         )
         assert none == 0
 
@@ -261,7 +262,7 @@ def _overridden(_rank: int) -> int:
             calls.append(args)
             return super().allreduce(*args, **named)
 
-    _group.MonarchProcessGroup = Counting  # what `create` makes
+    _process_group.MonarchProcessGroup = Counting  # what `create` makes
     group = dist.new_group([0, 1])
     assert "broadcast" in group._shortcuts
     dist.all_reduce(torch.ones(1), group=group)
@@ -298,7 +299,7 @@ def _interrupted(rank: int, kind: str) -> list[float]:
 
         return ask
 
-    _shm.SharedMemory._seconds = late(_shm.SharedMemory._seconds)
+    shm_backend.SharedMemory._seconds = late(shm_backend.SharedMemory._seconds)
     group = dist.new_group([0, 1])
     group._shm._timeout = late(group._shm._timeout)
     if rank == 1:
@@ -401,10 +402,10 @@ def test_deaths_are_raised_by_shortcuts() -> None:
 
 def test_torch_s_methods_take_what_shortcuts_take() -> None:
     """The options' types and fields, and the methods' names, are torch's."""
-    for name, (_, _, options) in _shm._SHORTCUTS.items():
+    for name, (_, _, options) in shm_backend._SHORTCUTS.items():
         assert hasattr(options(), "asyncOp"), name
     assert c10d.BarrierOptions().device is None
     assert c10d.BarrierOptions().device_ids == []
-    assert {int(getattr(dist.ReduceOp.RedOpType, name)) for name in _shm._OPS} == set(range(8))
-    known = {name for name in _shm._SHORTCUTS if hasattr(dist.ProcessGroup, name)}
+    assert {int(getattr(dist.ReduceOp.RedOpType, name)) for name in shm_backend._OPS} == set(range(8))
+    known = {name for name in shm_backend._SHORTCUTS if hasattr(dist.ProcessGroup, name)}
     assert known >= {"allreduce", "broadcast", "reduce", "allgather", "barrier"}

@@ -1,4 +1,4 @@
-"""What _torch.py leans on in torch is still there and still means the same. One test per function of that module."""
+"""What process_group/_c10d_internals.py leans on in torch is still there and still means the same. One test per function of that module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from monarch_backend.process_group import MonarchProcessGroup, Options, _torch
+from monarch_backend.process_group import MonarchProcessGroup, Options, _c10d_internals
 from tests.support.ranks import run_ranks
 
 
@@ -19,8 +19,8 @@ def _creation(rank: int, address: str) -> list[dict[str, str] | None]:
     seen = []
 
     def creator(options: object, pg_options: object) -> object:
-        seen.append(_torch.creation())
-        return MonarchProcessGroup(options, Options(), _torch.Creation())
+        seen.append(_c10d_internals.creation())
+        return MonarchProcessGroup(options, Options(), _c10d_internals.Creation())
 
     dist.Backend.register_backend("spy", creator, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group("cpu:spy,cuda:gloo", init_method=address, rank=rank, world_size=1)
@@ -37,7 +37,7 @@ def test_creation_reads_the_caller() -> None:
 
 
 def test_creation_without_the_frame_is_empty() -> None:
-    assert _torch.creation() == _torch.Creation(None, None, None)
+    assert _c10d_internals.creation() == _c10d_internals.Creation(None, None, None)
 
 
 def test_creation_s_names_are_locals_of_torch_s_helper() -> None:
@@ -52,16 +52,16 @@ def _watched(rank: int) -> None:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    assert not _torch.watched()
+    assert not _c10d_internals.watched()
     with Mode():
-        assert _torch.watched()
+        assert _c10d_internals.watched()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert _torch.watched()
+        assert _c10d_internals.watched()
     from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
     with allow_inflight_collective_as_graph_input_ctx():
-        assert _torch.watched()
-    assert not _torch.watched()
+        assert _c10d_internals.watched()
+    assert not _c10d_internals.watched()
 
 
 def test_watched_sees_modes_profiler_and_inflight(pool) -> None:
@@ -69,13 +69,13 @@ def test_watched_sees_modes_profiler_and_inflight(pool) -> None:
 
 
 def test_unset_timeout_is_c10d_s_default() -> None:
-    assert _torch.UNSET_TIMEOUT.total_seconds() < 0
+    assert _c10d_internals.UNSET_TIMEOUT.total_seconds() < 0
 
 
 def test_backend_types() -> None:
     kinds = dist.ProcessGroup.BackendType
-    assert (_torch.backend_type("gloo"), _torch.backend_type("nccl")) == (kinds.GLOO, kinds.NCCL)
-    assert _torch.backend_type("somebody's") == kinds.CUSTOM
+    assert (_c10d_internals.backend_type("gloo"), _c10d_internals.backend_type("nccl")) == (kinds.GLOO, kinds.NCCL)
+    assert _c10d_internals.backend_type("somebody's") == kinds.CUSTOM
 
 
 def _detail(rank: int) -> tuple[str, bool]:
@@ -83,7 +83,7 @@ def _detail(rank: int) -> tuple[str, bool]:
     group = dist.new_group([0, 1])
     inner = group._get_backend(torch.device("cpu"))
     dist.all_reduce(torch.ones(1), group=group)
-    return type(inner).__name__, isinstance(_torch.peel(inner), dist.ProcessGroupGloo)
+    return type(inner).__name__, isinstance(_c10d_internals.peel(inner), dist.ProcessGroupGloo)
 
 
 def test_debug_wrapper_is_put_and_peeled() -> None:
@@ -94,22 +94,22 @@ def test_torch_s_blocking_calls_are_functions_that_wait() -> None:
     """What `is_waited_for` goes by: send and recv call isend and irecv, and wait for what these give."""
     for blocking, starts in ((dist.send, "isend"), (dist.recv, "irecv")):
         function = inspect.unwrap(blocking)
-        assert function.__code__ in _torch._BLOCKING
+        assert function.__code__ in _c10d_internals._BLOCKING
         source = inspect.getsource(function)
         assert starts in function.__code__.co_names or "group.send" in source or "pg.recv" in source
         assert "wait()" in source
-    assert {inspect.unwrap(f).__code__ for f in (dist.isend, dist.irecv)} == _torch._NON_BLOCKING
+    assert {inspect.unwrap(f).__code__ for f in (dist.isend, dist.irecv)} == _c10d_internals._NON_BLOCKING
 
 
 def _messages(rank: int) -> list[bool]:
     seen: list[bool] = []
-    original = _torch.is_waited_for
+    original = _c10d_internals.is_waited_for
 
     def spy(frame: FrameType | None) -> bool:
         seen.append(original(frame))
         return seen[-1]
 
-    _torch.is_waited_for = spy
+    _c10d_internals.is_waited_for = spy
     x = torch.zeros(3)
     for turn in range(2):
         if rank == turn:
@@ -136,7 +136,10 @@ def test_the_factor_of_a_premultiplied_sum_is_in_its_state(factor: float | torch
 
 
 def test_a_profiled_range_has_shapes() -> None:
-    with torch.autograd.profiler.profile(record_shapes=True) as seen, _torch.profiled("shm:x", [torch.ones(2, 3)]):
+    with (
+        torch.autograd.profiler.profile(record_shapes=True) as seen,
+        _c10d_internals.profiled("shm:x", [torch.ones(2, 3)]),
+    ):
         pass
     (event,) = [event for event in seen.function_events if event.name == "shm:x"]
     assert event.input_shapes == [[2, 3]]

@@ -11,12 +11,11 @@ import os
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend.rdma import _available
-from monarch_backend.rdma.verbs import _device, _engine
-from monarch_backend.rdma.verbs._binding import READ, Path, Work
-from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
-from monarch_backend.transport import _large
+from monarch_backend._rdma import availability
+from monarch_backend._verbs import eligibility, engine, open_device
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.provider import READ, Path, Work
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import REMOTE_ACCESS, RETRIES, Fabric, FakeNic, FakePair
 
 _NETWORK = bytes(10) + b"\xff\xff" + bytes([10])  # and three bytes of a process id: an IPv4 address
@@ -68,11 +67,11 @@ def install() -> Wires:
     wires: Any = Wires()
     gid = Gid(1, ROCE_V2, _NETWORK + os.getpid().to_bytes(3, "big"))
     facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
-    _device._devices.usable = lambda settings, root=None: facts  # type: ignore[assignment]
-    _engine.available = _available.available = lambda *_: None  # type: ignore[assignment]
-    _engine.load = lambda wanted: wires  # type: ignore[assignment]
-    _large.DEVICES, _large.PACKAGES = "/proc/self", ("os",)  # there is something in it
-    _large.usable.cache_clear()
+    open_device._devices.usable = lambda settings, root=None: facts  # type: ignore[assignment]
+    engine.available = availability.available = lambda *_: None  # type: ignore[assignment]
+    engine.load = lambda wanted: wires  # type: ignore[assignment]
+    eligibility.DEVICES, eligibility.PACKAGES = "/proc/self", ("os",)  # there is something in it
+    eligibility.usable.cache_clear()
     return wires
 
 

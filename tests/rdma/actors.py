@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from monarch_backend import rdma
+from monarch_backend._rdma import cuda_ipc, registrations
 from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
-from monarch_backend.rdma import RDMAAction, RDMABuffer, _torch_ipc
+from monarch_backend.rdma import RDMAAction, RDMABuffer
 from tests.rdma import pretended
 from tests.rdma.verbs import across, peers
 
@@ -87,7 +88,7 @@ def take(route: str, device: str = "") -> None:
     if case(route).nic:
         across.use()
     if case(route).torch:
-        _torch_ipc.share, _torch_ipc.adopt = pretended.share, pretended.adopt
+        cuda_ipc.share, cuda_ipc.adopt = pretended.share, pretended.adopt
 
 
 def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
@@ -164,7 +165,7 @@ class Process(Actor):
     @endpoint
     def drop(self, buffer: RDMABuffer) -> int:
         buffer.drop()
-        return rdma._registry.registry().count()
+        return registrations.registry().count()
 
     @endpoint
     def backend(self, buffer: RDMABuffer) -> str:
@@ -173,7 +174,7 @@ class Process(Actor):
     @endpoint
     def way(self, buffer: RDMABuffer) -> int:
         handle = buffer._handle
-        native, until = rdma._registry.registry().native, time.monotonic() + 10
+        native, until = registrations.registry().native, time.monotonic() + 10
         while True:
             buffer.read_into(self.mine("tensor", buffer.size())).get()  # they have met
             found = int(native.way(handle.token, handle.ticket))

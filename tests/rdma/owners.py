@@ -20,7 +20,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend.transport._certificates import Ders
+from monarch_backend._transport.network.tls import Ders
 
 MIB = 1 << 20
 Ticket = tuple[int, int, int]

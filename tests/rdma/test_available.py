@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from monarch_backend.rdma import _available, _verbs, get_rdma_backend, is_rdma_available
+from monarch_backend._rdma import availability
+from monarch_backend._rdma.routes import verbs as verbs_module
+from monarch_backend.rdma import get_rdma_backend, is_rdma_available
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ from monarch_backend.rdma import _available, _verbs, get_rdma_backend, is_rdma_a
 )
 def test_the_best_route(monkeypatch: pytest.MonkeyPatch, forced: str, why_not: str | None, backend: str) -> None:
     monkeypatch.setenv("MONARCH_RDMA", forced)
-    monkeypatch.setattr(_available, "available", lambda: why_not)
+    monkeypatch.setattr(availability, "available", lambda: why_not)
     assert is_rdma_available() == (why_not is None)
     assert get_rdma_backend() == backend
 
@@ -36,9 +38,9 @@ def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_started_to_find_out() -> None:
     code = (
-        "import sys, threading; from monarch_backend import rdma; from monarch_backend.actor import _program; "
+        "import sys, threading; from monarch_backend import rdma; from monarch_backend._actor import runtime; "
         "rdma.is_rdma_available(); rdma.get_rdma_backend(); "
-        "assert _program._program is None; assert threading.active_count() == 1; "
+        "assert runtime._program is None; assert threading.active_count() == 1; "
         "assert not {'pyverbs', 'ibverbs', 'torch.distributed.tensor'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -53,26 +55,26 @@ def test_an_owner_looks_again_for_a_port_that_is_up(monkeypatch: pytest.MonkeyPa
         asked.append(up_now)
         return "no port is both ACTIVE and permitted" if up_now and not up[0] else None
 
-    monkeypatch.setattr(_verbs, "available", lambda up: available(up_now=up))
-    monkeypatch.setattr(_verbs, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    verbs = _verbs.Verbs(None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(verbs_module, "available", lambda up: available(up_now=up))
+    monkeypatch.setattr(verbs_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    verbs = verbs_module.Verbs(None, None)  # type: ignore[arg-type]
     assert verbs.unusable() is not None
     assert verbs.unusable(up=False) is None
     up[0] = True
     asked.clear()
     assert verbs.unusable() is not None
     assert not asked
-    now[0] += _verbs.LOOK_SECONDS
+    now[0] += verbs_module.LOOK_SECONDS
     assert verbs.unusable() is None
-    now[0] += _verbs.LOOK_SECONDS
+    now[0] += verbs_module.LOOK_SECONDS
     assert verbs.unusable() is None
     assert asked == [True]
 
 
 def test_a_machine_without_nics_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(_verbs, "available", lambda up: asked.append(up) or "no verbs device")
-    monkeypatch.setattr(_verbs, "LOOK_SECONDS", 0.0)
-    verbs = _verbs.Verbs(None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(verbs_module, "available", lambda up: asked.append(up) or "no verbs device")
+    monkeypatch.setattr(verbs_module, "LOOK_SECONDS", 0.0)
+    verbs = verbs_module.Verbs(None, None)  # type: ignore[arg-type]
     assert [verbs.unusable() for _ in range(3)] == ["no verbs device"] * 3
     assert asked == [True, False]

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from monarch_backend import _native
-from monarch_backend.rdma import _registry
-from monarch_backend.rdma._route import CANCELLED, DONE, FAILED, LOST, REFUSED
+from monarch_backend._rdma import registrations
+from monarch_backend._rdma.routes.base import CANCELLED, DONE, FAILED, LOST, REFUSED
 from tests.rdma.actors import ROUTES, pattern, two_processes
 from tests.rdma.owners import Memory
 from tests.rdma.verbs.peers import until
@@ -179,7 +179,7 @@ def test_mapped_memory() -> None:
 def test_a_setting_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("MONARCH_COPY_THREADS", value)
     with pytest.raises(ValueError, match=rf"MONARCH_COPY_THREADS='{value}': .*1 to 16"):
-        _registry._copying_threads()
+        registrations._copying_threads()
 
 
 @pytest.mark.parametrize(("value", "processors", "threads"), [("1", 8, 1), ("16", 8, 8), ("", 8, 2), ("4", 1, 1)])
@@ -188,4 +188,4 @@ def test_no_more_threads_than_processors(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     monkeypatch.setenv("MONARCH_COPY_THREADS", value)
-    assert _registry._copying_threads() == threads
+    assert registrations._copying_threads() == threads

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from monarch_backend import _native, rdma
+from monarch_backend._rdma import local_memory, registrations, transfer_engine
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of
@@ -56,7 +57,7 @@ class DeviceProcess(Process):
 
     @endpoint
     def mapped(self) -> int:
-        return rdma._registry.registry().native.mapped()
+        return registrations.registry().native.mapped()
 
     @endpoint
     def adopted(self) -> int:
@@ -95,7 +96,7 @@ class DeviceProcess(Process):
 
     @endpoint
     def way_in_words(self, buffer: RDMABuffer) -> str:
-        return rdma._transfers.engine().routes._near.way(buffer._handle)
+        return transfer_engine.engine().routes._near.way(buffer._handle)
 
     @endpoint
     def read_to_the_cpu(self, buffer: RDMABuffer) -> None:
@@ -110,10 +111,10 @@ class DeviceProcess(Process):
             action.submit(timeout=20).get()
         assert into == pattern(on_cpu.size()).numpy().tobytes() and torch.equal(far.content(), pattern(on_gpu.size()))
         into[:] = bytes(len(into))
-        here = rdma._memory.memory_of(into, "into").address, far.address
+        here = local_memory.memory_of(into, "into").address, far.address
         both = [(b._handle, at) for b, at in zip((on_cpu, on_gpu), here, strict=True)]
         parts = [(h.token, h.ticket, False, h.offset, at, h.nbytes) for h, at in both]
-        done = _native.Copies(rdma._registry.registry().native, parts).run()
+        done = _native.Copies(registrations.registry().native, parts).run()
         return done, any(into), action._ready is not None
 
     @endpoint

@@ -22,11 +22,13 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_backend import _native, rdma
+from monarch_backend import _native
+from monarch_backend._rdma import registrations
+from monarch_backend._rdma import registrations as registrations_module
+from monarch_backend._rdma.routes.base import DONE, LOST
+from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError
-from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
-from monarch_backend.rdma._route import DONE, LOST
-from monarch_backend.rdma._transfers import engine
+from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of, resident_bytes, until
 from tests.actor.support import Faults
 from tests.rdma.actors import ALONE, ROUTES, pattern, two_processes
@@ -149,11 +151,11 @@ def test_memory_in_use_is_not_given_back(
         pytest.skip(
             "on this route it is read by a thread of its owner, which holds it while it copies a piece, no longer"
         )
-    monkeypatch.setattr(_registry, "PATIENCE", 0.2)
+    monkeypatch.setattr(registrations, "PATIENCE", 0.2)
     pid = pid_of(reader)
     mine = torch.ones(64 * MIB, dtype=torch.uint8)
     buffer = RDMABuffer(mine)
-    ticket, native = buffer._handle.ticket, _registry.registry().native
+    ticket, native = buffer._handle.ticket, registrations.registry().native
     reading = reader.read_for_ever.call_one(buffer)
     while True:  # until it is stopped in the middle of a transfer
         with held_up(pid):
@@ -372,7 +374,7 @@ def test_a_cancelled_future_says_whether_it_was_in_time() -> None:
         assert cancelled or torch.equal(into, memory)
     assert RDMAAction().read_remote(torch.zeros(8), buffer[:8]).submit().get(20) is None
     buffer.drop()
-    assert rdma._registry.registry().count() == 0
+    assert registrations_module.registry().count() == 0
 
 
 # ---- a fork of the user's

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from monarch_backend import rdma
+from monarch_backend._verbs import Region
 from monarch_backend.actor import ActorError, ActorMesh
 from monarch_backend.rdma import DroppedError, RDMABuffer, RDMAError
-from monarch_backend.rdma.verbs import Region
 from tests.rdma.actors import case, no_python_in, pattern
 
 pytestmark = pytest.mark.usefixtures("faults")

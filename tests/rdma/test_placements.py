@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from monarch_backend.rdma import _local
-from monarch_backend.rdma._regions import Piece
+from monarch_backend._rdma import local_shards
+from monarch_backend._rdma.shard_geometry import Piece
 from tests.support.ranks import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -35,7 +35,7 @@ def numbered(*shape: int) -> Tensor:
 
 def assert_described(name: str, tensor: Tensor, whole: Tensor) -> tuple[Piece, ...]:
     """The pieces that we find make its local tensor."""
-    held = _local.local(name, tensor)
+    held = local_shards.local(name, tensor)
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     assert held.shape == tuple(whole.shape)
     made = torch.full(mine.shape, -1, dtype=whole.dtype)
@@ -113,7 +113,7 @@ def _refused(rank: int) -> list[str]:
     told = []
     for name, tensor in wrong.items():
         with pytest.raises(ValueError) as error:
-            _local.local(name, tensor)
+            local_shards.local(name, tensor)
         told.append(str(error.value))
     return told
 
@@ -127,7 +127,7 @@ def test_what_is_no_part_is_refused(pool: Pool) -> None:
 def _outside(rank: int) -> int:
     mesh = DeviceMesh("cpu", [0, 2])
     x = distribute_tensor(numbered(6, 2), mesh, [Shard(0)])
-    return len(_local.local("x", x).pieces)
+    return len(local_shards.local("x", x).pieces)
 
 
 def test_a_rank_that_is_not_in_the_mesh_has_nothing(pool: Pool) -> None:

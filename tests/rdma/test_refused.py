@@ -22,10 +22,11 @@ import numpy as np
 import pytest
 import torch
 
+from monarch_backend._rdma import local_memory
+from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend.actor import ActorMesh, this_host
 from monarch_backend.job import ProcessJob
-from monarch_backend.rdma import RDMAAction, RDMABuffer, RDMAError, ShardedState, _memory
-from monarch_backend.rdma._transfers import engine
+from monarch_backend.rdma import RDMAAction, RDMABuffer, RDMAError, ShardedState
 from tests.job.support import MARK, in_program, new_mark
 from tests.rdma.actors import Process, take
 
@@ -364,7 +365,7 @@ def test_torch_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is taken for it."""
     fail = mock.Mock()
     monkeypatch.setattr(torch.Tensor, "numpy", fail)
-    for words in _memory._NO_NUMPY:
+    for words in local_memory._NO_NUMPY:
         fail.side_effect = RuntimeError(words)
         RDMABuffer(torch.zeros(1)).drop()
     fail.side_effect = RuntimeError("a tensor of another device")

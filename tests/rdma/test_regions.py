@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monarch_backend.rdma._regions import (
+from monarch_backend._rdma.shard_geometry import (
     Box,
     LayoutError,
     Piece,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch_backend.transport._certificates import Ders
+from monarch_backend._transport.network.tls import Ders
 from tests.rdma import pretended
 from tests.support import sanitizers
 

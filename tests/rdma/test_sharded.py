@@ -257,7 +257,7 @@ def test_empty_tensors_and_empty_shards(registered: Register) -> None:
 
 
 def test_a_failed_registration_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from monarch_backend.rdma import _sharded
+    from monarch_backend._rdma import sharded_state
 
     made: list[Any] = []
 
@@ -271,7 +271,7 @@ def test_a_failed_registration_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
         def drop(self) -> None:
             self.dropped = True
 
-    monkeypatch.setattr(_sharded, "RDMABuffer", Buffer)
+    monkeypatch.setattr(sharded_state, "RDMABuffer", Buffer)
     with pytest.raises(RuntimeError, match="too many"):
         ShardedState.register({name: torch.zeros(3) for name in "abc"})
     assert [buffer.dropped for buffer in made] == [True, True]
@@ -398,12 +398,12 @@ def test_readers_share_the_replicas(registered: Register) -> None:
 
 
 def test_an_owner_on_this_host_is_preferred(registered: Register, monkeypatch: pytest.MonkeyPatch) -> None:
-    from monarch_backend.rdma import _sharded
+    from monarch_backend._rdma import sharded_state
 
     whole = noise((6, 4), torch.float32)
     parts = on_each((2, 3), lambda mesh: registered({"w": cut(whole, mesh, [Replicate(), Shard(0)])}))
     near = {id(part) for part in parts[3:]}
-    monkeypatch.setattr(_sharded, "_is_on", lambda host, part: id(part) in near)
+    monkeypatch.setattr(sharded_state, "_is_on", lambda host, part: id(part) in near)
     state = ShardedState.merge(parts)
     for reader in range(3):
         assert set(state.plan({"w": torch.zeros(6, 4)}, reader=reader).bytes_by_rank) == {3, 4, 5}
@@ -430,8 +430,8 @@ def test_what_it_says_of_itself(registered: Register) -> None:
 
 
 def test_a_reader_s_number_is_its_rank() -> None:
-    from monarch_backend.rdma import _sharded
+    from monarch_backend._rdma import sharded_state
 
-    assert _sharded._reader() == 0
+    assert sharded_state._reader() == 0
     with rank(1, (3,)):
-        assert _sharded._reader() == 1
+        assert sharded_state._reader() == 1

@@ -1,4 +1,4 @@
-"""What _torch_ipc.py leans on is as it was. What is done with it is in test_device.py, and with a GPU in tests/gpu."""
+"""What _rdma/cuda_ipc.py leans on is as it was. What is done with it is in test_device.py, and with a GPU in tests/gpu."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from monarch_backend.rdma import RDMAError, _torch_ipc
-from monarch_backend.rdma._handle import Handle
+from monarch_backend._rdma import cuda_ipc
+from monarch_backend._rdma.handle import Handle
+from monarch_backend.rdma import RDMAError
 
 
 def test_what_torch_shares() -> None:
@@ -31,10 +32,10 @@ def test_what_torch_shares() -> None:
 @pytest.mark.parametrize("keep", [bytearray(8), torch.zeros(2).untyped_storage()], ids=["array", "cpu"])
 def test_what_is_not_torch_s(keep: Any) -> None:
     with pytest.raises(RDMAError, match="no tensor's memory"):
-        _torch_ipc.share(keep, 0)
+        cuda_ipc.share(keep, 0)
 
 
-def _lent(lends: bool) -> tuple[_torch_ipc.Lent, list[Any]]:
+def _lent(lends: bool) -> tuple[cuda_ipc.Lent, list[Any]]:
     """With a program that has met nobody, and what it would do later."""
     later: list[Any] = []
     program: Any = SimpleNamespace(
@@ -43,7 +44,7 @@ def _lent(lends: bool) -> tuple[_torch_ipc.Lent, list[Any]]:
         router=SimpleNamespace(peer=lambda token: token),
     )
     native = SimpleNamespace(lend=lambda *_: lends, returned=list)
-    return _torch_ipc.Lent(program, SimpleNamespace(native=native)), later  # type: ignore[arg-type]
+    return cuda_ipc.Lent(program, SimpleNamespace(native=native)), later  # type: ignore[arg-type]
 
 
 def _handle(number: int) -> Handle:
@@ -57,8 +58,8 @@ def test_few_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(question)
         raise RDMAError("no")
 
-    monkeypatch.setattr(_torch_ipc, "ask", ask)
-    monkeypatch.setattr(_torch_ipc, "MOST_REFUSALS", 3)
+    monkeypatch.setattr(cuda_ipc, "ask", ask)
+    monkeypatch.setattr(cuda_ipc, "MOST_REFUSALS", 3)
     lent, later = _lent(True)
     for number in [*range(4), 3, 2, 1]:
         lent.want(_handle(number))
@@ -73,8 +74,8 @@ def test_few_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_an_owner_that_has_gone_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_ipc, "ask", lambda *_: b"")
-    monkeypatch.setattr(_torch_ipc, "adopt", lambda _: (object(), 4096))
+    monkeypatch.setattr(cuda_ipc, "ask", lambda *_: b"")
+    monkeypatch.setattr(cuda_ipc, "adopt", lambda _: (object(), 4096))
     lent, later = _lent(False)
     lent.want(_handle(1))
     assert not lent._kept and not lent._asked and not later

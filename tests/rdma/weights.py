@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from monarch_backend._versions import torch_version
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.actor import Actor, context, endpoint
 from monarch_backend.rdma import ShardedState, StatePart
 

@@ -33,8 +33,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from monarch_backend.process_group import _shm_process
 from monarch_backend.process_group._errors import CollectiveTimeoutError, RankFailedError
+from monarch_backend.process_group._shm import segment
 from tests.shm import programs
 from tests.support.ranks import _answer, _spawn, init, store_file
 
@@ -308,7 +308,7 @@ def _leave(inherited: dict[str, int]) -> dict[str, int]:
     ):
         gc.collect()
         # What groups that are gone still hold is given back when the next one needs memory.
-        host = _shm_process.this_process().host
+        host = segment.this_process().host
         host.drop_board(host.make_board(1))
     return left
 

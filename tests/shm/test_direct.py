@@ -23,7 +23,7 @@ from torch import Tensor
 
 import monarch_backend
 from monarch_backend import MonarchError, RankFailedError, SharedMemoryError, empty_shared
-from monarch_backend.process_group import _shm_process
+from monarch_backend.process_group._shm import segment
 from tests.process_group import reference
 from tests.shm.programs import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
 from tests.support.ranks import run_ranks
@@ -217,7 +217,7 @@ def test_overlapping_input_and_output(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def _life(rank: int) -> None:
-    host = _shm_process.this_process().host
+    host = segment.this_process().host
     before = host.used()
     x = empty_shared(1000, 1000)
     assert host.used() == before + 4_001_792  # whole pages
@@ -370,4 +370,4 @@ def test_a_rank_that_may_not_read(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_readv_limit_that_is_no_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_SHM_READV", text)
     with pytest.raises(ValueError, match=r"MONARCH_SHM_READV=.*give a number of bytes, 0 for never"):
-        _shm_process.read_from()
+        segment.read_from()

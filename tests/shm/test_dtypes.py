@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monarch_backend import CollectiveArgumentError
-from monarch_backend._versions import torch_version
-from monarch_backend.process_group import _shm
+from monarch_backend._core.torch_version import torch_version
+from monarch_backend.process_group._shm import shm_backend
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
@@ -38,7 +38,7 @@ def test_the_route_reduces_all_that_torch_has() -> None:
     packed = {"float4_e2m1fn_x2", "float8_e8m0fnu", "complex32", "bcomplex32"}  # torch itself can't add them
     packed |= {"bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
     packed |= {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # no tensors of these
-    missing = {str(d).removeprefix("torch.") for d in found - set(_shm._DTYPES)} - packed
+    missing = {str(d).removeprefix("torch.") for d in found - set(shm_backend._DTYPES)} - packed
     assert not missing
 
 

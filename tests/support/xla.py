@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend.hosts import attach_to_workers
-from monarch_backend.mesh._hosts import HostMesh
 
 PYTHON = os.environ.get("MONARCH_TEST_XLA_PYTHON", "")
 NOT_HERE = "no Python with torch_xla is named by MONARCH_TEST_XLA_PYTHON: run `make test-xla`"

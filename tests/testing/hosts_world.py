@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from monarch_backend._mesh.host_mesh import HostMesh
+from monarch_backend._transport.network.envelope import host_of
 from monarch_backend.actor import MeshFailure, Restart, this_host
-from monarch_backend.mesh._hosts import HostMesh
 from monarch_backend.testing import SimulatedProcess, Simulation
-from monarch_backend.transport._carried import host_of
 from tests.testing import actors
 from tests.testing.faults import Faults
 from tests.testing.watch import BOUND, Key, Message, Sender, Watch

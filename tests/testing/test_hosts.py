@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._hosts import agent
+from monarch_backend._testing.hosts import SECRET
+from monarch_backend._transport.network import envelope
+from monarch_backend._transport.network.gateway import Gateway
+from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.session import Session, SessionError
 from monarch_backend.actor import Actor, Channel, Restart, SupervisionError, current_rank, endpoint, this_host
-from monarch_backend.hosts import _agent, attach
+from monarch_backend.hosts import attach
 from monarch_backend.testing import Conditions, Simulation, SimulationError
-from monarch_backend.testing._hosts import SECRET
-from monarch_backend.transport import _carried
-from monarch_backend.transport._far import FarLinks
-from monarch_backend.transport._gateway import Gateway
-from monarch_backend.transport._session import Session, SessionError
 from tests.testing import hosts_world
 from tests.testing.digests import digest_of
 from tests.testing.seeds import run_in_interpreters
@@ -90,8 +91,8 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 
 def _forgets_the_last(gateway: Gateway, frame: Any) -> int:
-    rows, rest = _carried.unpack_receivers(frame.prefix)
-    return _FOR_MANY(gateway, frame._replace(prefix=_carried.pack_receivers(rows[:-1] or rows) + rest))
+    rows, rest = envelope.unpack_receivers(frame.prefix)
+    return _FOR_MANY(gateway, frame._replace(prefix=envelope.pack_receivers(rows[:-1] or rows) + rest))
 
 
 def _gives_up(gateway: Gateway, link: int, frame: Any) -> None:
@@ -117,7 +118,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "what finds no room is lost": (Gateway, "_put", _gives_up, WAITS),
     "a break loses what was under way": (Session, "resume", _nothing_again, "comes after frame"),
     "a process hears of no end": (FarLinks, "_lose", _nothing, WAITS),
-    "agents do not mind silence": (_agent.AgentProcess, "_lost", _nothing, "promise"),
+    "agents do not mind silence": (agent.AgentProcess, "_lost", _nothing, "promise"),
 }
 
 
@@ -151,7 +152,7 @@ def test_the_real_protocol_without_a_thread() -> None:
         machines, _, counters = _mesh(simulation, 8, 2)
         assert counters.sizes == {"hosts": 8, "gpus": 2}
         assert list(counters.add.call().get().values()) == [(rank, 1) for rank in range(16)]
-        hosts = {_carried.host_of(process.token) for process in simulation.processes_of(counters)}
+        hosts = {envelope.host_of(process.token) for process in simulation.processes_of(counters)}
         assert hosts == set(machines.hosts)
         assert len(_services(simulation)) == 8 * 2 + 1
         assert threading.active_count() == before

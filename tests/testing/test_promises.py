@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.actor import _calls, _cell
-from monarch_backend.actor._cell import Cell
-from monarch_backend.actor._program import Program
-from monarch_backend.actor._supervision import Supervision
+from monarch_backend._actor import pending_calls, runner
+from monarch_backend._actor.runner import Cell
+from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.supervision import Supervision
+from monarch_backend._transport.local.broadcast_tree import Combiner
+from monarch_backend._transport.local.router import Router
 from monarch_backend.testing import SimulationError
-from monarch_backend.transport._router import Router
-from monarch_backend.transport._tree import Combiner
 from tests.testing import world
 from tests.testing.seeds import run_in_interpreters
 
@@ -88,29 +88,29 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 _IN_ORDER = Router._in_order
-_ERROR = _calls.supervision_error
+_ERROR = pending_calls.supervision_error
 _FAILED = Supervision.failed
-_PACK = _cell.pack_failure
+_PACK = runner.pack_failure
 
 WAITS = "promise 3|nothing that is waited for can happen"
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "order": (Router, "_in_order", _unordered, "promise 1"),
     "twice": (Router, "_in_order", _taken_twice, "promise 2"),
-    "delivery": (_calls, "supervision_error", _always_not_sent, "promise 2"),
+    "delivery": (pending_calls, "supervision_error", _always_not_sent, "promise 2"),
     "recast": (Router, "_recast", _nothing, WAITS),
     "replies of a lost child": (Combiner, "lost", _nothing, f"that are over|{WAITS}"),
     "no room": (Router, "_unstick", _nothing, f"{WAITS}|steps, and no end|nobody whom it was for had died"),
     "where": (Router, "_there", _nothing, WAITS),
     "met": (Router, "_where", _nothing, WAITS),
-    "gone, one call": (_calls.OneCall, "on_gone", _nothing, WAITS),
-    "gone, many": (_calls.ManyCall, "on_gone", _nothing, WAITS),
-    "gone, a stream": (_calls.Stream, "on_gone", _nothing, WAITS),
+    "gone, one call": (pending_calls.OneCall, "on_gone", _nothing, WAITS),
+    "gone, many": (pending_calls.ManyCall, "on_gone", _nothing, WAITS),
+    "gone, a stream": (pending_calls.Stream, "on_gone", _nothing, WAITS),
     "the queue of a restarted actor": (Cell, "take_over", _nothing, WAITS),
     "refusals": (Cell, "_refuse", _nothing, WAITS),
     "not told": (Supervision, "_reached_program", _nothing, "promise 7"),
     "told twice": (Supervision, "failed", _told_twice, "promise 7"),
-    "the root cause": (_cell, "pack_failure", _without_cause, "promise 7"),
+    "the root cause": (runner, "pack_failure", _without_cause, "promise 7"),
     "an owner's death": (Program, "lost_process", _nothing, WAITS),
 }
 

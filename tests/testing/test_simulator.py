@@ -20,6 +20,12 @@ import pytest
 
 import monarch_backend.actor as public
 import monarch_backend.testing
+from monarch_backend import _testing
+from monarch_backend._actor import context as actor_context
+from monarch_backend._actor import ownership, runtime
+from monarch_backend._transport.local import router as router_module
+from monarch_backend._transport.local.frames import Kind, Replaced
+from monarch_backend._transport.local.peer import Room
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -27,18 +33,12 @@ from monarch_backend.actor import (
     Channel,
     Restart,
     SupervisionError,
-    _owned,
-    _program,
     context,
     current_rank,
     endpoint,
     this_host,
 )
-from monarch_backend.actor import _context as actor_context
 from monarch_backend.testing import Conditions, Simulation, SimulationError
-from monarch_backend.transport import _router
-from monarch_backend.transport._frames import Kind, Replaced
-from monarch_backend.transport._peer import Room
 from tests.testing import world
 from tests.testing.digests import digest_of
 
@@ -169,9 +169,9 @@ def test_one_thread_no_process_no_time() -> None:
 
 def test_everything_is_put_back() -> None:
     def state() -> list[Any]:
-        sizes = [_router.WINDOW, _router.PLACE, _router.MOST_IN_ONE, _router.LARGE]
-        constants = [*sizes, _router.FANOUT, _router.DIRECT, _program.secrets]
-        seams = [_program._program, public.unhandled_fault_hook, actor_context.cell.get()]
+        sizes = [router_module.WINDOW, router_module.PLACE, router_module.MOST_IN_ONE, router_module.LARGE]
+        constants = [*sizes, router_module.FANOUT, router_module.DIRECT, runtime.secrets]
+        seams = [runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
         return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 
     before = state()
@@ -187,7 +187,7 @@ def test_everything_is_put_back() -> None:
 def _fail_in(simulation: Simulation, state: Callable[[], list[Any]]) -> None:
     with simulation:
         assert state()[:6] == [2, 6, 5, 7, 3, 4]
-        assert _program.program() is simulation.controller.program
+        assert runtime.program() is simulation.controller.program
         simulation.controller.program.wait(Room(), 0.0)  # Ctrl-C is its own from now on
         raise ZeroDivisionError
 
@@ -387,10 +387,10 @@ def test_restarts() -> None:
         assert not simulation.faults
 
 
-@pytest.mark.parametrize("most", [_owned.MOST_REPLACED, 10])
+@pytest.mark.parametrize("most", [ownership.MOST_REPLACED, 10])
 def test_a_restart_of_all_is_told_to_each_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each rank, which would be the square of a large mesh; nor to those that it has killed."""
-    monkeypatch.setattr(_owned, "MOST_REPLACED", most)
+    monkeypatch.setattr(ownership, "MOST_REPLACED", most)
     told: dict[str, list[int]] = {}
     with Simulation(1, QUIET) as simulation:
         procs, actors = _mesh(24, restart=Restart("all", backoff=0.01))
@@ -634,9 +634,9 @@ def test_conditions_can_be_drawn() -> None:
     assert {conditions.no_room for conditions in drawn} == {0.0, 0.3}
 
 
-@pytest.mark.parametrize("name", sorted(m.name for m in pkgutil.iter_modules(monarch_backend.testing.__path__)))
+@pytest.mark.parametrize("name", sorted(m.name for m in pkgutil.iter_modules(_testing.__path__)))
 def test_examples(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"monarch_backend.testing.{name}")).failed == 0
+    assert doctest.testmod(importlib.import_module(f"monarch_backend._testing.{name}")).failed == 0
 
 
 def test_the_example_of_the_package() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from monarch_backend._versions import torch_version
+from monarch_backend._core.torch_version import torch_version
 from tests.torch_suite import harness, skips, substitutions
 from tests.torch_suite.harness import Outcome, Suite
 

@@ -27,7 +27,7 @@ from torch.utils import backend_registration
 
 import monarch_backend
 from monarch_backend import GroupClosedError, NoRouteError
-from monarch_backend.process_group import _routes
+from monarch_backend.process_group import _backend_selection
 from tests.support.ranks import init, run_ranks
 
 INSTALLED = importlib.util.find_spec("torch_tpu") is not None
@@ -114,7 +114,7 @@ def _created(rank: int, address: str) -> str:
     with pytest.raises(GroupClosedError):
         group.allreduce([_on_tpu()])
     dist.destroy_process_group()
-    return str(_routes.choose("tpu"))
+    return str(_backend_selection.choose("tpu"))
 
 
 @needs_device
@@ -229,18 +229,18 @@ def test_any_other_device_and_a_package_that_comes_late() -> None:
 
 def test_the_package_without_a_tpu_is_not_told_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert _routes.choose("tpu").missing.endswith("torch-tpu is installed and found no TPU on this machine")
+    assert _backend_selection.choose("tpu").missing.endswith("torch-tpu is installed and found no TPU on this machine")
 
 
 def test_a_registered_device_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "tpu", "tpu_dist")
     monkeypatch.setattr(torch, "tpu", object(), raising=False)
-    assert _routes.choose("tpu").missing == "torch sees no 'tpu' device on this machine"
+    assert _backend_selection.choose("tpu").missing == "torch sees no 'tpu' device on this machine"
 
 
 def test_torch_s_own_fake_backend_is_no_route() -> None:
     # torch registers "fake" for "hpu", which has no other default.
-    assert not _routes.choose("hpu").available
+    assert not _backend_selection.choose("hpu").available
 
 
 REAL = """

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend.transport._frames import Frame
+from monarch_backend._transport.local.frames import Frame
 from tests.support.ranks import _answer, _collect, _kill, _spawn
 
 PATIENCE = 30.0

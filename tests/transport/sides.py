@@ -9,8 +9,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from monarch_backend.transport._secret import new_secret
-from monarch_backend.transport._tcp import Bounds, Remote, Tcp, secrets_by_name
+from monarch_backend._transport.network.auth import new_secret
+from monarch_backend._transport.network.connection_manager import Bounds, Remote, Tcp, secrets_by_name
 
 QUICK = Bounds(heartbeat=0.05, silence=1.0, patience=2.0, pause=0.01)
 

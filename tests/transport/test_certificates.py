@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from monarch_backend.hosts._tls import FILES, tls_for
-from monarch_backend.transport import _certificates
-from monarch_backend.transport._certificates import CertificateError, Tls, binding
-from monarch_backend.transport._secret import Called, Caller, Greeting, HandshakeError, name_of, new_secret
+from monarch_backend._hosts.tls_config import FILES, tls_for
+from monarch_backend._transport.network import tls as _tls
+from monarch_backend._transport.network.auth import Called, Caller, Greeting, HandshakeError, name_of, new_secret
+from monarch_backend._transport.network.tls import CertificateError, Tls, binding
 
 DAY = datetime.timedelta(days=1)
 
@@ -74,16 +74,16 @@ def test_two_that_know_the_secret_talk() -> None:
 
 def test_a_secret_has_one_authority_and_each_process_a_key() -> None:
     secret = bytes(range(32))
-    numbers = [_certificates._authority_key(of).private_numbers().private_value for of in (secret, secret, bytes(32))]
+    numbers = [_tls._authority_key(of).private_numbers().private_value for of in (secret, secret, bytes(32))]
     assert numbers[0] == numbers[1] != numbers[2]
     # RFC 5869 by hand, and a number that hosts of other versions must come to as well.
     extracted = hmac.digest(b"", secret, "sha256")
     block = hmac.digest(extracted, b"monarch_backend TLS CA 1\1", "sha256")
     block += hmac.digest(extracted, block + b"monarch_backend TLS CA 1\2", "sha256")
-    assert numbers[0] == 1 + int.from_bytes(block[:40], "big") % (_certificates._ORDER - 1)
-    ec.derive_private_key(_certificates._ORDER - 1, ec.SECP256R1())
+    assert numbers[0] == 1 + int.from_bytes(block[:40], "big") % (_tls._ORDER - 1)
+    ec.derive_private_key(_tls._ORDER - 1, ec.SECP256R1())
     with pytest.raises(ValueError):
-        ec.derive_private_key(_certificates._ORDER, ec.SECP256R1())
+        ec.derive_private_key(_tls._ORDER, ec.SECP256R1())
 
 
 def test_each_process_has_a_key_of_its_own() -> None:
@@ -162,7 +162,7 @@ def test_nothing_is_left_on_disk_or_in_descriptors(tmp_path: Path, monkeypatch: 
 
 
 def test_whoever_inherits_the_descriptor_finds_nothing_in_it() -> None:
-    with _certificates._in_memory(b"a key") as path:
+    with _tls._in_memory(b"a key") as path:
         inherited = os.open(path, os.O_RDONLY)
         assert os.pread(inherited, 100, 0) == b"a key"
         assert os.fstat(inherited).st_mode & 0o777 == 0o600

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from monarch_backend.transport import _exceptions, _serialize
-from monarch_backend.transport._exceptions import pack_exception, remote_traceback, unpack_exception
-from monarch_backend.transport._serialize import DeserializationError, SerializationError, dumps, loads
+from monarch_backend._serialization import exceptions, pickling
+from monarch_backend._serialization.exceptions import pack_exception, remote_traceback, unpack_exception
+from monarch_backend._serialization.pickling import DeserializationError, SerializationError, dumps, loads
 from tests.support.ranks import run_script
 
 needs_groups = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no exception groups")
@@ -340,7 +340,7 @@ def test_an_exception_without_a_text() -> None:
     got = sent(NoText("args"))
     assert type(got) is NoText
     assert got.args == ("args",)
-    assert "ValueError" in _exceptions._text(got)
+    assert "ValueError" in exceptions._text(got)
 
 
 def test_deeply_nested_arguments() -> None:
@@ -357,7 +357,7 @@ def test_deeply_nested_arguments() -> None:
 
 SENDER = """
 import sys
-from monarch_backend.transport._exceptions import pack_exception
+from monarch_backend._serialization.exceptions import pack_exception
 from only_at_the_sender import Base, Derived
 
 class Mine(ValueError):
@@ -377,7 +377,7 @@ except Further as error:
 
 RECEIVER = """
 import sys
-from monarch_backend.transport._exceptions import pack_exception, unpack_exception
+from monarch_backend._serialization.exceptions import pack_exception, unpack_exception
 got = unpack_exception(open(sys.argv[1], "rb").read())
 assert (type(got).__name__, str(got), got.double(), type(got).__mro__[2]) == ("Further", "1 and 2", 2, ValueError), got
 cause = got.__cause__
@@ -444,7 +444,7 @@ def as_if_ours(function: Callable[[], None], filename: str) -> Callable[[], None
     return loop
 
 
-OURS = str(Path(_serialize.__file__).parents[1] / "actor" / "_loop.py")
+OURS = str(Path(pickling.__file__).parents[1] / "_actor" / "loop.py")
 
 
 def test_the_traceback_starts_with_the_users_frames() -> None:
@@ -479,7 +479,7 @@ def test_an_error_of_our_own_keeps_its_frames() -> None:
         dumps(threading.Lock())
     caught.value.__traceback__ = caught.value.__traceback__.tb_next  # type: ignore[union-attr]
     text = remote_traceback(caught.value)
-    assert "_serialize.py" in text
+    assert "_serialization/pickling.py" in text
     assert "cannot pickle '_thread.lock' object" in text
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _carried
-from monarch_backend.transport._carried import Carried, host_of
-from monarch_backend.transport._far import FarLinks
-from monarch_backend.transport._frames import FrameError, Kind
-from monarch_backend.transport._gateway import Gateway
-from monarch_backend.transport._gather import MOMENT
-from monarch_backend.transport._links import FAR, SILENT
-from monarch_backend.transport._relay import BRANCHES
+from monarch_backend._transport.local.frames import FrameError, Kind
+from monarch_backend._transport.local.links import FAR, SILENT
+from monarch_backend._transport.network import envelope
+from monarch_backend._transport.network.envelope import Carried, host_of
+from monarch_backend._transport.network.gateway import Gateway
+from monarch_backend._transport.network.multicast import BRANCHES
+from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.reply_aggregation import MOMENT
 
 
 def token(host: int, process: int) -> str:
@@ -91,7 +91,7 @@ class Host:
         if host not in self.world.by_id or host in self.world.lost or frozenset((self.id, host)) in self.world.cuts:
             return False
         self.world.carried += 1
-        prefix, body = _carried.pack(frame)
+        prefix, body = envelope.pack(frame)
         self.world.wires[self.id, host].append((prefix, b"".join(body)))
         return True
 
@@ -229,8 +229,8 @@ def test_what_overtakes_the_word_that_they_have_met_waits_for_it() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     assert one.links.connect(two.token) == SILENT
-    prefix = _carried.tokens(one.token, two.token) + b"prefix"
-    one.inbox.append((0, int(Kind.CALL) | _carried.CARRIED, 7, 8, 1, 3, 0, prefix, b"early", None))
+    prefix = envelope.tokens(one.token, two.token) + b"prefix"
+    one.inbox.append((0, int(Kind.CALL) | envelope.CARRIED, 7, 8, 1, 3, 0, prefix, b"early", None))
     one.read()
     assert one.events == []
     world.run()
@@ -337,9 +337,9 @@ def test_who_says_what_is_not_its_own_is_not_listened_to() -> None:
     world = World(2)
     host = world.by_id["00000001"]
     link = host.links[token(1, 1)]
-    word = _carried.word(_carried.CALL, token(2, 1), token(1, 2))  # of somebody else
+    word = envelope.word(envelope.CALL, token(2, 1), token(1, 2))  # of somebody else
     host.inbox.append((link, *word))
-    host.inbox.append((link, *_carried.word(_carried.MET, token(2, 1), token(1, 1))))
+    host.inbox.append((link, *envelope.word(envelope.MET, token(2, 1), token(1, 1))))
     host.read()
     assert host.dropped == [link, link]
 
@@ -351,7 +351,7 @@ def test_who_says_what_is_not_its_own_is_not_listened_to() -> None:
         b"x",
         bytes(40),
         bytes(200),
-        _carried.pack(_carried.word(0x41, token(1, 1), token(2, 1)))[0][:-10],
+        envelope.pack(envelope.word(0x41, token(1, 1), token(2, 1)))[0][:-10],
         b"\xff" * 100,
     ],
 )
@@ -407,11 +407,11 @@ def test_a_bad_frame_costs_no_other_one() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)
-    stranger = _carried.tokens(one.token, token(2, 9))
+    stranger = envelope.tokens(one.token, token(2, 9))
     say(two, two.links.connect(one.token), b"before")
     world.by_id["00000002"].read()
     world.run()
-    one.inbox.append((0, Kind.CALL | _carried.CARRIED, 1, 1, 1, 0, 0, stranger, b"", None))
+    one.inbox.append((0, Kind.CALL | envelope.CARRIED, 1, 1, 1, 0, 0, stranger, b"", None))
     say(two, two.links.connect(one.token), b"after", 2)
     world.run()
     assert one.bodies() == [b"before", b"after"]

@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma import _available, _one_engine
-from monarch_backend.rdma.verbs import _device, _engine
-from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
-from monarch_backend.transport import _large, _lent, _loans, _nics
-from monarch_backend.transport._certificates import Tls
-from monarch_backend.transport._lent import Part
-from monarch_backend.transport._secret import new_secret
-from monarch_backend.transport._session import HEAD_BYTES, LENT, SessionError, read_head
-from monarch_backend.transport._tcp import Bounds, Remote, Tcp
+from monarch_backend._rdma import availability
+from monarch_backend._transport.network import rdma_frame_header, rdma_reader, rdma_send
+from monarch_backend._transport.network.auth import new_secret
+from monarch_backend._transport.network.connection_manager import Bounds, Remote, Tcp
+from monarch_backend._transport.network.rdma_frame_header import Part
+from monarch_backend._transport.network.session import HEAD_BYTES, LENT, SessionError, read_head
+from monarch_backend._transport.network.tls import Tls
+from monarch_backend._verbs import eligibility, engine, open_device, shared_engine
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import until
 from tests.transport.sides import Side, reset, together
@@ -44,16 +44,16 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
     made = Fabric()
     gid = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
     facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
-    monkeypatch.setattr(_device._devices, "usable", lambda *_: facts)
-    monkeypatch.setattr(_engine, "available", lambda *_: None)
-    monkeypatch.setattr(_available, "available", lambda *_: None)
-    monkeypatch.setattr(_engine, "load", lambda wanted: made)
-    monkeypatch.setattr(_large, "DEVICES", "/proc/self")
-    monkeypatch.setattr(_large, "PACKAGES", ("os",))
-    _large.usable.cache_clear()
-    assert _one_engine._engine is None
+    monkeypatch.setattr(open_device._devices, "usable", lambda *_: facts)
+    monkeypatch.setattr(engine, "available", lambda *_: None)
+    monkeypatch.setattr(availability, "available", lambda *_: None)
+    monkeypatch.setattr(engine, "load", lambda wanted: made)
+    monkeypatch.setattr(eligibility, "DEVICES", "/proc/self")
+    monkeypatch.setattr(eligibility, "PACKAGES", ("os",))
+    eligibility.usable.cache_clear()
+    assert shared_engine._engine is None
     yield made
-    _large.usable.cache_clear()
+    eligibility.usable.cache_clear()
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def make(fabric: Fabric, sides: Callable[..., Side]) -> Iterator[Make]:
     yield meet
     for side in made:
         side.tcp.close()
-    assert _one_engine._engine is None
+    assert shared_engine._engine is None
     assert not fabric.pairs
     assert all(nic.opened == nic.closed for nic in fabric.nics)
 
@@ -160,7 +160,7 @@ def test_what_may_not_be_seen_stays_on_the_connection(make: Make, fabric: Fabric
 
 def test_numbers_of_parts(make: Make) -> None:
     here, there, out, _ = make()
-    parts = [numbers(64 * KIB + i, i) for i in range(_lent.MOST_PARTS + 5)]
+    parts = [numbers(64 * KIB + i, i) for i in range(rdma_frame_header.MOST_PARTS + 5)]
     here.tcp.send(out, b"many", parts, len(parts))
     assert receive(there) == (b"many", b"".join(parts))
     assert until(lambda: out.nics.lent == 1)
@@ -279,7 +279,7 @@ def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.
     assert "could not read a frame from here" in said[1] and "remote access error" in said[1]
     assert out.nics.lent == 0
     monkeypatch.undo()
-    monkeypatch.setattr(_loans, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(rdma_send, "AGAIN_SECONDS", 0.0)
     again(here, there, out)
 
 
@@ -306,7 +306,7 @@ def test_a_nic_that_goes_down_and_comes_back(make: Make, fabric: Fabric, monkeyp
             assert receive(there) == (b"%d" % number, numbers(2 * MIB, number))
     assert len(said) == 2 and out.nics.lent == 0
     fabric.dead = False
-    monkeypatch.setattr(_loans, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(rdma_send, "AGAIN_SECONDS", 0.0)
     again(here, there, out)
 
 
@@ -326,7 +326,7 @@ def test_memory_that_cannot_be_locked(make: Make, fabric: Fabric, spare: int) ->
 
 def test_a_read_that_never_ends(make: Make, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there, out, _ = make()
-    monkeypatch.setattr(_loans, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(rdma_send, "READ_SECONDS", 0.1)
     fabric.at_once = False
     with warnings() as said:
         here.tcp.send(out, b"late", [numbers(2 * MIB, 1)], 1)
@@ -391,7 +391,7 @@ def test_a_fork_while_it_is_read(make: Make, fabric: Fabric) -> None:
     assert until(lambda: back.nics.reading is not None)
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if _one_engine._engine is None else 1)
+        os._exit(0 if shared_engine._engine is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     fabric.run()
     assert receive(there) == (b"forked", numbers(2 * MIB, 1))
@@ -399,7 +399,7 @@ def test_a_fork_while_it_is_read(make: Make, fabric: Fabric) -> None:
 
 def test_one_thread_whoever_starts_it() -> None:
     """Both directions begin at once; two threads would hear of one end."""
-    nics, begun = _nics.Nics(b"who", lambda _: None), threading.Barrier(8)
+    nics, begun = rdma_reader.Nics(b"who", lambda _: None), threading.Barrier(8)
 
     def start() -> None:
         begun.wait()
@@ -434,7 +434,7 @@ def test_one_without_nics_or_of_an_older_release(fabric: Fabric, sides: Callable
 
 
 def test_one_whose_nics_are_of_no_use(fabric: Fabric, sides: Callable[..., Side], monkeypatch: Any) -> None:
-    monkeypatch.setattr(_available, "available", lambda *_: "no port is active")
+    monkeypatch.setattr(availability, "available", lambda *_: "no port is active")
     here, there, out, _ = together(sides, bounds=PATIENT, lends=True)
     with warnings() as said:
         for number in range(3):
@@ -458,7 +458,7 @@ def test_settings_that_stand_against_it(fabric: Fabric, monkeypatch: Any, variab
 
 _GATEWAY = """
 import sys
-from monarch_backend.transport._tcp import Tcp
+from monarch_backend._transport.network.connection_manager import Tcp
 tcp = Tcp(bytes(16), {}, None, None, None, lends=True)
 tcp.start()
 tcp.close()
@@ -483,32 +483,32 @@ def test_rdma_is_not_imported_in_vain() -> None:
         b"\xff\xff\xff\xff" + bytes(40),
         b"\0\0\0\1\x90prefix",  # no parts
         b"\0\0\0\1\xc1",
-        _lent.pack([Part(0, 5, b"r"), Part(4, 5, b"r")]),
-        _lent.pack([Part(5, 5, b"r"), Part(0, 5, b"r")]),
-        _lent.pack([Part(0, 0, b"r")]),
-        _lent.pack([Part(-1, 5, b"r")]),
-        _lent.pack([Part(96, 5, b"r")]),
-        _lent.pack([Part(1 << 62, 1 << 62, b"r")]),
-        _lent.pack([Part(i, 1, b"") for i in range(90)])[:-1],
+        rdma_frame_header.pack([Part(0, 5, b"r"), Part(4, 5, b"r")]),
+        rdma_frame_header.pack([Part(5, 5, b"r"), Part(0, 5, b"r")]),
+        rdma_frame_header.pack([Part(0, 0, b"r")]),
+        rdma_frame_header.pack([Part(-1, 5, b"r")]),
+        rdma_frame_header.pack([Part(96, 5, b"r")]),
+        rdma_frame_header.pack([Part(1 << 62, 1 << 62, b"r")]),
+        rdma_frame_header.pack([Part(i, 1, b"") for i in range(90)])[:-1],
     ],
 )
 def test_parts_that_cannot_be(prefix: bytes) -> None:
     with pytest.raises(SessionError):
-        _lent.unpack(prefix, 100)
+        rdma_frame_header.unpack(prefix, 100)
 
 
 def test_too_many_parts() -> None:
-    many = [Part(i, 1, b"") for i in range(_lent.MOST_PARTS + 1)]
-    assert _lent.unpack(_lent.pack(many[:-1]) + b"rest", 1000) == (many[:-1], b"rest")
+    many = [Part(i, 1, b"") for i in range(rdma_frame_header.MOST_PARTS + 1)]
+    assert rdma_frame_header.unpack(rdma_frame_header.pack(many[:-1]) + b"rest", 1000) == (many[:-1], b"rest")
     with pytest.raises(SessionError):
-        _lent.unpack(_lent.pack(many), 1000)
+        rdma_frame_header.unpack(rdma_frame_header.pack(many), 1000)
 
 
 def test_whoever_has_no_nics_takes_no_loans(sides: Callable[..., Side]) -> None:
     """Nor is anybody's word believed: the connection is over, and the session goes on with another one."""
     here, there, out, _ = together(sides)
     with out.lock:
-        frame = out.session.lend(_lent.pack([Part(0, 5, b"r")]), b"prefix", [b"12345"], [])
+        frame = out.session.lend(rdma_frame_header.pack([Part(0, 5, b"r")]), b"prefix", [b"12345"], [])
         assert read_head(frame[0][:HEAD_BYTES]).kind == LENT
         here.tcp.put(out, frame)
     assert there.frames.get(timeout=10) == (b"prefix", b"12345")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend.mesh._linux import stands_still
+from monarch_backend._processes.linux import stands_still
 from tests.transport.posts import GONE, MET, PATIENCE, REFUSED, SILENT, UP, Office, play, until
 
 INLINE = 16 << 10  # csrc/channel/frame.h: a larger payload goes in a block

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _pump
-from monarch_backend.transport._pump import Pump
+from monarch_backend._transport.local import event_loop
+from monarch_backend._transport.local.event_loop import Pump
 
 
 class ReadByAnother:
@@ -40,14 +40,14 @@ def test_a_gate_that_another_one_opens_first_is_open(monkeypatch: pytest.MonkeyP
             if timeout is None:
                 return self._lock.acquire()
             what.ready = True
-            _pump.release(what)  # it is ready
+            event_loop.release(what)  # it is ready
             assert self._lock.acquire(timeout=60)
-            _pump.release(what)  # and once more: a message that came a moment later
+            event_loop.release(what)  # and once more: a message that came a moment later
             return True
 
         def release(self) -> None:
             self._lock.release()
 
-    monkeypatch.setattr(_pump.threading, "Lock", Overtaken)
+    monkeypatch.setattr(event_loop.threading, "Lock", Overtaken)
     assert Pump(ReadByAnother(), lambda _: None).wait(what)
     assert not what.gate.locked()

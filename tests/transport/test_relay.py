@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _carried, _gather
-from monarch_backend.transport._carried import CARRIED, PASS, Passed
-from monarch_backend.transport._frames import FrameError, Kind, decode_replies
-from monarch_backend.transport._relay import split
+from monarch_backend._transport.local.frames import FrameError, Kind, decode_replies
+from monarch_backend._transport.network import envelope, reply_aggregation
+from monarch_backend._transport.network.envelope import CARRIED, PASS, Passed
+from monarch_backend._transport.network.multicast import split
 from tests.transport.test_gateway import Process, World, token
 
 REF = 8
@@ -107,7 +107,7 @@ def test_an_error_and_a_large_reply_go_straight() -> None:
     tree = Tree(10, 2)
     tree.cast()
     tree.world.run_to_rest()
-    large = bytes(_gather.MOST_REPLY + 1)
+    large = bytes(reply_aggregation.MOST_REPLY + 1)
     tree.reply(tree.others[3], b"E")
     tree.reply(tree.others[5], b"", large)
     tree.world.run_to_rest()
@@ -279,7 +279,7 @@ def test_replies_that_have_arrived_are_not_kept() -> None:
 
 
 def test_replies_for_which_there_is_no_room_go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gather, "MOST_KEPT", 0)
+    monkeypatch.setattr(reply_aggregation, "MOST_KEPT", 0)
     tree = Tree(16, 2)
     tree.cast()
     tree.world.run_to_rest()
@@ -353,7 +353,7 @@ def test_many_seeds() -> None:
 
 
 def test_calls_that_nobody_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gather, "MOST_CALLS", 10)
+    monkeypatch.setattr(reply_aggregation, "MOST_CALLS", 10)
     tree = Tree(5, 2)
     for ref in range(1, 50):
         tree.cast(ref=ref)
@@ -368,21 +368,21 @@ def test_calls_that_nobody_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("what", ["short", "nobody", "of another host", "no branches", "not for many"])
 def test_what_is_no_frame_of_a_tree(what: str) -> None:
     world = World(2)
-    row = _carried.pack_rows([(token(1, 1), 1, 0, 0)])
+    row = envelope.pack_rows([(token(1, 1), 1, 0, 0)])
     hosts = [] if what == "nobody" else [("00000002" if what == "of another host" else "00000001", row)]
-    kind = Kind.CALL | (CARRIED if what == "not for many" else _carried.MANY)
+    kind = Kind.CALL | (CARRIED if what == "not for many" else envelope.MANY)
     passed = Passed("00000002", "00000002", kind, 0 if what == "no branches" else 2, 1, 0, hosts, b"")
     prefix = passed.pack()
-    frame = _carried.Carried(PASS, 0, 0, 0, 0, 0, prefix[:-9] if what == "short" else prefix, b"", None)
+    frame = envelope.Carried(PASS, 0, 0, 0, 0, 0, prefix[:-9] if what == "short" else prefix, b"", None)
     with pytest.raises(FrameError):
-        world.by_id["00000001"].gateway.arrived(_carried.pack(frame)[0], memoryview(b""))
+        world.by_id["00000001"].gateway.arrived(envelope.pack(frame)[0], memoryview(b""))
 
 
 @pytest.mark.parametrize("text", ["", "00000001", "00000001" * 2 + "0"])
 def test_what_is_no_word_of_a_tree(text: str) -> None:
-    frame = _carried.Carried(_carried.ARRIVED, 0, 0, 1, 1, 0, text.encode(), b"", None)
+    frame = envelope.Carried(envelope.ARRIVED, 0, 0, 1, 1, 0, text.encode(), b"", None)
     with pytest.raises(FrameError):
-        World(2).by_id["00000001"].gateway.arrived(_carried.pack(frame)[0], memoryview(b""))
+        World(2).by_id["00000001"].gateway.arrived(envelope.pack(frame)[0], memoryview(b""))
 
 
 def test_parts_of_nearly_the_same_length() -> None:

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from monarch_backend.transport import _router
-from monarch_backend.transport._frames import Kind
-from monarch_backend.transport._links import Links
-from monarch_backend.transport._peer import Peer, PeerGoneError, Room
-from monarch_backend.transport._router import Router
+from monarch_backend._transport.local import router as router_module
+from monarch_backend._transport.local.frames import Kind
+from monarch_backend._transport.local.links import Links
+from monarch_backend._transport.local.peer import Peer, PeerGoneError, Room
+from monarch_backend._transport.local.router import Router
 
 PATIENCE = 10.0
 """Seconds after which what was waited for never comes."""
@@ -101,7 +101,7 @@ def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch)
             assert second_waits.wait(PATIENCE)
         return made
 
-    monkeypatch.setattr(_router, "Room", make)
+    monkeypatch.setattr(router_module, "Room", make)
     router.wait_for_credit(peer, Kind.CALL, 0)
     second.join()
     assert ends == [True], "the second one was never told"

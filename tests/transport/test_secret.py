@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from monarch_backend.transport import _secret
-from monarch_backend.transport._secret import (
+from monarch_backend._transport.network import auth
+from monarch_backend._transport.network.auth import (
     ANSWER_BYTES,
     HELLO_BYTES,
     PROOF_BYTES,
@@ -201,7 +201,7 @@ def test_an_unknown_secret_is_refused_with_a_reason() -> None:
 def test_another_protocol_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     caller, called = _pair()
     hello = caller.hello()
-    monkeypatch.setattr(_secret, "PROTOCOL", 2)
+    monkeypatch.setattr(auth, "PROTOCOL", 2)
     assert called.hear(hello) == Refusal.PROTOCOL
     answer = Called.refuse(Refusal.PROTOCOL)
     monkeypatch.undo()
@@ -287,7 +287,7 @@ def test_a_proof_before_the_answer_is_none() -> None:
         called.check(bytes(PROOF_BYTES))
     called.hear(caller.hello())
     with pytest.raises(HandshakeError):
-        called.check(_secret._proof(SECRET, b"caller", caller.hello(), b"", b""))
+        called.check(auth._proof(SECRET, b"caller", caller.hello(), b"", b""))
 
 
 def test_every_byte_counts() -> None:

@@ -33,8 +33,8 @@ import pytest
 import torch
 from torch import nn
 
-from monarch_backend.transport import _serialize, _tensors
-from monarch_backend.transport._serialize import (
+from monarch_backend._serialization import pickling, tensors
+from monarch_backend._serialization.pickling import (
     OUT_OF_BAND,
     DeserializationError,
     SerializationError,
@@ -216,8 +216,8 @@ def test_the_short_way_is_for_exact_built_in_values_only() -> None:
         int,
         len,
     ]
-    assert [x for x in short if not _serialize._is_short((x,), 3)] == []
-    assert [x for x in long if _serialize._is_short((x,), 3)] == []
+    assert [x for x in short if not pickling._is_short((x,), 3)] == []
+    assert [x for x in long if pickling._is_short((x,), 3)] == []
 
 
 def test_a_list_that_contains_itself() -> None:
@@ -277,7 +277,7 @@ def test_a_cycle_with_a_message_can_be_collected() -> None:
     """An exception whose frames hold what was being sent is such a cycle, and older Pythons crash on exported views."""
     code = """
 import gc
-from monarch_backend.transport._serialize import dumps
+from monarch_backend._serialization.pickling import dumps
 gc.collect()
 for base in (bytearray(10_000), memoryview(bytearray(10_000)).cast("i", (50, 50))):
     view = memoryview(base)
@@ -771,7 +771,7 @@ def test_a_device_that_is_not_here_is_an_error_of_the_receiver() -> None:
         pytest.skip("there is a CUDA device")
     arguments = (bytearray(16), "float32", (4,), (1,), False, "cuda:0", False)
     with pytest.raises((RuntimeError, AssertionError)):
-        _tensors.build_tensor(*arguments)
+        tensors.build_tensor(*arguments)
 
 
 # --- functions and classes
@@ -935,7 +935,7 @@ def test_a_module_made_at_run_time_goes_by_value() -> None:
 
 COMMON = """
 import abc, asyncio, dataclasses, enum, sys, typing, torch
-from monarch_backend.transport._serialize import dumps, loads
+from monarch_backend._serialization.pickling import dumps, loads
 
 def save(path, obj):
     body, buffers = dumps(obj)
@@ -1083,10 +1083,10 @@ def test_neither_torch_nor_numpy_is_imported_for_plain_objects(tmp_path: Path) -
     """The package itself imports torch; this module must not be the one to do it."""
     script = """
     import sys, types
-    for name, path in (("monarch_backend", "{root}"), ("monarch_backend.transport", "{root}/transport")):
+    for name, path in (("monarch_backend", "{root}"), ("monarch_backend._transport", "{root}/transport")):
         package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = [path]
-    from monarch_backend.transport._serialize import dumps, loads
+    from monarch_backend._serialization.pickling import dumps, loads
     class Mine: x = 5
     body, buffers = dumps((Mine(), {{1, 2}}, lambda: 3, b"b" * 100_000))
     assert loads(b"".join(body), buffers)[2]() == 3
@@ -1095,7 +1095,7 @@ def test_neither_torch_nor_numpy_is_imported_for_plain_objects(tmp_path: Path) -
     _, buffers = dumps(numpy.zeros(10_000))
     print(len(buffers))
     """
-    root = Path(_serialize.__file__).parents[1]
+    root = Path(pickling.__file__).parents[1]
     assert python("-c", textwrap.dedent(script.format(root=root))) == "\n1\n"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _session
-from monarch_backend.transport._session import (
+from monarch_backend._transport.network import session
+from monarch_backend._transport.network.session import (
     BYE,
     DATA,
     HEAD_BYTES,
@@ -124,7 +124,7 @@ def _play(seed: int, steps: int) -> tuple[Side, Side]:
             kept = one_of.session._kept
             costs = [len(prefix) + size + KEEPING for _, prefix, _, size in kept]
             assert one_of.session.unacknowledged == sum(costs)
-            assert one_of.session.unacknowledged <= _session.UNACKNOWLEDGED + max(costs, default=0)
+            assert one_of.session.unacknowledged <= session.UNACKNOWLEDGED + max(costs, default=0)
     _break(one, other)
     _connect(one, other)
     for side in (one, other):
@@ -137,8 +137,8 @@ def _play(seed: int, steps: int) -> tuple[Side, Side]:
 
 @pytest.mark.parametrize("bound", [UNACKNOWLEDGED, 20_000])
 def test_every_frame_comes_once_and_in_order_whatever_breaks(monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
-    monkeypatch.setattr(_session, "UNACKNOWLEDGED", bound)
-    monkeypatch.setattr(_session, "WORTH_A_WORD", bound // 16)
+    monkeypatch.setattr(session, "UNACKNOWLEDGED", bound)
+    monkeypatch.setattr(session, "WORTH_A_WORD", bound // 16)
     wanted = os.environ.get("MONARCH_TEST_SEED")
     for seed in [int(wanted)] if wanted else range(60):
         try:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from monarch_backend.transport import _session
-from monarch_backend.transport._secret import Called, new_secret
-from monarch_backend.transport._tcp import Bounds, Remote
+from monarch_backend._transport.network import session
+from monarch_backend._transport.network.auth import Called, new_secret
+from monarch_backend._transport.network.connection_manager import Bounds, Remote
 from tests.transport.sides import QUICK, Side, reset, together
 
 
@@ -175,16 +175,16 @@ def _announce(remote: Remote, prefix: int, body: int) -> None:
     """The head of the next frame, and nothing of the frame."""
     with remote.lock:
         assert remote.connection is not None
-        head = remote.session._head(_session.DATA, remote.session.sent + 1, prefix, body)
+        head = remote.session._head(session.DATA, remote.session.sent + 1, prefix, body)
         remote.connection.socket.sendall(head)
 
 
 def test_announced_body_that_never_comes_commits_no_memory(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides, bounds=Bounds())
     before = _resident()
-    _announce(out, 0, _session.MOST_BODY)
+    _announce(out, 0, session.MOST_BODY)
     deadline = time.monotonic() + 20
-    while (connection := back.connection) is None or len(connection.into) != _session.MOST_BODY:
+    while (connection := back.connection) is None or len(connection.into) != session.MOST_BODY:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert _resident() - before < 64 << 20

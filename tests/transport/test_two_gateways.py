@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _nics, _tcp
-from monarch_backend.transport._certificates import Tls
-from monarch_backend.transport._tcp import Bounds, Remote
+from monarch_backend._transport.network import connection_manager, rdma_reader
+from monarch_backend._transport.network.connection_manager import Bounds, Remote
+from monarch_backend._transport.network.tls import Tls
 from tests.process_group import wires
 from tests.process_group.test_far import CABLE
 from tests.rdma.verbs.peers import two_devices, until
@@ -99,7 +99,7 @@ def _rank(rank: int, _: str, fn: Callable[..., Any], args: tuple[Any, ...], devi
     end.meet()
     result = fn(rank, end, *args)
     side.tcp.close()
-    assert _nics._engine is None
+    assert rdma_reader._engine is None
     assert fabric is None or all(nic.opened == nic.closed for nic in fabric.nics)
     return result
 
@@ -125,7 +125,7 @@ def test_sizes_there_and_back(run: Run) -> None:
 
 
 def _storm(rank: int, end: End, count: int) -> int:
-    _tcp.CLOSED_SECONDS = 20.0  # in the guest a handshake takes more than one
+    connection_manager.CLOSED_SECONDS = 20.0  # in the guest a handshake takes more than one
     mine = [random.Random(1000 * rank + i).choice((0, 3000, MIB, 3 * MIB)) for i in range(count)]
     other = [random.Random(1000 * (1 - rank) + i).choice((0, 3000, MIB, 3 * MIB)) for i in range(count)]
     for number, nbytes in enumerate(mine):

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from monarch_backend import CollectiveArgumentError, NoRouteError
-from monarch_backend.process_group import _routes, _xla
+from monarch_backend.process_group import _backend_selection
+from monarch_backend.process_group._xla import xla_backend
 from tests.support.ranks import run_ranks
 
 
@@ -40,9 +41,9 @@ def world_of_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
 
 
-def _make(ranks: list[int], size: int, options: Any = None) -> tuple[_xla.XlaGroup, _Recorder]:
+def _make(ranks: list[int], size: int, options: Any = None) -> tuple[xla_backend.XlaGroup, _Recorder]:
     recorder = _Recorder()
-    return _xla.XlaGroup(recorder, _group(size), ranks, options), recorder
+    return xla_backend.XlaGroup(recorder, _group(size), ranks, options), recorder
 
 
 @pytest.mark.parametrize(
@@ -112,19 +113,21 @@ def _forget(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 
 def test_what_the_route_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     _forget(monkeypatch, None)
-    assert _routes.choose("xla").missing.startswith("torch_xla is not installed; pip install 'monarch_backend[xla]'")
+    assert _backend_selection.choose("xla").missing.startswith(
+        "torch_xla is not installed; pip install 'monarch_backend[xla]'"
+    )
     _forget(monkeypatch, "2.5.0")
-    assert "torch_xla 2.5.0 was built for another torch than" in _routes.choose("xla").missing
+    assert "torch_xla 2.5.0 was built for another torch than" in _backend_selection.choose("xla").missing
     _forget(monkeypatch, torch.__version__)
-    assert _routes.choose("xla").available
+    assert _backend_selection.choose("xla").available
     monkeypatch.setitem(sys.modules, "torch_xla.runtime", SimpleNamespace(is_spmd=lambda: True))
-    assert "torch_xla is in SPMD mode" in _routes.choose("xla").missing
+    assert "torch_xla is in SPMD mode" in _backend_selection.choose("xla").missing
 
 
 def _broken_import(rank: int) -> str:
     sys.modules["torch_xla.distributed.xla_backend"] = None  # type: ignore[assignment] # makes its import fail
     with pytest.raises(NoRouteError) as caught:
-        _xla.make(dist.group.WORLD, _Recorder, [], None)  # type: ignore[arg-type]
+        xla_backend.make(dist.group.WORLD, _Recorder, [], None)  # type: ignore[arg-type]
     return str(caught.value)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import monarch_backend
 from monarch_backend import CollectiveArgumentError, GroupClosedError, NoRouteError
-from monarch_backend.process_group import _xla
+from monarch_backend.process_group._xla import xla_backend
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("torch_xla_imported")]
@@ -272,7 +272,7 @@ def test_subgroups_and_torch_s_own_new_group() -> None:
 
 
 def _two_worlds(rank: int) -> str:
-    _xla._is_alone = lambda: False  # type: ignore[assignment] # as where clients do know each other
+    xla_backend._is_alone = lambda: False  # type: ignore[assignment] # as where clients do know each other
     with pytest.raises(NoRouteError) as caught:
         dist.all_reduce(_x("xla"))
     y = torch.ones(2)

@@ -210,7 +210,7 @@ class Caller {
     const Collective collective = its_.collective;
     header.collective = collective;
     header.root = -1;
-    if (collective == Collective::barrier) header.dtype = Dtype::u8;  // as _shm.py has it
+    if (collective == Collective::barrier) header.dtype = Dtype::u8;  // as process_group/_shm/shm_backend.py has it
     if (has_root(collective)) {
       const py::object root = get(opts, names().root_rank);
       header.root = static_cast<std::int32_t>(PyLong_AsLong(root.ptr()));

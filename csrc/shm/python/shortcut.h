@@ -14,7 +14,7 @@
 
 namespace monarch {
 
-// What it must know of torch (which this library is built without), from process_group/_torch.py.
+// What it must know of torch (which this library is built without), from process_group/_c10d_internals.py.
 struct TorchNames {
   pybind11::object tensor, parameter;  // the types of plain tensors
   pybind11::object strided;            // the layout

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path as File
 
 from monarch_backend import _native
-from monarch_backend.rdma import _verbs
-from monarch_backend.rdma.verbs import _device, _engine
-from monarch_backend.rdma.verbs._binding import READ, WRITE, Completion, Limits, Path, Port, Work
-from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from monarch_backend._rdma.routes import verbs
+from monarch_backend._verbs import engine, open_device
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.provider import READ, WRITE, Completion, Limits, Path, Port, Work
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 
 REMOTE_ACCESS, FLUSHED, RETRIES = 10, 5, 12
 _numbers = itertools.count(100)
@@ -52,9 +52,9 @@ def use() -> None:
     """From now on this process has such a NIC, and no other."""
     address = bytes(10) + b"\xff\xff" + os.getpid().to_bytes(4, "big")
     facts = [PortFacts("across0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, address),), -1)]
-    _device._devices.usable = lambda *_: facts  # type: ignore[assignment]
-    _engine.available = _verbs.available = lambda *_, **__: None  # type: ignore[assignment]
-    _engine.load = lambda _="": Across()  # type: ignore[assignment]
+    open_device._devices.usable = lambda *_: facts  # type: ignore[assignment]
+    engine.available = verbs.available = lambda *_, **__: None  # type: ignore[assignment]
+    engine.load = lambda _="": Across()  # type: ignore[assignment]
 
 
 class Across:

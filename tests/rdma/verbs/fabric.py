@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from monarch_backend.rdma.verbs._binding import (
+from monarch_backend._verbs.provider import (
     COMPARE_SWAP,
     FETCH_ADD,
     READ,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from monarch_backend.actor._program import program
+from monarch_backend._actor.runtime import program
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.routes.verbs import Verbs
+from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._verbs import Engine, Settings
 from monarch_backend.rdma import RDMABuffer
-from monarch_backend.rdma._handle import Handle
-from monarch_backend.rdma._transfers import engine
-from monarch_backend.rdma._verbs import Verbs
-from monarch_backend.rdma.verbs import Engine, Settings
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import Memory, until
 

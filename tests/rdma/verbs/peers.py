@@ -25,9 +25,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import Engine, Region, Settings, available
-from monarch_backend.rdma.verbs._devices import survey
-from monarch_backend.rdma.verbs._engine import Segment
+from monarch_backend._verbs import Engine, Region, Settings, available
+from monarch_backend._verbs.discovery import survey
+from monarch_backend._verbs.engine import Segment
 
 PATIENCE = 60.0
 """Seconds for anything; the guest has one processor."""

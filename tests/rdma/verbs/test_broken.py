@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from monarch_backend.rdma.verbs import Region, VerbsError
+from monarch_backend._verbs import Region, VerbsError
 from tests.rdma.verbs import peers
 from tests.rdma.verbs.peers import Host, Outcome, Peer
 

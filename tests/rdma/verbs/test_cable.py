@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from monarch_backend._verbs import Region
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import DroppedError, RDMABuffer, RDMAError
-from monarch_backend.rdma.verbs import Region
 from tests.actor.actors import until
 from tests.rdma import pretended
 from tests.rdma.actors import Process, as_tensor, nics, pattern, take, two_processes

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, _device, _link
-from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._keys import MOST, TRIES, Retired
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, connection, open_device
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.rkey_quarantine import MOST, TRIES, Retired
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric, FakeNic, FakePair
 from tests.rdma.verbs.peers import Memory, Outcome, until
 
@@ -70,7 +70,7 @@ class Two:
 @pytest.fixture
 def ports(monkeypatch: pytest.MonkeyPatch) -> list[PortFacts]:
     found = [PortFacts("fake0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, GID),), -1)]
-    monkeypatch.setattr(_device._devices, "usable", lambda settings: found)
+    monkeypatch.setattr(open_device._devices, "usable", lambda settings: found)
     return found
 
 
@@ -246,7 +246,7 @@ def test_a_queue_pair_that_ends_nothing_any_more_is_replaced(
     two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soft-RoCE's after its cable was cut: it neither does a work request nor fails it."""
-    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.05)
+    monkeypatch.setattr(connection, "LEAST_SILENCE", 0.05)
     fabric = Fabric()
     pair = two(fabric, timeout=1, retries=1)
     pair.start([(0, 0, 8)]).wait()
@@ -261,7 +261,7 @@ def test_a_queue_pair_that_ends_nothing_any_more_is_replaced(
 
 
 def test_devices_that_stay_silent_are_reported(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.05)
+    monkeypatch.setattr(connection, "LEAST_SILENCE", 0.05)
     pair = two(Fabric(silent=True), timeout=1, retries=1)
     with pytest.raises(
         VerbsError, match=r"read failed: response timeout error .* neither done it nor failed"
@@ -271,7 +271,7 @@ def test_devices_that_stay_silent_are_reported(two: Callable[..., Two], monkeypa
 
 
 def test_who_is_idle_is_not_silent(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.02)
+    monkeypatch.setattr(connection, "LEAST_SILENCE", 0.02)
     pair = two(Fabric(), timeout=1, retries=1)
     pair.start([(0, 0, 8)]).wait()
     link, looks = pair.asking._links["owner"], []
@@ -314,7 +314,7 @@ def test_an_error_of_the_user_s_comes_as_it_is(two: Callable[..., Two]) -> None:
 
 
 def test_nobody_answers_the_offer(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_backend.rdma.verbs._link.DIAL_SECONDS", 0.05)
+    monkeypatch.setattr("monarch_backend._verbs.connection.DIAL_SECONDS", 0.05)
     with pytest.raises(VerbsError, match="owner has not answered within"):
         two(connects=False).start([(0, 0, 8)]).wait()
 

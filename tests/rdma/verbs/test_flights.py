@@ -16,18 +16,33 @@ from typing import Any
 import pytest
 import torch
 
+from monarch_backend._actor.runtime import program
+from monarch_backend._rdma import action as action_module
+from monarch_backend._rdma import inflight, transfer_engine
+from monarch_backend._rdma.local_memory import memory_of
+from monarch_backend._rdma.routes import selection, verbs
+from monarch_backend._rdma.routes.base import (
+    DONE,
+    FAILED,
+    FETCH_ADD,
+    LATE,
+    LOST,
+    UNREACHABLE,
+    Change,
+    Part,
+    Result,
+    patient,
+)
+from monarch_backend._rdma.routes.selection import Far
+from monarch_backend._rdma.routes.verbs import _owners
+from monarch_backend._rdma.thread_pool import Workers
+from monarch_backend._verbs import Settings, VerbsError, completion_poller, connection, open_device
+from monarch_backend._verbs import engine as engine_module
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.queue_pair import Lane
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid, Offer, pack
 from monarch_backend.actor import CancelledError
-from monarch_backend.actor._program import program
-from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError, _action, _flight, _routes, _transfers, _verbs
-from monarch_backend.rdma._memory import memory_of
-from monarch_backend.rdma._route import DONE, FAILED, FETCH_ADD, LATE, LOST, UNREACHABLE, Change, Part, Result, patient
-from monarch_backend.rdma._routes import Far
-from monarch_backend.rdma._verbs import _owners
-from monarch_backend.rdma._workers import Workers
-from monarch_backend.rdma.verbs import Settings, VerbsError, _completions, _device, _engine, _link
-from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._lane import Lane
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid, Offer, pack
+from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError
 from tests.rdma.verbs.fabric import Fabric, FakePair
 from tests.rdma.verbs.far import MI, FarOwner, Make
 from tests.rdma.verbs.peers import until
@@ -39,7 +54,7 @@ GID = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Make]:
     """``far(fabric)``: an owner that is connected already."""
-    monkeypatch.setattr(_device._devices, "usable", lambda _: [PortFacts("fake0", 1, "ACTIVE", True, (GID,), -1)])
+    monkeypatch.setattr(open_device._devices, "usable", lambda _: [PortFacts("fake0", 1, "ACTIVE", True, (GID,), -1)])
     made: list[FarOwner] = []
 
     def make(fabric: Fabric | None = None, **options: Any) -> FarOwner:
@@ -97,7 +112,7 @@ def moved_by_threads(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[A
 def test_who_waits_finds_that_it_is_done_and_no_thread_is_told(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = far()
     assert owner.buffer[:8].read_into(bytearray(8)).get(10) is None  # what was announced once is heard
-    time.sleep(3 * _completions.SWEEP)
+    time.sleep(3 * completion_poller.SWEEP)
     told, by_threads = announced(owner, monkeypatch), moved_by_threads(owner, monkeypatch)
     for nbytes in (1, 8, 64 * KI, MI):
         into = bytearray(nbytes)
@@ -123,8 +138,8 @@ def test_who_waits_for_a_slow_one_sleeps_and_is_told(far: Make) -> None:
 
 
 def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_completions, "SLEEP", 10.0)
-    monkeypatch.setattr(_completions, "SWEEP", 10.0)
+    monkeypatch.setattr(completion_poller, "SLEEP", 10.0)
+    monkeypatch.setattr(completion_poller, "SWEEP", 10.0)
     owner = far(Fabric(at_once=False), yields=False)
     owner.buffer[:8].read_into(bytearray(8)).done()
     owner.fabric.run()
@@ -146,8 +161,8 @@ def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("yields", [False, True])
 def test_whoever_looks_lets_others_go_on(far: Make, monkeypatch: pytest.MonkeyPatch, yields: bool) -> None:
     """Where there is one processor, with each look; else now and then, for the GIL."""
-    monkeypatch.setattr(_completions, "SLEEP", 10.0)
-    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SLEEP", 10.0)
+    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
     owner = far(Fabric(at_once=False), yields=yields)
     said: list[str] = []
     look = owner.asking._completions._look_for
@@ -157,7 +172,7 @@ def test_whoever_looks_lets_others_go_on(far: Make, monkeypatch: pytest.MonkeyPa
         if said.count("let") == 4:
             owner.fabric.run()
 
-    monkeypatch.setattr(_completions.os, "sched_yield", let_go)
+    monkeypatch.setattr(completion_poller.os, "sched_yield", let_go)
     monkeypatch.setattr(
         owner.asking._completions, "_look_for", lambda *of, **how: (said.append("look"), look(*of, **how))[1]
     )
@@ -166,7 +181,7 @@ def test_whoever_looks_lets_others_go_on(far: Make, monkeypatch: pytest.MonkeyPa
     nobody_is_told(owner)
     future.get(10)
     looks = said[said.index("let") : len(said) - said[::-1].index("let")].count("look")
-    assert looks == 3 * (1 if yields else _completions._LOOKS_WITH_GIL)
+    assert looks == 3 * (1 if yields else completion_poller._LOOKS_WITH_GIL)
     assert owner.holds(into, 8)
 
 
@@ -200,19 +215,19 @@ def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
         return completions._worth_it(future._flight._request)
 
     future = owner.buffer[:MI].read_into(into)
-    assert worth(future) == pytest.approx(_completions.SLEEP + 2 * MI * _device.FIRST_PACE)
+    assert worth(future) == pytest.approx(completion_poller.SLEEP + 2 * MI * open_device.FIRST_PACE)
     owner.fabric.run()
     future.get(10)
     device.pace = 1.0  # a byte a second
     future = owner.buffer[:MI].read_into(into)
-    assert worth(future) == _completions.SLEEP, "beside what this takes a sleep is little"
+    assert worth(future) == completion_poller.SLEEP, "beside what this takes a sleep is little"
     owner.fabric.run()
     future.get(10)
     assert device.pace < 1e-3, "it was faster, as somebody has seen"
     pace = device.pace
     device.looked_promptly = True
     device.took(60.0, MI)
-    assert device.pace == pytest.approx(pace * _device.SLOWER), "perhaps who looked was kept from it"
+    assert device.pace == pytest.approx(pace * open_device.SLOWER), "perhaps who looked was kept from it"
 
 
 def test_a_device_that_stays_as_fast_is_not_timed_each_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +239,7 @@ def test_a_device_that_stays_as_fast_is_not_timed_each_time(far: Make, monkeypat
     looks: list[int] = []
     clock = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: (looks.append(threading.get_ident()), clock())[1])
-    for _ in range(_device._UNTIMED):
+    for _ in range(open_device._UNTIMED):
         owner.buffer[:MI].read_into(into).get(10)
     assert threading.get_ident() not in looks
     device.pace = 1.0
@@ -236,7 +251,7 @@ def test_a_device_that_stays_as_fast_is_not_timed_each_time(far: Make, monkeypat
 
 def test_what_is_found_late_says_nothing_of_a_device_s_pace(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what the engine's thread finds when it sweeps, nor what somebody's first look does."""
-    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
     owner = far(Fabric(at_once=False))
     device, into = owner.asking.devices()[0], torch.zeros(MI, dtype=torch.uint8)
     first = owner.buffer[:MI].read_into(into)  # and it is registered
@@ -266,9 +281,11 @@ def test_what_is_found_late_says_nothing_of_a_device_s_pace(far: Make, monkeypat
         assert device.pace == pace
     future = owner.buffer[:MI].read_into(into)
     nobody_is_told(owner)
-    monkeypatch.setattr(_completions.os, "sched_yield", lambda: owner.fabric.run())  # and its first looks were in vain
+    monkeypatch.setattr(
+        completion_poller.os, "sched_yield", lambda: owner.fabric.run()
+    )  # and its first looks were in vain
     future.get(10)
-    assert device.pace == pytest.approx(pace * _device.SLOWER)
+    assert device.pace == pytest.approx(pace * open_device.SLOWER)
 
 
 class Counted:
@@ -295,7 +312,7 @@ class Counted:
 
 def test_a_small_one_takes_a_lock_twice_and_looks_at_no_clock(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either is a system call in guests without a vdso, and each takes as long as the transfer there."""
-    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
     owner, into = far(), torch.zeros(8, dtype=torch.uint8)
     action = RDMAAction().read_remote(into, owner.buffer[:8])
     action.submit().get(10)  # registered, and its sweep is to come
@@ -461,14 +478,14 @@ def test_given_up_while_it_lands(far: Make) -> None:
 def test_who_gives_up_what_is_landing_waits_until_it_has(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """An atomic's value is put down by the thread that hears of the end, and no longer when `cancel` has returned."""
     owner = far(Fabric(at_once=False))
-    landing, go_on, put = threading.Event(), threading.Event(), _action._put
+    landing, go_on, put = threading.Event(), threading.Event(), action_module._put
 
     def kept_from_it(*of: Any) -> None:
         landing.set()
         assert go_on.wait(30)
         put(*of)
 
-    monkeypatch.setattr(_action, "_put", kept_from_it)
+    monkeypatch.setattr(action_module, "_put", kept_from_it)
     into = bytearray(8)
     future = RDMAAction().fetch_add(into, owner.buffer[:8], 1).submit()
     looking = threading.Thread(target=lambda: until(future.done))
@@ -500,7 +517,7 @@ def test_get_s_time_is_that_of_looking_and_of_sleeping(
         assert most <= 5.0
         passed[0] += 2.0
 
-    monkeypatch.setattr(_flight.Flight, "help", look)
+    monkeypatch.setattr(inflight.Flight, "help", look)
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
     monkeypatch.setattr(program(), "wait", lambda what, seconds=None: (slept.append(seconds), wait(what, 0.0))[1])
     with pytest.raises(TimeoutError):
@@ -513,7 +530,7 @@ def test_get_s_time_is_that_of_looking_and_of_sleeping(
 
 def test_what_was_given_up_holds_nothing(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not for as long as it had to end by itself."""
-    monkeypatch.setattr(_flight, "MERCY", 60.0)
+    monkeypatch.setattr(inflight, "MERCY", 60.0)
     owner = far(Fabric(at_once=False))
     gc.collect()
     gc.disable()
@@ -552,17 +569,17 @@ def test_a_done_atomic_of_an_action_does_not_keep_where_its_value_went(far: Make
 
 def test_an_owner_that_is_gone_while_memory_is_registered_for_it(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody dials it anew: that would take ten seconds to fail."""
-    owner, register, dialed = far(Fabric(at_once=False)), _engine._register, []
+    owner, register, dialed = far(Fabric(at_once=False)), engine_module._register, []
 
     def then_it_is_gone(*of: Any) -> None:
         register(*of)
-        monkeypatch.setattr(_engine, "_register", register)
+        monkeypatch.setattr(engine_module, "_register", register)
         peer = program().router.peer(owner.token)
         peer.gone = "killed by signal 9"
         owner.asking.peer_gone(owner.token, "its process is gone")
 
     monkeypatch.setattr(owner, "connect", lambda: dialed.append(1))
-    monkeypatch.setattr(_engine, "_register", then_it_is_gone)
+    monkeypatch.setattr(engine_module, "_register", then_it_is_gone)
     future = owner.buffer[:8].read_into(bytearray(8))
     with pytest.raises(OwnerLostError, match="killed by signal 9"):
         future.get(30)
@@ -633,7 +650,7 @@ def test_a_future_that_nobody_asks_is_done_soon(far: Make) -> None:
 
 
 def test_done_says_so_without_a_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
     owner = far(Fabric(at_once=False))
     future = owner.buffer[:8].read_into(bytearray(8))
     assert not future.done()
@@ -642,7 +659,7 @@ def test_done_says_so_without_a_thread(far: Make, monkeypatch: pytest.MonkeyPatc
 
 
 def test_callbacks_come_at_once_from_another_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
     owner = far(Fabric(at_once=False))
     called = threading.Event()
     names: list[str] = []
@@ -686,7 +703,7 @@ def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatc
 
     second = slow.buffer[:8].read_into(bytearray(8))
     looked: list[Any] = []
-    monkeypatch.setattr(_flight.Flight, "help", lambda *args: looked.append(args))
+    monkeypatch.setattr(inflight.Flight, "help", lambda *args: looked.append(args))
     raised.clear()
 
     def looking(_: Any) -> None:
@@ -706,7 +723,7 @@ def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatc
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.MonkeyPatch, by_thread: bool) -> None:
     """It would wait, on the thread that has to notice the end; also of one that a thread of ours does."""
-    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "MERCY", 0.05)
     slow = far(Fabric(at_once=False))
     first = slow.buffer[:8].read_into(bytearray(8))
     [pair] = [pair for pair in slow.fabric.pairs.values() if pair.posted]
@@ -735,8 +752,8 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
 
 def test_cancel_needs_no_timer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads messages, and would see to it, may stand still."""
-    monkeypatch.setattr(_transfers, "MERCY", 0.05)
-    monkeypatch.setattr(_flight, "MERCY", 60.0)
+    monkeypatch.setattr(transfer_engine, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "MERCY", 60.0)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
@@ -811,7 +828,7 @@ def test_what_takes_long_to_register_takes_a_thread_once(far: Make, monkeypatch:
 
 
 def test_cancel_returns_when_what_is_posted_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_flight, "MERCY", 60.0)
+    monkeypatch.setattr(inflight, "MERCY", 60.0)
     owner = far(Fabric(at_once=False), nbytes=32 * MI)
     into = torch.zeros(32 * MI, dtype=torch.uint8)
     owner.asking.transfer(owner.token, "read", owner.region, [(0, into.data_ptr(), 8)], into, lambda _: None)
@@ -834,7 +851,7 @@ def test_cancel_returns_when_what_is_posted_has_ended(far: Make, monkeypatch: py
 
 
 def test_a_connection_on_which_nothing_ends_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "MERCY", 0.05)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
@@ -854,7 +871,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     later = pump.later
 
     def held(seconds: float, call: Callable[[], None]) -> Any:
-        if getattr(call, "__func__", None) is not _transfers._Transfer._time_is_over:
+        if getattr(call, "__func__", None) is not transfer_engine._Transfer._time_is_over:
             return later(seconds, call)
         due.append(call)
         return later(600, call)  # which the transfer cancels when it has ended
@@ -868,7 +885,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 def test_a_timeout(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]], kind: str, timeout: float
 ) -> None:
-    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "MERCY", 0.05)
     part = far(Fabric(at_once=False)).buffer[:8]
     late = part.read_into(bytearray(8), timeout=timeout) if kind == "read" else part.fetch_add(1, timeout=timeout)
     clocks.pop()()
@@ -891,13 +908,13 @@ def test_a_timeout_while_all_threads_are_taken(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]]
 ) -> None:
     """Owners that stand still may have taken them: nobody else is late for that."""
-    monkeypatch.setattr(_flight, "MERCY", 0.05)
-    monkeypatch.setattr("monarch_backend.rdma._verbs.ask", lambda *_: b"\x01")
+    monkeypatch.setattr(inflight, "MERCY", 0.05)
+    monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     slow, bad, go = far(Fabric(at_once=False)), far(), threading.Event()
     bad.owner.release(bad.region)
     for name in ("movers", "menders"):
-        monkeypatch.setattr(_transfers.engine(), name, Workers(2))
-    movers, menders = _transfers.engine().movers, _transfers.engine().menders
+        monkeypatch.setattr(transfer_engine.engine(), name, Workers(2))
+    movers, menders = transfer_engine.engine().movers, transfer_engine.engine().menders
     try:
         for _ in range(4):
             movers.submit(lambda: (go.wait(60), None)[1])
@@ -926,11 +943,11 @@ def test_a_timeout_while_all_threads_are_taken(
 
 def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, go = far(Fabric(at_once=False)), threading.Event()
-    monkeypatch.setattr(_transfers.engine(), "movers", Workers(1))
-    monkeypatch.setattr(_flight, "MERCY", 0.05)
+    monkeypatch.setattr(transfer_engine.engine(), "movers", Workers(1))
+    monkeypatch.setattr(inflight, "MERCY", 0.05)
     begin, ended = slow.route.begin, threading.Event()
-    over = _transfers._Transfer._end_flights
-    monkeypatch.setattr(_transfers._Transfer, "_end_flights", lambda *args: (over(*args), ended.set()))
+    over = transfer_engine._Transfer._end_flights
+    monkeypatch.setattr(transfer_engine._Transfer, "_end_flights", lambda *args: (over(*args), ended.set()))
 
     def late(*args: Any) -> Any:
         found = begin(*args)
@@ -943,7 +960,7 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
     for _ in range(2):
         action.read_remote(bytearray(8), slow.buffer[:8])
     try:
-        _transfers.engine().movers.submit(lambda: (go.wait(60), None)[1])
+        transfer_engine.engine().movers.submit(lambda: (go.wait(60), None)[1])
         with pytest.raises(TimeoutError, match="waited for too many others"):
             action.submit(timeout=0.1).get(10)
     finally:
@@ -952,8 +969,8 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
 
 def test_get_returns_in_time_with_many_under_way(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits looks himself, for so long in all and not for each of them."""
-    monkeypatch.setattr(_completions, "SLEEP", 0.2)
-    monkeypatch.setattr(_transfers, "MOST_LOOKING", 0.2)
+    monkeypatch.setattr(completion_poller, "SLEEP", 0.2)
+    monkeypatch.setattr(transfer_engine, "MOST_LOOKING", 0.2)
     slow, action = far(Fabric(at_once=False), yields=False), RDMAAction()
     for _ in range(50):
         action.read_remote(bytearray(8), slow.buffer[:8])
@@ -981,7 +998,7 @@ def test_buffers_that_begin_at_one_address(far: Make) -> None:
 def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once for each part: that grows with the square of their number."""
     owner, count = far(), 2000
-    looked = {module: [] for module in (_verbs, _engine)}  # type: dict[Any, list[int]]
+    looked = {module: [] for module in (verbs, engine_module)}  # type: dict[Any, list[int]]
     for module, addresses in looked.items():
         find = module.allocation_of
 
@@ -1049,7 +1066,7 @@ def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.M
 
 
 def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_completions, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
     owner = far(Fabric(at_once=False))
     before, retire, struck = signal.getsignal(signal.SIGINT), Lane.retire, []
     future = owner.buffer[:8].read_into(bytearray(8))
@@ -1099,7 +1116,7 @@ def test_an_owner_that_dies_in_the_middle(far: Make) -> None:
 
 def test_a_refusal_of_the_device_is_an_error_and_its_owner_is_asked(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("monarch_backend.rdma._verbs.ask", lambda *args: asked.append(args) or b"\x01")
+    monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *args: asked.append(args) or b"\x01")
     owner = far()
     owner.owner.release(owner.region)
     with pytest.raises(RDMAError, match="not registered any more"):
@@ -1108,8 +1125,8 @@ def test_a_refusal_of_the_device_is_an_error_and_its_owner_is_asked(far: Make, m
 
 
 def test_one_part_s_failure_ends_the_others(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_flight, "MERCY", 0.05)
-    monkeypatch.setattr("monarch_backend.rdma._verbs.ask", lambda *_: b"\x01")
+    monkeypatch.setattr(inflight, "MERCY", 0.05)
+    monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     good, bad = far(Fabric(at_once=False)), far()
     bad.owner.release(bad.region)
     both = RDMAAction().read_remote(bytearray(8), good.buffer[:8]).read_remote(bytearray(8), bad.buffer[:8])
@@ -1138,8 +1155,8 @@ def test_a_connection_is_not_made_again_for_what_nobody_wants(far: Make, monkeyp
 
 def test_one_queue_pair_breaks_and_the_other_never_ends(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks himself finds the first, and sleeps: another one has to know of the deadline of the second."""
-    monkeypatch.setattr(_completions, "SWEEP", 60.0)
-    monkeypatch.setattr(_link, "DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
+    monkeypatch.setattr(connection, "DRAIN_SECONDS", 0.2)
     owner = far(Fabric(at_once=False))
     futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(2)]
     first, second = [pair for pair in owner.fabric.pairs.values() if pair.posted]
@@ -1152,7 +1169,7 @@ def test_one_queue_pair_breaks_and_the_other_never_ends(far: Make, monkeypatch: 
         assert first.step()
     owner.fabric.dead = False
     link = owner.asking._links[owner.token]
-    assert until(lambda: [future.done() for future in futures] and link.state is _link.State.DRAINING, 10)
+    assert until(lambda: [future.done() for future in futures] and link.state is connection.State.DRAINING, 10)
     assert until(lambda: second.closed, 10)
     with Worker(owner.fabric):
         for future in futures:
@@ -1224,14 +1241,14 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
     monkeypatch.setattr(owner.route, "_meet", meet)
     owner.asking.give_up(owner.token, "it was slow")
     route.mend(part, NO_WAY, patient(None), None)
-    monkeypatch.setattr(_routes, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(selection, "AGAIN_SECONDS", 0.0)
     route.mend(part, NO_WAY, patient(None), None)
     assert move().outcome == DONE
     assert len(other.tried) == 3, "nobody waits for whoever tries NICs"
     other.aside.pop(0)()
     assert move().outcome == DONE
     assert len(other.tried) == 4, "the owner was slow again"
-    monkeypatch.setattr(_routes, "AGAIN_SECONDS", 60.0)
+    monkeypatch.setattr(selection, "AGAIN_SECONDS", 60.0)
     other.aside.pop(0)()
     assert not other.aside
     assert route.begin(part, patient(None), (memory,), lambda _: None) is not None
@@ -1266,7 +1283,7 @@ def test_what_has_not_begun_may_take_another_way(far: Make, monkeypatch: pytest.
     owner = far(Fabric(at_once=False))
     owner.asking.give_up(owner.token, "a new one is needed")
     if why == "nobody answers":
-        monkeypatch.setattr(_link, "DIAL_SECONDS", 0.05)
+        monkeypatch.setattr(connection, "DIAL_SECONDS", 0.05)
         owner.connects = False
     elif why == "nothing comes through":
         owner.fabric.dead = True
@@ -1327,7 +1344,7 @@ def test_a_question_whose_answer_is_late_ends_nothing(far: Make, monkeypatch: py
             raise RDMAError("it did not answer in time")
 
         monkeypatch.setattr(owner.asking, "offer", lambda _: pack(Offer(b"12345678", [], [])))
-        monkeypatch.setattr(_verbs, "ask", ask)
+        monkeypatch.setattr(verbs, "ask", ask)
     owner.route._meet(owner.token)
     assert not ended
     assert owner.asking.connected(owner.token)

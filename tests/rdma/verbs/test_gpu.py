@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend.rdma._flight import result_of
-from monarch_backend.rdma._route import UNREACHABLE
-from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, _gpu
-from monarch_backend.rdma.verbs._binding import REMOTE_READ
-from monarch_backend.rdma.verbs._memory import MemoryCache, allocation_of
+from monarch_backend._rdma.inflight import result_of
+from monarch_backend._rdma.routes.base import UNREACHABLE
+from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, gpudirect
+from monarch_backend._verbs.provider import REMOTE_READ
+from monarch_backend._verbs.registration_cache import MemoryCache, allocation_of
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import Outcome
 from tests.rdma.verbs.test_engine import ports  # noqa: F401
@@ -84,8 +84,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Gpu]]:
         found.exported.append((address, nbytes))
         return os.dup(found.fd)
 
-    monkeypatch.setattr(_gpu._native, "gpu_device_of", lambda address: -1 if at(address) is None else 0)
-    monkeypatch.setattr(_gpu._native, "gpu_dma_buf", dma_buf)
+    monkeypatch.setattr(gpudirect._native, "gpu_device_of", lambda address: -1 if at(address) is None else 0)
+    monkeypatch.setattr(gpudirect._native, "gpu_dma_buf", dma_buf)
     yield make
     for each in made:
         each.close()
@@ -128,7 +128,7 @@ def test_the_way_that_is_taken(
     monkeypatch.setenv("MONARCH_DEBUG", "1")
     array = gpu(3, offset=100, nbytes=5000)
     nic = fabric(array, **options).open_nic("fake0", 16)
-    made: Any = _gpu.register(nic, array.address, array.nbytes, REMOTE_READ)
+    made: Any = gpudirect.register(nic, array.address, array.nbytes, REMOTE_READ)
     assert capsys.readouterr().err == f"monarch: 5000 bytes of a GPU are registered with fake0 {said}\n"
     assert (made.address, made.nbytes) == (array.address, array.nbytes)
     assert array.exported == ([(array.base, 2 * PAGE)] if exported else []), "whole pages"
@@ -141,7 +141,7 @@ def test_neither_way(gpu: Callable[..., Gpu]) -> None:
     nic = fabric(array).open_nic("fake0", 16)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UnreachableMemoryError) as raised:
-        _gpu.register(nic, array.address, array.nbytes, REMOTE_READ)
+        gpudirect.register(nic, array.address, array.nbytes, REMOTE_READ)
     for words in ("8192 bytes of a GPU with fake0", "pinned memory", "Bad address", "nvidia_peermem", "not supported"):
         assert words in str(raised.value)
     assert isinstance(raised.value, VerbsError)
@@ -157,7 +157,7 @@ def test_a_driver_that_exports_none(gpu: Callable[..., Gpu]) -> None:
     array = gpu(3, offset=PAGE)
     nic = fabric(array, dma_buf=True).open_nic("fake0", 16)
     with pytest.raises(UnreachableMemoryError, match="by dma-buf: only whole allocations here"):
-        _gpu.register(nic, array.address, array.nbytes, REMOTE_READ)
+        gpudirect.register(nic, array.address, array.nbytes, REMOTE_READ)
     nic.close()
 
 

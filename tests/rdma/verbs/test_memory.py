@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_backend.rdma.verbs import VerbsError
-from monarch_backend.rdma.verbs._memory import MemoryCache, allocation_of
+from monarch_backend._verbs import VerbsError
+from monarch_backend._verbs.registration_cache import MemoryCache, allocation_of
 from tests.rdma.verbs.fabric import Fabric, FakeNic
 from tests.rdma.verbs.peers import Memory
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import _device, _devices, _engine, _lane, _request
-from monarch_backend.rdma.verbs._devices import PortFacts, node_of_memory
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from monarch_backend._verbs import discovery, engine, open_device, queue_pair, work_requests
+from monarch_backend._verbs.discovery import PortFacts, node_of_memory
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric, FakePair
 from tests.rdma.verbs.peers import Memory
 from tests.rdma.verbs.test_engine import GID, KI, Two
@@ -45,7 +45,7 @@ def on(monkeypatch: pytest.MonkeyPatch, posted: Posted) -> Iterator[Make]:
     def make(nodes: list[int], **settings: Any) -> Two:
         gid = Gid(1, ROCE_V2, GID)
         facts = [PortFacts(f"fake{i}", 1, "ACTIVE", True, (gid,), node) for i, node in enumerate(nodes)]
-        monkeypatch.setattr(_device._devices, "usable", lambda _: facts)
+        monkeypatch.setattr(open_device._devices, "usable", lambda _: facts)
         made.append(Two(Fabric(), **settings))
         made[-1].start([(0, 0, 1)]).wait()
         posted.clear()
@@ -59,15 +59,15 @@ def on(monkeypatch: pytest.MonkeyPatch, posted: Posted) -> Iterator[Make]:
 @pytest.fixture
 def lies_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """All memory, from now on; the machine has three nodes."""
-    monkeypatch.setattr(_engine, "distance", lambda a, b: 10 if a == b or -1 in (a, b) else 10 + 10 * abs(a - b))
-    return lambda node: monkeypatch.setattr(_engine, "node_of_memory", lambda _: node)
+    monkeypatch.setattr(engine, "distance", lambda a, b: 10 if a == b or -1 in (a, b) else 10 + 10 * abs(a - b))
+    return lambda node: monkeypatch.setattr(engine, "node_of_memory", lambda _: node)
 
 
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of these are hundreds of times as large otherwise."""
-    monkeypatch.setattr(_engine, "STRIPED", 64 * KI)
-    monkeypatch.setattr(_request, "LEAST_PIECE", 4 * KI)
-    monkeypatch.setattr(_lane, "BATCH_BYTES", 4 * KI)
+    monkeypatch.setattr(engine, "STRIPED", 64 * KI)
+    monkeypatch.setattr(work_requests, "LEAST_PIECE", 4 * KI)
+    monkeypatch.setattr(queue_pair, "BATCH_BYTES", 4 * KI)
 
 
 def used(posted: Posted) -> dict[str, int]:
@@ -134,7 +134,7 @@ def test_what_is_very_large_takes_all_lanes_of_the_near_devices(
     on: Make, lies_on: Callable[[int], None], posted: Posted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_is_large(monkeypatch)
-    monkeypatch.setattr(_request, "LANE_SHARE", 32 * KI)
+    monkeypatch.setattr(work_requests, "LANE_SHARE", 32 * KI)
     two = on([1, 0, 1], queue_pairs=2)
     lies_on(1)
     two.start([(0, 0, 256 * KI)]).wait()
@@ -170,7 +170,7 @@ def test_a_process_that_is_bound_to_a_node_takes_the_device_there(
         pytest.skip("the kernel does not say where memory lies")
     for node, allowed in bound_to.items():
         elsewhere = next((other for other in bound_to if other != node), node + 1)
-        assert _devices.distance(node, elsewhere) > _devices.distance(node, node)
+        assert discovery.distance(node, elsewhere) > discovery.distance(node, node)
         two = on([[node, elsewhere][i] for i in order])
         os.sched_setaffinity(0, allowed)
         try:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from monarch_backend.rdma import _one_engine
-from monarch_backend.rdma._verbs import Verbs
-from monarch_backend.rdma.verbs import VerbsError, _device, _engine
-from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._memory import allocation_of
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from monarch_backend._rdma.routes.verbs import Verbs
+from monarch_backend._verbs import VerbsError, open_device, shared_engine
+from monarch_backend._verbs import engine as engine_module
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.registration_cache import allocation_of
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import PATIENCE, Memory, Outcome, until
 
@@ -33,23 +33,23 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
     made = Fabric()
     gid = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
     monkeypatch.setattr(
-        _device._devices, "usable", lambda settings: [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
+        open_device._devices, "usable", lambda settings: [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
     )
-    monkeypatch.setattr(_engine, "available", lambda: None)
-    monkeypatch.setattr(_engine, "load", lambda wanted: made)
-    assert _one_engine._engine is None
+    monkeypatch.setattr(engine_module, "available", lambda: None)
+    monkeypatch.setattr(engine_module, "load", lambda wanted: made)
+    assert shared_engine._engine is None
     yield made
-    for kind in list(_one_engine._dials):
-        _one_engine.give_back(kind)
+    for kind in list(shared_engine._dials):
+        shared_engine.give_back(kind)
     assert all(nic.opened == nic.closed for nic in made.nics)
 
 
 def test_each_user_dials_for_its_own_peers(fabric: Fabric) -> None:
     dialed: list[Any] = []
-    engine = _one_engine.borrow(str, dialed.append)
-    assert _one_engine.borrow(Other, dialed.append) is engine
+    engine = shared_engine.borrow(str, dialed.append)
+    assert shared_engine.borrow(Other, dialed.append) is engine
     with pytest.raises(RuntimeError, match="in use for peers named by Other"):
-        _one_engine.borrow(Other, dialed.append)
+        shared_engine.borrow(Other, dialed.append)
     memory = Memory(100)
     region = engine.expose(memory.address, 100, memory.view)
     outcomes = {peer: Outcome() for peer in ("token", Other("rank"), 5)}
@@ -65,16 +65,16 @@ def test_each_user_dials_for_its_own_peers(fabric: Fabric) -> None:
 
 
 def test_the_last_user_closes_it(fabric: Fabric) -> None:
-    engine = _one_engine.borrow(str, print)
-    _one_engine.borrow(Other, print)
+    engine = shared_engine.borrow(str, print)
+    shared_engine.borrow(Other, print)
     assert engine.devices()
-    assert not _one_engine.give_back(str)
-    assert not _one_engine.give_back(str)  # twice is as good as once
+    assert not shared_engine.give_back(str)
+    assert not shared_engine.give_back(str)  # twice is as good as once
     assert engine.devices()
-    assert _one_engine.give_back(Other)
+    assert shared_engine.give_back(Other)
     with pytest.raises(VerbsError, match="closed"):
         engine.devices()
-    assert _one_engine.borrow(str, print) is not engine
+    assert shared_engine.borrow(str, print) is not engine
 
 
 class _Registry:
@@ -104,14 +104,14 @@ def test_the_program_ends_and_others_stay(fabric: Fabric) -> None:
     memory = Memory(4096)
     whole = _Whole(memory.address, memory.nbytes, memory.view)
     verbs = Verbs(None, _Registry(whole))  # type: ignore[arg-type]
-    _one_engine.borrow(Other, print)
+    shared_engine.borrow(Other, print)
     assert verbs.exposed(_Handle((1, 2, 3)))  # type: ignore[arg-type]
     [nic] = fabric.nics
     assert len(nic.registered) == 1
     verbs.close()
     assert not nic.registered
-    assert _one_engine._engine is not None
-    assert _one_engine._engine.devices()
+    assert shared_engine._engine is not None
+    assert shared_engine._engine.devices()
 
 
 _before_forks: list[Callable[[], None]] = []
@@ -133,13 +133,13 @@ def _in_fork(holds: Callable[[], bool]) -> bool:
 
 
 def test_a_fork_has_none(fabric: Fabric) -> None:
-    _one_engine.borrow(str, print)
-    assert _in_fork(lambda: _one_engine._engine is None and not _one_engine._dials)
+    shared_engine.borrow(str, print)
+    assert _in_fork(lambda: shared_engine._engine is None and not shared_engine._dials)
 
 
 def test_memory_that_is_gone_is_not_registered_when_a_process_forks(fabric: Fabric) -> None:
     """malloc has its notes there; the engine's thread, which ends the registration, has something else to do."""
-    engine = _one_engine.borrow(str, print)
+    engine = shared_engine.borrow(str, print)
     [device] = engine.devices()
     [nic] = fabric.nics
     array = np.zeros(1000)
@@ -158,8 +158,8 @@ def test_memory_that_is_gone_is_not_registered_when_a_process_forks(fabric: Fabr
 
 
 def test_a_fork_waits_for_an_engine_for_a_moment_only(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_engine, "_FORK_PATIENCE", 0.01)
-    engine = _one_engine.borrow(str, print)
+    monkeypatch.setattr(engine_module, "_FORK_PATIENCE", 0.01)
+    engine = shared_engine.borrow(str, print)
     engine.devices()
     go_on = threading.Event()
     engine.soon(lambda: go_on.wait(PATIENCE))
@@ -171,7 +171,7 @@ def test_a_fork_waits_for_an_engine_for_a_moment_only(fabric: Fabric, monkeypatc
 
 
 def test_a_callback_of_the_engine_s_thread_forks(fabric: Fabric) -> None:
-    engine = _one_engine.borrow(str, print)
+    engine = shared_engine.borrow(str, print)
     engine.devices()
     outcomes: list[bool] = []
     engine.soon(lambda: outcomes.append(_in_fork(lambda: True)))
@@ -180,7 +180,7 @@ def test_a_callback_of_the_engine_s_thread_forks(fabric: Fabric) -> None:
 
 def test_a_fork_ends_nothing_of_its_parent_s(fabric: Fabric) -> None:
     """Whatever it calls, and lets go of; a thread of the parent's holds the engine's lock."""
-    engine = _one_engine.borrow(str, print)
+    engine = shared_engine.borrow(str, print)
     memory, array = Memory(100), np.zeros(1000)
     region = engine.expose(memory.address, 100, memory.view)
     [device] = engine.devices()
@@ -220,7 +220,7 @@ def test_a_fork_ends_nothing_of_its_parent_s(fabric: Fabric) -> None:
 @pytest.mark.parametrize("how", ["expose", "transfer"])
 def test_devices_outlive_who_registers(fabric: Fabric, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The engine is closed meanwhile: that waits, and who registers hears of it. The fixture looks at what is open."""
-    engine = _one_engine.borrow(str, lambda _: None)
+    engine = shared_engine.borrow(str, lambda _: None)
     memory, other = Memory(100), Memory(100)
     region = engine.expose(other.address, 100, other.view)
     (nic,) = fabric.nics
@@ -251,7 +251,7 @@ def test_devices_outlive_who_registers(fabric: Fabric, monkeypatch: pytest.Monke
         except VerbsError as error:
             errors.append(error)
 
-    user, closer = threading.Thread(target=use), threading.Thread(target=_one_engine.give_back, args=(str,))
+    user, closer = threading.Thread(target=use), threading.Thread(target=shared_engine.give_back, args=(str,))
     user.start()
     assert registers.wait(60)
     closer.start()

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma import verbs
-from monarch_backend.rdma.verbs import Region, VerbsError, _binding, _devices, _errors, _messages, available, describe
-from monarch_backend.rdma.verbs._messages import (
+from monarch_backend import _verbs
+from monarch_backend._verbs import Region, VerbsError, available, describe, discovery, errors, provider, wire_format
+from monarch_backend._verbs.config import from_environment
+from monarch_backend._verbs.path_selection import ways
+from monarch_backend._verbs.wire_format import (
     INFINIBAND,
     ROCE_V1,
     ROCE_V2,
@@ -27,8 +29,6 @@ from monarch_backend.rdma.verbs._messages import (
     pack,
     unpack,
 )
-from monarch_backend.rdma.verbs._reach import ways
-from monarch_backend.rdma.verbs._settings import from_environment
 
 
 def v4(text: str) -> bytes:
@@ -141,7 +141,7 @@ V4_GID = (3, "RoCE v2", "0000:0000:0000:0000:0000:ffff:0a4d:0001")
 def test_ports_and_their_addresses_are_found(tmp_path: Path) -> None:
     make_port(tmp_path, "rxe0", gids=[V4_GID])
     make_port(tmp_path, "mlx5_0", "1: DOWN", "InfiniBand", "-1")
-    down, up = _devices.survey(tmp_path)
+    down, up = discovery.survey(tmp_path)
     assert (down.device, down.active, down.ethernet, down.node) == ("mlx5_0", False, False, -1)
     assert (up.device, up.active, up.ethernet, up.node) == ("rxe0", True, True, 1)
     assert up.gids == (Gid(3, ROCE_V2, v4("10.77.0.1")),)
@@ -171,15 +171,15 @@ def test_why_verbs_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "--device" in str(available(tmp_path / "ib", tmp_path / "dev"))
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "uverbs0").touch()
-    monkeypatch.setattr(_binding, "installed", list)
+    monkeypatch.setattr(provider, "installed", list)
     assert "python3-pyverbs" in str(available(tmp_path / "ib", tmp_path / "dev"))
-    monkeypatch.setattr(_binding, "installed", lambda: ["ibverbs"])
+    monkeypatch.setattr(provider, "installed", lambda: ["ibverbs"])
     assert available(tmp_path / "ib", tmp_path / "dev") is None
 
 
 def test_a_port_that_is_down_may_be_up_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONARCH_RDMA_DEVICES", raising=False)
-    monkeypatch.setattr(_binding, "installed", lambda: ["ibverbs"])
+    monkeypatch.setattr(provider, "installed", lambda: ["ibverbs"])
     make_port(tmp_path / "ib", "rxe0", "1: DOWN", gids=[V4_GID])
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "uverbs0").touch()
@@ -192,8 +192,8 @@ def test_a_port_that_is_down_may_be_up_later(tmp_path: Path, monkeypatch: pytest
 def test_memory_nodes_have_distances(tmp_path: Path) -> None:
     (tmp_path / "node0").mkdir()
     (tmp_path / "node0" / "distance").write_text("10 21\n")
-    assert _devices.distance(0, 1, tmp_path) == 21
-    assert _devices.distance(0, 0, tmp_path) == _devices.distance(-1, 1, tmp_path) == 10
+    assert discovery.distance(0, 1, tmp_path) == 21
+    assert discovery.distance(0, 0, tmp_path) == discovery.distance(-1, 1, tmp_path) == 10
 
 
 # ---- settings, errors, packages
@@ -217,23 +217,23 @@ def test_what_the_environment_cannot_mean_is_said_by_name(name: str, value: str)
 
 
 def test_defaults_when_the_environment_is_silent() -> None:
-    assert from_environment({}) == verbs.Settings()
+    assert from_environment({}) == _verbs.Settings()
     assert from_environment({"MONARCH_RDMA_GID_INDEX": "3"}).gid_index == 3
 
 
 def test_an_error_has_the_completion_s_words_and_travels() -> None:
-    error = _errors.completion_error("read", 12, 0x81, "rxe0", "host 2")
+    error = errors.completion_error("read", 12, 0x81, "rxe0", "host 2")
     assert "read failed: transport retry counter exceeded (peer host 2, device rxe0, vendor code 0x81)" in str(error)
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert (again.status, again.device, again.peer) == ("transport retry counter exceeded", "rxe0", "host 2")
     assert isinstance(error, ConnectionError)
-    assert _errors.status_text(99) == "status 99"
+    assert errors.status_text(99) == "status 99"
 
 
 def test_an_unknown_package_is_named() -> None:
     with pytest.raises(VerbsError, match="MONARCH_RDMA_BINDING='rdma': there are pyverbs and ibverbs"):
-        _binding.load("rdma")
+        provider.load("rdma")
 
 
 def test_the_first_package_that_loads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +242,15 @@ def test_the_first_package_that_loads_is_taken(monkeypatch: pytest.MonkeyPatch) 
             raise ImportError("compiled for another Python")
         return "the wheel"
 
-    monkeypatch.setattr(_binding.importlib, "import_module", load)
-    assert _binding.load() == "the wheel"
+    monkeypatch.setattr(provider.importlib, "import_module", load)
+    assert provider.load() == "the wheel"
     with pytest.raises(VerbsError, match=r"pyverbs: compiled for another Python.*python3-pyverbs"):
-        _binding.load("pyverbs")
+        provider.load("pyverbs")
 
 
 def test_no_package_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys; from monarch_backend.rdma.verbs import Engine, available, describe; Engine(); available(); "
+        "import sys; from monarch_backend._verbs import Engine, available, describe; Engine(); available(); "
         "describe(); assert not {'pyverbs', 'ibverbs'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})
@@ -258,7 +258,7 @@ def test_no_package_is_imported_before_it_is_needed() -> None:
 
 def test_no_adapter_leans_on_the_packages_enums() -> None:
     """pyverbs 59 has renamed the module that pyverbs 44 has them in."""
-    for name in ("_pyverbs", "_ibverbs"):
-        source = Path(_messages.__file__).with_name(f"{name}.py").read_text()
+    for name in ("provider_pyverbs", "provider_ibverbs"):
+        source = Path(wire_format.__file__).with_name(f"{name}.py").read_text()
         imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
         assert not {module for module in imported if module and "enums" in module}

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend.rdma.verbs import _queues
-from monarch_backend.rdma.verbs._binding import COMPARE_SWAP, FETCH_ADD, READ, WRITE, Work
+from monarch_backend._verbs import native_queues
+from monarch_backend._verbs.provider import COMPARE_SWAP, FETCH_ADD, READ, WRITE, Work
 from tests.rdma.verbs import peers
 from tests.rdma.verbs.conftest import Start
 from tests.rdma.verbs.peers import Host
@@ -171,12 +171,12 @@ class Driver:
         return self.result
 
     def queue(self) -> _native.VerbsCompletionQueue:
-        found = _queues.completion_queue(holder(self.cq), FD, ENTRIES)
+        found = native_queues.completion_queue(holder(self.cq), FD, ENTRIES)
         assert found is not None
         return found
 
     def pair(self) -> _native.VerbsQueuePair:
-        found = _queues.queue_pair(holder(self.qp), NUMBER, self.queue())
+        found = native_queues.queue_pair(holder(self.qp), NUMBER, self.queue())
         assert found is not None
         return found
 
@@ -265,12 +265,12 @@ def test_what_is_about_to_be_destroyed_is_not_touched() -> None:
 def test_a_pair_ends_with_its_queue() -> None:
     driver = Driver()
     queue = driver.queue()
-    pair = _queues.queue_pair(holder(driver.qp), NUMBER, queue)
+    pair = native_queues.queue_pair(holder(driver.qp), NUMBER, queue)
     assert pair is not None
     queue.forget()
     for call in (
         lambda: pair.post([Work(1, READ, True, 1, 1, 1, 1, 1)]),
-        lambda: _queues.queue_pair(holder(driver.qp), NUMBER, queue),
+        lambda: native_queues.queue_pair(holder(driver.qp), NUMBER, queue),
     ):
         with pytest.raises(OSError, match="the completion queue is closed"):
             call()
@@ -346,7 +346,7 @@ def test_what_is_not_the_queue_is_not_found() -> None:
     assert pair(holder(driver.qp), NUMBER, queue) is None
     driver.channel.context = _at(other.context)
     assert find(holder(driver.cq), FD, ENTRIES) is None
-    assert _queues.queue_pair(holder(driver.qp), NUMBER, None) is None
+    assert native_queues.queue_pair(holder(driver.qp), NUMBER, None) is None
 
 
 def test_words_that_are_no_addresses_do_no_harm() -> None:
@@ -454,7 +454,7 @@ def test_both_packages_queues_are_found(start: Start, devices: list[str]) -> Non
 def test_where_they_are_not_found_the_packages_do_it(
     start: Start, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_queues, "completion_queue", lambda *_: None)  # before the processes are forked
+    monkeypatch.setattr(native_queues, "completion_queue", lambda *_: None)  # before the processes are forked
     owner, asking = start("owner", devices[1]), start("asking", devices[0])
     _there_and_back(owner, asking)
     assert asking(_are_compiled) == (False, False)

@@ -17,17 +17,18 @@ import pytest
 import torch
 
 from monarch_backend import _native
+from monarch_backend._actor.runtime import program
+from monarch_backend._rdma import pinned_pool
+from monarch_backend._rdma.pinned_pool import Borrowed
+from monarch_backend._rdma.registrations import registry
+from monarch_backend._rdma.routes.base import DONE, DROPPED, NO_STAGING, OUT_OF_RANGE, READ_ONLY, REFUSED, patient
+from monarch_backend._rdma.routes.gpu_staged import Piece, cut, piece_size
+from monarch_backend._rdma.routes.selection import Far
+from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._verbs import Region, VerbsError
+from monarch_backend._verbs.wire_format import RegionRecord
 from monarch_backend.actor import ActorError, ActorMesh, endpoint
-from monarch_backend.actor._program import program
-from monarch_backend.rdma import RDMABuffer, _staging
-from monarch_backend.rdma._registry import registry
-from monarch_backend.rdma._route import DONE, DROPPED, NO_STAGING, OUT_OF_RANGE, READ_ONLY, REFUSED, patient
-from monarch_backend.rdma._routes import Far
-from monarch_backend.rdma._staged import Piece, cut, piece_size
-from monarch_backend.rdma._staging import Borrowed
-from monarch_backend.rdma._transfers import engine
-from monarch_backend.rdma.verbs import Region, VerbsError
-from monarch_backend.rdma.verbs._messages import RegionRecord
+from monarch_backend.rdma import RDMABuffer
 from tests.actor.actors import held_up, pid_of
 from tests.actor.support import Faults
 from tests.rdma import pretended
@@ -37,7 +38,7 @@ from tests.rdma.verbs import across
 from tests.rdma.verbs.peers import until
 
 MIB = 1 << 20
-SLOT = _staging.SLOT_BYTES
+SLOT = pinned_pool.SLOT_BYTES
 SIZES = [1, 77, 4096, 512 << 10, SLOT, SLOT + 1, 9 * MIB + 5]
 Pair = tuple[ActorMesh, ActorMesh]
 
@@ -55,7 +56,7 @@ class StagedProcess(DeviceProcess):
 
     @endpoint
     def lends_no_more(self) -> None:
-        _staging.MOST_LENT = 0
+        pinned_pool.MOST_LENT = 0
 
     @endpoint
     def may_take_tcp(self, buffer: RDMABuffer) -> None:
@@ -118,7 +119,7 @@ def test_many_at_once(pair: Pair) -> None:
     assert reader.many.call_one(buffers, 4).get(120)
     assert owner.lent.call_one().get() == 1
     assert owner.counts.call_one().get()[pretended.PINNED] <= 1
-    assert reader.counts.call_one().get()[pretended.PINNED] <= _staging.MOST_IDLE
+    assert reader.counts.call_one().get()[pretended.PINNED] <= pinned_pool.MOST_IDLE
     for buffer in buffers:
         owner.drop.call_one(buffer).get()
 
@@ -275,7 +276,7 @@ def test_pieces() -> None:
 
 def _borrowed() -> Borrowed:
     region = Region(RegionRecord(1, 4096, 4 * SLOT, True, [7]))
-    return Borrowed(msgspec.msgpack.encode(_staging._Loan(region.to_bytes(), 5, SLOT, 4, "because")))
+    return Borrowed(msgspec.msgpack.encode(pinned_pool._Loan(region.to_bytes(), 5, SLOT, 4, "because")))
 
 
 def test_slots_go_to_one_who_waits() -> None:

@@ -1,0 +1,121 @@
+"""`ActorMesh`: actors of one class, one in each process of a mesh; its attributes are their endpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._actor.mesh_state import ActorCore
+from monarch_backend._mesh.extent import MeshTrait, Shape
+from monarch_backend._mesh.proc_mesh import ProcMesh, ProcReference, whole
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from monarch_backend._actor.endpoint import Endpoint
+    from monarch_backend._actor.future import Future
+
+
+def _from_reference(
+    actor: int,
+    name: str,
+    cls: type,
+    procs: ProcReference,
+    labels: Any,
+    sizes: Any,
+    bases: Any,
+    owner: str,
+    shape: Shape,
+) -> ActorMesh:
+    from monarch_backend._actor.runtime import program
+
+    return ActorMesh(program().actor_core(actor, name, cls, procs, labels, sizes, bases, owner), shape)
+
+
+class ActorMesh(MeshTrait):
+    """Actors, one for each rank; from ``proc_mesh.spawn(name, Class, ...)``. ``mesh.method`` is an Endpoint.
+
+    Slices show some of the actors; references may be sent to any actor.
+    """
+
+    def __init__(self, core: ActorCore, shape: Shape | None = None) -> None:
+        self._core = core
+        self._shape = shape or Shape.of(core.extent)
+
+    def _new_with_shape(self, shape: Shape) -> Self:
+        return self.__class__(self._core, shape)
+
+    def __reduce__(self) -> Any:
+        core = self._core
+        extent = tuple(core.extent.labels), tuple(core.extent.sizes)
+        reference = core.procs.reference()
+        return _from_reference, (
+            core.actor, core.name, core.blueprint.cls, reference, *extent, core.bases, core.owner.token, self._shape
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Endpoint[Any]:
+        if name.startswith("__") or name in ("_core", "_shape"):
+            raise AttributeError(name)
+        from monarch_backend._actor.endpoint import Endpoint
+
+        spec = self._core.blueprint.endpoints.get(name)
+        if spec is None and callable(getattr(self._core.blueprint.cls, name, None)):
+            from monarch_backend._actor.endpoint import Undecorated
+
+            return Undecorated(self, name)  # type: ignore[return-value]
+        found: Endpoint[Any] = Endpoint(self, self._core.blueprint.spec(name))
+        self.__dict__[name] = found  # the next time without coming here
+        return found
+
+    @property
+    def name(self) -> str:
+        """As given to ``spawn``."""
+        return self._core.name
+
+    @property
+    def proc_mesh(self) -> ProcMesh:
+        """The processes of these actors."""
+        bases = [self._core.bases[rank] for rank in self._shape.ranks]
+        return ProcMesh(self._core.procs, Shape.from_ranks(self.extent, bases))
+
+    @property
+    def initialized(self) -> Future[None]:
+        """Done when every actor of the mesh is built; it fails if a constructor has."""
+        from monarch_backend._actor.runtime import program
+
+        return program().built(self._core)
+
+    @property
+    def failed_ranks(self) -> tuple[int, ...]:
+        """Ranks of this mesh or slice that are known here to be dead: ``mesh.without(mesh.failed_ranks)`` goes on."""
+        core = self._core
+        return tuple(i for i, r in enumerate(self._shape.ranks) if core.failure_of(r) or core.peer(r).gone is not None)
+
+    def stop(self, reason: str = "stopped by its owner", timeout: float | None = None) -> Future[None]:
+        """Let the actors finish the messages that they have, and clean up. The processes stay.
+
+        What is still there after ``timeout`` seconds is aborted: CancelledError is raised in the constructor or message
+        that runs. If that does not end within 3 seconds, the process is killed, and a line says where it was.
+
+        Raises ValueError for a slice or a wrong timeout, and RuntimeError for a mesh that another process has spawned.
+        """
+        from monarch_backend._actor.runtime import program
+
+        return program().stop_actors(whole(self, "stop"), "stop", reason, timeout)
+
+    def abort(self, reason: str = "aborted by its owner") -> Future[None]:
+        """End the actors after the constructor or message that runs; within 10 seconds, and the time to clean up.
+
+        What runs is interrupted after 5 seconds, by CancelledError. If it does not end within 3 more, the process is
+        killed, and a line says where it was. That is a failure of the process mesh only if other actors lived there.
+
+        Raises ValueError for a slice, and RuntimeError for a mesh that another process has spawned.
+        """
+        from monarch_backend._actor.runtime import program
+
+        return program().stop_actors(whole(self, "abort"), "abort", reason)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._core.blueprint.endpoints})
+
+    def __repr__(self) -> str:
+        return f"ActorMesh({self._core.name!r}, {self._core.blueprint.cls.__name__}, {self.extent})"

@@ -1,0 +1,163 @@
+"""Interruption of blocking code on a worker's main thread, and where a thread is blocked.
+
+A signal ends the system call, and Python runs its handler before it repeats the call. The handler asks the cell to
+raise in the interrupted frame. Python runs handlers on the main thread only, so other threads stay blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._actor import context
+from monarch_backend._actor.errors import CancelledError
+
+if TYPE_CHECKING:
+    from monarch_backend._actor.runner import Cell
+
+CANCEL_SIGNAL = signal.SIGURG
+"""Of workers only, see program_exit.py for the main program. Processes without a handler, such as children, ignore it."""
+
+_PACKAGE = str(Path(__file__).parent.parent) + "/"
+_STDLIB = sysconfig.get_path("stdlib") + "/"
+_SITE = f"{_STDLIB}site-packages/"
+
+STILL_S = 0.05
+"""Code of the standard library is interrupted when it has stood still for this long: it blocks."""
+
+MAX_MOVING_S = 0.5
+"""The same where it does not stand still."""
+
+_target: Cell | None = None
+
+
+def install() -> None:
+    """Install the handler and the hook, on the main thread of a worker."""
+    signal.signal(CANCEL_SIGNAL, _on_signal)
+    os.register_at_fork(after_in_child=_uninstall)
+    former = sys.unraisablehook
+
+    def repeat_or_report(unraisable: sys.UnraisableHookArgs) -> None:
+        """Interrupt again if the exception was lost, as in ``__del__``, where Python ignores every exception."""
+        cell = context.cell.get()
+        if cell is None or not cell.repeat_interruption(unraisable.exc_value):
+            former(unraisable)
+
+    sys.unraisablehook = repeat_or_report
+
+
+def _uninstall() -> None:
+    """In a fork, which may become a main program: that installs its own handler where there is none."""
+    if signal.getsignal(CANCEL_SIGNAL) is _on_signal:
+        signal.signal(CANCEL_SIGNAL, signal.SIG_DFL)
+
+
+def can_interrupt(thread_id: int) -> bool:
+    """Whether blocking code of this thread can be interrupted."""
+    return thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is _on_signal
+
+
+def why_not(thread_id: int) -> str | None:
+    """Reason why `can_interrupt` is false."""
+    if can_interrupt(thread_id):
+        return None
+    if thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is not signal.SIG_DFL:
+        return f"blocking code is interrupted by {CANCEL_SIGNAL.name}, which has another handler now"
+    return (
+        "blocking code is interrupted only on a process's main thread, where its first actor runs, and this is "
+        "another thread"
+    )
+
+
+def interrupt(cell: Cell) -> None:
+    """Have ``cell.raise_in(frame)`` called on the main thread."""
+    global _target
+    _target = cell
+    signal.pthread_kill(cell._thread_id, CANCEL_SIGNAL)
+
+
+def raise_soon(thread_id: int) -> None:
+    """Raise CancelledError at the next instruction of Python that this thread runs."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(CancelledError))
+
+
+def discard_exception() -> None:
+    """Discard the exception of `raise_soon` on this thread, if it has not been raised yet.
+
+    An exception is set and caught. Setting None discards it as well, but up to Python 3.12 the interpreter's flag for
+    "an exception is pending" then stays set for the life of the process. Every check of the flag takes longer from
+    then on, and in Python 3.11 the next call under ``sys.settrace``, of a debugger for example, never ends.
+    """
+    try:
+        raise_soon(threading.get_ident())
+        while True:
+            pass
+    except CancelledError:
+        return
+
+
+def _on_signal(_number: int, frame: FrameType | None) -> None:
+    cell = _target
+    if cell is not None:
+        cell.raise_in(frame)
+
+
+class Standstill:
+    """Looks at the frame of one cancelled message, to raise only where that leaves no half-done standard library.
+
+    An exception in the middle of subprocess.Popen(), for example, would leave a process that nothing waits for.
+    """
+
+    __slots__ = ("_begun", "_position", "_since")
+
+    def __init__(self) -> None:
+        self._begun = self._since = time.monotonic()
+        self._position: tuple[int, int] | None = None
+
+    def allows(self, frame: FrameType) -> bool:
+        """Whether it is the user's frame, or one that has not moved for a while."""
+        if not _is_of_runtime(frame):
+            return True
+        now, position = time.monotonic(), (id(frame), frame.f_lasti)
+        if position != self._position:
+            self._position, self._since = position, now
+        return now - self._since >= STILL_S or now - self._begun >= MAX_MOVING_S
+
+
+def place(thread_id: int) -> str:
+    """Where a thread is, for people: the user's innermost line, as 'train.py:12 in step'."""
+    frame = innermost = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if not _is_of_runtime(frame):
+            return _line(frame)
+        frame = frame.f_back
+    return "an unknown line" if innermost is None else _line(innermost)
+
+
+def place_of_task(task: asyncio.Task[Any]) -> str:
+    """As `place`, of the innermost coroutine that a task awaits. From any thread: the task may go on meanwhile."""
+    found = "an unknown line"
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        if not _is_of_runtime(frame):
+            found = _line(frame)
+        coroutine = coroutine.cr_await
+    return found
+
+
+def _is_of_runtime(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith((_PACKAGE, "<frozen")) or (file.startswith(_STDLIB) and not file.startswith(_SITE))
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,82 @@
+"""Actors of which there is one in the whole program, by name. They live in the main program's process."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._actor import context
+from monarch_backend._actor.actor import Actor, blueprint, endpoint
+from monarch_backend._actor.future import Future
+from monarch_backend._actor.mesh_state import ActorCore
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.proc_mesh import ProcCore
+from monarch_backend._transport.local.frames import Construct
+
+if TYPE_CHECKING:
+    from monarch_backend._actor.actor_mesh import ActorMesh
+    from monarch_backend._actor.runtime import Program
+
+NUMBER = 2
+"""The number of the actor that the others ask; numbers of other actors are odd."""
+
+
+class Registry:
+    """In the main program: what there is, built by whoever asks first."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._meshes: dict[str, ActorMesh] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
+        """Build it, or find it. Raises TypeError if the name belongs to another class."""
+        from monarch_backend._actor.this_proc import this_proc
+
+        with self._lock:
+            mesh = self._meshes.get(name)
+            if mesh is None or mesh._core.failure_of(0) is not None:
+                mesh = self._meshes[name] = this_proc().spawn(name, cls, *args, **kwargs)
+        found = mesh._core.blueprint.cls
+        if found.__qualname__ != cls.__qualname__:
+            raise TypeError(
+                f"the actor {name!r} is a {found.__qualname__}, not a {cls.__qualname__}: "
+                "give the other one another name"
+            )
+        return Future.of(mesh)
+
+
+class Registrar(Actor):
+    """In the main program: the registry, for processes that ask from elsewhere."""
+
+    @endpoint
+    def find(self, name: str, cls: type, args: Any, kwargs: Any) -> Any:
+        """As Registry.get; what is built belongs to the program, not to this actor."""
+        from monarch_backend._actor.runtime import program
+
+        running = context.cell.set(None)
+        try:
+            return program().registry.get(name, cls, args, kwargs).get()
+        finally:
+            context.cell.reset(running)
+
+
+def plan() -> Construct:
+    """How the registrar is built, when somebody asks for it first."""
+    return Construct(NUMBER, "registrar", 0, (), (), 0, "main")
+
+
+def ask(program: Program, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
+    """Ask the main program, from another process."""
+    from monarch_backend._actor.actor_mesh import ActorMesh
+
+    root = program.root
+    assert root is not None
+    with program.naming:
+        core = program.actors.get(NUMBER)
+        if core is None:
+            here = ProcCore("root", "the main program", Extent((), ()), root, [root.token], lambda *_: root)
+            core = ActorCore(NUMBER, "registrar", blueprint(Registrar), here, Extent((), ()), (0,), root)
+            program.actors[NUMBER] = core
+    found: Future[ActorMesh] = ActorMesh(core).find.call_one(name, cls, args, kwargs)
+    return found

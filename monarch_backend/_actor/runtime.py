@@ -1,0 +1,931 @@
+"""This process as a program of actors: what it has spawned, what it waits for, what lives in it.
+
+One `Program` per process, of the controller and of every worker alike; made on first use. It ties the rooms together:
+frames (transport), processes (mesh) and cells (actor). What it owns of processes is in ownership.py, policy in
+supervision.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from monarch_backend import _native
+from monarch_backend._actor import context, named_actors, ownership, program_exit
+from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor.actor_mesh import ActorMesh
+from monarch_backend._actor.async_runner import AsyncCell
+from monarch_backend._actor.codec import HOST, pack_failure
+from monarch_backend._actor.errors import Death, MeshFailure, SupervisionError
+from monarch_backend._actor.future import Future
+from monarch_backend._actor.mesh_state import ActorCore
+from monarch_backend._actor.ownership import OwnedActors, ProcessOwner
+from monarch_backend._actor.port import PortReceiver
+from monarch_backend._actor.runner import KILL_AFTER_S, Cell, Message
+from monarch_backend._actor.sigint import Interrupts
+from monarch_backend._actor.supervision import Intensity, Restart, Supervision, check_policy
+from monarch_backend._core import env
+from monarch_backend._core.limits import start_thread
+from monarch_backend._core.timeouts import check_timeout
+from monarch_backend._logs.worker_logging import install_worker_logging
+from monarch_backend._mesh import runtime_protocol as seam
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.proc_mesh import ProcCore, ProcMesh, ProcReference, label_of
+from monarch_backend._serialization.exceptions import unpack_exception
+from monarch_backend._serialization.pickling import dumps
+from monarch_backend._transport.local.broadcast_tree import Combiner
+from monarch_backend._transport.local.event_loop import Pump
+from monarch_backend._transport.local.frames import (
+    REPORT_BUSY,
+    Cancel,
+    Construct,
+    Constructed,
+    Failed,
+    Frame,
+    Kind,
+    More,
+    Replaced,
+    Setting,
+    Status,
+    Stop,
+    Stopped,
+)
+from monarch_backend._transport.local.links import Clock, Links, LocalLinks, RealClock, epoch_of
+from monarch_backend._transport.local.peer import Peer
+from monarch_backend._transport.local.router import Router
+from monarch_backend._transport.network.envelope import host_of
+
+log = logging.getLogger("monarch_backend")
+
+HINT, FAREWELL = 1.0, 5.0
+"""Seconds that processes get to stop when the program ends."""
+
+UNBORN = 30.0
+"""Seconds that messages wait for an actor that is not built yet."""
+
+ROOMS_ABOVE = {"rdma": "monarch_backend._rdma.control_rpc"}
+"""Who takes the Settings that begin with the name of a room, which is imported with the first one."""
+
+T = TypeVar("T")
+
+
+class Program:
+    """This process among those of its meshes."""
+
+    def __init__(self, links: Links, pump: Any, clock: Clock, _epoch: int = 0) -> None:
+        self.links, self.pump, self.clock = links, pump, clock
+        self.pid = os.getpid()
+        self.ids = itertools.count(1)
+        self.pending: dict[int, Any] = {}  # calls that wait for replies, by number
+        # A receiver that nobody holds can't be read any more, unless somebody waits for its next value.
+        self.expecting: set[PortReceiver[Any]] = set()
+        self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
+        self.cells: dict[int, Cell] = {}  # also those that have ended
+        self._unborn: dict[int, list[Message]] = {}  # messages for actors of which nothing is known here yet
+        # Of meshes that somebody uses: who has spawned one holds it until it has ended.
+        self.procs: weakref.WeakValueDictionary[str, ProcCore] = weakref.WeakValueDictionary()
+        self.actors: weakref.WeakValueDictionary[int, ActorCore] = weakref.WeakValueDictionary()
+        self.naming = threading.RLock()  # for whoever looks one up and puts it there
+        self.this_proc: ProcCore | None = None
+        self.main_children: list[Any] = []  # what the program itself has spawned
+        self.closing = False
+        self.leaving = False  # this process has been told to end
+        self.last: list[Callable[[], None]] = []  # what this process does when all of its actors have ended
+        self.disowned = False  # this process is a fork of the one that all this is about
+        self.at_exit = False  # this program ends itself when the interpreter ends
+        self.home_extent: Extent | None = None  # of the mesh that this process is a member of; None in the main program
+        self.home_rank = 0
+        self.root: Peer | None = None  # the main program; None if this is it
+        self.registry = named_actors.Registry(self)
+        self.interrupts = Interrupts(self)
+        self.server_address = ""  # of the fork server, in a worker
+        self.gateway = ""  # token of this host's, once there are other hosts
+        self.hosts: Any = None  # a HostRegistry, in a controller that has attached some
+        self.known_hosts: dict[str, str] = {}  # names of others, by number, that have come with meshes
+        self.memory: Any = None  # what is registered here, and what moves it: rdma/ puts them there
+        self.mover: Any = None
+        self.run_cell: Callable[[Cell], None] = self._run_in_thread
+        self.on_exit: Callable[[str, str], None] = self._leave
+        self.supervision = Supervision(self)
+        self.router = Router(links, self._wait_for_room)
+        self.router.wake = pump.wake  # type: ignore[method-assign]
+        self.router.later = pump.later  # type: ignore[method-assign]
+        self.router.on_gone = self._gone
+        self.router.before_host_gone = self._find_peers_on
+        self.router.on_met = self._met
+        self.router.on_wait = self._say_wait
+        self.router.on_full = _say
+        self.router.handlers.update({Kind.CALL: self._called, Kind.REPLY: self._replied, Kind.PORT: self._ported})
+        self.router.control.update(
+            {
+                Construct: self._construct,
+                Constructed: self._constructed,
+                Cancel: self._cancel,
+                More: self._more,
+                Stop: self._stop,
+                Stopped: self._actor_stopped,
+                Failed: self._actor_failed,
+                Replaced: self._replaced,
+                Setting: self._set,
+            }
+        )
+        self.owner = ProcessOwner(self)
+        self.router.on_asked = self.owner.tell_successor
+
+    # ---- waiting and threads
+
+    def wait(self, what: Any, seconds: float | None = None) -> bool:
+        """Wait for something, reading meanwhile; an actor's thread can be interrupted in it."""
+        cell = context.cell.get()
+        if cell is None:
+            if threading.get_ident() == self.interrupts.main:
+                return self._wait_on_main(what, seconds)
+            return bool(self.pump.wait(what, seconds))
+        self._refuse_to_wait(cell, what)
+        cell.waiting_for = what
+        try:
+            done = bool(self.pump.wait(what, seconds, cell.to_be_struck))
+        finally:
+            cell.waiting_for = None
+        if not done:
+            cell.strike_here()
+        return done
+
+    def _refuse_to_wait(self, cell: Cell, what: Any) -> None:
+        """An actor that waits for its own answer would wait for ever: it takes one message at a time."""
+        core = getattr(what, "core", None)
+        if core is None or core.actor != cell.actor or what.ready or cell._thread_id != threading.get_ident():
+            return
+        me = self.router.me
+        if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
+            raise RuntimeError(
+                f"{cell.name} would wait for ever: it takes one message at a time, and {what.endpoint} is for it to "
+                "answer. Call the method, self.method(...), or make the endpoints concurrent (async)"
+            )
+
+    def _wait_on_main(self, what: Any, seconds: float | None) -> bool:
+        interrupts = self.interrupts
+        interrupts.guard()
+        interrupts.waiting_for = what
+        try:
+            done = bool(self.pump.wait(what, seconds, interrupts.is_noted))
+        finally:
+            interrupts.waiting_for = None
+        if interrupts.noted:
+            interrupts.raise_here()
+        return done
+
+    def _wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
+        """As `wait`. In the middle of sending something, ``whole``, nobody is interrupted."""
+        return bool(self.pump.wait(what, seconds)) if whole else self.wait(what, seconds)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """On the thread that reads, in a moment."""
+        self.pump.later(0.0, call)
+
+    def aside(self, call: Callable[[], object]) -> None:
+        """On a thread of its own: what may wait."""
+        start_thread(threading.Thread(target=call, name="monarch-aside", daemon=True))
+
+    def without_waiting(self, call: Callable[[], None]) -> None:
+        """Now, or in a moment on a thread that may wait, if this one reads."""
+        if self.pump.reading:
+            self.aside(call)
+        else:
+            call()
+
+    def _run_in_thread(self, cell: Cell) -> None:
+        start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
+
+    # ---- references
+
+    def proc_core(self, data: ProcReference) -> ProcCore:
+        """The one ProcCore of a mesh in this process."""
+        core = self.procs.get(data.id)
+        if core is not None and not _is_newer(data, core):
+            return core
+        self.known_hosts.update(data.host_names)
+        owner = self.router.peer(data.owner)
+        with self.naming:  # which takes no other lock
+            core = self.procs.get(data.id)
+            if core is None:
+                extent = Extent(data.labels, data.sizes)
+                core = ProcCore(data.id, data.name, extent, owner, list(data.tokens), self._find_peer, data.server)
+                self.procs[data.id] = core
+            elif _is_newer(data, core):
+                for rank, token in enumerate(data.tokens):
+                    if epoch_of(token) > epoch_of(core.tokens[rank]):
+                        core.replace(rank, token)
+        for rank, token in enumerate(core.tokens):
+            if token in self.router.peers:
+                core.peer(rank)
+        return core
+
+    def _find_peer(self, core: ProcCore, rank: int) -> Peer:
+        """Looked up when it is needed: meshes are large, and most of their processes never talk to each other."""
+        peer = self.router.peer(core.tokens[rank], core.owner)
+        peer.label = label_of(core, rank)
+        if peer.gone is not None and not peer.peace:  # what has become of it we may have missed
+            self.router.ask_owner(peer)
+        return peer
+
+    def _find_peers_on(self, host: str) -> None:
+        """Look up the peers of all known processes on a lost host, so that each of them is marked as gone."""
+        for core in _alive(self.procs):
+            for rank, token in enumerate(core.tokens):
+                if host_of(token) == host:
+                    core.peer(rank)
+
+    def actor_core(
+        self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
+    ) -> ActorCore:
+        """The one ActorCore of a mesh in this process."""
+        proc_core, owner_peer = self.proc_core(procs), self.router.peer(owner)
+        with self.naming:
+            core = self.actors.get(actor)
+            if core is None:
+                core = self.actors[actor] = ActorCore(
+                    actor, name, blueprint(cls), proc_core, Extent(labels, sizes), tuple(bases), owner_peer
+                )
+            return core
+
+    def failure_of(self, core: ActorCore, rank: int) -> MeshFailure:
+        """Why this rank can't be called."""
+        known = core.failure_of(rank)
+        if known is not None:
+            return known
+        known = self.death_of(core.procs, core.bases[rank], core.peer(rank))
+        deaths = [replace(death, rank=rank, where=core.where(rank)) for death in known.deaths]
+        failure = MeshFailure(core.name, deaths)
+        failure.__cause__ = known.__cause__
+        return failure
+
+    def death_of(self, core: ProcCore, rank: int, peer: Peer, mesh_name: str = "") -> MeshFailure:
+        """A failure that tells of a process's end, as far as it is known here."""
+        if core.stopped is not None:
+            what, code = f"it was stopped: {core.stopped}", None
+        else:
+            what, code = self.owner.how_it_ended(peer)
+        death = Death(rank, core.where(rank), self.host_name(peer.token), peer.pid, what, code)
+        error = None
+        if core.stopped is None and self.owner.failed_to_start(peer):
+            error, trace = self.owner.bootstrap_error(peer)
+            death = replace(death, error=error, trace=trace, at_start=True)
+        failure = MeshFailure(mesh_name or core.name, [death])
+        failure.__cause__ = error
+        return failure
+
+    def named_actor(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
+        """The one actor of this name in the whole program."""
+        if self.root is None:
+            return self.registry.get(name, cls, args, kwargs)
+        return named_actors.ask(self, name, cls, args, kwargs)
+
+    # ---- spawning
+
+    def children_of(self, owner_cell: Any) -> list[Any]:
+        """What an actor, or for None the program itself, has spawned."""
+        return self.main_children if owner_cell is None else owner_cell.children
+
+    def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
+        """Start a process for each rank of the extent."""
+        program_exit.prepare()
+        return self.owner.spawn(extent, _living_cell("processes"), hosts=hosts.hosts, **options)
+
+    # ---- hosts
+
+    def host(self, token: str) -> Any:
+        """The Host of a process elsewhere; None if it is here, or was attached by somebody else."""
+        return None if self.hosts is None else self.hosts.hosts.get(host_of(token))
+
+    def host_name(self, token: str) -> str:
+        """For people: where the process with this token runs."""
+        if host_of(token) == host_of(self.router.token):
+            return HOST
+        host = self.host(token)
+        return self.known_hosts.get(host_of(token), host_of(token)) if host is None else str(host.name)
+
+    def host_names(self, tokens: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """See MeshProgram.host_names."""
+        if not self.gateway:  # whoever gets them is on this host
+            return ()
+        numbers = sorted({host_of(token) for token in tokens})
+        return tuple((number, name) for number in numbers if (name := self.host_name(number)) != number)
+
+    def homes(self, hosts: tuple[str, ...] | None, count: int) -> list[str]:
+        """The host of each rank. Raises RuntimeError for hosts that are lost, or that another process has attached."""
+        if hosts is None:
+            return [host_of(self.router.token)] * count
+        for each in hosts:
+            known = None if self.hosts is None else self.hosts.hosts.get(each)
+            if known is None:
+                raise RuntimeError(
+                    f"host {each} was attached by another process: only that one can start processes there"
+                )
+            if known.lost is not None:
+                raise RuntimeError(f"{known.lost}: take a slice of the hosts without it, or attach it again")
+        return [hosts[rank * len(hosts) // count] for rank in range(count)]
+
+    def home_again(self, token: str, others: Sequence[str]) -> str:
+        """Where the successor of a process is started: on its host, or, where that is lost, on another of its mesh."""
+        host = self.host(token)
+        if host is None or host.lost is None:
+            return host_of(token)
+        alive = [host_of(other) for other in others if (known := self.host(other)) is not None and known.lost is None]
+        return min(sorted(set(alive)), key=alive.count, default=host_of(token))
+
+    def is_on(self, tokens: Sequence[str], hosts: Sequence[str]) -> bool:
+        """Some of these processes are on some of these hosts; none given: on this one."""
+        wanted = set(hosts) or {host_of(self.router.token)}
+        return any(host_of(token) in wanted for token in tokens)
+
+    def spawn_actors(
+        self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
+    ) -> ActorMesh:
+        """Build an actor in each process."""
+        plan = blueprint(cls)
+        if procs._core.stopped is not None:
+            raise SupervisionError(
+                f"{name!r} can't be spawned on mesh {procs._core.name!r}: it was stopped: {procs._core.stopped}",
+                "spawn",
+            )
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an actor mesh has a name, not {name!r}")
+        _check_constructor(cls, args, kwargs)
+        check_policy(restart)
+        body, buffers = dumps((cls, args, kwargs, procs))
+        owner_cell = _living_cell(f"the mesh {name!r}")
+        core = ActorCore(
+            secrets.randbits(63) | 1, name, plan, procs._core, procs.extent, tuple(procs._shape.ranks), self.router.me
+        )
+        intensity = Intensity(restart, self.clock) if restart is not None else None
+        built: Future[None] = Future(self.wait)
+        siblings = self.children_of(owner_cell)
+        core.owned = OwnedActors(core, owner_cell, siblings, _joined(body), _copied(buffers), intensity, built)
+        self.actors[core.actor] = core
+        siblings.append(core)
+        if procs._core.owned is not None:
+            procs._core.owned.actors.append(core)
+        for rank in range(len(core.bases)):
+            self.construct(core, rank)
+        return ActorMesh(core)
+
+    def construct(self, core: ActorCore, rank: int) -> None:
+        """Have one rank of an actor mesh built; again, if it was there before."""
+        owned = core.owned
+        owned.left.add(rank)
+        owned.constructing.add(rank)
+        peer = core.peer(rank)
+        if peer.gone is not None:
+            self.soon(lambda: self._lost_rank(core, rank, self.death_of(core.procs, core.bases[rank], peer)))
+            return
+        cell = owned.owner_cell
+        plan = Construct(
+            core.actor, core.name, rank, tuple(core.extent.labels), tuple(core.extent.sizes), cell.actor if cell else 0,
+            cell.name if cell else "main", owned.generations[rank], owned.intensity is not None,
+            core.blueprint.is_async,
+        )  # fmt: skip
+        self.router.tell(peer, plan, owned.body, owned.buffers)
+
+    def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
+        """Make the processes the ranks of a torch process group."""
+        from monarch_backend._actor import process_groups
+
+        return process_groups.meet(self, procs, backend, timeout)
+
+    def set_log_level(self, core: ProcCore, level: int | str) -> None:
+        """What the processes' ``logging`` makes at all; what is shown of it is the collector's part."""
+        for peer in core.peers:
+            self.router.tell(peer, Setting("log_level", level))
+
+    def ready(self, core: ProcCore) -> Future[None]:
+        """Done when all processes are there."""
+        return self.owner.ready(core)
+
+    def built(self, core: ActorCore) -> Future[None]:
+        """Done when all actors are built; elsewhere than at the owner, when all answer."""
+        if core.owned is None:
+            raise RuntimeError("only the program or actor that has spawned a mesh can wait for it to be built")
+        future: Future[None] = core.owned.built
+        return future
+
+    # ---- stopping
+
+    def stop_procs(
+        self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
+    ) -> Future[None]:
+        """End processes; a Future that is done when they have gone."""
+        return self.owner.stop(core, how, reason, timeout, hosts)
+
+    def stop_actors(self, core: ActorCore, how: str, reason: str, timeout: float | None = None) -> Future[None]:
+        """End actors; a Future that is done when they have. After ``timeout`` seconds they are interrupted."""
+        timeout = check_timeout(timeout)
+        if core.owned is None:
+            raise RuntimeError(
+                "a mesh of actors is stopped by who has spawned it; an actor may stop itself: context().actor_instance"
+            )
+        if core.stopped is None:
+            death = [
+                Death(
+                    rank,
+                    core.where(rank),
+                    self.host_name(core.peer(rank).token),
+                    core.peer(rank).pid,
+                    f"it was stopped: {reason}",
+                )
+                for rank in range(len(core.bases))
+            ]
+            core.stopped = MeshFailure(core.name, death[:1])
+            core.owned.built._fail(core.stopped)
+            for rank in range(len(core.bases)):
+                if core.dead.get(rank) is not None or core.peer(rank).gone is not None:
+                    core.owned.left.discard(rank)
+        self._tell_to_end(core, how, reason)
+        core.owned.settle()
+        future: Future[None] = core.owned.ended
+        if how == "abort":
+            self._end_late(core, future, None, reason)
+        elif timeout is not None:
+            self._end_late(core, future, timeout, reason)
+        return future
+
+    def _tell_to_end(self, core: ActorCore, how: str, reason: str) -> None:
+        for rank in list(core.owned.left):
+            if core.peer(rank).gone is None:
+                self.router.tell(core.peer(rank), Stop(core.actor, how, reason))
+
+    def _end_late(self, core: ActorCore, ended: Future[None], timeout: float | None, reason: str) -> None:
+        """Interrupt what has not ended after ``timeout`` seconds; an abort was told to all at once.
+
+        A process kills itself if that does not help. From here those are killed that do not read their messages, and
+        those that are not up yet are not waited for.
+        """
+
+        def interrupt() -> None:
+            if not ended.ready:
+                self._tell_to_end(core, "interrupt", f"{reason}; {timeout:g} s are over")
+
+        def give_up() -> None:
+            for rank in list(core.owned.left):
+                peer = core.peer(rank)
+                if peer is not self.router.me and not self.owner.kill_if_deaf(peer):
+                    log.warning(
+                        "%s of %s is not waited for: its process is not up yet, and ends the actor when it is",
+                        core.where(rank), core.name,
+                    )  # fmt: skip
+                    core.owned.is_gone(rank)
+            if not ended.ready:
+                timers.append(self.pump.later(ownership.LOOK, give_up))
+
+        timers = [self.pump.later(ownership.GRACE if timeout is None else timeout + KILL_AFTER_S, give_up)]
+        if timeout is not None:
+            timers.append(self.pump.later(timeout, interrupt))
+
+        def cancel(_: Future[None]) -> None:
+            for timer in timers:
+                timer.cancel()
+
+        ended.add_done_callback(cancel)
+
+    def end_child(self, child: Any, failure: MeshFailure | None, how: str) -> None:
+        """What an actor owns ends with it. Waits for it, for a while, where it may wait."""
+        reason = ("its owner has ended" if failure is None else f"its owner has ended: {failure}")[:4096]
+        stop = self.stop_procs if isinstance(child, ProcCore) else self.stop_actors
+        future = stop(child, how, reason)
+        if not self.pump.reading:
+            self.wait(future, 10.0)
+
+    # ---- messages
+
+    def _called(self, peer: Peer, frame: Frame, via: Combiner | None) -> None:
+        cell = self.cells.get(frame.target)
+        if cell is None and frame.target == named_actors.NUMBER and self.root is None:
+            cell = self._start_registrar()
+        if cell is not None:
+            cell.put((peer, frame, via))
+            return
+        # A reference may be here before the word of its owner: the message waits, though not for ever.
+        waiting = self._unborn.get(frame.target)
+        if waiting is None:
+            waiting = self._unborn[frame.target] = []
+            self.pump.later(UNBORN, lambda: self._refuse_unborn(frame.target))
+        waiting.append((peer, frame, via))
+
+    def _refuse_unborn(self, actor: int) -> None:
+        where = str(self.home_extent.point(self.home_rank)) if self.home_extent is not None else "the main program"
+        for peer, frame, via in self._unborn.pop(actor, ()):
+            self.router.processed(peer, frame)
+            what = f"its actor was not built here within {UNBORN:.0f} s"
+            failure = pack_failure(MeshFailure("?", [Death(frame.rank, where, HOST, self.pid, what)]))
+            if frame.ref and via is not None:
+                via.own(frame.rank, Status.DEAD, failure, None)
+            elif frame.ref:
+                self.router.send_or_keep(
+                    peer.link, Kind.REPLY, 0, frame.ref, Status.DEAD, failure, None, rank=frame.rank
+                )
+
+    def _start_registrar(self) -> Cell:
+        body, buffers = dumps((named_actors.Registrar, (), {}, None))
+        cell = self.cells[named_actors.NUMBER] = Cell(self, named_actors.plan(), self.router.me, body, buffers)
+        self.run_cell(cell)
+        return cell
+
+    def _replied(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+        call = self.pending.get(frame.ref)
+        if call is not None:
+            call.on_reply(frame)
+
+    def _ported(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+        receiver = self.ports.get(frame.target)
+        if receiver is not None:
+            receiver._take(peer, frame)
+        else:
+            self.router.processed(peer, frame)
+
+    def withdraw(self, core: ActorCore, ref: int, peers: Sequence[Peer], reason: str) -> None:
+        """A call is no longer wanted."""
+        for peer in peers:
+            if peer.gone is None:
+                self.router.tell(peer, Cancel(core.actor, ref, reason))
+        self.pump.wake()  # a thread that waits for it reads perhaps, and must look up
+
+    def _cancel(self, peer: Peer, message: Cancel, _: Frame) -> None:
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.cancel(peer, message)
+
+    def _more(self, peer: Peer, message: More, _: Frame) -> None:
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.more(peer, message)
+
+    # ---- actors of this process
+
+    def _construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
+        former = self.cells.get(plan.actor)
+        cell = (AsyncCell if plan.is_async else Cell)(self, plan, peer, frame.body, frame.buffers)
+        self.cells[plan.actor] = cell
+        for message in self._unborn.pop(plan.actor, ()):
+            cell.put(message)
+        if former is not None:
+            cell.take_over(former)
+        else:
+            self.run_cell(cell)
+
+    def _stop(self, peer: Peer, message: Stop, _: Frame) -> None:
+        if message.actor == 0:
+            self.on_exit(message.how, message.reason)
+            return
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.end_in_time(message.how, message.reason)
+
+    def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
+        core = self.procs.get(message.mesh)
+        if core is None or core.owned is not None or core.owner is not peer:
+            return
+        for rank, token in zip(message.ranks, message.tokens):  # noqa: B905 (of another process: they may not add up)
+            if rank < len(core.tokens):
+                core.replace(rank, token)
+                if token in self.router.peers:
+                    core.peer(rank)
+
+    def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
+        if message.name == "crowded":
+            self.links.post.crowd(bool(message.value))  # type: ignore[attr-defined]
+        elif message.name == "gateway":
+            from monarch_backend._hosts.attach import go_through
+
+            self.aside(lambda: go_through(self, str(message.value)))
+        elif message.name == REPORT_BUSY:
+            for cell in list(self.cells.values()):
+                cell.report_busy()
+        elif message.name == "log_level":
+            install_worker_logging(message.value)
+        elif message.name == "abort_groups":
+            from monarch_backend._actor import process_groups
+
+            self.aside(lambda: process_groups.abort_groups(str(message.value)))
+        elif message.name.partition(".")[0] in ROOMS_ABOVE:
+            self.aside(lambda: _heard_above(self, peer, message))
+
+    def exit_now(self, reason: str) -> None:
+        """This process is gone with the next instruction."""
+        sys.stderr.write(f"monarch_backend: {reason}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), 9)
+
+    def _leave(self, how: str, reason: str) -> None:
+        """A worker's part is set by worker_main.py."""
+
+    # ---- what is told to owners
+
+    def _constructed(self, peer: Peer, message: Constructed, _: Frame) -> None:
+        if message.actor == 0:
+            self.owner.bootstrapped(peer)
+            return
+        core = self.actors.get(message.actor)
+        if core is not None and core.owned is not None:
+            core.owned.is_built(message.rank)
+
+    def _actor_stopped(self, peer: Peer, message: Stopped, _: Frame) -> None:
+        core = self.actors.get(message.actor)
+        if core is not None and core.owned is not None and message.generation == core.owned.generations[message.rank]:
+            core.owned.is_gone(message.rank)
+
+    def _actor_failed(self, peer: Peer, message: Failed, frame: Frame) -> None:
+        if message.actor == 0:
+            self.owner.bootstrap_failed(peer, unpack_exception(bytes(frame.body)))
+            return
+        core = self.actors.get(message.actor)
+        if core is None or core.owned is None or message.generation != core.owned.generations[message.rank]:
+            return
+        failure = unpack_exception(bytes(frame.body))
+        if isinstance(failure, MeshFailure):
+            self._lost_rank(core, message.rank, failure)
+
+    def _lost_rank(self, core: ActorCore, rank: int, failure: MeshFailure) -> None:
+        """An actor of a mesh of ours is dead, and its process is not."""
+        owned = core.owned
+        if core.peer(rank).gone is not None:
+            owned.is_gone(rank)
+        if core.stopped is not None or core.procs.stopped is not None or self.closing:
+            return
+        if core.dead.get(rank) is not None:
+            return  # known already, from its process's end or from its own word
+        delay = owned.intensity.allow() if owned.intensity is not None else None
+        gone = core.peer(rank).gone is not None
+        if delay is not None and gone and core.procs.owned is not None:
+            return  # what its process's own mesh tells of, and mends
+        cause = failure.deaths[0].what if failure.deaths else str(failure)
+        if delay is not None and not gone:
+            log.info("%s of %s: %s; %s", core.where(rank), core.name, cause, owned.intensity.last_restart(delay))
+            again = range(len(core.bases)) if owned.intensity.policy.strategy == "all" else [rank]
+            for other in again:
+                owned.generations[other] += 1
+                if other != rank:
+                    self.router.tell(core.peer(other), Stop(core.actor, "restart", "the whole mesh is restarted"))
+            homes = [(other, owned.generations[other], core.peer(other)) for other in again]
+            self.pump.later(delay, lambda: self._construct_again(core, homes))
+            return
+        if owned.intensity is not None and not gone:
+            cause = f"{cause}; {owned.intensity.used_up()}"
+        deaths = [replace(death, rank=rank, where=core.where(rank), what=cause) for death in failure.deaths[:1]]
+        mesh_failure = MeshFailure(core.name, deaths, ActorMesh(core))
+        mesh_failure.__cause__ = failure.__cause__
+        core.dead[rank] = mesh_failure
+        if owned.intensity is not None and core.peer(rank).gone is None:
+            self.router.tell(core.peer(rank), Stop(core.actor, "stop", "it died too often"))
+        owned.built._fail(mesh_failure)
+        if not self.owner.failed_to_start(core.peer(rank)) or self.supervision.is_asked(owned.owner_cell):
+            self.supervision.failed(owned.owner_cell, mesh_failure)
+
+    def _construct_again(self, core: ActorCore, homes: Sequence[tuple[int, int, Peer]]) -> None:
+        if core.stopped is not None:
+            for rank, generation, _ in homes:
+                if core.owned.generations[rank] == generation:
+                    core.owned.is_gone(rank)  # its predecessor has ended, and there will be no other
+        if core.stopped is not None or core.procs.stopped is not None:
+            return
+        for rank, generation, peer in homes:
+            # Or its process has ended, which is told by itself; or it has been started anew for another reason.
+            if core.peer(rank) is peer and peer.gone is None and core.owned.generations[rank] == generation:
+                self.construct(core, rank)
+
+    # ---- processes that come and go
+
+    def _met(self, peer: Peer) -> None:
+        self.owner.met(peer)
+        if peer.owner is None:  # it has called us: whose it is, a reference that we have may say
+            for core in _alive(self.procs):
+                rank = core.rank_of(peer.token)
+                if rank is not None:
+                    core.peer(rank)
+
+    def _gone(self, peer: Peer) -> None:
+        if self.hosts is not None:
+            self.hosts.gone(peer)
+        owned = self.owner.member(peer)
+        if owned is not None:
+            self.owner.ended(peer)  # it tells us when it knows how it ended
+        else:
+            self.lost_process(peer, None)
+            if not peer.peace and peer.owner is not None and peer.owner.link < 0:
+                self.router.ask_owner(peer)
+
+    def lost_process(self, peer: Peer, failure: MeshFailure | None) -> None:
+        """Whoever waits for this process hears of it."""
+        if failure is None:
+            failure = self._seen_from_here(peer)
+        for call in list(self.pending.values()):
+            call.on_gone(peer, failure)
+        if self.mover is not None:
+            self.mover.gone(peer)
+        for cell in list(self.cells.values()):
+            cell.reader_gone(peer)
+            if cell.owner is peer and cell.failure is None:
+                cell.end("abort", f"its owner, {peer}, is gone")
+        for core in _alive(self.actors):
+            if core.owned is not None and core.procs.owned is None:
+                lost = core.procs.rank_of(peer.token)
+                for rank, base in enumerate(core.bases):
+                    if base == lost:
+                        self._lost_rank(core, rank, failure)
+
+    def _seen_from_here(self, peer: Peer) -> MeshFailure:
+        for core in _alive(self.procs):
+            rank = core.rank_of(peer.token)
+            if rank is not None:
+                return self.death_of(core, rank, peer)
+        return MeshFailure("?", [Death(0, str(peer), self.host_name(peer.token), peer.pid, peer.gone or "it is gone")])
+
+    def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
+        cell = context.cell.get()
+        if peer is self.router.me and cell is not None and (kind == Kind.PORT or target == cell.actor):
+            # Nobody would take them while it waits here. Other actors of this process do: they have their own threads.
+            what = "to a port of its own process" if kind == Kind.PORT else "to itself"
+            raise RuntimeError(f"{cell.name} has sent so many messages {what} that the queue is full: {why}")
+        _say(why)
+
+    # ---- the end
+
+    def flush_logs(self) -> None:
+        """What the workers have written is on the terminal."""
+        self.owner.flush_logs()
+
+    def kill_all(self) -> None:
+        """Every process that this one has started is gone when it returns."""
+        self.closing = True
+        self.owner.close()
+        if self.hosts is not None:
+            self.hosts.close()
+
+    def disown(self) -> None:
+        """In a fork of this process: nothing of this program can be used there."""
+        self.disowned, pid = True, self.pid
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(
+                f"this mesh belongs to process {pid}, of which process {os.getpid()} is a fork: spawn one here instead"
+            )
+
+        router: Any = self.router
+        router.send = router.cast = router.tell = router.reply = refuse
+        self.wait = self.soon = self.owner.stop = self.pump.wait = refuse  # type: ignore[method-assign]
+
+    def end_first(self) -> None:
+        """At exit, before what has just been made ends itself: processes are stopped before they are killed."""
+        if self.at_exit:
+            atexit.unregister(self.shutdown)
+            atexit.register(self.shutdown)
+
+    def shutdown(self) -> None:
+        """Stop everything, in order; with a second Ctrl-C, at once."""
+        if self.closing and not program_exit.is_ending():
+            return
+        try:
+            if self.closing or (not self.owner.any() and self.hosts is None):
+                return
+            stopping = self.stop_procs(None, "stop", "the program ends")
+            if not self.wait(stopping, HINT):
+                some = self.owner.at_work()
+                sys.stderr.write(
+                    f"monarch_backend: waiting for {some} to finish, at most {FAREWELL:g} s; Ctrl-C kills them\n"
+                )
+            if not self.wait(stopping, FAREWELL - HINT):
+                some = self.owner.at_work()
+                sys.stderr.write(
+                    f"monarch_backend: the program has ended, and {FAREWELL:g} s later {some} had not finished and was "
+                    "killed. To let actors finish, wait for their futures, or call stop().get() of their processes, "
+                    "before the end.\n"
+                )
+        except KeyboardInterrupt:
+            sys.stderr.write("monarch_backend: interrupted again: the processes are killed\n")
+        finally:
+            self.kill_all()
+            if self.mover is not None:
+                self.mover.close()
+            self.links.host.leave()  # type: ignore[attr-defined]
+            self.pump.close()
+            # What still refers to classes of the main module would keep its globals from being finalised.
+            blueprint.cache_clear()
+            self.main_children.clear()
+
+
+def _heard_above(program: Program, peer: Peer, message: Setting) -> None:
+    """On a thread of its own: the room may have to be imported, and may wait."""
+    import importlib
+
+    room = importlib.import_module(ROOMS_ABOVE[message.name.partition(".")[0]])
+    room.heard(program, peer, message.name, message.value)
+
+
+def _alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:
+    """Its values, while other threads add some: iterating it would fail then."""
+    return [value for reference in table.valuerefs() if (value := reference()) is not None]
+
+
+def _say(why: str) -> None:
+    """To those who want to know."""
+    if env.get("MONARCH_DEBUG"):
+        sys.stderr.write(f"monarch: {why}\n")
+
+
+def _is_newer(data: ProcReference, core: ProcCore) -> bool:
+    """It knows successors of processes that we have not heard of."""
+    if core.owned is not None:
+        return False
+    return any(epoch_of(token) > epoch_of(known) for token, known in zip(data.tokens, core.tokens, strict=True))
+
+
+def _living_cell(what: str) -> Any:
+    """The actor that spawns; None for the main program. One that has failed owns nothing more."""
+    cell = context.cell.get()
+    if cell is not None and cell.failure is not None:
+        raise SupervisionError(f"{cell.name} has ended and can't spawn {what}: {cell.failure}", "spawn", cell.failure)
+    return cell
+
+
+def _check_constructor(cls: type, args: Any, kwargs: Any) -> None:
+    import inspect
+
+    if cls.__init__ is object.__init__ and (args or kwargs):  # type: ignore[misc]
+        raise TypeError(f"{cls.__name__} has no __init__ that takes the arguments which it is given")
+    try:
+        inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__} is built by __init__{inspect.signature(cls.__init__)}: {error}") from None  # type: ignore[misc]
+
+
+def _joined(body: Any) -> bytes:
+    return body if isinstance(body, bytes) else b"".join(body)
+
+
+def _copied(buffers: Any) -> list[bytes] | None:
+    return [bytes(buffer) for buffer in buffers] if buffers else None
+
+
+_program: Program | None = None
+_forked_from: frozenset[str] = frozenset()
+_guard = threading.Lock()
+
+
+def start(token: str = "", crowded: bool = False) -> Program:
+    """A program over shared memory, in this process."""
+    global _program
+    _native.park_threads_at_exit()  # actors of the main program wait in the core when the interpreter ends
+    links = LocalLinks(token, crowded=crowded)
+    holder: list[Program] = []
+    pump = Pump(links.post, lambda events: holder[0].router.handle(links.translate(events)))
+    made = Program(links, pump, RealClock())
+    holder.append(made)
+    pump.start()
+    _program = made
+    return made
+
+
+def is_of_parent(token: str) -> bool:
+    """A process of the program that this process was forked from, and of none that this one has met itself."""
+    return token in _forked_from and (_program is None or token not in _program.router.peers)
+
+
+def program() -> Program:
+    """The program of this process, started if need be."""
+    if _program is None:
+        with _guard:
+            if _program is None:
+                env.check()
+                made = start()
+                made.at_exit = True
+                made.end_first()
+    assert _program is not None
+    return _program
+
+
+def _in_forked_child() -> None:
+    """A fork of the user's: the meshes are the parent's."""
+    global _program, _forked_from
+    if _program is not None:
+        _forked_from |= {_program.router.token, *_program.router.peers}
+        atexit.unregister(_program.shutdown)
+        _program.links.host.abandon()  # type: ignore[attr-defined]
+        if _program.mover is not None:
+            _program.mover.abandon()
+        _program.disown()
+        _native.keep_for_ever(_program)
+        _program = None
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+seam.install(program)
+
+__all__ = ["Program", "is_of_parent", "program", "start"]

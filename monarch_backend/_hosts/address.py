@@ -1,0 +1,53 @@
+"""Where hosts are, as users write it, and which secret goes with it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from monarch_backend._transport.network.auth import parse_secret, read_secrets, user_secret
+
+PORT = 26600
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port, of "tcp://10.0.0.2:26600", "node7", "[::1]:26600" and the like.
+
+    >>> parse_address("tcp://node7:1234"), parse_address("[::1]"), parse_address("10.0.0.2")
+    (('node7', 1234), ('::1', 26600), ('10.0.0.2', 26600))
+    """
+    found = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:/\s]+))(?::(\d{1,5}))?/?", text)
+    if found is None or not 0 <= int(found[3] or PORT) <= 65535:
+        raise ValueError(f"{text!r} is no address of a host: write tcp://HOST:PORT, HOST:PORT or [IPv6]:PORT")
+    return found[1] or found[2], int(found[3] or PORT)
+
+
+def given_secrets() -> list[bytes]:
+    """From MONARCH_SECRET or the file named by MONARCH_SECRET_FILE; a host may have several, one for each job.
+
+    Raises ValueError, OSError.
+    """
+    if text := os.environ.get("MONARCH_SECRET"):
+        return [parse_secret(text, "MONARCH_SECRET")]
+    if path := os.environ.get("MONARCH_SECRET_FILE"):
+        return read_secrets(Path(path))
+    return []
+
+
+def given_secret() -> bytes | None:
+    """The job's: the first one."""
+    return next(iter(given_secrets()), None)
+
+
+def find_secret(given: bytes | None) -> tuple[bytes, str]:
+    """The secret for a connection, and a sentence about its source for errors. Raises ValueError, OSError."""
+    if given is not None:
+        return given, "the secret is that of secret="
+    if secret := given_secret():
+        name = "MONARCH_SECRET" if os.environ.get("MONARCH_SECRET") else "MONARCH_SECRET_FILE"
+        return secret, f"the secret is that of {name}"
+    return user_secret(), (
+        "no secret of the job is given: set MONARCH_SECRET_FILE, MONARCH_SECRET or secret=. This user's own secret of "
+        "this machine was tried"
+    )

@@ -1,0 +1,214 @@
+"""`monarch-backend up`: makes a machine a host. It checks the secret, and makes an agent for each controller.
+
+It holds a fork server with torch imported, so that agents and their processes are there in milliseconds. What an agent
+does is agent.py's; all of them end with the daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from monarch_backend._core.addresses import is_loopback
+from monarch_backend._hosts import agent, protocol
+from monarch_backend._hosts.address import given_secrets, parse_address
+from monarch_backend._hosts.protocol import Ask, Unwelcome, Versions, Welcome
+from monarch_backend._hosts.tls_config import tls_for
+from monarch_backend._processes.resource_limits import allow_descriptors
+from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed
+from monarch_backend._transport.network.auth import user_secret
+from monarch_backend._transport.network.connection_manager import Bounds, Remote, Tcp, secrets_by_name
+from monarch_backend._transport.network.envelope import HOST
+
+log = logging.getLogger("monarch_backend")
+
+READY = 5.0
+"""Seconds that an agent may take to be there for a connection."""
+
+MAX_FRAME_BYTES = 64 << 10
+"""A daemon reads questions (`Ask`), of a few hundred bytes each, and nothing else."""
+
+MAX_SESSIONS = 1024
+"""Controllers that a daemon talks to at one time. Together they can make it reserve 64 MiB."""
+
+PRELOAD = (
+    "monarch_backend._actor.worker_main",
+    "monarch_backend._actor.process_groups",
+    "monarch_backend._hosts.agent",
+    "monarch_backend.process_group",
+)
+
+
+class Daemon:
+    """A host's; `start` says where it listens."""
+
+    def __init__(self, *known: bytes, workers: Sequence[str] = ()) -> None:
+        self._workers = tuple(workers)
+        self._spawner = Spawner(self._event, preload=PRELOAD)
+        self._closing = False
+        self._lock = threading.Lock()
+        self._agents: dict[int, str] = {}  # tokens by the spawner's number
+        self._tcp = Tcp(
+            os.urandom(16),
+            secrets_by_name(*known),
+            self._asked,
+            lambda _: None,
+            lambda _: None,
+            bounds=Bounds(),
+            tls=tls_for(),
+            hand_over=self._hand_over,
+            max_frame_bytes=MAX_FRAME_BYTES,
+            max_sessions=MAX_SESSIONS,
+        )
+
+    def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen. Raises OSError."""
+        address = self._tcp.listen(host, port)
+        self._spawner.start()
+        self._tcp.start()
+        return address
+
+    def close(self) -> None:
+        """All agents end, and all that they have started."""
+        self._closing = True
+        self._tcp.close()
+        self._spawner.close()
+
+    def _asked(self, remote: Remote, _: bytes, body: memoryview) -> None:
+        """On the thread of the connections."""
+        try:
+            ask = protocol.decode(body)
+            if not isinstance(ask, Ask):
+                raise msgspec.DecodeError(f"a {type(ask).__name__} where an Ask is expected")
+        except msgspec.DecodeError as error:
+            log.warning("%s said what is no question: %s", remote, error)
+            self._tcp.hang_up(remote)
+            return
+        self._tcp.send(remote, b"", [protocol.encode(self._answer(ask, remote.secret))])
+
+    def _answer(self, ask: Ask, secret: bytes) -> Welcome | Unwelcome:
+        """``secret``: of the job, which has proved that it knows it."""
+        here = Versions.here()
+        if differences := ask.versions.differences(here):
+            return Unwelcome(f"{', '.join(differences)}: {protocol.REMEDY}")
+        token = secrets.token_hex(14) + "0000"
+        plan = agent.Plan(
+            token=token, root=ask.root, asker=ask.token, server=self._spawner.address,
+            heartbeat=ask.heartbeat, silence=ask.silence,
+        )  # fmt: skip
+        read, write = os.pipe()
+        try:
+            os.write(write, secret)
+            number = agent.start(self._spawner, f"agent {token[:HOST]}", plan, read)
+        except (OSError, RuntimeError, ValueError) as error:
+            return Unwelcome(f"no agent can be started: {error}")
+        finally:
+            os.close(write)
+        with self._lock:
+            self._agents[number] = token
+        return Welcome(token, protocol.host_name(), here, self._workers)
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, (Exited, SpawnFailed)):
+            with self._lock:
+                token = self._agents.pop(event.id, "")
+            if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
+                log.warning("agent %s: %s", token[:HOST], event)
+
+    def _hand_over(self, whom: bytes, connection: socket.socket, knock: bytes) -> bool:
+        """A connection of another gateway, to the agent that it is for; it proves itself there."""
+        with self._lock:
+            if whom.hex() not in self._agents.values():
+                return False
+        self._pass_on(whom.hex(), connection.dup(), knock, time.monotonic() + READY)
+        connection.close()
+        return True
+
+    def _pass_on(self, token: str, connection: socket.socket, knock: bytes, until: float) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as way:
+            way.settimeout(1)
+            try:
+                way.connect(agent.meeting_point(token))
+                socket.send_fds(way, [knock], [connection.fileno()])
+            except OSError:
+                with self._lock:
+                    there = token in self._agents.values()
+                if there and time.monotonic() < until:  # it has only just been started
+                    self._tcp.later(0.01, lambda: self._pass_on(token, connection, knock, until))
+                    return
+        connection.close()
+
+
+def run_worker_loop_forever(
+    address: str = "127.0.0.1",
+    *,
+    secret: bytes | Sequence[bytes] | None = None,
+    workers: Sequence[str] = (),
+    on_ready: Any = None,
+) -> None:
+    """Make this machine a host for controllers, until SIGTERM or Ctrl-C; what runs here then ends, too.
+
+    ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 for any that is free. ``secret``: the job's, of 32
+    bytes, or those of several jobs, which get nothing of each other; by default from MONARCH_SECRET or the file
+    MONARCH_SECRET_FILE, which has one in each line, or else the user's own, on loopback only.
+    ``workers``: addresses of hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)``
+    is called once it listens.
+
+    Raises ValueError for what is no address, PermissionError for one that others can reach without a secret of the
+    job's, OSError if it can't be listened on.
+    """
+    host, port = parse_address(address)
+    if isinstance(workers, str):
+        raise ValueError("workers is a list of addresses")
+    for worker in workers:
+        parse_address(worker)
+    known = [secret] if isinstance(secret, bytes) else list(secret or given_secrets())
+    if not is_loopback(host) and not known:
+        raise PermissionError(
+            f"{address} can be reached from other machines, and the job has no secret: set MONARCH_SECRET_FILE to a "
+            "file of mode 600 with 64 hexadecimal digits, as of `openssl rand -hex 32`, here and for the controller"
+        )
+    allow_descriptors()
+    daemon = Daemon(*(known or [user_secret()]), workers=workers)
+    with _signals(signal.SIGTERM, signal.SIGINT) as told_to_end:
+        try:
+            where = daemon.start(host, port)
+            if on_ready is not None:
+                on_ready(*where)
+            told_to_end()
+        finally:
+            daemon.close()
+
+
+@contextlib.contextmanager
+def _signals(*numbers: int) -> Iterator[Callable[[], None]]:
+    """What waits for one of these signals, also for one that has come before.
+
+    They are read from a socket: who waits for a lock misses a signal that comes in the moment before it begins to.
+    """
+    told, tell = socket.socketpair()
+    with told, tell:
+        tell.setblocking(False)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        before = signal.set_wakeup_fd(tell.fileno())
+
+        def wait() -> None:
+            while told.recv(1)[0] not in numbers:
+                pass
+
+        try:
+            yield wait
+        finally:
+            signal.set_wakeup_fd(before)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

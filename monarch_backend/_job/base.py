@@ -1,0 +1,405 @@
+"""What all jobs have in common: hosts by the name of their mesh, started once, found again by the job's file, ended.
+
+How a kind of job starts, finds and ends its hosts is said in its own module, in four methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import keyword
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from monarch_backend._core import env
+from monarch_backend._core.timeouts import check_bounded
+from monarch_backend._hosts.address import parse_address
+from monarch_backend._hosts.process_identity import Identity
+from monarch_backend._job import state_file
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.host_launcher import Launch, Up
+from monarch_backend._job.state_file import HostEntry, JobFile
+from monarch_backend._mesh.host_mesh import HostMesh
+from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._transport.network.auth import new_secret, read_secret
+from monarch_backend.hosts import attach_to_workers
+
+AT_ONCE = 64
+"""Hosts that are started at a time: each is a process here meanwhile."""
+START_WITHIN = 60.0
+STOP_WITHIN = 5.0
+"""Seconds that what this program runs on a job's hosts may take to finish when the job is ended."""
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """A host of a job. ``state``: "up", "gone", "not started", or "unknown" with the reason."""
+
+    mesh: str
+    index: int
+    state: str
+    address: str = ""
+    log: str = ""
+
+
+class JobState(Mapping[str, HostMesh]):
+    """The meshes of a job, attached: attributes and items by their names."""
+
+    def __init__(self, name: str, meshes: Mapping[str, HostMesh]) -> None:
+        self._name, self._meshes = name, dict(meshes)
+
+    def __getattr__(self, name: str) -> HostMesh:
+        if name.startswith("_") or name not in self._meshes:
+            known = ", ".join(self.__dict__.get("_meshes", ()))
+            raise AttributeError(f"the job has no mesh {name!r}; it has {known or 'none'}")
+        return self._meshes[name]
+
+    def __getitem__(self, name: str) -> HostMesh:
+        return self._meshes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._meshes)
+
+    def __len__(self) -> int:
+        return len(self._meshes)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._meshes]
+
+    def __repr__(self) -> str:
+        return f"JobState({self._name!r}: {', '.join(f'{name}={mesh}' for name, mesh in self._meshes.items())})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one host is started. ``where``: "" for this machine; ``reach``: its address, if it is not what it says."""
+
+    mesh: str
+    index: int
+    where: str
+    command: Sequence[str]
+    environment: Mapping[str, str] | None = None
+    reach: str = ""
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.mesh}[{self.index}]{f' ({self.where})' if self.where else ''}"
+
+
+class Job:
+    """Meshes of hosts by name, and the file that says what runs of them.
+
+    Not made itself: see LocalJob, ProcessJob and SSHJob. ``name`` tells the jobs of a user apart; ``path`` is the job's
+    file, by default $XDG_STATE_HOME/monarch_backend/jobs/NAME.json. ``secret_file`` holds the secret that all hosts and
+    the program have, by default MONARCH_SECRET_FILE's, or a fresh one for this job.
+    """
+
+    kind: ClassVar[str]
+    looks_at_once: ClassVar[bool] = False  # to find out whether hosts run costs nothing
+    _kinds: ClassVar[dict[str, type[Job]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in cls.__dict__:
+            Job._kinds[cls.kind] = cls
+
+    def __init__(
+        self, name: str = "job", path: str | os.PathLike[str] | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        default = state_file.default_path(name)  # checks the name, too
+        self.name = name
+        self.path = default if path is None else Path(path).expanduser().absolute()
+        given = secret_file or os.environ.get("MONARCH_SECRET_FILE") or None
+        self._secret_file = None if given is None else Path(given).expanduser().absolute()
+
+    # ---- of each kind
+
+    def _plans(self) -> list[Plan]:
+        """How each host is started."""
+        raise NotImplementedError
+
+    def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
+        """Of each: "up", "gone", or "unknown: " and why."""
+        raise NotImplementedError
+
+    def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
+        """End them; what is true of each then, in the same words."""
+        raise NotImplementedError
+
+    def _description(self) -> dict[str, Any]:
+        """The arguments that make it again, of what JSON has."""
+        raise NotImplementedError
+
+    # ---- of all
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Job:
+        """The job of this file, or of this name: for a second program. Raises JobError if there is none."""
+        text = os.fspath(path)
+        where = Path(text).expanduser().absolute()
+        if os.sep not in text and not where.exists() and not text.endswith(".json"):
+            where = state_file.default_path(text)
+        file = state_file.read(where)
+        if file is None:
+            raise JobError(f"there is no job: no file {where}")
+        cls = Job._kinds.get(file.kind)
+        if cls is None:
+            raise JobError(f"{where} is of a job of kind {file.kind!r}, which this monarch_backend does not know")
+        try:
+            job = cls._from_description(file.description)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise JobError(f"{where} is no file of a {cls.__name__}: {error}") from None
+        job.name, job.path = file.name, where
+        job._secret_file = None if file.own_secret else Path(file.secret_file)
+        return job
+
+    @classmethod
+    def _from_description(cls, description: dict[str, Any]) -> Job:
+        return cls(**description)
+
+    def apply(self, timeout: float = START_WITHIN) -> None:
+        """Start the hosts that do not run yet, and return when all listen.
+
+        What has been started by this job before, also by another program, is found by the job's file. Raises JobError,
+        with nothing new left running, if one of them can't be started within ``timeout`` seconds.
+        """
+        env.check()
+        timeout, plans = check_bounded(timeout), self._plans()
+        if not plans and self.kind != "local":
+            raise ValueError("the job has no hosts: give it some")
+        with state_file.locked(self.path):
+            file = self._read()
+            if file is None:
+                file = self._new_file()
+            elif file.description != self._described():
+                raise JobError(
+                    f"{self.path} is of a job that was described differently: end that one first "
+                    f"(Job.load({str(self.path)!r}).kill()), or give this one another name"
+                )
+            running = self._running(file)
+            missing = [plan for plan in plans if (plan.mesh, plan.index) not in running]
+            if not missing and file.hosts:
+                return
+            file.hosts = list(running.values())
+            try:
+                self._start(missing, file, time.monotonic() + timeout)
+            finally:
+                if not file.hosts and missing:
+                    self._forget(file)
+
+    def _described(self) -> dict[str, Any]:
+        """As it reads when it comes back from JSON."""
+        described: dict[str, Any] = json.loads(json.dumps(self._description()))
+        return described
+
+    def _running(self, file: JobFile) -> dict[tuple[str, int], HostEntry]:
+        """Raises JobError if it can't be known of one."""
+        states = self._look(file.hosts)
+        unknown = [f"{h.label}: {s}" for h, s in zip(file.hosts, states, strict=True) if s not in ("up", "gone")]
+        if unknown:
+            raise JobError("it can't be found out whether these still run: " + "; ".join(unknown))
+        return {(h.mesh, h.index): h for h, s in zip(file.hosts, states, strict=True) if s == "up"}
+
+    def _new_file(self) -> JobFile:
+        given = self._secret_file
+        if given is not None:
+            read_secret(given)
+        own = self.path.with_name(f"{self.path.stem}.secret")
+        if given is None and self.kind != "local":
+            state_file.write_private(own, new_secret().hex().encode() + b"\n")
+        return JobFile(
+            version=state_file.VERSION, kind=self.kind, name=self.name, id=secrets.token_hex(8),
+            machine=socket.gethostname(), secret_file=str(given or own), own_secret=given is None,
+            description=self._described(), hosts=[],
+        )  # fmt: skip
+
+    def _start(self, plans: Sequence[Plan], file: JobFile, until: float) -> None:
+        """All of them, or none; the file is written before the first may stay."""
+        before = list(file.hosts)
+        launches: list[Launch] = []
+        try:
+            secret = read_secret(Path(file.secret_file)) if plans else b""
+            for first in range(0, len(plans), AT_ONCE):
+                some = plans[first : first + AT_ONCE]
+                new = []
+                for plan in some:
+                    new.append(Launch(plan.label, plan.command, secret, plan.environment))
+                    launches.append(new[-1])
+                file.hosts += [_entry(plan, each.ready(until)) for plan, each in zip(some, new, strict=True)]
+            order = {name: number for number, name in enumerate(dict.fromkeys(plan.mesh for plan in self._plans()))}
+            file.hosts.sort(key=lambda host: (order[host.mesh], host.index))
+            state_file.write(self.path, file)
+            while launches:
+                launches[-1].stay()
+                launches.pop()
+        except BaseException:
+            new_hosts = [host for host in file.hosts if host not in before]
+            for each in launches:
+                each.let_go()
+            for each in launches:
+                each.give_up()
+            with contextlib.suppress(JobError, OSError):
+                self._end(new_hosts)
+            file.hosts = before
+            if before:
+                state_file.write(self.path, file)
+            raise
+
+    def _read(self) -> JobFile | None:
+        file = state_file.read(self.path)
+        if file is not None and file.kind != self.kind:
+            raise JobError(f"{self.path} is of a job of kind {file.kind!r}: give this one another name")
+        return file
+
+    def state(self, timeout: float = 15.0) -> JobState:
+        """The meshes of the job, of hosts that this program has attached; attached once however often it is called.
+
+        Raises JobError if the job has not been applied, or hosts of it are gone: their names, and their logs.
+        """
+        timeout, file = check_bounded(timeout), self._read()
+        if file is None:
+            raise JobError(f"the job {self.name!r} does not run (no file {self.path}): apply() starts it")
+        plans, there = self._plans(), {(host.mesh, host.index): host for host in file.hosts}
+        if missing := [plan.label for plan in plans if (plan.mesh, plan.index) not in there]:
+            raise JobError(f"job {self.name!r}: not started: {', '.join(missing)}; apply() starts them")
+        meshes: dict[str, list[HostEntry]] = {}
+        for plan in plans:
+            meshes.setdefault(plan.mesh, []).append(there[plan.mesh, plan.index])
+        if self.looks_at_once and (why := self._who_is_gone(file)):
+            raise JobError(f"job {self.name!r}{why}")
+        attached = {name: self._attach(file, name, hosts, timeout) for name, hosts in meshes.items()}
+        return JobState(self.name, attached)
+
+    def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
+        key = (file.id, name, tuple(host.process for host in hosts))
+        with _attaching:
+            mesh = _attached.get(key)
+            if mesh is not None and not _lost(mesh):
+                return mesh
+            addresses = [host.address for host in hosts]
+            if any(_refuse(addresses)) and (why := self._who_is_gone(file)):
+                raise JobError(f"job {self.name!r}{why}")
+            try:
+                secret = read_secret(Path(file.secret_file))
+                mesh = attach_to_workers(addresses, name, secret=secret, timeout=timeout)
+            except OSError as error:  # a ConnectionError, or no file of the secret
+                raise JobError(f"mesh {name!r} of job {self.name!r}: {error}{self._who_is_gone(file)}") from error
+            _attached[key] = mesh
+            return mesh
+
+    def _who_is_gone(self, file: JobFile) -> str:
+        states = self._look(file.hosts)
+        gone = [
+            f"{host.label}: its process {host.process.pid} is gone, its log is {host.log}"
+            if state == "gone"
+            else f"{host.label}: {state}"
+            for host, state in zip(file.hosts, states, strict=True)
+            if state != "up"
+        ]
+        return f": {'; '.join(gone)}. apply() starts again what is gone" if gone else ""
+
+    def status(self) -> list[HostStatus]:
+        """Of each host, without attaching any."""
+        file = self._read()
+        hosts = [] if file is None else file.hosts
+        found = dict(zip(((h.mesh, h.index) for h in hosts), zip(hosts, self._look(hosts), strict=True), strict=True))
+        result = []
+        for plan in self._plans():
+            host, state = found.get((plan.mesh, plan.index), (None, "not started"))
+            address, log = ("", "") if host is None else (host.address, host.log)
+            result.append(HostStatus(plan.mesh, plan.index, state, address, log))
+        return result
+
+    def kill(self) -> None:
+        """End all that the job has started, whichever program has; nothing if there is nothing.
+
+        What this program runs there is stopped before. Raises JobError, naming them, for hosts that could not be ended:
+        they stay in the job's file.
+        """
+        with state_file.locked(self.path):
+            file = self._read()
+            if file is None:
+                return
+            _stop_using(file)
+            states = self._end(file.hosts)
+            left = [(host, state) for host, state in zip(file.hosts, states, strict=True) if state != "gone"]
+            if left:
+                file.hosts = [host for host, _ in left]
+                state_file.write(self.path, file)
+                raise JobError("not ended: " + "; ".join(f"{host.label}: {state}" for host, state in left))
+            self._forget(file)
+
+    def _forget(self, file: JobFile) -> None:
+        self.path.unlink(missing_ok=True)
+        if file.own_secret:
+            Path(file.secret_file).unlink(missing_ok=True)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self._description()})"
+
+
+def check_mesh_name(name: str) -> str:
+    """It is an attribute of the job's state. Raises ValueError."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(JobState, name):
+        raise ValueError(f"{name!r} can't be the name of a mesh: state() has it as an attribute")
+    return name
+
+
+def _entry(plan: Plan, up: Up) -> HostEntry:
+    assert up.process is not None  # of a detached one
+    scheme, _, address = up.address.partition("://")
+    host, _, port = address.rpartition(":")
+    if plan.reach:
+        host = plan.reach
+    elif host in ("0.0.0.0", "[::]"):
+        host = up.reached or plan.where
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return HostEntry(plan.mesh, plan.index, plan.where, f"{scheme}://{host}:{port}", up.process, up.log)
+
+
+def _refuse(addresses: Sequence[str]) -> list[bool]:
+    """Of each: nobody listens there. Known at once, where a host that is to be attached is waited for."""
+
+    def refuses(address: str) -> bool:
+        try:
+            socket.create_connection(parse_address(address), 2.0).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    with ThreadPoolExecutor(min(32, len(addresses))) as pool:
+        return list(pool.map(refuses, addresses))
+
+
+def _lost(mesh: HostMesh) -> bool:
+    registry = program().hosts  # type: ignore[attr-defined]
+    if registry is None:  # this is a fork of the program that has attached them
+        return True
+    return any(registry.hosts[each].lost is not None for each in mesh.hosts or ())
+
+
+def _stop_using(file: JobFile) -> None:
+    """What this program runs on a job's hosts ends before they do: else it would be a failure."""
+    with _attaching:
+        keys = [key for key in _attached if key[0] == file.id]
+        meshes = [_attached.pop(key) for key in keys]
+    for mesh in meshes:
+        if not _lost(mesh):
+            with contextlib.suppress(Exception):
+                mesh.shutdown().get(timeout=STOP_WITHIN)
+
+
+_attached: dict[tuple[str, str, tuple[Identity, ...]], HostMesh] = {}
+_attaching = threading.RLock()

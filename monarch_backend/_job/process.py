@@ -1,0 +1,70 @@
+"""`ProcessJob`: hosts that are processes of this machine, for tests, and for trying out what is to run on many."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+from monarch_backend._job.base import Job, Plan, check_mesh_name
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.host_launcher import ARGUMENTS
+from monarch_backend._job.state_file import HostEntry, JobFile
+
+GRACE = 10.0
+"""Seconds from SIGTERM to SIGKILL."""
+
+
+class ProcessJob(Job):
+    """Meshes of hosts on this machine, of so many each: ``ProcessJob({"trainers": 2, "dataloaders": 1})``.
+
+    They outlive the program; ``kill()`` ends them. ``env`` is added to their environment. What they write goes to files
+    below the folder of the job's file, named in errors and by ``status()``.
+    """
+
+    kind: ClassVar[str] = "process"
+    looks_at_once: ClassVar[bool] = True
+
+    def __init__(
+        self, meshes: Mapping[str, int], *, name: str = "job", path: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None, secret_file: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, path, secret_file)
+        for mesh, count in meshes.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"mesh {mesh!r} can't have {count!r} hosts")
+        self._meshes = {check_mesh_name(mesh): count for mesh, count in meshes.items()}
+        self._env = dict(env or {})
+
+    def _plans(self) -> list[Plan]:
+        inherited = {k: v for k, v in os.environ.items() if k not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
+        plans = []
+        for mesh, count in self._meshes.items():
+            for index in range(count):
+                log = self.path.with_name(f"{self.path.stem}.logs") / f"{mesh}-{index}.log"
+                listen = ["--address", "127.0.0.1:0", "--detach", "--log", str(log)]
+                command = [sys.executable, "-m", "monarch_backend.cli", *ARGUMENTS, *listen]
+                environment = {**inherited, "MONARCH_HOST_NAME": f"{mesh}{index}", **self._env}
+                plans.append(Plan(mesh, index, "", command, environment))
+        return plans
+
+    def _read(self) -> JobFile | None:
+        file = super()._read()
+        if file is not None and file.machine != (here := socket.gethostname()):
+            raise JobError(f"{self.path} is of processes on {file.machine}, and this is {here}: run this there")
+        return file
+
+    def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
+        return ["up" if host.process.runs() else "gone" for host in hosts]
+
+    def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
+        if hosts:
+            with ThreadPoolExecutor(min(32, len(hosts))) as pool:
+                list(pool.map(lambda host: host.process.end(GRACE), hosts))
+        return ["unknown: it does not end" if host.process.runs() else "gone" for host in hosts]
+
+    def _description(self) -> dict[str, Any]:
+        return {"meshes": self._meshes, "env": self._env}

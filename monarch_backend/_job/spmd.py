@@ -1,0 +1,303 @@
+"""`SPMDJob`: the ranks that torchrun, or another launcher, has started become hosts, and rank 0 their controller.
+
+The first rank of each node runs a host in a process below it; all ranks but 0 wait for rank 0's end. They meet in the
+TCPStore of torch's rendezvous, and stay connected to rank 0: the end of that connection tells of its end, in time
+whatever it computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hmac
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from monarch_backend._core import env
+from monarch_backend._core.timeouts import check_bounded
+from monarch_backend._hosts.address import given_secret
+from monarch_backend._job.base import STOP_WITHIN, JobState, check_mesh_name
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.host_launcher import ARGUMENTS, Launch
+from monarch_backend._mesh.host_mesh import HostMesh
+from monarch_backend._transport.network.auth import new_secret, parse_secret
+from monarch_backend.hosts import attach_to_workers
+
+START_WITHIN = 120.0
+PREFIX = "monarch_backend/spmd/"
+
+_OF_A_RANK = re.compile(
+    r"MONARCH_SECRET(_FILE)?|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
+"""Variables that would mislead what runs on a host: it is no rank of the launcher's."""
+
+
+class Ranks(NamedTuple):
+    """What a launcher says."""
+
+    rank: int
+    size: int
+    local_rank: int
+    master: str
+    master_port: int
+
+    @classmethod
+    def from_env(cls) -> Ranks:
+        """Raises JobError, with what is missing."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if not os.environ.get(name)]
+        if missing:
+            wanted = ", ".join(names)
+            raise JobError(f"{', '.join(missing)} not set: start the script by torchrun, or what else sets {wanted}")
+        try:
+            numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
+        except ValueError as error:
+            raise JobError(f"one of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT is no number: {error}") from None
+        return cls(numbers[0], numbers[1], numbers[2], os.environ["MASTER_ADDR"], numbers[3])
+
+
+def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_WITHIN) -> HostMesh:
+    """In a script under torchrun: a HostMesh with a host for each node, for rank 0, which goes on as the controller.
+
+    Every rank calls it. In the others it does not return: they wait until rank 0 has ended and end with 0 then, or with
+    1 if rank 0 has died. The job's secret is MONARCH_SECRET's or MONARCH_SECRET_FILE's, or a fresh one that goes
+    through the rendezvous, which has to be trusted with it, as torchrun trusts it already.
+
+    Raises JobError if the launcher's variables are missing, or not all nodes have a host within ``timeout`` seconds.
+    """
+    env.check()
+    timeout = check_bounded(timeout)
+    if _ended:
+        raise JobError("the ranks have been ended: the launcher has to start them again")
+    if _mesh:
+        return _mesh[0]
+    ranks = Ranks.from_env()
+    store = _store(ranks, timeout)
+    try:
+        mesh = (_Controller if ranks.rank == 0 else _Waiting)(ranks, store, time.monotonic() + timeout).run(name)
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, JobError):
+            raise
+        raise JobError(f"rank {ranks.rank}: the ranks did not find each other: {error}") from error
+    _mesh.append(mesh)
+    return mesh
+
+
+_mesh: list[HostMesh] = []
+_ended: list[bool] = []
+_controller: list[_Controller] = []
+
+
+def _store(ranks: Ranks, timeout: float) -> Any:
+    """The launcher's, or that of rank 0."""
+    from torch.distributed import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        within = timedelta(seconds=timeout)
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=within))
+    except (RuntimeError, OSError, ValueError) as error:
+        at = f"{ranks.master}:{ranks.master_port}"
+        raise JobError(f"rank {ranks.rank}: no rendezvous at {at} within {timeout:g} s: {error}") from error
+    return PrefixStore(PREFIX, store)
+
+
+class _Rank:
+    def __init__(self, ranks: Ranks, store: Any, until: float) -> None:
+        self._ranks, self._store, self._until = ranks, store, until
+        self._host: Launch | None = None
+
+    def _left(self) -> float:
+        return max(0.1, self._until - time.monotonic())
+
+    def _get(self, key: str) -> str:
+        self._store.set_timeout(timedelta(seconds=self._left()))
+        return str(bytes(self._store.get(key)).decode())
+
+    def _start_host(self, address: str, secret: bytes) -> str:
+        """On this node, for as long as this rank runs; where it listens."""
+        where = f"[{address}]" if ":" in address else address
+        command = [sys.executable, "-m", "monarch_backend.cli", *ARGUMENTS, "--address", f"{where}:0"]
+        environment = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
+        self._host = Launch(f"the host of rank {self._ranks.rank}", command, secret, environment)
+        return self._host.ready(self._until).address
+
+    def _end_host(self) -> None:
+        if self._host is not None:
+            self._host.give_up()
+            self._host = None
+
+
+class _Controller(_Rank):
+    """Rank 0."""
+
+    def run(self, name: str) -> HostMesh:
+        given = given_secret()
+        self._secret = given or new_secret()
+        self._listener = self._listen()
+        self._waiting: list[socket.socket] = []
+        self._lock = threading.Condition()
+        threading.Thread(target=self._accept, name="monarch-spmd", daemon=True).start()
+        atexit.register(self.end)  # before the program's own, which runs earlier then
+        try:
+            self._store.set("secret", "" if given else self._secret.hex())
+            self._store.set("port", str(self._listener.getsockname()[1]))
+            addresses = self._addresses()
+            mesh = attach_to_workers(addresses, name, secret=self._secret, timeout=self._left())
+            _controller.append(self)
+            return mesh
+        except BaseException:
+            atexit.unregister(self.end)
+            self._close(b"")
+            raise
+
+    def _listen(self) -> socket.socket:
+        """Where the others find the rendezvous, if that is here; else everywhere: it only tells of our end."""
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, at in socket.getaddrinfo(self._ranks.master, 0, type=socket.SOCK_STREAM):
+                listener = socket.socket(family, kind)
+                try:
+                    listener.bind(at)
+                    listener.listen(self._ranks.size)
+                    return listener
+                except OSError:
+                    listener.close()
+        return socket.create_server(("", 0), backlog=self._ranks.size)
+
+    def _accept(self) -> None:
+        """On a thread: one connection of each rank; strangers learn nothing, and are few."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if len(self._waiting) >= 4 * self._ranks.size:
+                    connection.close()
+                    continue
+                self._waiting.append(connection)
+                self._lock.notify_all()
+
+    def _addresses(self) -> list[str]:
+        """Of the hosts, in the order of their first ranks."""
+        with self._lock:
+            self._lock.wait_for(lambda: len(self._waiting) >= self._ranks.size - 1, self._left())
+        addresses = {}
+        if self._ranks.local_rank == 0:
+            addresses[0] = self._start_host(self._seen_as(), self._secret)
+        for rank in range(1, self._ranks.size):
+            try:
+                said = json.loads(self._get(f"rank/{rank}"))
+            except RuntimeError as error:
+                raise JobError(f"rank {rank} did not come: {error}") from None
+            if said["error"]:
+                raise JobError(f"rank {rank}: {said['error']}")
+            if said["address"]:
+                addresses[rank] = said["address"]
+        if not addresses:
+            raise JobError("no rank has LOCAL_RANK=0: there is no host")
+        return [addresses[rank] for rank in sorted(addresses)]
+
+    def _seen_as(self) -> str:
+        """Our address, as a rank of another node has reached it; loopback if all are here."""
+        with self._lock:
+            pairs = [(c.getsockname()[0], c.getpeername()[0]) for c in self._waiting]
+        away = [mine for mine, theirs in pairs if mine != theirs]
+        seen = away[0] if away else pairs[0][0] if pairs else "127.0.0.1"
+        return str(seen).removeprefix("::ffff:")
+
+    def end(self) -> None:
+        """At exit, or before: the others may go."""
+        atexit.unregister(self.end)
+        self._close(_goodbye(self._secret))
+
+    def _close(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for each in self._waiting:
+                with contextlib.suppress(OSError):
+                    each.sendall(word)
+                each.close()
+            self._waiting.clear()
+        self._end_host()
+
+
+class _Waiting(_Rank):
+    """The others."""
+
+    def run(self, name: str) -> HostMesh:  # noqa: ARG002
+        secret = given_secret() or parse_secret(self._get("secret"), "what rank 0 says")
+        connection = self._connect()
+        address = error = ""
+        try:
+            if self._ranks.local_rank == 0:
+                address = self._start_host(connection.getsockname()[0].removeprefix("::ffff:"), secret)
+        except JobError as failed:
+            error = str(failed)
+        self._store.set(f"rank/{self._ranks.rank}", json.dumps({"address": address, "error": error}))
+        del self._store
+        try:
+            well = self._until_the_end(connection, secret)
+        finally:
+            connection.close()
+            self._end_host()
+        if not well:
+            print(f"monarch_backend: rank {self._ranks.rank} ends: rank 0 is gone", file=sys.stderr)
+        raise SystemExit(0 if well else 1)
+
+    def _connect(self) -> socket.socket:
+        at = (self._ranks.master, int(self._get("port")))
+        connection = socket.create_connection(at, self._left())
+        connection.settimeout(None)
+        for option, value in (("SO_KEEPALIVE", 1), ("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+            level = socket.SOL_SOCKET if option.startswith("SO_") else socket.IPPROTO_TCP
+            connection.setsockopt(level, getattr(socket, option), value)
+        return connection
+
+    def _until_the_end(self, connection: socket.socket, secret: bytes) -> bool:
+        """True if rank 0 has said that it is the end."""
+        said = b""
+        with contextlib.suppress(OSError):
+            while data := connection.recv(64):
+                said += data
+        return hmac.compare_digest(said, _goodbye(secret))
+
+
+def _goodbye(secret: bytes) -> bytes:
+    return hmac.digest(secret, b"monarch_backend: rank 0 has ended", "sha256")
+
+
+class SPMDJob:
+    """The same as a job: ``SPMDJob().apply()`` in every rank, then ``state().hosts`` in rank 0.
+
+    It has no file, and no second program can pick it up: its processes are the launcher's.
+    """
+
+    def __init__(self, mesh: str = "hosts", *, timeout: float = START_WITHIN) -> None:
+        self._mesh, self._timeout = check_mesh_name(mesh), check_bounded(timeout)
+
+    def apply(self) -> None:
+        """As host_mesh_from_env: returns in rank 0 only."""
+        host_mesh_from_env(self._mesh, timeout=self._timeout)
+
+    def state(self) -> JobState:
+        """The mesh of all nodes. Raises JobError as host_mesh_from_env does."""
+        return JobState("spmd", {self._mesh: host_mesh_from_env(self._mesh, timeout=self._timeout)})
+
+    def kill(self) -> None:
+        """Stop what this program runs there; then the hosts and the other ranks end. It can't be applied again."""
+        if _mesh:
+            with contextlib.suppress(Exception):
+                _mesh[0].shutdown().get(STOP_WITHIN)
+            _controller[0].end()
+            _mesh.clear()
+            _ended.append(True)

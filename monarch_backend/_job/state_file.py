@@ -1,0 +1,122 @@
+"""The file of a job: what runs where, for whoever wants to reach it or end it. And the file of its secret beside it.
+
+Reading, writing and locking; no processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from monarch_backend._core.state import make_private
+from monarch_backend._hosts.process_identity import Identity
+from monarch_backend._hosts.startup_handshake import state_folder
+from monarch_backend._job.errors import JobError
+
+VERSION = 1
+
+
+class HostEntry(msgspec.Struct, frozen=True):
+    """A host that has been started. ``where``: what ssh calls its machine; "" for a process of this one."""
+
+    mesh: str
+    index: int
+    where: str
+    address: str
+    process: Identity
+    log: str
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.mesh}[{self.index}] ({self.where or self.address})"
+
+
+class JobFile(msgspec.Struct):
+    """All that another program needs. ``machine``: where it was applied. ``description``: the arguments of the job."""
+
+    version: int
+    kind: str
+    name: str
+    id: str
+    machine: str
+    secret_file: str
+    own_secret: bool  # made for this job, and removed with it
+    description: dict[str, Any]
+    hosts: list[HostEntry]
+
+
+class _OnlyVersion(msgspec.Struct):
+    version: int
+
+
+def default_path(name: str) -> Path:
+    """Of a job's file."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
+        raise ValueError(f"{name!r} is no name for a job: letters, digits, '_', '.' and '-'")
+    return state_folder() / "jobs" / f"{name}.json"
+
+
+def read(path: Path) -> JobFile | None:
+    """None if there is none. Raises JobError for what is no file of a job, or could be written by somebody else."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise JobError(f"the job's file can't be read: {error}") from None
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise JobError(f"{path} names commands to run and must be yours alone: chown it, and chmod 600 {path}")
+    try:
+        version = msgspec.json.decode(data, type=_OnlyVersion).version
+        if version != VERSION:
+            raise JobError(
+                f"{path} is of version {version}, and this monarch_backend reads {VERSION}: end the job with the one "
+                "that has started it"
+            )
+        return msgspec.json.decode(data, type=JobFile)
+    except msgspec.DecodeError as error:
+        raise JobError(
+            f"{path} is no file of a job ({error}): if its hosts are gone, remove it; else end them by hand"
+        ) from None
+
+
+def write(path: Path, file: JobFile) -> None:
+    """At once, whoever reads it or dies meanwhile."""
+    write_private(path, msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """A file that only we can read, replaced as a whole."""
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One program at a time starts or ends the hosts of a job. The folder is there afterwards."""
+    make_private(path.parent)
+    fd = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,119 @@
+"""The launcher becomes two: itself, and a fork server that has torch already.
+
+A fork server of mesh/ is a fresh interpreter. A launcher has imported torch and done nothing else yet, so a copy of it
+is as good, and nobody waits for a second import. Only that copying, and whether it was safe, live here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+from monarch_backend._processes import child_bootstrap, fork_server, linux
+from monarch_backend._processes.fork_server_client import PATIENCE
+
+
+@dataclass(frozen=True)
+class ForkedServer:
+    """A fork server that was forked from this process; it ends when ``connection`` does."""
+
+    pid: int
+    connection: socket.socket
+
+    def inherit(self) -> None:
+        """Should it die, what it would have ended becomes this process's, which then does it in `wait`."""
+        linux.adopt_orphans()
+
+    def wait(self) -> None:
+        """Wait for its end, which the end of the connection has brought about; end what it did not.
+
+        A rank that hangs in a driver can't be killed, and the server would wait for it for ever: not so we.
+        """
+        with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python built on one, before 5.3
+            watch = os.pidfd_open(self.pid)
+            if not select.select([watch], [], [], PATIENCE)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+            os.close(watch)
+        _, status = os.waitpid(self.pid, 0)
+        if status != 0:
+            _kill_children()
+
+    def discard(self) -> None:
+        """End it before it has served."""
+        self.connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def fork() -> tuple[ForkedServer | None, str]:
+    """Make the server, before this process has threads or a device; or (None, why not)."""
+    if not linux.LINUX:
+        return None, f"fork is not safe on {sys.platform}"
+    if threading.current_thread() is not threading.main_thread() or threading.active_count() > 1:
+        names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return None, f"the launcher has other threads than its main one, which a forked process would lack: {names}"
+    fork_server.preload()
+    ours, theirs = socket.socketpair()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # else both would print it
+    launcher = os.getpid()
+    # What is imported is there to stay. The collector, which would write to all of it, leaves it alone from now on; at
+    # the launcher's end, too, where a last collection takes half a second.
+    gc.freeze()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _serve(theirs, launcher)
+    theirs.close()
+    server = ForkedServer(pid, ours)
+    # OpenBLAS, which NumPy has loaded, has threads; it ends them before a fork and makes them anew when it needs some.
+    # Whoever is still here now is another's, and the server a torso.
+    others = len(os.listdir("/proc/self/task")) - 1
+    if others:
+        server.discard()
+        return None, f"{others} threads of an imported library were running, which a forked process would lack"
+    return server, ""
+
+
+def _kill_children() -> None:
+    """And their descendants, who become children meanwhile."""
+    give_up = time.monotonic() + PATIENCE
+    while (pids := linux.children()) and time.monotonic() < give_up:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        time.sleep(0.005)
+
+
+def _serve(connection: socket.socket, launcher: int) -> NoReturn:
+    try:
+        linux.die_with_parent(launcher)
+        os.setsid()  # Ctrl-C is for the launcher, which decides what becomes of its ranks
+        linux.set_title("monarch fork server")
+        stdout, stderr = _duplicate(1), _duplicate(2)
+        configuration = fork_server.Configuration(connection.detach(), None, stdout, stderr, [], lasting=False)
+        child_bootstrap.run(fork_server.serve(configuration))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)  # never into the launcher's own code
+
+
+def _duplicate(number: int) -> int:
+    try:
+        return os.dup(number)
+    except OSError:  # the launcher was started without it
+        return os.open(os.devnull, os.O_WRONLY)

@@ -1,0 +1,100 @@
+"""`HostMesh`: machines on which processes can be started: this one, or others, which _hosts/attach.py has found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._mesh.extent import Extent, MeshTrait, Shape
+from monarch_backend._mesh.runtime_protocol import program
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from monarch_backend._mesh.proc_mesh import ProcMesh
+
+
+class HostMesh(MeshTrait):
+    """Hosts, one for each rank. ``ids``: of the base ranks, as the controller knows them; None for this host."""
+
+    def __init__(self, shape: Shape, ids: tuple[str, ...] | None = None, name: str = "") -> None:
+        self._shape, self._ids, self._name = shape, ids, name
+
+    def _new_with_shape(self, shape: Shape) -> Self:
+        return self.__class__(shape, self._ids, self._name)
+
+    def __reduce__(self) -> Any:
+        return HostMesh, (self._shape, self._ids, self._name)
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Ids of the hosts that this mesh shows, in the order of its ranks; None for this host."""
+        return None if self._ids is None else tuple(self._ids[rank] for rank in self._shape.ranks)
+
+    def spawn_procs(
+        self,
+        per_host: Mapping[str, int] | Extent | None = None,
+        bootstrap: Callable[[], object] | None = None,
+        name: str = "",
+        proc_bind: Any = None,
+        restart: Any = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ProcMesh:
+        """Start processes on each host, ``{"gpus": 8}`` of them; returns the mesh at once.
+
+        They come from a fork server that has imported torch. ``bootstrap`` is called first of all in each of them,
+        ``env`` is added to their environment before. ``proc_bind``: "cores", "numa", a list of processors for each
+        process, or a function of its rank. ``restart``: a Restart, what to do about processes that die.
+
+        A ``bootstrap`` that raises is a MeshFailure of ``initialized`` and a SupervisionError of calls, with its
+        traceback; the program does not end.
+
+        Raises ValueError for a mesh without processes, SpawnLimitError (a RuntimeError) for more than the machine
+        allows.
+        """
+        extent = Extent.of({} if per_host is None else per_host)
+        clash = set(extent.labels) & set(self._labels)
+        if clash:
+            raise ValueError(f"the hosts have a dimension {sorted(clash)[0]!r} already: give per_host another name")
+        whole = Extent((*self.extent.labels, *extent.labels), (*self.extent.sizes, *extent.sizes))
+        return program().spawn_procs(  # type: ignore[no-any-return]
+            self, whole, bootstrap=bootstrap, name=name, proc_bind=proc_bind, restart=restart, env=env
+        )
+
+    def shutdown(self) -> Any:
+        """Stop all processes that this program has started on these hosts. A Future of None."""
+        return program().stop_procs(None, "stop", "its hosts were shut down", hosts=self.hosts or ())
+
+    def sync_workspace(
+        self, path: str | os.PathLike[str], to: str | None = None, *, ignore: Sequence[str] = (), reload: Any = None
+    ) -> Any:
+        """Copy the files below a directory to all hosts. Each host gets once what it lacks. Return a Synced.
+
+        ``to``: the directory on the hosts, by default the same path; each host expands "~" and variables. Files that
+        an earlier sync wrote and that are gone here are removed there. Permission bits are copied. ``ignore``:
+        patterns of names, beside ``.git`` and caches. ``reload``: a ProcMesh whose processes then reload the
+        workspace's modules; existing objects stay as they are.
+
+        Raises NotADirectoryError, and WorkspaceError (a ValueError) before anything is written where a link leads
+        out of the directory or a host's ``.monarch_workspace`` lists a file outside it. A host writes through no
+        link. An error on a host is raised here, with its traceback.
+        """
+        from monarch_backend._hosts import workspace_sync
+
+        return workspace_sync.sync(self, path, to, ignore, reload)
+
+    def __repr__(self) -> str:
+        if self._ids is None:
+            return f"HostMesh({self.extent})" if self.extent.labels else "HostMesh(this host)"
+        return f"HostMesh({self._name!r}, {self.extent})"
+
+
+def this_host() -> HostMesh:
+    """The machine that this runs on, as a mesh of one host without dimensions.
+
+    >>> from monarch_backend.actor import this_host
+    >>> len(this_host())
+    1
+    """
+    return HostMesh(Shape.of(Extent((), ())))

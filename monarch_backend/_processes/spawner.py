@@ -1,0 +1,443 @@
+"""Processes on this host for a controller, or for a worker that wants processes of its own: the fork server's client.
+
+`Spawner` starts the server when it is first needed, tells it what to start, and passes on what becomes of it. The
+server is fork_server.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import selectors
+import signal as signals
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from monarch_backend._core import env
+from monarch_backend._core.limits import start_thread
+from monarch_backend._processes import linux, resource_limits
+from monarch_backend._processes.fork_server_client import PATIENCE, ForkServer, connect, listen, start_server
+from monarch_backend._processes.resource_limits import SpawnLimitError
+from monarch_backend._processes.spawn_protocol import (
+    BadMessageError,
+    Channel,
+    Event,
+    Exited,
+    Kill,
+    Method,
+    Spawn,
+    SpawnFailed,
+    Started,
+    check,
+    frame,
+)
+
+__all__ = ["Event", "Exited", "ProcessSpec", "SpawnFailed", "SpawnLimitError", "Spawner", "Started"]
+
+_log = logging.getLogger("monarch_backend")
+
+
+RANKS_HERE = "MONARCH_RANKS_HERE"
+"""The variable that tells an agent how many processes share its host; theirs do not get it."""
+
+
+@dataclass(frozen=True)
+class LostWithHost:
+    """An event, where a spawner is for another host: that is lost, and sees by itself to the end of its processes."""
+
+    id: int
+    reason: str
+
+
+class HostLostError(RuntimeError):
+    """Nothing can be started there any more: the host is lost."""
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """A process to be.
+
+    ``label`` names it in messages and in ``ps``, like "gpus 3". ``main`` is a cloudpickled callable, called without
+    arguments; when it returns the process exits with 0, when it raises, with a traceback and 1. ``bootstrap``, another
+    one, runs before anything else that is the caller's. ``environment``, ``path`` (sys.path), ``argv`` and ``cwd`` are
+    complete. ``cpus`` is from _binding.plan. ``threads``: of torch and OpenBLAS, unless the environment says
+    OMP_NUM_THREADS; None: as many as the cpus of ``cpus``, or what torch chooses. ``stdout`` and ``stderr`` are open
+    files of the caller's that become the process's, None: those that the caller had when the fork server was started.
+    ``stdin`` is another, None: empty input. A secret for the new process goes through it: bytes in ``main`` would stay
+    in the memory of the fork server, and of each process forked from it later. ``imports`` are modules of this package
+    that the process will need: the server imports them first, once, so that those that are forked have them.
+    ``main_module`` is from _main_module.main_module.
+    """
+
+    label: str
+    main: bytes
+    environment: Mapping[str, str]
+    path: Sequence[str]
+    argv: Sequence[str]
+    cwd: str
+    bootstrap: bytes | None = None
+    cpus: frozenset[int] | None = None
+    threads: int | None = None
+    stdout: int | None = None
+    stderr: int | None = None
+    imports: Sequence[str] = ()
+    main_module: tuple[str, str] = ("", "")
+    stdin: int | None = None
+
+    @property
+    def files(self) -> list[int]:
+        """Open files that the new process gets, in the order in which they are sent."""
+        return [file for file in (self.stdout, self.stderr, self.stdin) if file is not None]
+
+
+def _start_method() -> Method | None:
+    return cast("Method | None", env.get("MONARCH_START_METHOD") or None)
+
+
+def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spawn:
+    """What a fork server, here or on another host, is asked for."""
+    return Spawn(
+        id=number,
+        label=spec.label,
+        main=spec.main,
+        environment={os.fsencode(name): os.fsencode(value) for name, value in spec.environment.items()},
+        path=[os.fsencode(entry) for entry in spec.path],
+        argv=[os.fsencode(word) for word in spec.argv],
+        cwd=os.fsencode(spec.cwd),
+        bootstrap=spec.bootstrap,
+        cpus=None if spec.cpus is None else sorted(spec.cpus),
+        threads=spec.threads,
+        stdout=spec.stdout is not None,
+        stderr=spec.stderr is not None,
+        method=method,
+        imports=list(spec.imports),
+        main_module=(spec.main_module[0], os.fsencode(spec.main_module[1])),
+        stdin=spec.stdin is not None,
+    )
+
+
+def _message(number: int, spec: ProcessSpec, method: Method | None) -> bytes:
+    try:
+        message = frame(spawn_message(number, spec, method))
+        check(message)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"process {spec.label!r} can't be sent to the fork server: {error}") from None
+    for name in spec.environment:
+        if not name or "=" in name:
+            raise ValueError(f"process {spec.label!r}: its environment has a variable named {name!r}")
+    return message
+
+
+class Spawner:
+    """Starts processes, and tells what becomes of them. All methods may be called from any thread.
+
+    ``on_event`` is called with Started, then Exited, or with SpawnFailed, for each process; on one thread of the
+    spawner's own, which must not be blocked. ``address`` is another spawner's: its server is used, the processes are
+    this one's. ``connection`` is the first one of a server that this process has made by forking, and will wait for.
+    ``preload`` names modules that a server which is started here imports.
+
+    When the process that has a spawner dies, in whatever way, the spawner's processes are killed with their
+    descendants. A process forked from it must make a spawner of its own. Raises OSError if nobody listens at
+    ``address``, PermissionError if it is another user who does.
+
+    >>> import cloudpickle, os, queue, sys
+    >>> events = queue.SimpleQueue()
+    >>> spawner = Spawner(events.put)
+    >>> main = cloudpickle.dumps(lambda: None)
+    >>> spawner.spawn([ProcessSpec("gpus 0", main, os.environ, sys.path, sys.argv, os.getcwd())])
+    [1]
+    >>> [type(events.get()).__name__ for _ in range(2)]
+    ['Started', 'Exited']
+    >>> spawner.close()
+    """
+
+    def __init__(
+        self,
+        on_event: Callable[[Event], None],
+        address: str | None = None,
+        *,
+        connection: socket.socket | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
+        self._on_event = on_event
+        self._preload = list(preload)
+        if connection is not None:
+            address = "nowhere"  # it has no listener
+        self._given = address
+        self._given_socket = connect(address) if address is not None and connection is None else connection
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._requests: list[tuple[bytes, tuple[int, ...]]] = []
+        self._asked: set[int] = set()  # ids of processes of which nothing has been heard
+        self._running: dict[int, int] = {}  # pids by id
+        self._listener: socket.socket | None = None  # of a server that is to be started
+        self._address = address or ""  # empty: no server is there nor wanted
+        self._channel: Channel[Event] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unusable = ""  # why nothing can be started any more
+        self._closing = False
+        self._said_why = False
+        self._thread: threading.Thread | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        _spawners.add(self)
+        atexit.register(self.close)
+
+    @property
+    def address(self) -> str:
+        """Where other processes of this user find the same server; it is started if it is not there. Linux only."""
+        if not linux.LINUX:
+            raise NotImplementedError("a fork server can be shared on Linux only: make a Spawner without an address")
+        with self._lock:
+            self._ensure_server()
+            return self._address
+
+    def start(self) -> None:
+        """Start the server ahead of the first spawn, without waiting for it."""
+        with self._lock:
+            self._ensure_server()
+
+    def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        """Have the processes started, and return their ids at once. The specs' files may be closed afterwards.
+
+        Raises, with nothing started: ValueError for no specs, a spec that is too large, or a wrong
+        MONARCH_START_METHOD; SpawnLimitError if the system has no room for so many; OSError for a file that is not
+        open; RuntimeError when the spawner is closed or the server it was given is gone.
+        """
+        if not specs:
+            raise ValueError("spawn needs at least one process")
+        method = _start_method()
+        files = max(len(spec.files) for spec in specs)
+        resource_limits.check_spawn(len(specs), plain=method == "spawn", descriptors_each=files)
+        ids = [next(self._numbers) for _ in specs]
+        messages = [_message(number, spec, method) for number, spec in zip(ids, specs, strict=True)]
+        with contextlib.ExitStack() as undo:
+            requests = [(message, _duplicates(spec.files, undo)) for message, spec in zip(messages, specs, strict=True)]
+            with self._lock:
+                self._ensure_server()
+                self._asked.update(ids)
+                self._requests += requests
+            undo.pop_all()
+        self._wake()
+        return ids
+
+    def kill(self, number: int, signal: int = signals.SIGKILL, *, group: bool = False) -> None:
+        """Send a signal to the process with this id; one not started yet is not started. Nothing if it has ended.
+
+        ``group``: to its process group, too.
+        Raises ValueError for what is no signal.
+        """
+        signals.Signals(signal)
+        with self._lock:
+            if self._closing or (number not in self._asked and number not in self._running):
+                return
+            self._requests.append((frame(Kill(number, signal, group)), ()))
+        self._wake()
+
+    def close(self) -> None:
+        """Kill all processes of this spawner, tell their ends, and return when they and a server of ours are gone."""
+        with self._lock:
+            self._closing = True
+            self._unusable = self._unusable or "the spawner is closed"
+            thread = self._thread
+        atexit.unregister(self.close)
+        self._wake()
+        if thread is None:
+            self._release()
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    # Called with the lock held.
+
+    def _ensure_server(self) -> None:
+        if self._unusable:
+            raise RuntimeError(f"{self._unusable}: no process can be started here any more")
+        if not self._address:
+            self._listener, self._address = listen()
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="monarch-spawner", daemon=True)
+            start_thread(thread)
+            self._thread = thread
+        self._wake()
+
+    # From any thread.
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full is awake enough, and closed needs none
+            self._wake_write.send(b"\0")
+
+    def _release(self) -> None:
+        self._selector.close()
+        for sock in (self._wake_read, self._wake_write, self._listener, self._given_socket):
+            if sock is not None:
+                sock.close()
+
+    def _abandon(self) -> None:
+        """In a process forked from this one: let go of everything, and say nothing to the server."""
+        self._lock = threading.Lock()
+        self._thread = None
+        self._closing = True
+        self._unusable = "this process was forked from the one that has the spawner"
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            self._process.returncode = 0  # not ours to wait for
+        self._release()
+
+    # The spawner's own thread. It also makes the server, which dies with this thread until it has imported torch.
+
+    def _run(self) -> None:
+        while not self._closing:
+            if not self._address:
+                self._selector.select()
+                self._drain_wakes()
+            elif (server := self._connect_or_start()) is not None:
+                self._converse(server)
+                self._end(server)
+        self._lose("the spawner was closed")
+        self._release()
+
+    def _connect_or_start(self) -> ForkServer | None:
+        try:
+            if self._given_socket is None:
+                listener, self._listener = self._listener, None
+                server = start_server(listener, self._preload)
+            else:
+                sock, self._given_socket = self._given_socket, None
+                server = ForkServer(sock, None, None)
+        except (OSError, RuntimeError) as error:
+            self._lose(f"the fork server could not be started: {error}")
+            return None
+        self._channel, self._process = server.channel, server.process
+        self._selector.register(server.channel.socket, selectors.EVENT_READ)
+        return server
+
+    def _converse(self, server: ForkServer) -> None:
+        """Send requests and hear events, until the connection ends or closing has taken too long."""
+        give_up: float | None = None
+        while give_up is None or time.monotonic() < give_up:
+            if self._closing and give_up is None:
+                server.stop()
+                give_up = time.monotonic() + PATIENCE
+            self._send(server.channel)
+            timeout = None if give_up is None else max(0.0, give_up - time.monotonic())
+            for key, events in self._selector.select(timeout):
+                if key.fileobj is self._wake_read:
+                    self._drain_wakes()
+                elif events & selectors.EVENT_READ and not self._hear(server.channel):
+                    return
+
+    def _send(self, channel: Channel[Event]) -> None:
+        with self._lock:
+            requests, self._requests = self._requests, []
+        for message, files in requests:
+            channel.put(message, files)
+        if self._closing:
+            channel.drop_unsent()
+        try:
+            channel.flush()
+        except OSError:  # the server has gone: there may be events to read, and then the end
+            channel.drop_unsent()
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE * channel.has_unsent
+        if self._selector.get_key(channel.socket).events != events:
+            self._selector.modify(channel.socket, events)
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_read.recv(4096):
+                pass
+
+    def _hear(self, channel: Channel[Event]) -> bool:
+        """False at the end."""
+        try:
+            events = channel.receive()
+        except (EOFError, OSError):
+            return False
+        except BadMessageError:
+            _log.exception("the fork server sent what is no message")
+            return False
+        for event in events:
+            self._tell(event)
+        return True
+
+    def _tell(self, event: Event) -> None:
+        with self._lock:
+            self._asked.discard(event.id)
+            if isinstance(event, Started):
+                self._running[event.id] = event.pid
+            else:
+                self._running.pop(event.id, None)
+        if isinstance(event, Started) and event.reason and not self._said_why:
+            self._said_why = True
+            _log.warning("processes are started one by one, each importing torch by itself: %s", event.reason)
+        try:
+            self._on_event(event)
+        except Exception:
+            _log.exception("on_event of a Spawner raised on %r", event)
+
+    def _end(self, server: ForkServer) -> None:
+        self._selector.unregister(server.channel.socket)
+        why = server.wait()
+        server.close()
+        self._channel = self._process = None
+        self._lose(why)
+
+    def _lose(self, why: str) -> None:
+        """There is no server any more: tell the end of what it had, and be ready for another one."""
+        with self._lock:
+            asked, self._asked = sorted(self._asked), set()
+            running, self._running = self._running, {}
+            requests, self._requests = self._requests, []
+            if self._given is not None:
+                self._unusable = self._unusable or why
+            self._address = ""
+        for _, files in requests:
+            _close(files)
+        _kill_what_is_left(running.values())
+        for number in asked:
+            self._tell(SpawnFailed(number, why))
+        for number, pid in running.items():
+            self._tell(Exited(number, pid, -signals.SIGKILL, reason=why))
+
+
+def _kill_what_is_left(pids: Collection[int]) -> None:
+    """Processes of a server that died die with it, but not their descendants, whom nobody has adopted."""
+    give_up = time.monotonic() + PATIENCE
+    while pids and linux.kill_sessions(pids) and time.monotonic() < give_up:
+        time.sleep(0.005)
+
+
+def _duplicates(files: Sequence[int], undo: contextlib.ExitStack) -> tuple[int, ...]:
+    made = tuple(os.dup(file) for file in files)
+    undo.callback(_close, made)
+    return made
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+_spawners: weakref.WeakSet[Spawner] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for spawner in _spawners:
+        spawner._abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)

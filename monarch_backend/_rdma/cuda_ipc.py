@@ -1,0 +1,142 @@
+"""torch's own way to share the memory of a GPU with a process of this host, for what the driver alone does not export.
+
+That is memory of torch's expandable segments. The owner is asked once for each registration, beside the first transfer,
+which does not wait for it; what torch maps is lent to the core (csrc/memory/imports.h), which copies as ever. The one
+module of this room that leans on torch.multiprocessing: tests/rdma/test_torch_ipc.py fails when that changes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import msgspec
+import torch
+from torch.multiprocessing import reductions as _reductions
+
+from monarch_backend._actor.runtime import Program
+from monarch_backend._rdma import gpu_memory
+from monarch_backend._rdma.control_rpc import ask
+from monarch_backend._rdma.errors import RDMAError
+from monarch_backend._rdma.handle import Handle, Ticket
+from monarch_backend._rdma.registrations import Registry
+
+reductions: Any = _reductions  # it has no types
+
+TOPIC = "torch_ipc"
+
+LOOK = 1.0
+"""Seconds after which somebody looks whether what is kept was dropped, since nobody is told of it."""
+
+MOST_REFUSALS = 1024
+"""That are remembered. Of older ones the owner is asked again."""
+
+
+def share(keep: Any, address: int) -> bytes:
+    """What another process needs to `adopt` it. Raises RDMAError for what is not torch's, RuntimeError of torch."""
+    if not isinstance(keep, torch.UntypedStorage) or keep.device.type != "cuda":
+        raise RDMAError("it is no tensor's memory")
+    whole = torch.empty(0, dtype=torch.uint8, device=keep.device).set_(keep)
+    rebuild, words = reductions.reduce_tensor(whole)
+    if rebuild is not reductions.rebuild_cuda_tensor:
+        raise RDMAError("this torch shares it in a way that is not known here")
+    return pickle.dumps((words, address - keep.data_ptr()))
+
+
+def adopt(shared: bytes) -> tuple[Any, int]:
+    """An object that keeps it mapped, and where it is. Raises RuntimeError if torch can't."""
+    words, offset = pickle.loads(shared)
+    tensor = reductions.rebuild_cuda_tensor(*words)
+    gpu_memory.settle(tensor.device)
+    return tensor, tensor.data_ptr() + offset
+
+
+def answer(registry: Registry, question: bytes) -> bytes:
+    """Of the owner, to a reader of its host. Raises RDMAError, and what `share` does."""
+    memory = registry.memory(msgspec.msgpack.decode(question, type=Ticket))
+    if memory is None:
+        raise RDMAError("it is not registered any more")
+    return share(memory.keep, memory.address)
+
+
+Name = tuple[str, int, int]
+"""Of a registration: its owner's token, slot and epoch."""
+
+
+class Lent:
+    """What torch has mapped of others' memory, until the core returns it."""
+
+    def __init__(self, owner: Program, registry: Registry) -> None:
+        self._program, self._native = owner, registry.native
+        self._lock = threading.Lock()
+        self._asked: set[Name] = set()  # is under way, or has led to something
+        self._refused: dict[Name, str] = {}  # why there is none
+        self._kept: dict[Name, Any] = {}
+        self._looks = False
+
+    def want(self, handle: Handle) -> None:
+        """Of memory that the driver does not map. Asks its owner, once; nobody waits for it."""
+        name = handle.token, handle.ticket[0], handle.ticket[1]
+        with self._lock:
+            if name in self._asked or name in self._refused:
+                return
+            self._asked.add(name)
+        self._program.aside(lambda: self._ask(handle, name))
+
+    def why_not(self, handle: Handle) -> str:
+        """What torch, or the owner, has said; empty if nothing yet."""
+        return self._refused.get((handle.token, handle.ticket[0], handle.ticket[1]), "")
+
+    def tidy(self) -> None:
+        """Let go of what is not registered any more, and nobody is in the middle of."""
+        for name in self._native.returned() if self._kept else ():
+            self._let_go(name)
+
+    def _let_go(self, name: Name) -> None:
+        with self._lock:
+            kept = self._kept.pop(name, None)
+            self._asked.discard(name)
+        del kept  # its end may wait for the driver: not with the lock
+
+    def forget(self, token: str) -> None:
+        """That process is gone."""
+        self.tidy()
+        with self._lock:
+            self._refused = {name: why for name, why in self._refused.items() if name[0] != token}
+
+    def _ask(self, handle: Handle, name: Name) -> None:
+        peer = self._program.router.peer(handle.token)
+        try:
+            kept, address = adopt(ask(self._program, peer, TOPIC, msgspec.msgpack.encode(handle.ticket)))
+        except Exception as error:  # whatever torch raises: bytes go another way
+            self._note_refusal(name, f"{type(error).__name__}: {error}")
+            return
+        with self._lock:
+            self._kept[name] = kept
+        if not self._native.lend(handle.token, handle.ticket, address):  # its owner has gone meanwhile
+            self._let_go(name)
+            return
+        del kept
+        with self._lock:
+            begin, self._looks = not self._looks, True
+        if begin:
+            self._look_later()
+
+    def _note_refusal(self, name: Name, why: str) -> None:
+        with self._lock:
+            self._asked.discard(name)
+            self._refused[name] = why
+            if len(self._refused) > MOST_REFUSALS:
+                del self._refused[next(iter(self._refused))]
+
+    def _look_later(self) -> None:
+        # Not on the pump's own thread: drivers take their time to unmap.
+        self._program.pump.later(LOOK, lambda: self._program.aside(self._look))
+
+    def _look(self) -> None:
+        self.tidy()
+        with self._lock:
+            self._looks = bool(self._kept)
+        if self._looks:
+            self._look_later()

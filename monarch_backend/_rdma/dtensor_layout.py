@@ -1,0 +1,55 @@
+"""How torch has cut a DTensor, in `Split`s. The one module of this room that leans on private parts of torch.
+
+They are the attribute `split_factor` of `_StridedShard` (what FSDP2 makes of parameters that are tensor-parallel
+already), and `DTensorSpec.shard_order` (from torch 2.13 on). tests/rdma/test_placements.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from monarch_backend._rdma.shard_geometry import Split
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """Without an import, which takes a second: who has made one has imported them."""
+    dtensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensors is not None and isinstance(tensor, dtensors)
+
+
+def splits(tensor: DTensor) -> tuple[Split, ...] | None:
+    """The splits that led to this rank's part, in the order in which they are made; None if it is not in the mesh.
+
+    Raises ValueError for placements that are neither sharded nor replicated.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for placement in placements:
+        _refuse_what_is_no_part(placement)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    order = [i for i in _order(tensor, len(placements)) if not placements[i].is_replicate()]
+    return tuple(_split(placements[i], tensor.ndim, mesh.size(i), coordinate[i]) for i in order)
+
+
+def _split(placement: Any, ndim: int, ways: int, place: int) -> Split:
+    return Split(placement.dim % ndim, ways, place, getattr(placement, "split_factor", 1))
+
+
+def _refuse_what_is_no_part(placement: Placement) -> None:
+    if placement.is_partial():
+        raise ValueError(f"{placement} is a part of a sum that nobody has made yet: redistribute() it first")
+    # _StridedShard.is_shard() is True in torch 2.9 and False in 2.13 and later.
+    if not (placement.is_replicate() or placement.is_shard() or hasattr(placement, "split_factor")):
+        raise ValueError(f"the placement {placement} is not known here: redistribute() to Shard and Replicate first")
+
+
+def _order(tensor: DTensor, dims: int) -> list[int]:
+    """Dimensions of the mesh in the order in which they cut: from left to right, unless the tensor says otherwise."""
+    order = getattr(tensor._spec, "shard_order", None) or ()
+    cutting = [mesh_dim for entry in order for mesh_dim in entry.mesh_dims]
+    return [*cutting, *(dim for dim in range(dims) if dim not in cutting)]

@@ -1,0 +1,92 @@
+"""A part that NICs do by themselves, until it is over: helped along by who waits, given up by who does not want it.
+
+verbs/ does the work; what is asked of it is routes/verbs.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend._actor.runtime import Program
+from monarch_backend._rdma.routes.base import DONE, FAILED, LOST, UNREACHABLE, Result
+from monarch_backend._verbs import Engine, NoConnectionError, UnreachableMemoryError, VerbsError
+
+MERCY = 0.5
+"""Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""
+
+MOST_LOOKING = 5e-3
+"""Seconds for which whoever waits for several looks himself before he sleeps."""
+
+_WHY = "another transfer with it was given up"
+
+
+class Flight:
+    """See _route.Flight. ``done`` is called with what becomes of it."""
+
+    __slots__ = ("_done", "_engine", "_late", "_over", "_program", "_request", "_token")
+
+    def __init__(self, program: Program, engine: Engine, token: str, done: Callable[[Result], None]) -> None:
+        self._program, self._engine, self._token = program, engine, token
+        self._done: Any = done
+        self._late: Any = None  # a timer
+        self._over = 0  # the outcome of one that is not wanted any more
+        self._request: Any = None
+
+    def took_off(self, request: Any) -> Flight | None:
+        """The engine does this; None if it is None, and nothing is under way."""
+        self._request = request
+        return self if request is not None else None
+
+    def landed(self, what: Any) -> None:
+        """It is over, says the engine."""
+        done, self._done = self._done, None  # or a timer of this would keep alive what is called, and what that knows
+        done(result_of(what, self._over))
+        if self._late is not None:
+            self._late.cancel()
+
+    def help(self, spins: float, waits: float) -> None:
+        """See _route.Flight."""
+        self._engine.help(self._request, spins)
+
+    def listen(self) -> None:
+        """See _route.Flight."""
+        self._engine.listen(self._request)
+
+    def end(self, outcome: int) -> None:
+        """See _route.Flight."""
+        if self._over or self._request.finished:
+            return
+        self._over = outcome
+        self._engine.stop(self._token, self._request, "it was given up")
+        self._engine.listen(self._request)
+        if not self._request.finished:
+            self._late = self._program.pump.later(MERCY, self._end_all)
+            if self._request.finished:  # meanwhile, and who heard of it may not have seen the timer
+                self._late.cancel()
+
+    def _end_all(self) -> None:
+        if not self._request.finished:
+            self._engine.give_up_soon(self._token, _WHY)
+
+    def end_now(self) -> None:
+        """See _route.Flight."""
+        if not self._request.finished:
+            self._engine.give_up(self._token, _WHY)
+
+
+_DONE = Result(DONE, 0, 0, 0)
+
+
+def result_of(what: Any, over: int) -> Result:
+    """Of what the engine has called back with. ``over``: the outcome of one that nobody has wanted any more."""
+    if what is None:
+        return _DONE
+    if not isinstance(what, BaseException):
+        return Result(DONE, 0, 0, what)
+    if over:
+        return Result(over, 0, 0, 0)
+    if isinstance(what, (NoConnectionError, UnreachableMemoryError)):
+        return Result(UNREACHABLE, 0, 0, 0, str(what))
+    refused = isinstance(what, VerbsError) and what.status not in ("", "transport retry counter exceeded")
+    return Result(FAILED if refused or not isinstance(what, VerbsError) else LOST, 0, 0, 0, str(what))

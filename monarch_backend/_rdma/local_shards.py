@@ -1,0 +1,149 @@
+"""What a rank holds of the tensors of a state dict: flat names, and where the bytes of each lie.
+
+No buffer and no message here: sharded_state.py has those.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from monarch_backend._rdma import dtensor_layout
+from monarch_backend._rdma.local_memory import refuse_subclass
+from monarch_backend._rdma.shard_geometry import Box, Piece, local_shape, overlaps_itself, pieces
+
+LARGEST_VALUE = 1 << 16  # bytes of a pickled value that is no tensor; it is sent with every description
+
+
+class Leaf(NamedTuple):
+    """One value of a state dict, and where it stands there."""
+
+    name: str
+    value: Any
+    holder: MutableMapping[Any, Any]
+    key: Any
+
+
+class Local(NamedTuple):
+    """A rank's part of a tensor, in this process."""
+
+    tensor: Tensor  # plain, with the memory of the part
+    shape: tuple[int, ...]  # of the whole
+    pieces: tuple[Piece, ...]
+    strides: tuple[int, ...]  # bytes
+
+
+def leaves(state_dict: Mapping[str, Any]) -> dict[str, Leaf]:
+    """What a state dict holds, nested ones too, by names such as ``"optimizer/state/0/exp_avg"``.
+
+    Raises TypeError for what is no mapping and for tensors in lists, ValueError where two get the same name.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state dict is a mapping of names to tensors, not {type(state_dict).__name__}")
+    found: dict[str, Leaf] = {}
+    for leaf in _walk("", state_dict):
+        if leaf.name in found:
+            raise ValueError(f"{leaf.name}: two entries of the state dict have this name once it is flat; rename one")
+        found[leaf.name] = leaf
+    return found
+
+
+def _walk(prefix: str, holder: Any) -> Iterator[Leaf]:
+    for key, value in holder.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _walk(f"{name}/", value)
+        else:
+            if _holds_tensors(value):
+                raise TypeError(f"{name}: tensors in a {type(value).__name__} have no names; put them into a dict")
+            yield Leaf(name, value, holder, key)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if not isinstance(value, (list, tuple, set)):
+        return False
+    parts = [part for item in value for part in (item.values() if isinstance(item, Mapping) else (item,))]
+    return any(isinstance(part, Tensor) or _holds_tensors(part) for part in parts)
+
+
+def check_value(name: str, value: Any) -> bytes:
+    """Of a value that is no tensor: its pickle. Raises ValueError if it is too large, TypeError if it is none."""
+    try:
+        pickled = pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"{name}: {type(value).__name__} is no tensor and can't be pickled: leave it out ({error})"
+        ) from error
+    if len(pickled) > LARGEST_VALUE:
+        raise ValueError(
+            f"{name}: {type(value).__name__} of {len(pickled)} bytes is no tensor, and values travel with every "
+            f"description: make it a tensor, or leave it out (the limit is {LARGEST_VALUE})"
+        )
+    return pickled
+
+
+def local(name: str, tensor: Tensor) -> Local:
+    """Where the bytes of this rank's part of a tensor lie.
+
+    Raises ValueError, with the tensor's name, for what is no part of a tensor in memory.
+    """
+    try:
+        return _local(tensor)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _local(tensor: Tensor) -> Local:
+    shape = tuple(tensor.shape)
+    with torch.no_grad():  # no view of a parameter's: its own memory
+        mine = tensor.to_local() if dtensor_layout.is_dtensor(tensor) else tensor
+    _refuse_what_is_no_memory(mine)
+    mine = mine.detach()
+    held: tuple[Piece, ...] = ()
+    if not dtensor_layout.is_dtensor(tensor):
+        held = pieces(shape, ())
+    elif (splits := dtensor_layout.splits(tensor)) is not None:
+        held, expected = pieces(shape, splits), local_shape(shape, splits)
+        if tuple(mine.shape) != expected:
+            raise ValueError(
+                f"the local tensor has shape {tuple(mine.shape)}, and {tensor.placements} of {shape} make {expected} "
+                "on this rank: shards must be cut as torch.chunk cuts"
+            )
+    if not mine.numel():
+        held = ()
+    if held and overlaps_itself(mine.shape, mine.stride()):
+        raise ValueError(
+            f"some of its elements share their place in memory (shape {tuple(mine.shape)}, strides {mine.stride()}, as "
+            "expand() makes them): use a copy, .contiguous()"
+        )
+    return Local(mine, shape, held, tuple(stride * mine.element_size() for stride in mine.stride()))
+
+
+def _refuse_what_is_no_memory(mine: Tensor) -> None:
+    try:
+        refuse_subclass(mine, "its local tensor")
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if not (mine.is_cpu or mine.is_cuda) or mine.layout != torch.strided or mine.is_quantized:
+        kind = "quantized" if mine.is_quantized else str(mine.layout).removeprefix("torch.")
+        raise ValueError(
+            f"only strided tensors in memory of the CPU, or of GPUs, can be shared, and this one is {kind} on "
+            f"{mine.device}"
+        )
+    if mine.is_conj() or mine.is_neg():
+        raise ValueError("it is a conjugate or negated view: use .resolve_conj() or .resolve_neg(), which copy it")
+    last = mine.storage_offset() + sum((n - 1) * stride for n, stride in zip(mine.shape, mine.stride(), strict=True))
+    if mine.numel() and mine.untyped_storage().nbytes() < (last + 1) * mine.element_size():
+        raise ValueError("the memory of its storage was freed (is it an unsharded parameter of FSDP2?)")
+
+
+def offset_in(box: Box, piece: Piece, strides: tuple[int, ...]) -> int:
+    """Bytes from a local tensor's first element to the first of a box that lies in this piece."""
+    return sum(
+        (start - first + at) * stride
+        for start, first, at, stride in zip(box.offset, piece.box.offset, piece.at, strides, strict=True)
+    )

@@ -1,0 +1,105 @@
+"""What this process has registered: kept alive, and named by tickets. Others' memory is not this module's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend._actor.runtime import Program, program
+from monarch_backend._core import env
+from monarch_backend._rdma.errors import RDMAError
+from monarch_backend._rdma.handle import Handle, Ticket
+from monarch_backend._rdma.local_memory import LocalMemory
+
+PATIENCE = 5.0
+"""Seconds that `drop` waits for those who are in the middle of reading or writing it."""
+
+log = logging.getLogger("monarch_backend")
+
+_WAS_NOT_THERE, _STILL_USED = 1, 2
+
+
+class Registry:
+    """The registrations of one process."""
+
+    def __init__(self, owner: Program) -> None:
+        host = getattr(owner.links, "host", None)
+        if host is None:
+            raise RuntimeError("memory can't be registered in a simulation: its processes have none of their own")
+        self.asks_kernel = bool(env.get("MONARCH_CMA"))
+        self.maps_gpus = bool(env.get("MONARCH_GPU_IPC"))
+        self.native = _native.Memory(host, self.asks_kernel, self.maps_gpus, _copying_threads())
+        self.host = host
+        self._program = weakref.ref(owner)
+        self.on_drop: list[Callable[[Ticket], None]] = []  # when nobody can use it any more, and it is still there
+        self._held: dict[Ticket, LocalMemory] = {}
+
+    def add(self, memory: LocalMemory) -> Handle:
+        """Register it: it stays alive until it is dropped. Raises RDMAError when there are too many."""
+        owner = self._program()
+        assert owner is not None
+        try:
+            ticket: Ticket = self.native.add(memory.address, memory.nbytes, memory.writable)
+        except ValueError as error:  # std::length_error
+            raise RDMAError(str(error)) from None
+        self._held[ticket] = memory
+        token = owner.router.token
+        return Handle(
+            token, owner.pid, owner.host_name(token), ticket, 0, memory.nbytes, memory.device, memory.writable
+        )
+
+    def drop(self, ticket: Ticket) -> bool:
+        """From now on nobody can use it, and nobody does any more; False if it was not registered any more.
+
+        Raises RDMAError if somebody is in the middle of it and stays there: then its memory is kept, call it again.
+        """
+        found = self.native.drop(ticket, PATIENCE)
+        for let_go in self.on_drop:  # from now on nobody begins anything with it
+            let_go(ticket)
+        if found == _STILL_USED:
+            user = self.native.user_of(ticket) or os.getpid()
+            raise RDMAError(
+                f"process {user} is in the middle of a transfer with this memory and has not moved for {PATIENCE:g} s "
+                "(is it stopped?): nobody else can use it any more, and it stays allocated; call drop() again later"
+            )
+        return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE
+
+    def memory(self, ticket: Ticket) -> LocalMemory | None:
+        """What was registered; None if it is not any more."""
+        return self._held.get(ticket)
+
+    def told_to_drop(self, ticket: Ticket) -> None:
+        """By another process. On a thread that may wait."""
+        try:
+            self.drop(ticket)
+        except RDMAError as error:
+            log.warning("another process has dropped registered memory: %s", error)
+
+    def count(self) -> int:
+        """Of registrations."""
+        return int(self.native.count())
+
+
+def _copying_threads() -> int:
+    """Of this process, for one large copy between another process of this host and this one."""
+    return min(int(env.get("MONARCH_COPY_THREADS")), len(os.sched_getaffinity(0)))
+
+
+_making = threading.Lock()
+
+
+def registry() -> Registry:
+    """Of this process; made when it is first asked for, with the program that it belongs to."""
+    owner = program()
+    made: Any = owner.memory
+    if made is None:
+        with _making:
+            made = owner.memory
+            if made is None:
+                made = owner.memory = Registry(owner)
+    return made  # type: ignore[no-any-return]

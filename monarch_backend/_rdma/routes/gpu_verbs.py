@@ -1,0 +1,92 @@
+"""The route of NICs to memory of GPUs: straight where they reach it on both sides, else staged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.inflight import Flight
+from monarch_backend._rdma.routes.base import UNREACHABLE, Change, Part, Result, Route, Segment, moved, of_nics
+from monarch_backend._rdma.routes.gpu_staged import Staged
+from monarch_backend._rdma.routes.verbs import Verbs
+
+
+class GpuNics:
+    """To memory of GPUs of processes that a NIC of ours reaches."""
+
+    name = "verbs"
+
+    def __init__(self, verbs: Verbs, staged: Staged) -> None:
+        self._verbs, self._staged = verbs, staged
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
+
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+        """See FlyingRoute. What is staged a thread does."""
+        return self._verbs.begin(part, patient, keep, done) if part.handle.verbs else None
+
+    def is_ready(self, handle: Handle) -> bool:
+        """See NicRoute."""
+        return self._verbs.is_ready(handle) and (bool(handle.verbs) or self._staged.has_borrowed(handle.token))
+
+    def prepare(self, handle: Handle) -> None:
+        """See NicRoute."""
+        self._verbs.prepare(handle)
+        if not handle.verbs:
+            self._staged.prepare(handle)
+
+    def planned(self, part: Part | Change, keep: Any) -> Any:
+        """See NicRoute."""
+        return self._verbs.planned(part, keep) if part.handle.verbs else None
+
+    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+        """See NicRoute."""
+        return self._verbs.planned_for(plan, memory)
+
+    def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
+        """See NicRoute."""
+        return self._verbs.begin_planned(part, plan, done)
+
+    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+        """See FlyingRoute."""
+        return self._verbs.mend(part, result, patient, keep)
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route."""
+        part = Part(handle, write, segments)
+        if handle.verbs:
+            result = moved(part, self._verbs, patient, keep)
+            if result.outcome != UNREACHABLE or self._verbs.has_no_way(handle.token):
+                return result
+            self._staged.why_here = result.text  # it is our own memory that they do not reach
+        result = moved(part, self._staged, patient, keep)
+        if result.outcome == UNREACHABLE:
+            self._staged.give_back(handle, patient)
+        return result
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route."""
+        route = self._verbs if handle.verbs else self._staged
+        return route.change(handle, access, offset, operand, expected, patient)
+
+
+def gathered(routed: Sequence[tuple[Part | Change, Route]]) -> list[tuple[Part | Change, Route]]:
+    """The same, with one part for all that are staged, of one registration and one GPU here: each part of a transfer
+    costs a round to its owner, and many small ones fit into a slot.
+    """
+    made: list[tuple[Part | Change, Route]] = []
+    segments: dict[tuple[Any, ...], list[Segment]] = {}
+    for part, route in routed:
+        if not isinstance(part, Part) or not part.handle.staged or of_nics(route) is None:
+            made.append((part, route))
+            continue
+        handle, gpu = part.handle, _native.gpu_device_of(part.segments[0][1])
+        known = segments.setdefault((handle.token, handle.ticket, part.write, gpu), [])
+        if not known:
+            made.append((part._replace(segments=known), route))
+        known.extend(part.segments)
+    return made

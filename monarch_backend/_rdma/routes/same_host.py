@@ -1,0 +1,138 @@
+"""Routes to memory of this process and of others of this host: csrc/memory/near.h does the work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch_backend._actor.runtime import Program
+from monarch_backend._rdma import gpu_memory
+from monarch_backend._rdma.cuda_ipc import Lent
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.local_memory import CPU
+from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.routes.base import DONE, LOST, Result, Segment
+
+QUICK = 1 << 20
+"""Bytes that are copied at once, on the caller's thread."""
+
+MAPPED, KERNEL, THREAD, GPU, LENT, UNSEEN = range(6)
+"""As enum Way (csrc/memory/near.h)."""
+
+
+class Here:
+    """To memory of this very process."""
+
+    name = "this process"
+
+    def __init__(self, registry: Registry) -> None:
+        self._native = registry.native
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return nbytes <= QUICK
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route."""
+        if over := patient.over():
+            return Result(over, 0, 0, 0)
+        return Result(*self._native.move_here(handle.ticket, write, segments))
+
+    def change(
+        self,
+        handle: Handle,
+        access: int,
+        offset: int,
+        operand: int,
+        expected: int,
+        patient: Any,
+    ) -> Result:
+        """See Route."""
+        if over := patient.over():
+            return Result(over, 0, 0, 0)
+        return Result(*self._native.change_here(handle.ticket, access, offset, operand, expected))
+
+
+class SameHost:
+    """To memory of a process of this host: mapped, by the kernel or a GPU, or by a thread of that process."""
+
+    name = "same host"
+
+    def __init__(self, owner: Program, registry: Registry, say: Callable[[Handle, str], None]) -> None:
+        self._native, self._say = registry.native, say
+        self._lent = Lent(owner, registry) if registry.maps_gpus else None
+        self._asks_kernel = registry.asks_kernel
+        self.met: set[str] = set()
+        """Processes whose memory of the CPU was reached, and of which it was said how."""
+        self._saying = threading.Lock()
+        self._said: set[tuple[str, str]] = set()  # of which process, and what: of memory of GPUs
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        if nbytes > QUICK:
+            return False
+        way = self._native.way(handle.token, handle.ticket)
+        return way in (MAPPED, GPU, LENT) or (way == KERNEL and not atomic)
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route."""
+        result = Result(*self._native.move(handle.token, handle.ticket, write, segments, patient))
+        if handle.device != CPU:
+            self._look_after(handle, result)
+        elif handle.token not in self.met:
+            self._say_way(handle, result)
+        return result
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route."""
+        result = Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, patient))
+        if handle.device == CPU and handle.token not in self.met:
+            self._say_way(handle, result)
+        return result
+
+    def forget(self, token: str) -> None:
+        """That process is gone, and so is its memory that is mapped here."""
+        self._native.sweep()
+        if self._lent is not None:
+            self._lent.forget(token)
+        self.met.discard(token)
+        self._said = {said for said in self._said if said[0] != token}
+
+    def _say_way(self, handle: Handle, result: Result) -> None:
+        """Of memory of the CPU, once: with the first transfer, since two processes that have not met do not know it."""
+        with self._saying:
+            if handle.token in self.met or result.outcome == LOST:
+                return
+            if self._native.way(handle.token, handle.ticket) < 0:
+                return
+            self.met.add(handle.token)
+        self._say(handle, f"{self.name}, {self.way(handle)}")
+
+    def _look_after(self, handle: Handle, result: Result) -> None:
+        """Of a GPU: whether the driver maps it is seen when it has to, and torch may know another way."""
+        if self._lent is not None:
+            self._lent.tidy()
+            if result.outcome == DONE and self._native.way(handle.token, handle.ticket) == THREAD:
+                self._lent.want(handle)
+        said = handle.token, self.way(handle)
+        if said not in self._said:
+            self._said.add(said)
+            self._say(handle, f"{self.name}, {said[1]}")
+
+    def way(self, handle: Handle) -> str:
+        """For people."""
+        found = self._native.way(handle.token, handle.ticket)
+        why = "the kernel forbids process_vm_readv" if self._asks_kernel else "MONARCH_CMA=0"
+        if handle.device != CPU:
+            also = self._lent.why_not(handle) if self._lent is not None else ""
+            why = "through memory of the host, since " + self._native.why_not_mapped(handle.token, handle.ticket)
+            why += f", nor torch: {also}" if also else ""
+        ways = (
+            "its memory is mapped here",
+            "process_vm_readv",
+            f"copied by its own thread: {why}",
+            f"{gpu_memory.api()} IPC",
+            f"{gpu_memory.api()} IPC, by torch",
+        )
+        return ways[found] if 0 <= found < UNSEEN else "which of its ways is seen with the first transfer"

@@ -1,0 +1,286 @@
+"""Which way leads from this process to the memory of another one, and why. Chosen once per process.
+
+What was chosen is printed with MONARCH_DEBUG=1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch_backend._actor.runtime import Program, is_of_parent
+from monarch_backend._core import env
+from monarch_backend._rdma.errors import RDMAError
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.local_memory import CPU
+from monarch_backend._rdma.pinned_pool import Lender
+from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.routes.base import UNREACHABLE, Change, Flight, NicRoute, Part, Result, Route, Segment, moved
+from monarch_backend._rdma.routes.gpu_staged import Staged
+from monarch_backend._rdma.routes.gpu_verbs import GpuNics
+from monarch_backend._rdma.routes.same_host import Here, SameHost
+from monarch_backend._rdma.routes.tcp import Tcp, Ways
+from monarch_backend._rdma.routes.verbs import Verbs
+from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._verbs import VerbsError
+
+log = logging.getLogger("monarch_backend")
+
+MOST_WARNED = 4096
+"""Processes that are remembered of those that a warning was about."""
+
+AGAIN_SECONDS = 60.0
+"""After which NICs are tried again to a process that TCP leads to, though both sides have some."""
+
+_KINDS = tuple(itertools.product((False, True), (False, True)))
+"""Of memory: whether a NIC can reach it, and whether it is a GPU's."""
+
+
+def forced() -> str:
+    """What MONARCH_RDMA says. Raises ValueError for what means nothing."""
+    return str(env.get("MONARCH_RDMA"))
+
+
+def refuse_the_parents(handle: Handle) -> None:
+    """Raises RDMAError in a fork, for memory of the program that it was forked from."""
+    if is_of_parent(handle.token):
+        raise RDMAError(
+            f"{handle} belongs to the program that this process, {os.getpid()}, was forked from: a fork is a program "
+            "of its own, of which that one knows nothing. Use it in the parent, or spawn processes "
+            "(this_host().spawn_procs()) and send it to an actor of theirs"
+        )
+
+
+class Routes:
+    """Those of one process."""
+
+    def __init__(self, owner: Program, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
+        """``submit``: have it done by a thread that may wait."""
+        self._program, self._registry = owner, registry
+        self._here, self._near = Here(registry), SameHost(owner, registry, _say)
+        self._tcp = Tcp(owner, registry, submit)
+        self.verbs = Verbs(owner, registry)
+        self.lender = Lender(self.verbs, self._tcp)
+        self._staged = Staged(owner, self.verbs, self._tcp, _say)
+        self._gpu_nics = GpuNics(self.verbs, self._staged)
+        registry.on_drop.append(self.verbs.dropped)
+        self._warned: dict[str, None] = {}  # of which processes, also lost ones, it was said that TCP leads there
+        self._warning = threading.Lock()
+        # By process and the kind of the memory.
+        self._chosen: dict[tuple[str, bool, bool], Route] = {}
+        self._choosing = threading.RLock()  # a program's log handler may come back
+        self._forced = forced()
+        self.near = self._near.met
+        """Processes to whose memory the way is that of one host, as the first transfer has shown."""
+
+    def to(self, handle: Handle) -> Route:
+        """The route to this memory. Raises RDMAError if there is none."""
+        which = handle.token, _for_nics(handle), handle.device != CPU
+        route = self._chosen.get(which)
+        if route is None:
+            with self._choosing:  # by one thread: what it says is said once, and what it finds is found once
+                route = self._chosen.get(which)
+                if route is None:
+                    route = self._chosen[which] = self._choose(handle)
+        return route
+
+    def outgoing(self, handle: Handle) -> Handle:
+        """As this process sends a handle to others: with the ways that lead here, if it is its own."""
+        if handle.token != self._program.router.token or not (self._program.gateway or self._forced):
+            return handle
+        ways, encrypted = self.ways()
+        verbs = self._exposed(handle)
+        staged = not verbs and self.verbs.is_staged(handle)
+        return handle._replace(ways=ways, encrypted=encrypted, verbs=verbs, staged=staged)
+
+    def _exposed(self, handle: Handle) -> bytes:
+        if self._forced == "tcp" or self.verbs.unusable() is not None:
+            return b""
+        try:
+            return self.verbs.exposed(handle)
+        except VerbsError as error:
+            log.warning("memory can't be registered with the NICs of this host, so others take TCP to it: %s", error)
+            return b""
+
+    def ways(self) -> tuple[Ways, bool]:
+        """Where this process's memory is served, from now on, and whether that is encrypted."""
+        return self._tcp.ways()
+
+    def knows(self, token: str) -> bool:
+        """Something is kept for that process."""
+        return any((token, *kind) in self._chosen for kind in _KINDS) or self.verbs.started
+
+    def forget(self, token: str) -> None:
+        """That process is gone."""
+        for kind in _KINDS:
+            self._chosen.pop((token, *kind), None)
+        self._near.forget(token)
+        self._tcp.forget(token)
+        self.verbs.forget(token, "its process is gone")
+        self._staged.forget(token)
+        self.lender.forget(token)  # whose NIC reaches nothing here any more
+
+    def close(self) -> None:
+        """Nobody reaches this process's memory any more, nor it others'."""
+        self._tcp.close()
+        self._staged.close()
+        self.lender.close()
+        self.verbs.close()
+
+    def abandon(self) -> None:
+        """In a fork of this process: what belongs to it is closed without a word."""
+        self._tcp.abandon()
+
+    def _choose(self, handle: Handle) -> Route:
+        if handle.token == self._program.router.token:
+            return self._here
+        if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
+            return self._near  # which says how when the first transfer has shown it
+        refuse_the_parents(handle)
+        return self._far(handle)
+
+    def _far(self, handle: Handle) -> Route:
+        why = "MONARCH_RDMA says so" if self._forced == "tcp" else self.verbs.unusable(up=False)
+        if why is None and _for_nics(handle):
+            if handle.verbs:
+                _say(handle, "verbs")  # else the first transfer says how
+            nics: NicRoute = self.verbs if handle.device == CPU else self._gpu_nics
+            return nics if self._forced == "verbs" else Far(nics, self._tcp, self._warn_of_tcp, self._program.aside)
+        why = why or "its owner has not registered it with a NIC"
+        if self._forced == "verbs":
+            raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA wants it: {why}")
+        staged = "" if handle.device == CPU else ", through pinned memory of both hosts"
+        _say(handle, f"tcp{staged}: {why}")
+        if not self._forced:
+            self._warn_of_tcp(handle, why)
+        return self._tcp
+
+    def _warn_of_tcp(self, handle: Handle, why: str) -> None:
+        """Once: its memory may be of two kinds, and a handle of a process that is gone may be used again and again."""
+        with self._warning:
+            if handle.token in self._warned:
+                return
+            self._warned[handle.token] = None
+            if len(self._warned) > MOST_WARNED:
+                del self._warned[next(iter(self._warned))]
+        log.warning("memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why)
+
+
+class Far:
+    """Verbs, or TCP where the two NICs do not reach each other: then they are tried again later, beside transfers.
+
+    A transfer takes one of the two. Only one that has not begun over verbs, and never will there, goes to the other: an
+    atomic is done at most once.
+    """
+
+    def __init__(
+        self,
+        verbs: NicRoute,
+        tcp: Tcp,
+        warn: Callable[[Handle, str], None],
+        aside: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """``warn``: of a process to which TCP leads, and why. ``aside``: have it done by a thread that may wait."""
+        self._verbs, self._tcp, self._warn, self._aside = verbs, tcp, warn, aside
+        self._lock = threading.Lock()
+        self._why = ""  # TCP is taken; empty: verbs
+        self._next = 0.0  # when NICs are tried again
+        self._tries = False  # and that was begun
+
+    @property
+    def name(self) -> str:
+        """Of the route that is taken."""
+        return self._tcp.name if self._why else self._verbs.name
+
+    def _takes_tcp(self, handle: Handle) -> bool:
+        """Asked when a transfer begins. It waits for nobody: whoever tries the NICs again does that for later ones."""
+        if not self._why:
+            return False
+        with self._lock:
+            if not self._why or (self._tries and self._verbs.is_ready(handle)):
+                self._why, self._tries = "", False
+                return False
+            now = time.monotonic()
+            begin = now >= self._next
+            if begin:
+                self._next, self._tries = now + AGAIN_SECONDS, True
+        if begin:
+            self._aside(lambda: self._verbs.prepare(handle))
+        return True
+
+    def _falls_back(self, handle: Handle, result: Result) -> bool:
+        """This one has not begun over verbs. What has become of others says nothing about it."""
+        if result.outcome != UNREACHABLE or not handle.ways:
+            return False
+        with self._lock:
+            self._why, self._next, self._tries = result.text or "?", time.monotonic() + AGAIN_SECONDS, False
+        self._warn(handle, result.text)
+        return True
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
+
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+        """See FlyingRoute. Over TCP a thread does it: which of the two has begun it `mend` would not know."""
+        return None if self._takes_tcp(part.handle) else self._verbs.begin(part, patient, keep, done)
+
+    def is_ready(self, handle: Handle) -> bool:
+        """See NicRoute."""
+        return self._verbs.is_ready(handle)
+
+    def prepare(self, handle: Handle) -> None:
+        """See NicRoute."""
+        self._verbs.prepare(handle)
+
+    def planned(self, part: Part | Change, keep: Any) -> Any:
+        """See NicRoute."""
+        return self._verbs.planned(part, keep)
+
+    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+        """See NicRoute."""
+        return self._verbs.planned_for(plan, memory)
+
+    def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
+        """See NicRoute."""
+        return None if self._takes_tcp(part.handle) else self._verbs.begin_planned(part, plan, done)
+
+    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+        """See FlyingRoute."""
+        return self._or_tcp(part, self._verbs.mend(part, result, patient, keep), patient, keep)
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route."""
+        part = Part(handle, write, segments)
+        return self._moved(part, patient, keep)
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route."""
+        part = Change(handle, access, offset, operand, expected, lambda _: None)
+        return self._moved(part, patient, None)
+
+    def _moved(self, part: Part | Change, patient: Any, keep: Any) -> Result:
+        tried = None if self._takes_tcp(part.handle) else moved(part, self._verbs, patient, keep)
+        return self._or_tcp(part, tried, patient, keep)
+
+    def _or_tcp(self, part: Part | Change, result: Result | None, patient: Any, keep: Any) -> Result:
+        """``result``: over verbs, if that was tried."""
+        if result is not None and not self._falls_back(part.handle, result):
+            return result
+        return moved(part, self._tcp, patient, keep)
+
+
+def _for_nics(handle: Handle) -> bool:
+    """Its owner has one that reaches it, or staging memory."""
+    return bool(handle.verbs) or handle.staged
+
+
+def _say(handle: Handle, how: str) -> None:
+    if env.get("MONARCH_DEBUG"):
+        sys.stderr.write(f"monarch: memory of process {handle.pid} on host {handle.host}: {how}\n")

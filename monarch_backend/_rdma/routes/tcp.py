@@ -1,0 +1,249 @@
+"""The route that is always there: data connections of their own, served by threads that know no Python.
+
+A process listens for those who want its memory once it tells others of it (in handles that are sent), and calls others
+when it first reads or writes theirs. What is said there is csrc/memory/wire.h's; who may is proof.h's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from monarch_backend import _native
+from monarch_backend._actor.runtime import Program
+from monarch_backend._rdma.control_rpc import ask
+from monarch_backend._rdma.errors import RDMAError
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.routes.base import (
+    DONE,
+    FAILED,
+    LOST,
+    READ,
+    UNREACHABLE,
+    WRITE,
+    Change,
+    Part,
+    Result,
+    Segment,
+)
+from monarch_backend._rdma.server_address import Place, place
+from monarch_backend._rdma.small_requests import Errand, Office
+from monarch_backend._transport.local.frames import KNOCK, Setting
+
+Ways = tuple[tuple[str, int], ...]
+"""Addresses and ports."""
+
+STREAMS = 4
+"""Connections to one process, for large transfers."""
+
+
+class Tcp:
+    """To memory of a process of any host."""
+
+    name = "tcp"
+
+    def __init__(self, owner: Program, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
+        """``submit``: have it done by a thread that may wait."""
+        self._program, self._registry = owner, registry
+        self._errands = Office(owner, submit)
+        self._lock = threading.Lock()  # what is kept; nobody waits for others with it
+        self._serving = threading.RLock()  # the server, and what it needs: whoever has it may wait for the main program
+        self._place: Place | None = None
+        self._gateway = ""  # of the program, when the place was asked for: there were no other hosts before
+        self._server: Any = None
+        self._ports: dict[str, int] = {}  # by the address where it listens
+        self._identities: dict[bool, Any] = {}
+        self._clients: dict[str, list[Any]] = {}  # by token: one for each of its addresses, the best one first
+
+    # ---- for others
+
+    def ways(self) -> tuple[Ways, bool]:
+        """Where others reach this process's memory, and whether that is encrypted. It is served from now on."""
+        with self._serving:
+            where = self._where()
+            if self._server is None:
+                self._server = _native.MemoryServer(self._registry.native, self._identity(where.encrypted))
+            for address in where.addresses:
+                if address not in self._ports:
+                    self._ports[address] = self._listen(address)
+            return tuple((address, self._ports[address]) for address in where.addresses), where.encrypted
+
+    def server(self) -> Any:
+        """That which serves it."""
+        self.ways()
+        return self._server
+
+    def _listen(self, address: str) -> int:
+        """There, or, where its host is known by an address that is not its own, everywhere."""
+        family, _, _, _, numeric = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        try:
+            return int(self._server.listen(numeric[0]))
+        except OSError:
+            return int(self._server.listen("::" if family == socket.AF_INET6 else "0.0.0.0"))
+
+    def _where(self) -> Place:
+        """With the lock for serving."""
+        if self._place is None or self._gateway != self._program.gateway:
+            self._gateway = self._program.gateway
+            self._place = place(self._program)
+        return self._place
+
+    def _identity(self, encrypted: bool) -> Any:
+        """With or without TLS, as the server of the other side has it: its handles, which came by messages, say so."""
+        with self._serving:
+            made = self._identities.get(encrypted)
+            if made is None:
+                secret, token = self._where().secret, self._program.router.token
+                ders: tuple[bytes, ...] = ()
+                if encrypted:
+                    from monarch_backend._transport.network.tls import Ders
+
+                    own = Ders.of_secret(secret)
+                    ders = own.certificate, own.key, own.ca
+                made = self._identities[encrypted] = _native.MemoryIdentity(token, secret, *ders)
+            return made
+
+    # ---- to others
+
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route. A connection that breaks is made once more to read; what was written before the break may still
+        arrive, also after what was written later, so whoever writes decides himself whether to do it again.
+        """
+        result = self._move(handle, write, segments, patient)
+        return self._move(handle, write, segments, patient) if result.outcome == LOST and not write else result
+
+    def _move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+        return self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
+
+    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Errand | None:
+        """See FlyingRoute: what is small, where a connection is idle."""
+        clients = self._clients.get(part.handle.token)
+        if not clients:
+            return None
+        if isinstance(part, Change):
+            access, segments, numbers = part.access, ((part.offset, 0, 8),), (part.operand, part.expected)
+        else:
+            access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
+        try:
+            sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, patient)
+        except (
+            RuntimeError
+        ):  # no descriptor is left, for example: who does it by `move` will hear that again, and say it
+            return None
+        if sent is None:
+            return None
+        errand = Errand(self._errands, part.handle.token, patient, done, sent)
+        self._errands.add(errand)
+        return errand
+
+    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+        """See FlyingRoute and `move`."""
+        if result.outcome == LOST and isinstance(part, Part) and not part.write:
+            return self._move(part.handle, False, part.segments, patient)
+        return result
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route. Not tried again when a connection breaks: it may have been done."""
+        return self._try(
+            handle, patient, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
+        )
+
+    def line(self, handle: Handle, patient: Any) -> tuple[Any, Result]:
+        """A connection that the caller has for himself until he closes it; None, and why."""
+        lines: list[Any] = []
+
+        def take(client: Any) -> Any:
+            made, result = client.line(patient)
+            lines.append(made)
+            return result
+
+        result = self._try(handle, patient, take)
+        return (lines[-1] if result.outcome == DONE else None), result
+
+    def _try(self, handle: Handle, patient: Any, act: Any) -> Result:
+        """At the addresses of its host, until one can be reached."""
+        try:
+            clients = self._clients_of(handle, patient)
+        except (RDMAError, RuntimeError) as error:
+            return Result(patient.over() or UNREACHABLE, 0, 0, 0, str(error))
+        result = Result(FAILED, 0, 0, 0, "it has told us no address")
+        for client in list(clients):
+            try:
+                result = Result(*act(client))
+            except RuntimeError as error:  # of this process: no descriptors, no memory
+                return Result(FAILED, 0, 0, 0, str(error))
+            if result.outcome != UNREACHABLE:
+                if clients[0] is not client:
+                    clients.sort(key=lambda each: each is not client)
+                break
+        return result
+
+    def _clients_of(self, handle: Handle, patient: Any) -> list[Any]:
+        with self._lock:
+            made = self._clients.get(handle.token)
+        if made is not None:
+            return made
+        # Who has met it is told of its end, also while nothing is said here.
+        peer = self._program.router.peer(handle.token)
+        self._program.router.tell(peer, Setting(KNOCK, None))
+        ways, encrypted = handle.ways, handle.encrypted
+        if not ways:  # it was sent when there were no other hosts yet
+            answer = ask(self._program, peer, "ways", over=patient.over)
+            ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Ways, bool])
+        identity = self._identity(encrypted)
+        fresh = [
+            _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))
+            for name, port in ways
+            for address in _numeric(name)
+        ]
+        with self._lock:
+            return self._clients.setdefault(handle.token, fresh)
+
+    def close(self) -> None:
+        """All connections, and the server."""
+        self._errands.end()
+        with self._lock:
+            gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
+        with self._serving:
+            server, self._server = self._server, None
+            self._ports.clear()
+        for each in [*gone, server]:
+            if each is not None:
+                each.close()
+
+    def abandon(self) -> None:
+        """In a fork: peers are to hear of the end of the process that it all belongs to."""
+        for each in [*(client for clients in self._clients.values() for client in clients), self._server]:
+            if each is not None:
+                each.abandon()
+
+    def forget(self, token: str) -> None:
+        """That process is gone."""
+        with self._lock:
+            gone = self._clients.pop(token, ())
+        self._errands.end(token)
+        for client in gone:
+            client.close()
+
+
+def _streams(encrypted: bool) -> int:
+    """Where OpenSSL takes the processors, more streams than those take turns."""
+    return max(1, min(STREAMS, len(os.sched_getaffinity(0)) // 2)) if encrypted else STREAMS
+
+
+def _numeric(name: str) -> list[str]:
+    """Addresses that this name has, each once."""
+    try:
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
+    except OSError as error:
+        raise RDMAError(f"the address {name} of a host is not known here: {error}") from None

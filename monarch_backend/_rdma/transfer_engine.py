@@ -1,0 +1,636 @@
+"""Transfers under way: who does them, how they end, what their futures say.
+
+Small ones on fast routes are done at once, on the caller's thread; some routes do theirs by themselves once they are
+begun, and whoever waits lends them a hand; all else is done by threads that may wait. A future is done when nobody
+touches its memory any more, whatever ended it: then its buffers may be used again.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from monarch_backend import _native
+from monarch_backend._actor.future import DoneFuture
+from monarch_backend._actor.runtime import Program, program
+from monarch_backend._rdma import cuda_ipc
+from monarch_backend._rdma.control_rpc import DROP, TOPICS
+from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.inflight import MERCY, MOST_LOOKING
+from monarch_backend._rdma.local_memory import CPU, LocalMemory
+from monarch_backend._rdma.registrations import Registry, registry
+from monarch_backend._rdma.routes import gpu_staged
+from monarch_backend._rdma.routes.base import (
+    CANCELLED,
+    DONE,
+    DROPPED,
+    LATE,
+    LOST,
+    REFUSED,
+    UNREACHABLE,
+    Change,
+    Flight,
+    FlyingRoute,
+    NicRoute,
+    Part,
+    Result,
+    Route,
+    flying,
+    moved,
+    of_nics,
+    patient,
+)
+from monarch_backend._rdma.routes.gpu_verbs import gathered
+from monarch_backend._rdma.routes.same_host import QUICK
+from monarch_backend._rdma.routes.selection import Routes, refuse_the_parents
+from monarch_backend._rdma.routes.verbs import Kept, refusal_of
+from monarch_backend._rdma.thread_pool import Workers
+from monarch_backend._rdma.transfer_future import SingleFuture, TransferFuture, look_and_sleep, refuse_to_wait
+from monarch_backend._transport.local.frames import Setting
+from monarch_backend._transport.local.peer import Peer
+from monarch_backend.actor import CancelledError, Future, MeshFailure
+
+MOST_THREADS = 64
+"""That move bytes at the same time, or wait for processes that do not answer; and as many for what went wrong."""
+
+_REFUSALS = (
+    "",
+    "it is not registered any more: drop() was called, or its owner was started anew",
+    "its key is not that of any registration: the handle was forged or damaged",
+    "the range is outside of what was registered",
+    "it was registered read-only",
+    "atomics need 8 bytes at an address that is a multiple of 8",
+    "its owner's GPU, or the driver of it, could not copy it",
+    "atomics on memory of a GPU are possible over verbs only, where a NIC reaches it: use memory of the CPU for it",
+    "its owner does not know the staging memory any more that it has lent to this process: try again",
+)
+SOON = 1.0
+"""Seconds for the word that a process is gone with which a connection has broken."""
+
+T = TypeVar("T")
+
+
+def nothing() -> None:
+    """What a transfer gives."""
+
+
+class Engine:
+    """Moves bytes for one program."""
+
+    def __init__(self, owner: Program, registered: Registry) -> None:
+        self.program, self.registry = owner, registered
+        self.movers, self.menders = Workers(MOST_THREADS), Workers(MOST_THREADS)
+        # A connection has one errand at a time, so these are not many.
+        self.routes = Routes(owner, registered, self.movers.submit_at_once)
+
+    def start(
+        self,
+        parts: Sequence[Part | Change],
+        keep: Any,
+        timeout: float | None,
+        result: Callable[[], Any] = nothing,
+    ) -> Future[Any]:
+        """Do all of it; a Future of ``result()``. ``keep`` is what the local addresses are of.
+
+        Raises RDMAError if there is no route.
+        """
+        routed = [(part, self.routes.to(part.handle)) for part in parts]
+        if len(routed) == 1:
+            part, route = routed[0]
+            nics = of_nics(route)
+            if nics is None and _is_quick(part, route):
+                return self._at_once(part, route, keep, timeout, result)
+            if nics is not None and timeout is None and (single := self.single(part, nics, keep, result)) is not None:
+                return single
+        else:
+            routed, keep = gathered(routed), Kept(keep or ())
+        self.guard()
+        transfer = _Transfer(self, len(routed), keep, timeout, result)
+        if all(_is_quick(part, route) for part, route in routed):
+            for part, route in routed:
+                transfer.run(part, route)
+            return transfer.future
+        transfer.watch()
+        for number, (part, route) in enumerate(routed):
+            if transfer.fly(number, part, flying(route)):
+                continue
+            if transfer.queue(number):
+                self.movers.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
+        return transfer.future
+
+    def single(
+        self, part: Part | Change, route: NicRoute, keep: Any, result: Callable[[], T], plan: Any = None
+    ) -> Future[T] | None:
+        """By NICs, begun on the caller's thread; None if it takes another one. ``plan``: the route's, if it has one."""
+        self.guard()
+        future = SingleFuture(self, part, route, keep, result)
+        if plan is None:
+            flight = route.begin(part, None, keep, future.landed)
+        else:
+            flight = route.begin_planned(part, plan, future.landed)
+        return None if flight is None else future.flies(flight)
+
+    def is_gone(self, token: str) -> bool:
+        """Since before we were told: nobody will tell us again."""
+        peer = self.program.router.peers.get(token)
+        return peer is not None and peer.gone is not None
+
+    def taking_over(
+        self, future: TransferFuture[Any], part: Part | Change, flight: Flight | None, keep: Any, result: Any
+    ) -> _Transfer:
+        """A transfer in the place of a SingleFuture."""
+        made = _Transfer(self, 1, keep, None, result, future)
+        made.watch()
+        made.adopt(part, flight)
+        return made
+
+    def guard(self) -> None:
+        """Ctrl-C comes after what is begun here, not in the middle of it, also if nobody has waited yet."""
+        interrupts = self.program.interrupts
+        if threading.get_ident() == interrupts.main:
+            interrupts.guard()
+
+    def at_once(self, handle: Handle, write: bool, memory: LocalMemory, nbytes: int) -> bool:
+        """Do it now, if it is a small copy on this host: what is made for other transfers costs more than it does.
+
+        False: it is for `start`, which also says why it fails.
+        """
+        return (
+            nbytes <= QUICK
+            and handle.token in self.routes.near
+            and self.registry.native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
+        )
+
+    def again(
+        self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]
+    ) -> Callable[[float | None], Future[None] | None] | None:
+        """What does all of it as `start` would, given a timeout, again and again as long as the memory is where it is.
+        It gives None where it can't any more; None in its place where nothing is spared by it.
+
+        ``memories``: for each part its local memory, all of which one segment is of.
+        """
+        copies = self._copies(parts, memories)
+        if copies is not None:
+            run = copies.run
+            return lambda timeout: DoneFuture() if (timeout is None or timeout > 0) and run() else None
+        if len(parts) != 1 or not isinstance(parts[0], Part):
+            return None
+        part, keep = parts[0], tuple(memories)
+        route = of_nics(self.routes.to(part.handle))
+        plan = None if route is None else route.planned(part, keep)
+        if route is None or plan is None:
+            return None
+        return lambda timeout: self.single(part, route, keep, nothing, plan) if timeout is None else None
+
+    def _copies(self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]) -> Any:
+        """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them."""
+        copies = []
+        for part, memory in zip(parts, memories, strict=True):
+            if not isinstance(part, Part) or part.handle.token not in self.routes.near:
+                return None
+            if memory.device != CPU or memory.hold is not None:  # what is held can't be resized between two submits
+                return None
+            (segment,) = part.segments
+            copies.append((part.handle.token, part.handle.ticket, part.write, *segment))
+        if sum(copy[-1] for copy in copies) > QUICK:
+            return None
+        return _native.Copies(self.registry.native, copies)
+
+    def _at_once(
+        self, part: Part | Change, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
+    ) -> Future[Any]:
+        """As `at_once`, on every route where it is quick. Nobody waits for it, so nothing is made to wait with."""
+        ended = _moved(part, route, patient(timeout), keep)
+        if ended.outcome == DONE:
+            return Future.of(result())
+        transfer = _Transfer(self, 1, keep, timeout, result)
+        transfer.end_with(part.handle, ended)
+        return transfer.future
+
+    def change(self, change: Change, timeout: float | None) -> Future[int]:
+        """An atomic operation; a Future of what was found."""
+        found: list[int] = []
+        return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
+
+    def gone(self, peer: Peer) -> None:
+        """A process has ended: nothing is kept for it. Transfers under way hear of it themselves."""
+        if self.routes.knows(peer.token):
+            self.program.aside(lambda: self.routes.forget(peer.token))
+
+    def close(self) -> None:
+        """When the program ends."""
+        self.routes.close()
+
+    def abandon(self) -> None:
+        """In a fork of this process."""
+        self.routes.abandon()
+
+    def outgoing(self, handle: Handle) -> Handle:
+        """As it is sent to others: with the ways that lead here."""
+        return self.routes.outgoing(handle)
+
+    def drop(self, handle: Handle) -> None:
+        """End a registration, or have its owner end it."""
+        if handle.token == self.program.router.token:
+            self.registry.drop(handle.ticket)
+        else:
+            refuse_the_parents(handle)
+            self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
+
+
+def _is_quick(part: Part | Change, route: Route) -> bool:
+    return route.is_quick(part.handle, _nbytes(part), isinstance(part, Change))
+
+
+def _nbytes(part: Part | Change) -> int:
+    return 8 if isinstance(part, Change) else sum(segment[2] for segment in part.segments)
+
+
+def _moved(part: Part | Change, route: Route, until: Any, keep: Any) -> Result:
+    result = moved(part, route, until, keep)
+    if result.outcome == DONE and isinstance(part, Change):
+        part.take(result.found)
+    return result
+
+
+class _Transfer:
+    """Some parts, and the future of all of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        count: int,
+        keep: Any,
+        timeout: float | None,
+        result: Callable[[], Any],
+        future: TransferFuture[Any] | None = None,
+    ) -> None:
+        """``future``: one that this transfer is to take over; else it makes its own."""
+        self._result = result
+        self._engine, self._left, self._keep, self._timeout = engine, count, keep, timeout
+        self._patient = patient(timeout)
+        self._lock = threading.Lock()
+        self._unfinished, self._untold = _held(), _held()  # until it has ended; until a process is known to be gone
+        self._queued: set[int] = set()  # parts that wait for a thread
+        self._closed: BaseException | None = None  # why no part waits for a thread any more
+        self._flights: dict[int, Flight | None] = {}  # of parts that no thread does; None: it has landed
+        self._unwanted = 0  # the outcome of those that have not landed yet
+        self._given_up: CancelledError | None = None  # by its user
+        self._error: BaseException | None = None
+        self._number = 0
+        self._late: Any = None  # a timer
+        self._tokens: set[str] = set()
+        self._gone: dict[str, MeshFailure] = {}
+        self._awaited = False  # somebody sleeps, or has slept, until it ends
+        self.future: TransferFuture[Any] = TransferFuture(self) if future is None else future
+        if count == 0:
+            self._finish()
+
+    def watch(self) -> None:
+        """From now on the program tells us of processes that go, and when its time is over."""
+        self._number = next(self._engine.program.ids)
+        self._engine.program.pending[self._number] = self
+        if self._timeout is not None:
+            self._late = self._engine.program.pump.later(self._timeout, self._time_is_over)
+
+    def unwatch(self) -> None:
+        """It has ended, or has not begun and never will."""
+        self._engine.program.pending.pop(self._number, None)
+
+    def adopt(self, part: Part | Change, flight: Flight | None) -> None:
+        """Its only part, which was begun by another one, for whose end somebody may sleep already."""
+        self._tokens.add(part.handle.token)
+        self._flights[0], self._awaited = flight, True
+
+    def _time_is_over(self) -> None:
+        self._end_queued(
+            TimeoutError(
+                f"the transfer was not done within {self._timeout:g} s: a part of it waited for too many others"
+                if self._timeout
+                else "the transfer was not done at once (timeout=0)"
+            )
+        )
+        self._end_flights(LATE)
+
+    def on_gone(self, peer: Any, failure: MeshFailure) -> None:
+        """As any pending call."""
+        if peer.token in self._tokens:
+            self._gone[peer.token] = failure
+            self._patient.cancel()
+            self._end_flights(CANCELLED)
+            _release(self._untold)
+
+    def on_reply(self, frame: Any) -> None:
+        """Nobody replies to it."""
+
+    # ---- parts that a route does by itself
+
+    def fly(self, number: int, part: Part | Change, route: FlyingRoute | None) -> bool:
+        """Set this part going; False if it takes a thread."""
+        if route is None or self._unwanted or self._engine.is_gone(part.handle.token):
+            return False
+        self._tokens.add(part.handle.token)
+        flight = route.begin(part, self._patient, self._keep, lambda result: self.landed(number, part, route, result))
+        if flight is None:
+            return False
+        with self._lock:
+            self._flights.setdefault(number, flight)
+        self._end_if_unwanted(flight)
+        return True
+
+    def _end_if_unwanted(self, flight: Flight) -> None:
+        """Since a moment ago: nobody may have seen it then."""
+        if self._unwanted:
+            flight.end(self._unwanted)
+
+    def landed(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+        """Perhaps before it was noted that it flies. Must not wait."""
+        with self._lock:
+            self._flights[number] = None
+        if result.outcome == DONE:
+            if isinstance(part, Change):
+                part.take(result.found)
+            self._part_over(None)
+        elif result.outcome == CANCELLED and self._given_up is not None:
+            self._part_over(self._given_up)
+        elif result.outcome == LATE and part.handle.token not in self._gone:
+            self._part_over(self._failure(part.handle, result))
+        elif self.queue(number):  # to find out why, or to try again, takes its time
+            self._engine.menders.submit(lambda: self._mend(number, part, route, result))
+
+    def _mend(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+        if not self._begins(number):
+            return
+        error: BaseException | None = None
+        try:
+            if self._engine.is_gone(part.handle.token):
+                error = lost(self._engine.program, part.handle, None)
+            elif (result := route.mend(part, result, self._patient, self._keep)).outcome != DONE:
+                error = self._failure(part.handle, result)
+            elif isinstance(part, Change):
+                part.take(result.found)
+        except BaseException as unexpected:
+            error = unexpected
+        self._part_over(error)
+
+    def _end_flights(self, outcome: int) -> None:
+        self._unwanted = outcome
+        for flight in self._under_way():
+            flight.end(outcome)
+
+    def _under_way(self) -> list[Flight]:
+        """Those that have not landed; none in a fork of this process, which must not touch them."""
+        if self._engine.program.disowned:
+            return []
+        return [flight for flight in list(self._flights.values()) if flight is not None]
+
+    # ---- who waits
+
+    def wait(self, what: Any, seconds: float | None) -> bool:
+        """Of the future."""
+        look, program = functools.partial(self._look, MOST_LOOKING), self._engine.program
+        return look_and_sleep(program, what, seconds, look, self._listen_awaited)
+
+    def _listen_awaited(self) -> None:
+        self._awaited = True
+        self.listen()
+
+    def _look(self, spins: float, waits: float) -> None:
+        """At all that are under way: seconds for all of them together, see Flight.help."""
+        self._engine.guard()
+        flights = self._under_way()
+        began = (
+            time.perf_counter() if len(flights) > 1 else 0.0
+        )  # which takes as long as a small transfer, in some guests
+        for number, flight in enumerate(flights):
+            gone = time.perf_counter() - began if number else 0.0
+            flight.help(max(0.0, min(spins, waits) - gone), max(0.0, waits - gone))
+            if self.future.ready:
+                return
+
+    def glance(self) -> None:
+        """Somebody wants to know whether it is over."""
+        self._look(0.0, 0.0)
+
+    def listen(self) -> None:
+        """Somebody is called when it is over."""
+        for flight in self._under_way():
+            flight.listen()
+
+    # ---- parts that a thread does
+
+    def queue(self, number: int) -> bool:
+        """This part waits for a thread from now on. False: the transfer has ended meanwhile, and this part with it."""
+        with self._lock:
+            closed = self._closed
+            if closed is None:
+                self._queued.add(number)
+                return True
+        self._part_over(closed)
+        return False
+
+    def _begins(self, number: int) -> bool:
+        """A thread has come to it; False if it does not wait any more."""
+        with self._lock:
+            waits = number in self._queued
+            self._queued.discard(number)
+        return waits
+
+    def run_queued(self, number: int, part: Part | Change, route: Route) -> None:
+        """As `run`, unless somebody has given it up meanwhile."""
+        if self._begins(number):
+            self.run(part, route)
+
+    def _end_queued(self, error: BaseException) -> None:
+        """What no thread has begun with is not begun any more."""
+        with self._lock:
+            self._closed = self._closed or error
+            if not self._queued:
+                return
+            self._left -= len(self._queued)
+            self._queued.clear()
+            self._error = self._error or error
+            self._patient.cancel()
+            if self._left:
+                return
+        self._finish()
+
+    def run(self, part: Part | Change, route: Route) -> None:
+        """Do one part. Never raises."""
+        self._tokens.add(part.handle.token)
+        error: BaseException | None = None
+        try:
+            if self._error is None:
+                error = self._do(part, route)
+        except BaseException as unexpected:
+            error = unexpected
+        self._part_over(error)
+
+    def _part_over(self, error: BaseException | None) -> None:
+        failed = False
+        with self._lock:
+            if error is not None and self._error is None:
+                self._error = error
+                self._patient.cancel()  # the others need not go on
+                failed = True
+            self._left -= 1
+            left = self._left
+        if not left:
+            self._finish()
+        elif failed:
+            assert error is not None
+            self._end_queued(error)
+            self._end_flights(CANCELLED)
+
+    def end_with(self, handle: Handle, result: Result) -> None:
+        """It was tried, without success."""
+        self._error = self._failure(handle, result)
+        self._finish()
+
+    def _do(self, part: Part | Change, route: Route) -> BaseException | None:
+        if self._engine.is_gone(part.handle.token):
+            return lost(self._engine.program, part.handle, None)
+        result = _moved(part, route, self._patient, self._keep)
+        return None if result.outcome == DONE else self._failure(part.handle, result)
+
+    def _failure(self, handle: Handle, result: Result) -> BaseException:
+        known = self._gone.get(handle.token)
+        broken = result.outcome in (LOST, UNREACHABLE)
+        if result.outcome == CANCELLED and self._given_up is not None:
+            return self._given_up
+        if broken and known is None and self._is_gone_soon(handle.token):
+            known = self._gone.get(handle.token)
+        if known is not None or (result.outcome == LOST and not result.text):  # the route knows that it has ended
+            self._engine.routes.forget(handle.token)
+            return lost(self._engine.program, handle, known)
+        if result.outcome == REFUSED:
+            kind = DroppedError if result.refusal == DROPPED else RDMAError
+            return kind(f"{handle} can't be used: {_REFUSALS[result.refusal]}")
+        if result.outcome == LATE:
+            return TimeoutError(
+                f"the transfer with {handle} was not done within {self._timeout:g} s; a part of it may be"
+            )
+        if result.outcome == CANCELLED:
+            return RDMAError(f"a transfer with {handle} was ended, since another part of it has failed")
+        if result.error == errno.EFAULT:
+            return RDMAError(
+                f"{handle} can't be used: a part of it, or of this process's own buffer, is not there any more"
+            )
+        if broken:
+            return RDMAError(
+                f"{handle} could not be reached: {result.text}; its process is not known to have ended, so try again, "
+                "or look whether the hosts can reach each other at the ports of its server (docs/rdma.md)"
+            )
+        return RDMAError(f"a transfer with {handle} failed: {result.text or os.strerror(result.error)}")
+
+    def _is_gone_soon(self, token: str) -> bool:
+        """A connection may break before it is told that its other side is gone."""
+        owner = self._engine.program
+        peer = owner.router.peers.get(token)
+        if peer is not None and peer.gone is not None:
+            self._gone.setdefault(token, owner._seen_from_here(peer))
+        if token not in self._gone and self._number and self._untold.acquire(timeout=SOON):
+            _release(self._untold)  # for others who wait for the same
+        return token in self._gone
+
+    def _finish(self) -> None:
+        self._keep, pump = None, self._engine.program.pump
+        self.unwatch()
+        if self._late is not None:
+            self._late.cancel()
+        if self._error is not None:
+            self.future._fail(self._error)
+        else:
+            self.future._set(self._result())
+        self.future.let_go()
+        _release(self._unfinished)
+        if self._awaited:
+            pump.wake()
+
+    def cancel(self, reason: str) -> None:
+        """By its user, who may use the buffers again when this returns. Raises RuntimeError, before anything is given
+        up, where it could not wait for that.
+        """
+        refuse_to_wait(self._engine.program)
+        self._given_up = CancelledError(reason)
+        self._patient.cancel()
+        self._end_queued(self._given_up)
+        self._end_flights(CANCELLED)
+        if not self._unfinished.acquire(timeout=MERCY):
+            for flight in self._under_way():  # here, and not by a timer: nothing else may run any more
+                flight.end_now()
+            self._unfinished.acquire()
+        _release(self._unfinished)  # others may wait for the same
+
+
+def _held() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _release(lock: threading.Lock) -> None:
+    try:
+        lock.release()
+    except RuntimeError:  # somebody was faster
+        return
+
+
+def lost(owner: Program, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:
+    """What is said of a transfer whose other side is gone."""
+    peer = owner.router.peers.get(handle.token)
+    if failure is None and peer is not None and peer.gone is not None:
+        failure = owner._seen_from_here(peer)
+    how = str(failure) if failure is not None else "its process has ended"
+    return OwnerLostError(f"the owner of {handle} is gone: {how}", failure)
+
+
+_making = threading.Lock()
+
+
+def _ways(_: Program, __: Any, ___: bytes) -> bytes:
+    return msgspec.msgpack.encode(engine().routes.ways())
+
+
+def _accept(_: Program, peer: Peer, offer: bytes) -> bytes:
+    return engine().routes.verbs.accept(peer, offer)
+
+
+def _stage(_: Program, peer: Peer, question: bytes) -> bytes:
+    return gpu_staged.answer(engine().routes.lender, peer.token, question)
+
+
+def _refusal(_: Program, __: Peer, question: bytes) -> bytes:
+    return refusal_of(registry(), question)
+
+
+def _torch_shares(_: Program, __: Peer, question: bytes) -> bytes:
+    return cuda_ipc.answer(registry(), question)
+
+
+TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal})
+TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
+
+
+def engine() -> Engine:
+    """That of this process."""
+    owner = program()
+    made = owner.mover
+    if made is None:
+        registered = registry()
+        with _making:
+            made = owner.mover
+            if made is None:
+                made = owner.mover = Engine(owner, registered)
+    return made  # type: ignore[no-any-return]
+
+
+__all__ = ["Change", "Engine", "Part", "TransferFuture", "engine", "lost"]

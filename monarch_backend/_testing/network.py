@@ -1,0 +1,377 @@
+"""The network between simulated hosts: what Tcp, its sockets and its thread are to real ones.
+
+Frames go through real Sessions; connections open, break and come back, and what is said in them takes its time, in
+order. Who is told of a loss, and when, follows _transport/network/connection_manager.py. What frames mean is the gateways'.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._transport.network.connection_manager import ANYBODY, CLOSED_SECONDS, Address, Bounds, Remote
+from monarch_backend._transport.network.session import BYE, DATA, HEAD_BYTES, read_head
+
+if TYPE_CHECKING:
+    from monarch_backend._testing.hosts import Service, SimulatedHost
+    from monarch_backend._testing.simulator import Simulation
+
+AGAIN = 0.5
+"""Seconds between two calls where nobody listens."""
+
+BACK = 1.0
+"""Seconds until a connection works again over a network that has come back, at most: what was lost is sent again."""
+
+
+class Line:
+    """A session between two processes: who has called, who was called, and the connection that they have now."""
+
+    __slots__ = ("called", "caller", "id", "last", "number", "open")
+
+    def __init__(self, session: bytes, caller: SimulatedTcp, called: SimulatedTcp) -> None:
+        self.id, self.caller, self.called = session, caller, called
+        self.open = False
+        self.number = 0  # of the connection: what was said in another one is lost
+        self.last = {caller: 0.0, called: 0.0}  # when the last frame of each side arrives
+
+    def other(self, tcp: SimulatedTcp) -> SimulatedTcp:
+        """Its other end."""
+        return self.called if tcp is self.caller else self.caller
+
+    def put(self, sender: SimulatedTcp, parts: Sequence[Any]) -> None:
+        """It arrives after what was said before, if the connection lasts."""
+        if not self.open:
+            return
+        simulation, number, other = sender.process.simulation, self.number, self.other(sender)
+        at = sender.spend() + simulation.conditions.travel_far(simulation.random)
+        at = self.last[sender] = max(at, self.last[sender])
+
+        def arrives() -> None:
+            if self.open and self.number == number:
+                other.process.run(other.arrived, self, parts, reading=True)
+
+        simulation.agenda.add_at(at, lambda: other.take(arrives))
+
+
+class SimulatedTcp:
+    """A Tcp of monarch_backend._transport, of a process that serves a host."""
+
+    def __init__(
+        self,
+        process: Service,
+        network: Network,
+        who: bytes,
+        _secrets: Any,
+        on_frame: Callable[[Remote, bytes, memoryview], None],
+        on_up: Callable[[Remote], None],
+        on_lost: Callable[[Remote], None],
+        *,
+        bounds: Bounds | None = None,
+        tls: Any = None,  # noqa: ARG002 (as Tcp)
+        hand_over: Any = None,  # noqa: ARG002
+        lends: bool = False,  # noqa: ARG002 (there are no NICs)
+        max_frame_bytes: int = 0,  # noqa: ARG002 (its hosts keep to the protocol)
+        max_sessions: int | None = None,  # noqa: ARG002
+    ) -> None:
+        self.process, self.who, self.bounds = process, who, bounds or Bounds()
+        self._network = network
+        self._on_frame, self._on_up, self._on_lost = on_frame, on_up, on_lost
+        self._remotes: dict[bytes, Remote] = {}  # by session
+        self._over: set[bytes] = set()  # sessions that were lost
+        self._told: set[bytes] = set()  # sessions in which a word is due
+        self.later = process.pump.later
+        self.sent = self.received = 0  # frames, for whoever counts them
+        self._free = 0.0  # when its thread has done what it has to do
+        self._inbox: deque[Callable[[], None]] = deque()  # what waits for that
+        process.tcp = network.by_who[who] = self
+
+    # ---- as Tcp
+
+    def start(self) -> None:
+        """Nothing: the simulation reads."""
+
+    def listen(self, host: str, port: int = 0) -> Address:
+        """The address of its host, where it is found."""
+        return host, port
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """In a moment."""
+        self.later(0.0, call)
+
+    def call(self, address: Address, secret: bytes, whom: bytes = ANYBODY, *, patience: float | None = None) -> Remote:
+        """As Tcp.call."""
+        session = self.process.simulation.random.getrandbits(128).to_bytes(16, "little")
+        remote = Remote(session, address, secret, self.process.simulation.now)
+        remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
+        self._remotes[session] = remote
+        self.later(self._network.travel(), lambda: self.connect(remote))
+        self.later(remote.silence, lambda: None if remote.up else self._lose_the_silent(remote))
+        return remote
+
+    def send(self, remote: Remote, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
+        """As Tcp.send."""
+        if remote.lost is not None:
+            return
+        if remote.waiting or remote.session.full:
+            remote.waiting.append((prefix, body, lendable))
+            return
+        self.sent += 1
+        parts, line = remote.session.send(prefix, body), self._network.lines.get(remote.id)
+        if line is not None:
+            line.put(self, parts)
+
+    def hang_up(self, remote: Remote) -> None:
+        """As Tcp.hang_up."""
+        self.soon(lambda: self._hang_up(remote))
+
+    def close(self) -> None:
+        """Say goodbye to all."""
+        for remote in list(self._remotes.values()):
+            self._hang_up(remote)
+
+    def _hang_up(self, remote: Remote) -> None:
+        if self._forget(remote):
+            remote.lost = "we have said goodbye"
+            line = self._network.lines.get(remote.id)
+            if line is not None:
+                line.put(self, [remote.session.bye()])
+
+    # ---- connections that come and go
+
+    def has(self, line: Line) -> bool:
+        """For this side the session is not over."""
+        return self.process.alive and line.id in self._remotes
+
+    def connect(self, remote: Remote) -> None:
+        """To whom it is for: for the first time, or again, to go on."""
+        if self._remotes.get(remote.id) is not remote:
+            return
+        network, host = self._network, self._network.hosts[remote.address]
+        line = network.lines.get(remote.id)
+        if line is not None and line.open:
+            return
+        if not network.reaches(self.process.host, host):  # it is called again when the network is back
+            if line is not None:
+                self.lose_later(line, self.bounds.silence, f"nothing was heard from it for {self.bounds.silence:.1f} s")
+            return
+        other = network.find(host, remote.wanted)
+        if host.daemon is None or not host.daemon.alive:
+            if remote.up:
+                self._lose(remote, "its process has closed the connection, and nobody listens there any more")
+            else:
+                remote.trouble = "connection refused"
+                self.later(AGAIN, lambda: self.connect(remote))
+        elif other is None or not other._accepts(remote):
+            self._lose(remote, "it has given up this connection, which was broken for too long")
+        else:
+            line = network.lines.setdefault(remote.id, Line(remote.id, self, other))
+            self._open(line, remote, other._remotes[remote.id])
+
+    def _accepts(self, caller: Remote) -> bool:
+        """A session that goes on here, or a new one; not one that is over."""
+        if caller.id not in self._remotes:
+            if caller.up or caller.id in self._over:
+                return False
+            self._remotes[caller.id] = Remote(caller.id, None, caller.secret, self.process.simulation.now)
+        return True
+
+    def _open(self, line: Line, mine: Remote, theirs: Remote) -> None:
+        line.open = True
+        line.number += 1
+        ends = (line.called, theirs, mine), (line.caller, mine, theirs)
+        new = [(tcp, remote) for tcp, remote, _ in ends if not remote.up]
+        for tcp, remote, other in ends:
+            remote.up, remote.who = True, line.other(tcp).who
+            remote.times += 1
+            for parts in remote.session.resume(other.session.received):
+                line.put(tcp, parts)
+        for tcp, remote in new:
+            tcp.process.run(tcp._on_up, remote, reading=True)
+
+    def lose_later(self, line: Line, seconds: float, why: str) -> None:
+        """Unless there is another connection by then."""
+        number = line.number
+
+        def look() -> None:
+            remote = self._remotes.get(line.id)
+            if remote is not None and line.number == number:
+                self._lose(remote, why)
+
+        self.later(seconds, look)
+
+    def _lose_the_silent(self, remote: Remote) -> None:
+        why = f" ({remote.trouble})" if remote.trouble else ""
+        self._lose(remote, f"it did not answer for {remote.silence:.1f} s{why}")
+
+    def _lose(self, remote: Remote, why: str) -> None:
+        if not self._forget(remote):
+            return
+        remote.lost = why
+        line = self._network.lines.get(remote.id)
+        if line is not None:
+            self._network.closed(line, self)
+        self._on_lost(remote)
+
+    def _forget(self, remote: Remote) -> bool:
+        """False if it was forgotten before."""
+        self._over.add(remote.id)
+        return self._remotes.pop(remote.id, None) is not None
+
+    def call_again(self, line: Line, seconds: float) -> None:
+        """Whoever has called looks whether the session goes on."""
+        remote = self._remotes.get(line.id)
+        if remote is not None:
+            self.later(seconds, lambda: self.connect(remote))
+
+    def call_all_again(self, pair: frozenset[SimulatedHost]) -> None:
+        """Those whom it has called on the other one of these hosts, when the network between them is back."""
+        for remote in list(self._remotes.values()):
+            if remote.address is not None and self._network.hosts[remote.address] in pair - {self.process.host}:
+                seconds = min(BACK, self.bounds.silence / 3) * self._network.random()
+                self.later(seconds, lambda remote=remote: self.connect(remote))  # type: ignore[misc]
+
+    def died(self) -> None:
+        """The process has: its system closes what it had open."""
+        for session in self._remotes:
+            line = self._network.lines.get(session)
+            if line is not None:
+                self._network.closed(line, self)
+
+    # ---- its thread
+
+    def spend(self) -> float:
+        """One more frame to deal with; when that will be done."""
+        agenda = self.process.simulation.agenda
+        self._free = max(self._free, agenda.time) + self.process.simulation.conditions.gateway
+        return self._free
+
+    def take(self, arrives: Callable[[], None]) -> None:
+        """A frame is there; it is looked at when those before it have been."""
+        if not self.process.simulation.conditions.gateway:
+            arrives()
+            return
+        self._inbox.append(arrives)
+        if len(self._inbox) == 1:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        self.process.simulation.agenda.add_at(self.spend(), self._look)
+
+    def _look(self) -> None:
+        self._inbox[0]()
+        self._inbox.popleft()
+        if self._inbox:
+            self._look_later()
+
+    # ---- what comes
+
+    def arrived(self, line: Line, parts: Sequence[Any]) -> None:
+        """A frame, or a word."""
+        remote = self._remotes.get(line.id)
+        if remote is None:
+            return
+        session, first = remote.session, bytes(parts[0])
+        head = read_head(first[:HEAD_BYTES])
+        remote.knows = True
+        if head.kind != DATA:
+            session.hear(head)
+            self._send_waiting(line, remote)
+            if head.kind == BYE:
+                self._lose(remote, "it has said goodbye")
+            return
+        taken = session.take(head)
+        self._send_waiting(line, remote)
+        if session.word_is_due:
+            line.put(self, [session.word()])
+        elif line.id not in self._told:
+            self._told.add(line.id)
+            self.later(self.bounds.heartbeat, lambda: self._tell(line, remote))
+        if taken:
+            scratch = bytearray(b"".join(parts[1:]))
+            self.received += 1
+            self._on_frame(remote, first[HEAD_BYTES:], memoryview(scratch))
+            scratch[:] = bytes(len(scratch))  # whoever still looks at it sees that it is gone
+
+    def _send_waiting(self, line: Line, remote: Remote) -> None:
+        while remote.waiting and not remote.session.full:
+            line.put(self, remote.session.send(*remote.waiting.popleft()[:2]))
+
+    def _tell(self, line: Line, remote: Remote) -> None:
+        """What has come, with the next heartbeat. Others would change nothing, and go on for ever."""
+        self._told.discard(line.id)
+        line.put(self, [remote.session.word()])
+
+
+class Network:
+    """Who can be reached from where."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.hosts: dict[Address | None, SimulatedHost] = {}
+        self.by_who: dict[bytes, SimulatedTcp] = {}
+        self.lines: dict[bytes, Line] = {}  # by session
+        self.random = simulation.random.random
+        self._cuts: dict[frozenset[SimulatedHost], int] = {}
+
+    def travel(self) -> float:
+        """Seconds that something takes to another host."""
+        return self._simulation.conditions.travel_far(self._simulation.random)
+
+    def reaches(self, one: SimulatedHost, other: SimulatedHost) -> bool:
+        """The network between them is not cut."""
+        return frozenset((one, other)) not in self._cuts
+
+    def find(self, host: SimulatedHost, wanted: bytes) -> SimulatedTcp | None:
+        """Who answers there."""
+        if wanted == ANYBODY:
+            return None if host.daemon is None else host.daemon.tcp
+        tcp = self.by_who.get(wanted)
+        return tcp if tcp is not None and tcp.process.alive and tcp.process.host is host else None
+
+    def closed(self, line: Line, by: SimulatedTcp) -> None:
+        """One side has broken it off, as its system does for a process that dies: the other one reads an end."""
+        other = line.other(by)
+        if not line.open:
+            return
+        line.open = False
+        if not other.has(line):
+            return
+        pause = self.travel() + other.bounds.pause * (0.5 + self.random() / 2)
+        if other is line.caller:
+            other.call_again(line, pause)
+        else:
+            why = "its process has closed the connection and does not come back"
+            other.lose_later(line, self.travel() + CLOSED_SECONDS, why)
+
+    def cut(self, one: SimulatedHost, other: SimulatedHost) -> None:
+        """From now on nothing comes through, and nobody says so: both sides wait until the silence is too long."""
+        pair = frozenset((one, other))
+        self._cuts[pair] = self._cuts.get(pair, 0) + 1
+        for line in self._between(pair):
+            if not line.open:
+                continue
+            line.open = False
+            for tcp in (line.caller, line.called):
+                bounds = tcp.bounds
+                beat = bounds.heartbeat * (2 * self.random() - 1)  # between two, and two looks
+                why = f"nothing was heard from it for {bounds.silence:.1f} s"
+                tcp.lose_later(line, bounds.silence + beat, why)
+
+    def heal(self, one: SimulatedHost, other: SimulatedHost) -> None:
+        """The network is back: sessions go on, where both sides still have them."""
+        pair = frozenset((one, other))
+        self._cuts[pair] -= 1
+        if self._cuts[pair]:
+            return
+        del self._cuts[pair]
+        for tcp in list(self.by_who.values()):
+            if tcp.process.alive and tcp.process.host in pair:
+                tcp.call_all_again(pair)
+
+    def _between(self, pair: frozenset[SimulatedHost]) -> list[Line]:
+        return [
+            line
+            for line in self.lines.values()
+            if frozenset((line.caller.process.host, line.called.process.host)) == pair
+        ]

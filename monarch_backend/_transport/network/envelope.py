@@ -1,0 +1,221 @@
+"""Frames on their way to another host: what is added to them between a process and its gateway, and between gateways.
+
+A process gives its gateway the frame as it is, with both tokens before the prefix, and a mark in the kind; between
+hosts its header stands in the prefix of a session's frame. Layouts only: who sends what to whom is in remote_links.py and
+gateway.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from monarch_backend._transport.local.frames import TOKEN, FrameError
+
+CARRIED, MANY = 0x40, 0x80
+"""Marks in a kind: the frame is for, or from, a process on another host; or for several of them."""
+
+CALL, MET, REFUSED, GONE = 0xF1, 0xF2, 0xF3, 0xF4
+"""Kinds between processes and gateways, and between gateways: A wants to talk to B; B is there, is not, has ended."""
+
+PASS, ARRIVED, COMBINED = 0xF5, 0xF6, 0xF7
+"""Kinds between gateways: a frame for many on its way down a tree; all below have it; replies on their way up."""
+
+HOST = 8
+"""Characters of a token that are its host's."""
+
+_HEAD = struct.Struct("!BxHIIQQQQ")  # kind, buffers, rank, epoch, target, ref, seq, bytes of the body
+_RECEIVER = struct.Struct(f"!{TOKEN}sQII")  # token, seq, rank, epoch
+_COUNT = struct.Struct("!I")
+_PASS = struct.Struct(f"!{HOST}s{HOST}sBIQQI")  # root, parent, kind, branches, number, over, hosts
+_PART = struct.Struct(f"!{HOST}sI")  # host, receivers
+
+
+def host_of(token: str) -> str:
+    """The host of the process with this token: chosen with it, so that no directory is needed."""
+    return token[:HOST]
+
+
+def is_word(kind: int) -> bool:
+    """Between gateways and processes."""
+    return kind & 0xF0 == 0xF0
+
+
+def is_relayed(kind: int) -> bool:
+    """Between gateways only: of a tree."""
+    return kind in (PASS, ARRIVED, COMBINED)
+
+
+def is_for_many(kind: int) -> bool:
+    """Receivers stand before its tokens."""
+    return bool(kind & MANY) and not is_word(kind)
+
+
+def to_host(frame: Carried) -> str:
+    """Where it is for: those of a frame for many that goes between gateways are on the same host. Raises FrameError."""
+    if not is_for_many(frame.kind):
+        return host_of(frame.to)
+    text = frame.prefix[_COUNT.size : _COUNT.size + HOST]
+    if len(text) < HOST or not text.isascii():
+        raise FrameError("a frame for many without receivers")
+    return str(text, "ascii")
+
+
+class Carried(NamedTuple):
+    """A frame, as it travels. ``prefix`` begins with the tokens of its receiver and its sender."""
+
+    kind: int
+    target: int
+    ref: int
+    seq: int
+    rank: int
+    epoch: int
+    prefix: bytes
+    body: Any
+    buffers: Sequence[Any] | None
+
+    @property
+    def to(self) -> str:
+        """The receiver's token."""
+        return str(self.prefix[:TOKEN], "ascii")
+
+    @property
+    def sender(self) -> str:
+        """The sender's token."""
+        return str(self.prefix[TOKEN : 2 * TOKEN], "ascii")
+
+
+HOST_LOST = 2
+"""Flag in the rank of a GONE word: the whole host of its sender is lost. Bit 0 says that the end was orderly."""
+
+
+def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Carried:
+    """A frame between gateways and processes that is not a process's own."""
+    return Carried(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)
+
+
+def tokens(to: str, sender: str) -> bytes:
+    """What stands before the prefix."""
+    return (to + sender).encode()
+
+
+def pack_receivers(to: Sequence[tuple[str, int, int, int]]) -> bytes:
+    """Tokens, sequence numbers, ranks, epochs: before the tokens in the prefix of a frame for MANY."""
+    return _COUNT.pack(len(to)) + b"".join(_RECEIVER.pack(token.encode(), *rest) for token, *rest in to)
+
+
+def unpack_receivers(prefix: bytes) -> tuple[list[tuple[str, int, int, int]], bytes]:
+    """And the rest of the prefix. Raises FrameError."""
+    try:
+        (count,) = _COUNT.unpack_from(prefix)
+        end = _COUNT.size + count * _RECEIVER.size
+        rows = [_RECEIVER.unpack_from(prefix, at) for at in range(_COUNT.size, end, _RECEIVER.size)]
+        return [(str(token, "ascii"), *rest) for token, *rest in rows], prefix[end:]
+    except (struct.error, UnicodeDecodeError) as error:
+        raise FrameError(f"a frame for many whose receivers can't be read: {error}") from None
+
+
+def pack(frame: Carried) -> tuple[bytes, list[Any]]:
+    """Prefix and body of a session's frame."""
+    body = [frame.body] if isinstance(frame.body, (bytes, bytearray, memoryview)) else list(frame.body)
+    buffers = [memoryview(buffer) for buffer in frame.buffers or ()]
+    head = _HEAD.pack(
+        frame.kind, len(buffers), frame.rank, frame.epoch, frame.target, frame.ref, frame.seq,
+        sum(len(part) for part in body),
+    )  # fmt: skip
+    sizes = struct.pack(f"!{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
+    return head + sizes + frame.prefix, [*body, *(buffer.cast("B") for buffer in buffers)]
+
+
+def unpack(prefix: bytes, view: memoryview) -> Carried:
+    """A frame of another gateway, of which everything may be wrong; its parts are views. Raises FrameError."""
+    try:
+        kind, count, rank, epoch, target, ref, seq, size = _HEAD.unpack_from(prefix)
+        sizes = struct.unpack_from(f"!{count}Q", prefix, _HEAD.size)
+    except struct.error as error:
+        raise FrameError(f"a frame of another host that can't be read: {error}") from None
+    if size + sum(sizes) != len(view):
+        raise FrameError("a frame of another host whose lengths do not add up")
+    buffers, at = [], size
+    for length in sizes:
+        buffers.append(view[at : at + length])
+        at += length
+    rest = prefix[_HEAD.size + 8 * count :]
+    named = is_for_many(kind) or kind in (PASS, ARRIVED) or (len(rest) >= 2 * TOKEN and rest[: 2 * TOKEN].isascii())
+    if kind < CARRIED or not named:
+        raise FrameError(f"a frame of another host of kind {kind}")
+    return Carried(kind, target, ref, seq, rank, epoch, rest, view[:size], buffers or None)
+
+
+class Passed(NamedTuple):
+    """The prefix of a PASS. ``hosts``: this one, and those below it, each with its receivers as they are packed.
+
+    ``over``: the root has all replies to its casts before this number.
+    """
+
+    root: str
+    parent: str
+    kind: int
+    branches: int
+    number: int
+    over: int
+    hosts: list[tuple[str, bytes]]
+    rest: bytes
+
+    def pack(self) -> bytes:
+        """Its bytes."""
+        head = _PASS.pack(
+            self.root.encode(), self.parent.encode(), self.kind, self.branches, self.number, self.over, len(self.hosts)
+        )
+        table = b"".join(_PART.pack(host.encode(), count_of(rows)) for host, rows in self.hosts)
+        return b"".join((head, table, *(rows for _, rows in self.hosts), self.rest))
+
+    @classmethod
+    def unpack(cls, prefix: bytes) -> Passed:
+        """Raises FrameError."""
+        try:
+            root, parent, kind, branches, number, over, count = _PASS.unpack_from(prefix)
+            at = _PASS.size + count * _PART.size
+            hosts = []
+            for place in range(_PASS.size, at, _PART.size):
+                host, receivers = _PART.unpack_from(prefix, place)
+                hosts.append((str(host, "ascii"), prefix[at : at + receivers * _RECEIVER.size]))
+                at += receivers * _RECEIVER.size
+            passed = cls(str(root, "ascii"), str(parent, "ascii"), kind, branches, number, over, hosts, prefix[at:])
+        except (struct.error, UnicodeDecodeError) as error:
+            raise FrameError(f"a frame for a tree that can't be read: {error}") from None
+        if at > len(prefix) or not hosts or not branches or not is_for_many(kind):
+            raise FrameError("a frame for a tree that can't be read")
+        return passed
+
+
+def pack_rows(to: Sequence[tuple[str, int, int, int]]) -> bytes:
+    """Receivers without their number."""
+    return pack_receivers(to)[_COUNT.size :]
+
+
+def count_of(rows: bytes) -> int:
+    """How many receivers these are."""
+    return len(rows) // _RECEIVER.size
+
+
+def for_many(rows: bytes, rest: bytes) -> bytes:
+    """The prefix of a frame for MANY."""
+    return _COUNT.pack(count_of(rows)) + rows + rest
+
+
+def arrived(root: str, number: int, who: str, done: bool, lost: Sequence[str] = ()) -> Carried:
+    """To the one above in a tree: these could not be reached; and, with ``done``, all others have it."""
+    return Carried(ARRIVED, 0, 0, number, int(done), 0, "".join((root, who, *lost)).encode(), b"", None)
+
+
+def unpack_arrived(frame: Carried) -> tuple[str, str, list[str]]:
+    """Root, who says it, who could not be reached. Raises FrameError."""
+    try:
+        text = str(frame.prefix, "ascii")
+    except UnicodeDecodeError:
+        text = ""
+    if len(text) < 2 * HOST or len(text) % HOST:
+        raise FrameError("a word of a tree that can't be read")
+    return text[:HOST], text[HOST : 2 * HOST], [text[at : at + HOST] for at in range(2 * HOST, len(text), HOST)]

@@ -1,0 +1,250 @@
+"""A message to many hosts, down a tree of their gateways: one copy to each host.
+
+The gateway of the sender is the root. It keeps the message until every branch has said that all below have it: what is
+below a host that is lost gets it from the root itself, and receivers take nothing twice, since their routers number
+what they get. How the replies come up is reply_aggregation.py's, who is on a host gateway.py's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from monarch_backend._transport.local.buffers import own, own_all
+from monarch_backend._transport.local.frames import TOKEN, FrameError, Kind
+from monarch_backend._transport.network import envelope
+from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY, PASS, Carried, Passed, host_of
+from monarch_backend._transport.network.reply_aggregation import Gatherer
+
+BRANCHES = 8
+"""Hosts that one gateway sends a message for many to; up to so many get it straight."""
+
+MOST_REMEMBERED = 4096
+"""Messages that have arrived, and may come once more from another host: then they are passed on once more."""
+
+
+@dataclass(eq=False)
+class _Cast:
+    """A message that not all branches below this host are known to have."""
+
+    root: str
+    number: int
+    sender: str
+    ref: int
+    frame: Carried | None  # at the root, which may have to send it again
+    above: tuple[str, int] | None  # what those above call it
+    parents: list[str]  # those above, who wait for this branch: several, if one of them was lost to another
+    rows: dict[str, bytes]  # receivers, by host below this one
+    branches: dict[str, list[str]] = field(default_factory=dict)  # by their first host: those that may lack it
+    turns: dict[str, int] = field(default_factory=dict)  # how often each of these was sent it, and has not answered
+    lost: list[str] = field(default_factory=list)  # that could not be reached from here, and are others' to reach
+    alone: set[str] = field(default_factory=set)  # at the root: those of others that it has sent it to itself
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Everywhere."""
+        return self.root, self.number
+
+
+class Relay:
+    """Of one gateway, under whose lock all methods are called.
+
+    ``to_host(host, frame)`` is False if that host is not connected. ``deliver(frame)`` hands a frame for many to those
+    of its receivers who are on this host, and says how many. ``answer(token, frame)`` is for a process of this host.
+    ``later(seconds, call)`` calls with the lock held. ``way(host)``: the host through which that one is reached.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        branches: int,
+        to_host: Callable[[str, Carried], bool],
+        deliver: Callable[[Carried], int],
+        answer: Callable[[str, Carried], None],
+        later: Callable[[float, Callable[[], None]], object],
+        way: Callable[[str], str],
+    ) -> None:
+        self.branches = branches
+        self._way = way
+        self._here = host_of(token)
+        self._to_host, self._deliver = to_host, deliver
+        self.replies = Gatherer(token, to_host, answer, later)
+        self._numbers = itertools.count(1)
+        self._casts: dict[tuple[str, int], _Cast] = {}
+        # Casts of other roots that all below have, but those that could not be reached; the oldest first.
+        self._over: dict[tuple[str, int], list[str]] = {}
+
+    # ---- down
+
+    def send(self, frame: Carried, rows: Mapping[str, bytes], rest: bytes) -> None:
+        """A frame for receivers on these hosts, of a process of this one."""
+        self._begin(frame._replace(prefix=rest), rows, None, 0)
+
+    def _begin(self, frame: Carried, rows: Mapping[str, bytes], above: tuple[str, int] | None, here: int) -> None:
+        """As the root; ``above``: for another one, who can't reach these hosts, and its number of it."""
+        frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
+        sender = str(frame.prefix[TOKEN : 2 * TOKEN], "ascii")
+        parents = [above[0]] if above else []
+        cast = _Cast(self._here, next(self._numbers), sender, frame.ref, frame, above, parents, dict(rows))
+        self._casts[cast.key] = cast
+        below = sum(map(envelope.count_of, rows.values()))
+        self._expect(cast, frame.kind, above[0] if above else None, here + below)
+        self._hand_out(cast, frame, list(rows), self.branches)
+        self._finish_if_done(cast)
+
+    def _pass_on(self, frame: Carried) -> None:
+        passed = Passed.unpack(frame.prefix)
+        (here, mine), *below = passed.hosts
+        if here != self._here:
+            raise FrameError(f"a frame for host {here}")
+        many = frame._replace(kind=passed.kind, seq=0, prefix=envelope.for_many(mine, passed.rest))
+        frame = many._replace(prefix=passed.rest)
+        if passed.root == self._here:
+            self._begin(frame, dict(below), (passed.parent, passed.number), self._deliver(many))
+            return
+        self.replies.are_over(passed.root, passed.over)
+        if below:
+            frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
+        cast = self._joined(frame, many, passed)
+        more = {host: rows for host, rows in below if host not in cast.rows}
+        cast.rows.update(more)
+        lost = self._hand_out(cast, frame, list(more), passed.branches)
+        if lost:
+            self._report(cast, lost)
+        self._finish_if_done(cast)
+
+    def _joined(self, frame: Carried, many: Carried, passed: Passed) -> _Cast:
+        """It has come for the first time; or again, and whoever was above is lost."""
+        key, parent = (passed.root, passed.number), passed.parent
+        sender = str(passed.rest[TOKEN : 2 * TOKEN], "ascii")
+        cast, over = self._casts.get(key), self._over.pop(key, None)
+        if cast is None:
+            cast = self._casts[key] = _Cast(*key, sender, frame.ref, None, key, [], {}, lost=over or [])
+        cast.parents.append(parent)
+        if cast.parents == [parent] and over is None:
+            here = self._deliver(many) + sum(envelope.count_of(rows) for _, rows in passed.hosts[1:])
+            self._expect(cast, passed.kind, parent, here)
+        else:
+            self.replies.has_parent((sender, frame.ref), parent)
+            if cast.lost:  # whoever was told of them may be lost, too
+                self._to_host(parent, envelope.arrived(*key, self._here, False, cast.lost))
+        return cast
+
+    def _hand_out(self, cast: _Cast, frame: Carried, hosts: Sequence[str], branches: int) -> list[str]:
+        """To the first one of each branch; those that can't be reached are returned."""
+        near = [host for host in hosts if self._way(host) == host]
+        far = [host for host in hosts if self._way(host) != host]
+        lost = [] if cast.frame is not None else far  # there is a gateway before them, to which the root knows the way
+        for gateway in {self._way(host): None for host in far if cast.frame is not None}:
+            branch = [host for host in far if self._way(host) == gateway]
+            near = [host for host in near if host != gateway]
+            parts = [(host, cast.rows.get(host, b"")) for host in (gateway, *branch)]
+            if self._pass(cast, frame, gateway, parts, branches):
+                cast.branches.setdefault(gateway, []).extend(branch)
+        for branch in split(near, branches):
+            while branch:
+                parts = [(host, cast.rows[host]) for host in branch]
+                if self._pass(cast, frame, cast.root, parts, branches):
+                    cast.branches.setdefault(branch[0], []).extend(branch)
+                    break
+                lost.append(branch.pop(0))
+        return lost
+
+    def _pass(self, cast: _Cast, frame: Carried, root: str, parts: list[tuple[str, bytes]], branches: int) -> bool:
+        """Who is its own root keeps it, and tells us only that all of these have it."""
+        over = self.replies.over(cast.root, cast.number)
+        passed = Passed(root, self._here, frame.kind, branches, cast.number, over, parts, frame.prefix)
+        head = parts[0][0]
+        if not self._to_host(head, frame._replace(kind=PASS, prefix=passed.pack())):
+            return False
+        cast.turns[head] = cast.turns.get(head, 0) + 1
+        return True
+
+    def _has_arrived(self, frame: Carried) -> None:
+        root, who, lost = envelope.unpack_arrived(frame)
+        cast = self._casts.get((root, frame.seq))
+        if cast is None:
+            return
+        if lost:
+            self._take_over(cast, [host for host in lost if host in cast.rows])
+        if frame.rank:  # an answer to each time that it was sent: there may have been more in the last one
+            cast.turns[who] = cast.turns.get(who, 0) - 1
+            if cast.turns[who] <= 0:
+                cast.branches.pop(who, None)
+                del cast.turns[who]
+        self._finish_if_done(cast)
+
+    def _take_over(self, cast: _Cast, hosts: list[str]) -> None:
+        """These did not get it from the one above them: the root sends it straight, and others tell it so."""
+        if cast.frame is None:
+            self._report(cast, hosts)
+            return
+        hosts = [host for host in hosts if host not in cast.alone]  # two that lack each other would report for ever
+        cast.alone.update(hosts[:1])
+        self._hand_out(cast, cast.frame, hosts[:1], 1)  # alone: it may be what is wrong
+        self._hand_out(cast, cast.frame, hosts[1:], self.branches)
+
+    def _report(self, cast: _Cast, lost: Sequence[str]) -> None:
+        lost = [host for host in lost if host not in cast.lost]
+        if not lost:
+            return
+        cast.lost += lost
+        self.replies.fewer((cast.sender, cast.ref), sum(envelope.count_of(cast.rows[host]) for host in lost))
+        for parent in cast.parents:
+            self._to_host(parent, envelope.arrived(*cast.key, self._here, False, lost))
+
+    def _finish_if_done(self, cast: _Cast) -> None:
+        if cast.branches or self._casts.pop(cast.key, None) is None:
+            return
+        if cast.frame is None:
+            self._over[cast.key] = cast.lost
+            if len(self._over) > MOST_REMEMBERED:
+                del self._over[next(iter(self._over))]
+        if cast.above is not None:
+            for parent in cast.parents:
+                self._to_host(parent, envelope.arrived(*cast.above, self._here, True, cast.lost))
+
+    def _expect(self, cast: _Cast, kind: int, parent: str | None, count: int) -> None:
+        if kind == Kind.CALL | MANY and cast.ref:
+            self.replies.expect((cast.sender, cast.ref), cast.root, cast.number, parent, count)
+
+    def ends(self, sender: str) -> None:
+        """This process has ended, and others are about to be told: what they may lack of it goes straight, before."""
+        self.replies.ends(sender)
+        self.replies.hurry()
+        for cast in self._casts.values():
+            if cast.sender == sender and cast.frame is not None and cast.above is None:
+                for host in {host: None for branch in cast.branches.values() for host in branch}:
+                    prefix = envelope.for_many(cast.rows[host], cast.frame.prefix)
+                    self._to_host(host, cast.frame._replace(prefix=prefix))
+
+    # ---- what comes, and who goes
+
+    def handle(self, frame: Carried) -> None:
+        """A frame of another gateway, of the tree. Raises FrameError."""
+        {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self.replies.come_up}[frame.kind](frame)
+
+    def lost_host(self, lost: str) -> None:
+        """This host is not connected any more."""
+        for cast in list(self._casts.values()):
+            branch = cast.branches.pop(lost, None)
+            cast.turns.pop(lost, None)
+            cast.parents = [parent for parent in cast.parents if parent != lost]  # the root sends it here once more
+            if branch and cast.frame is None:  # who is not the root has lost only its own way there
+                self._report(cast, branch)
+            elif branch:
+                assert cast.frame is not None
+                self._hand_out(cast, cast.frame, [host for host in branch if host != lost], self.branches)
+            self._finish_if_done(cast)
+        self.replies.lost_host(lost)
+
+
+def split(hosts: Sequence[str], branches: int) -> list[list[str]]:
+    """In as many parts as there are branches, of the same length or nearly so.
+
+    >>> split("abcdefg", 3), split("ab", 3)
+    ([['a', 'b'], ['c', 'd'], ['e', 'f', 'g']], [['a'], ['b']])
+    """
+    count, parts = len(hosts), min(branches, len(hosts))
+    return [list(hosts[count * i // parts : count * (i + 1) // parts]) for i in range(parts)]

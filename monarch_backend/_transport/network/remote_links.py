@@ -1,0 +1,207 @@
+"""Links to processes on other hosts, through this host's gateway: numbered above the real ones, and used like them.
+
+`FarLinks` stands before a process's LocalLinks: what is for this host goes on to them, what is for another one goes to
+the gateway. What a gateway does with it is gateway.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch_backend._transport.local.buffers import own, own_all
+from monarch_backend._transport.local.frames import TOKEN, FrameError, Kind
+from monarch_backend._transport.local.links import FAR, SILENT, Receiver
+from monarch_backend._transport.network import envelope
+from monarch_backend._transport.network.envelope import (
+    CALL,
+    CARRIED,
+    GONE,
+    HOST_LOST,
+    MANY,
+    MET,
+    REFUSED,
+    Carried,
+    host_of,
+)
+
+log = logging.getLogger("monarch_backend")
+
+Event = tuple[Any, ...]
+
+
+class FarLinks:
+    """Links to this host and to others.
+
+    ``to_gateway(frame)`` is False where there is no room now, as with any link; ``keep(send)`` tries again until it is
+    not. ``gateway_link``: the link on which the frames of the ``gateway``, which is named by its token, come.
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        pid: int,
+        gateway: str,
+        gateway_link: int,
+        to_gateway: Callable[[Carried], bool],
+        keep: Callable[[Callable[[], bool]], None],
+    ) -> None:
+        self.token: str = native.token
+        self.native = native.post  # not its methods, which are replaced by ours
+        self.pid = pid
+        self._to_gateway, self._keep = to_gateway, keep
+        self._here = host_of(native.token)
+        self._lock = threading.Lock()
+        self._tokens: list[str] = []  # by number
+        self._known: set[str] = set()  # the same
+        self._numbers: dict[str, int] = {}  # of those that are called or met
+        self._met: set[int] = set()
+        self._early: dict[int, list[Event]] = {}  # that came down a tree, before the word that their sender was met
+        self._gateways = {gateway_link}  # links to it: two, if it has called us while we called it
+        self._gateway = gateway
+        self._dead = False  # it has ended: nobody else can be reached any more
+
+    # ---- as any links
+
+    def connect(self, token: str) -> int:
+        """As Links.connect; it takes a moment, so SILENT at first."""
+        if host_of(token) == self._here:
+            return int(self.native.connect(token))
+        with self._lock:
+            if self._dead:
+                return -1
+            number = self._numbers.get(token)
+            if number is None:
+                self._number(token)
+                self._put(envelope.word(CALL, token, self.token, self.pid))
+                return SILENT
+        return number if number in self._met else SILENT
+
+    def _number(self, token: str) -> int:
+        number = self._numbers.get(token)
+        if number is None:
+            number = self._numbers[token] = FAR + len(self._tokens)
+            self._tokens.append(token)
+            self._known.add(token)
+        return number
+
+    def _put(self, frame: Carried) -> None:
+        if not self._to_gateway(frame):
+            self._keep(lambda: self._to_gateway(frame))
+
+    def send(
+        self, link: int, kind: int, target: int, ref: int, seq: int, rank: int, epoch: int, prefix: bytes, body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:  # fmt: skip
+        """As Links.send."""
+        if link < FAR:
+            return bool(self.native.send(link, kind, target, ref, seq, rank, epoch, prefix, body, buffers))
+        prefix = envelope.tokens(self._tokens[link - FAR], self.token) + prefix
+        return self._to_gateway(Carried(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
+
+    def cast(
+        self, to: list[Receiver], kind: int, target: int, ref: int, prefix: bytes, body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:  # fmt: skip
+        """As Links.cast: the gateway gets one frame for all who are on other hosts."""
+        far = [receiver for receiver in to if receiver[0] >= FAR]
+        if not far:
+            return bool(self.native.cast(to, kind, target, ref, prefix, body, buffers))
+        near = [receiver for receiver in to if receiver[0] < FAR]
+        if near and not self.native.cast(near, kind, target, ref, prefix, body, buffers):
+            return False
+        rows = [(self._tokens[link - FAR], seq, rank, epoch) for link, seq, rank, epoch in far]
+        prefix = envelope.pack_receivers(rows) + envelope.tokens("0" * TOKEN, self.token) + prefix
+        frame = Carried(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
+        if self._to_gateway(frame):
+            return True
+        if not near:
+            return False
+        self._put(frame._replace(body=own(body), buffers=own_all(buffers)))
+        return True
+
+    def drop(self, link: int) -> None:
+        """As Links.drop; what is said to one on another host is dropped there."""
+        if link < FAR:
+            self.native.drop(link)
+
+    def unread(self, link: int) -> int:
+        """As Links.unread; 0 for one on another host, of which only its gateway knows."""
+        return int(self.native.unread(link)) if link < FAR else 0
+
+    # ---- what comes
+
+    def translate(self, events: Sequence[Event]) -> Sequence[Event]:
+        """What the real links have brought, with that of other hosts on the links of its senders."""
+        if not any(event[1] >= CARRIED or event[1] < 0 for event in events):
+            return events
+        result: list[Event] = []
+        for event in events:
+            if event[1] >= CARRIED and event[0] in self._gateways:
+                try:
+                    self._far(Carried(*event[1:]), result)
+                except (FrameError, ValueError) as error:
+                    log.error("a frame of the gateway of this host is left out: %s", error)
+                continue
+            if event[1] == Kind.MET and event[2] == self._gateway:
+                self._gateways.add(event[0])
+            elif event[1] == Kind.GONE and event[0] in self._gateways:
+                self._gateways.discard(event[0])
+                if not self._gateways:
+                    self._lose_all(event[2], result)
+            result.append(event)
+        return result
+
+    def _far(self, frame: Carried, result: list[Event]) -> None:
+        sender, kind = frame.sender, frame.kind
+        with self._lock:
+            if kind == MET:
+                number = self._number(sender)
+                if number not in self._met:
+                    self._met.add(number)
+                    result.append((number, int(Kind.MET), sender, frame.ref))
+                    result.extend(self._early.pop(number, ()))
+            elif kind == REFUSED:
+                if self._numbers.get(sender) not in self._met:
+                    self._early.pop(self._numbers.pop(sender, -1), None)
+                    result.append((0, int(Kind.REFUSED), sender))
+            elif kind == GONE:
+                how = str(frame.prefix[2 * TOKEN :], "utf-8", "replace")
+                if frame.rank & HOST_LOST:
+                    self._lose_host(host_of(sender), how, result)
+                else:
+                    self._lose(sender, how, bool(frame.rank), result)
+            elif kind & CARRIED and (number := self._numbers.get(sender, -1)) >= 0:
+                rest = frame.prefix[2 * TOKEN :]
+                event = (number, kind & ~CARRIED, *frame[1:6], rest, frame.body, frame.buffers)
+                (result if number in self._met else self._early.setdefault(number, [])).append(event)
+            elif sender in self._known:
+                return  # of one whose end has been told
+            else:
+                raise FrameError(f"a frame of {sender[:8]}, whom nobody here has met")
+
+    def _lose(self, token: str, how: str, peace: bool, result: list[Event]) -> None:
+        number = self._numbers.pop(token, None)
+        if number is None:
+            return
+        self._early.pop(number, None)
+        if number in self._met:
+            self._met.discard(number)
+            result.append((number, int(Kind.GONE), how, peace))
+        else:
+            result.append((0, int(Kind.REFUSED), token, how))
+
+    def _lose_host(self, host: str, how: str, result: list[Event]) -> None:
+        tokens = [token for token in self._numbers if host_of(token) == host]
+        if tokens:
+            result.append((0, int(Kind.HOST_GONE), host, how))
+        for token in tokens:
+            self._lose(token, how, False, result)
+
+    def _lose_all(self, how: str, result: list[Event]) -> None:
+        with self._lock:
+            self._dead = True
+            for host in {host_of(token): None for token in self._numbers}:
+                self._lose_host(host, f"the gateway of this host has ended: {how}", result)

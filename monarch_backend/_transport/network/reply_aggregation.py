@@ -1,0 +1,253 @@
+"""Replies to a message that has gone down a tree of gateways, on their way up: together, and none is lost on the way.
+
+A gateway that sends replies to the one above it, which is not the root, keeps them until the root has said that it has
+all replies to that call: the one above may die with them, while those who replied live. Then they go to the root. What
+comes down is multicast.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from monarch_backend._transport.local import frames
+from monarch_backend._transport.local.buffers import own, own_all
+from monarch_backend._transport.local.frames import TOKEN, Kind, Part, Replies, Status
+from monarch_backend._transport.local.links import epoch_of
+from monarch_backend._transport.network import envelope
+from monarch_backend._transport.network.envelope import CARRIED, COMBINED, HOST, Carried, host_of
+
+MOMENT = 0.005
+"""Seconds that replies wait for others, if not all that are to come are there."""
+
+MOST_WAITING = 4 << 20
+"""Bytes of replies that wait for others."""
+
+MOST_REPLY = 32 << 10
+"""Bytes of a reply that goes with others; a larger one goes alone, straight."""
+
+MOST_KEPT = 16 << 20
+"""Bytes of replies that are kept after they were sent up; when there are more, others go straight to the root."""
+
+MOST_CALLS = 1024
+"""Calls whose replies come together. Replies to older ones go straight, as do those to calls that are unknown here."""
+
+Call = tuple[str, int]
+"""The token of a caller, and its number of the call."""
+
+
+@dataclass(eq=False)
+class _Gather:
+    """Replies to one call."""
+
+    root: str
+    number: int  # of the cast
+    parent: str | None  # None: the caller is on this host
+    left: int  # that are still to come
+    seen: set[int] | None = None  # at the root: ranks whose last reply has come
+    parts: list[Part] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    buffers: list[bytearray] = field(default_factory=list)
+    missing: int = 0  # that have gone another way
+    size: int = 0
+    timed: bool = False
+
+
+class Gatherer:
+    """Of one gateway, under whose lock all methods are called; ``to_host`` and the like are those of its Relay."""
+
+    def __init__(
+        self,
+        token: str,
+        to_host: Callable[[str, Carried], bool],
+        answer: Callable[[str, Carried], None],
+        later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self._token, self._here = token, host_of(token)
+        self._to_host, self._answer, self._later = to_host, answer, later
+        self._gathers: dict[Call, _Gather] = {}  # the oldest first
+        self._waiting: dict[_Gather, Call] = {}  # those with replies
+        self._open: dict[int, Call] = {}  # by number: casts of this root of which replies are missing
+        self._over: dict[str, int] = {}  # by root: of casts before this one nobody keeps replies
+        self._kept: dict[tuple[str, int], list[tuple[str, Carried]]] = {}  # by cast: what was sent to whom
+        self._size = 0  # of these
+
+    # ---- calls
+
+    def expect(self, call: Call, root: str, number: int, parent: str | None, count: int) -> None:
+        """So many replies to this call come here. At the root they are those of different ranks."""
+        seen: set[int] | None = None
+        if root == self._here:
+            seen, self._open[number] = set(), call
+        self._gathers[call] = _Gather(root, number, parent, count, seen)
+        while len(self._gathers) > MOST_CALLS:
+            oldest = next(iter(self._gathers))
+            self._end(oldest, self._gathers[oldest])
+
+    def has_parent(self, call: Call, parent: str) -> None:
+        """Another one than before."""
+        gather = self._gathers.get(call)
+        if gather is not None and gather.seen is None:
+            gather.parent = parent
+
+    def fewer(self, call: Call, count: int) -> None:
+        """So many come another way."""
+        gather = self._gathers.get(call)
+        if gather is not None and gather.seen is None:
+            self._came(call, gather, count)
+
+    def over(self, root: str, number: int) -> int:
+        """For those below: this root, which has come to this number, has all replies to casts before that one."""
+        return next(iter(self._open), number) if root == self._here else self._over.get(root, 0)
+
+    def are_over(self, root: str, number: int) -> None:
+        """The root has said so."""
+        if number > self._over.get(root, 0):
+            self._over[root] = number
+            for key in [key for key in self._kept if key[0] == root and key[1] < number]:
+                self._size -= sum(_size(frame) for _, frame in self._kept.pop(key))
+
+    def ends(self, caller: str) -> None:
+        """This process has ended: nobody waits for replies to it."""
+        for call in [call for call in self._gathers if call[0] == caller]:
+            self._end(call, self._gathers[call])
+
+    def _end(self, call: Call, gather: _Gather) -> None:
+        del self._gathers[call]
+        if gather.seen is not None:
+            self._open.pop(gather.number, None)
+        self._send_up(call, gather)
+
+    # ---- replies
+
+    def reply(self, frame: Carried) -> bool:
+        """One of a process of this host; False if it is to go straight."""
+        if frame.kind != Kind.REPLY | CARRIED:
+            return False
+        call = frame.to, frame.ref
+        gather = self._gathers.get(call)
+        status = frame.prefix[2 * TOKEN :]
+        if gather is None or status == Status.ITEM:  # more come after it
+            return False
+        body, buffers = own(frame.body), own_all(frame.buffers) or []
+        if len(body) + sum(map(len, buffers)) > MOST_REPLY or status != Status.VALUE:
+            gather.missing += 1
+            self._came(call, gather, 1)
+            return False
+        self._add(call, gather, Replies("", [Part(frame.rank, status, len(body), len(buffers))]), body, buffers)
+        return True
+
+    def saw(self, frame: Carried) -> None:
+        """A reply has come straight, to a process of this host."""
+        if frame.kind == Kind.REPLY | CARRIED and frame.prefix[2 * TOKEN :] != Status.ITEM:
+            call = frame.to, frame.ref
+            gather = self._gathers.get(call)
+            if gather is not None and gather.seen is not None and frame.rank not in gather.seen:
+                gather.seen.add(frame.rank)
+                self._came(call, gather, 1)
+
+    def come_up(self, frame: Carried) -> None:
+        """Replies of hosts below; or ours to give to whom they are for. Raises FrameError."""
+        rest = frame.prefix[2 * TOKEN :]
+        root, replies = str(rest[:HOST], "ascii", "replace"), frames.decode_replies(rest[HOST:])
+        call = frame.to, frame.ref
+        gather = self._gathers.get(call)
+        body, buffers = own(frame.body), own_all(frame.buffers) or []
+        if gather is not None:
+            self._add(call, gather, replies, body, buffers)
+            return
+        caller = host_of(frame.to)  # the call is forgotten here; and the root may be one for others only
+        to = None if caller == self._here else root if root != self._here else caller
+        self._send_up(call, _Gather(to or root, 0, to, 0, None, replies.parts, [body], buffers))
+
+    def _add(self, call: Call, gather: _Gather, replies: Replies, body: bytes, buffers: list[bytearray]) -> None:
+        gather.parts += replies.parts
+        gather.bodies.append(body)
+        gather.buffers += buffers
+        gather.size += len(body) + sum(map(len, buffers))
+        count = len(replies.parts) + replies.missing
+        if gather.seen is None:
+            gather.missing += replies.missing
+        else:  # what has gone another way is counted when it comes, and what comes twice once
+            before = len(gather.seen)
+            gather.seen.update(part.rank for part in replies.parts)
+            count = len(gather.seen) - before
+        self._came(call, gather, count)
+
+    def _came(self, call: Call, gather: _Gather, count: int) -> None:
+        gather.left -= count
+        if gather.left <= 0 and self._gathers.get(call) is gather:
+            self._end(call, gather)
+        elif gather.left <= 0 or gather.size > MOST_WAITING:
+            self._send_up(call, gather)
+        elif gather.parts or gather.missing:
+            self._waiting[gather] = call
+            if not gather.timed:
+                gather.timed = True
+                self._later(MOMENT, lambda: self._moment_is_over(call, gather))
+
+    def _moment_is_over(self, call: Call, gather: _Gather) -> None:
+        gather.timed = False
+        self._send_up(call, gather)
+
+    def hurry(self) -> None:
+        """The word of an end is to go out: replies of whoever it is may wait here, or above; they go first."""
+        for gather, call in list(self._waiting.items()):
+            self._send_up(call, gather, straight=True)
+        kept, self._kept, self._size = self._kept, {}, 0
+        for (root, _), sent in kept.items():
+            for _, frame in sent:
+                self._to_host(root, frame)
+
+    def _send_up(self, call: Call, gather: _Gather, straight: bool = False) -> None:
+        self._waiting.pop(gather, None)
+        if not gather.parts and not gather.missing:
+            return
+        caller, ref = call
+        parts, body, buffers = gather.parts, b"".join(gather.bodies), gather.buffers or None
+        replies = frames.encode(Replies(caller, parts, gather.missing))
+        gather.parts, gather.bodies, gather.buffers, gather.size, gather.missing = [], [], [], 0, 0
+        if gather.parent is None:
+            if parts:
+                self._answer(caller, Carried(Kind.REPLIES, 0, ref, 0, 0, epoch_of(caller), replies, body, buffers))
+            return
+        prefix = envelope.tokens(caller, self._token) + gather.root.encode() + replies
+        frame = Carried(COMBINED, 0, ref, 0, 0, 0, prefix, body, buffers)
+        to = gather.parent
+        if to != gather.root and gather.seen is None and (straight or not self._keep(gather, frame)):
+            to = gather.root
+        self._to_host(to, frame)
+
+    # ---- what is kept
+
+    def _keep(self, gather: _Gather, frame: Carried) -> bool:
+        """Until the root has all replies to this call; False if there is no room, or the root has not kept count."""
+        number, size = gather.number, _size(frame)
+        if not number or number < self._over.get(gather.root, 0) or self._size + size > MOST_KEPT:
+            return False
+        assert gather.parent is not None
+        self._kept.setdefault((gather.root, number), []).append((gather.parent, frame))
+        self._size += size
+        return True
+
+    def lost_host(self, lost: str) -> None:
+        """Those above it may not have what was sent there."""
+        for call, gather in list(self._gathers.items()):
+            if gather.root == lost:
+                del self._gathers[call]
+                self._waiting.pop(gather, None)
+            elif gather.parent == lost and gather.seen is None:
+                gather.parent = gather.root
+        for key in [key for key in self._kept if key[0] == lost]:
+            self._size -= sum(_size(frame) for _, frame in self._kept.pop(key))
+        self._over.pop(lost, None)
+        for (root, number), kept in list(self._kept.items()):
+            self._kept[root, number] = [entry for entry in kept if entry[0] != lost]
+            for parent, frame in kept:
+                if parent == lost:
+                    self._size -= _size(frame)
+                    self._to_host(root, frame)
+
+
+def _size(frame: Carried) -> int:
+    return len(frame.prefix) + len(frame.body) + sum(map(len, frame.buffers or ()))

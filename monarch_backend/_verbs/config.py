@@ -1,0 +1,70 @@
+"""What the environment says about verbs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from monarch_backend._core import env
+from monarch_backend._verbs.errors import VerbsError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults are for a fabric that nobody has described.
+
+    An acknowledgement may take 4.096 us * 2**timeout and a packet is sent 1 + retries times: with 16 and 6 a link that
+    is dead is found so after 1.9 s (devices may take up to four times as long, by the specification). Not 7 retries:
+    soft-RoCE takes that for "for ever".
+    """
+
+    devices: tuple[tuple[str, int], ...] = ()  # and ports; 0: all ports of the device. Empty: all devices
+    gid_index: int | None = None
+    binding: str = ""
+    queue_pairs: int = 2  # of each port, to each peer
+    timeout: int = 16
+    retries: int = 6
+    traffic_class: int = 0
+    service_level: int = 0
+    cache_entries: int = 1024  # allocations that stay registered, for each device
+    cache_bytes: int = 64 << 30
+
+    @property
+    def silence(self) -> float:
+        """Seconds within which a device has to end a work request, one way or the other: twice what it may take for
+        it by the specification.
+        """
+        return 2 * 4 * 4.096e-6 * 2.0**self.timeout * (1 + self.retries)
+
+    def permits(self, device: str, port: int) -> bool:
+        """This port may be used."""
+        return not self.devices or any(name == device and number in (0, port) for name, number in self.devices)
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
+    """MONARCH_RDMA_DEVICES="rxe0,mlx5_1:2" and the others. Raises VerbsError for what means nothing.
+
+    >>> from_environment({"MONARCH_RDMA_DEVICES": "rxe0,mlx5_1:2"}).devices
+    (('rxe0', 0), ('mlx5_1', 2))
+    """
+
+    def get(name: str) -> Any:
+        try:
+            return env.get(f"MONARCH_RDMA_{name}", environment)
+        except ValueError as error:
+            raise VerbsError(str(error)) from None
+
+    return Settings(
+        devices=get("DEVICES"),
+        gid_index=get("GID_INDEX"),
+        binding=get("BINDING"),
+        queue_pairs=get("QUEUE_PAIRS"),
+        timeout=get("TIMEOUT"),
+        retries=get("RETRIES"),
+        traffic_class=get("TRAFFIC_CLASS"),
+        service_level=get("SERVICE_LEVEL"),
+        cache_entries=get("CACHE_ENTRIES"),
+        cache_bytes=get("CACHE_BYTES"),
+    )

@@ -1,0 +1,401 @@
+"""What this process asks of one peer: lanes, requests that wait, and what becomes of both when one breaks.
+
+A link is IDLE until somebody wants it, DIALING while the control plane takes an offer there and an answer back, PROVING
+until the first lane has shown that the other end is there, then UP. When a lane breaks, the others finish what they
+have posted (DRAINING); then, if anything is left to do, the whole is dialed again: once for each request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import os
+import secrets
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from monarch_backend._verbs import wire_format as messages
+from monarch_backend._verbs.errors import (
+    FLUSHED,
+    NoConnectionError,
+    VerbsError,
+    completion_error,
+    is_of_the_link,
+    stuck_error,
+)
+from monarch_backend._verbs.open_device import Device
+from monarch_backend._verbs.queue_pair import Lane, Posted
+from monarch_backend._verbs.wire_format import Answer, Offer
+
+if TYPE_CHECKING:
+    from monarch_backend._verbs.config import Settings
+    from monarch_backend._verbs.work_requests import Request
+
+DIAL_SECONDS = 10.0
+"""For the control plane to bring an answer."""
+
+DRAIN_SECONDS = 10.0
+"""For the other lanes to finish what they have posted, when one has broken."""
+
+LEAST_SILENCE = 10.0
+"""Seconds for which a device may end nothing of what is posted, also where settings want it faster: a machine may be
+too busy.
+"""
+
+_LOOK_AHEAD = 64
+"""Waiting requests that a lane is offered at a time."""
+
+_SILENT, _GENERAL = 20, 21
+"""Of ibv_wc_status: what a queue pair has that ends none of its work requests, and one that takes none."""
+
+
+class State(enum.Enum):
+    """Of a link."""
+
+    IDLE = "idle"
+    DIALING = "dialing"
+    PROVING = "proving"
+    UP = "up"
+    DRAINING = "draining"
+
+
+class Host(Protocol):
+    """What a link needs of its engine."""
+
+    settings: Settings
+
+    def devices(self) -> list[Device]:
+        """All that are open."""
+
+    def finish(self, request: Request) -> None:
+        """Nothing of it is under way any more: tell who asked, from the engine's thread."""
+
+    def dial(self, peer: Hashable) -> bool:
+        """Have the control plane connect it, from the engine's thread; False if nobody does that."""
+
+    def now(self) -> float:
+        """Seconds."""
+
+
+class Link:
+    """Everything in here happens under the engine's lock."""
+
+    def __init__(self, peer: Hashable, host: Host) -> None:
+        self.peer, self._host = peer, host
+        self.state = State.IDLE
+        self.lanes: list[Lane] = []
+        self.rebuilds = 0
+        self._waiting: dict[Request, None] = {}  # those that have pieces which are not posted
+        self._offered: list[Lane] = []
+        self._nonce = b""
+        self._deadline: float | None = None
+        self._next_look = 0.0  # at lanes that may be silent
+        self._trouble: VerbsError | None = None  # for which the lanes are gone
+
+    # ---- what is asked
+
+    def submit(self, request: Request) -> None:
+        """To be done when the link is up."""
+        if self.state is State.UP and not self._waiting and self._straight(request):
+            return
+        self._waiting[request] = None
+        if self.state is State.IDLE:
+            self._want()
+        elif self.state is State.UP:
+            self._prepare([request])
+            self.pump()
+
+    def _straight(self, request: Request) -> bool:
+        """A single work request, that can be posted as it is, by the lane whose turn it is."""
+        lane = self.lanes[1 % len(self.lanes)]
+        fits = request.is_for(lane.device) and lane.their_nic < len(request.record.keys)
+        if not fits or not lane.room or not request.begin_on(lane):
+            return False
+        self.lanes.append(self.lanes.pop(0))
+        try:
+            lane.post_one(request)
+        except OSError as error:
+            self._refused(lane, error)
+        return True
+
+    def _refused(self, lane: Lane, error: OSError) -> None:
+        """It takes no work request."""
+        self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
+
+    def pump(self) -> None:
+        """Give the lanes what they have room for."""
+        posted = True
+        while posted and self.state is State.UP and self._waiting:
+            posted = False
+            self.lanes.append(self.lanes.pop(0))  # small requests take turns
+            for lane in list(self.lanes):
+                if not lane.room:
+                    continue
+                try:
+                    count = lane.post(self._for(lane))
+                except OSError as error:
+                    self._refused(lane, error)
+                    return
+                if count:
+                    posted = True
+                    for request in [r for r in itertools.islice(self._waiting, _LOOK_AHEAD) if not r.has_more]:
+                        del self._waiting[request]
+                    if not self._waiting:
+                        return
+
+    def _for(self, lane: Lane) -> list[Request]:
+        first = itertools.islice(self._waiting, _LOOK_AHEAD)
+        return [r for r in first if r.may_use(lane) and lane.their_nic < len(r.record.keys)]
+
+    def _prepare(self, requests: Iterable[Request]) -> None:
+        """Each can be done on a lane there is."""
+        for request in requests:
+            fit = [lane for lane in self.lanes if lane.their_nic < len(request.record.keys)]
+            mine = [lane for lane in fit if request.is_for(lane.device)]
+            try:
+                if not fit:
+                    raise VerbsError(
+                        f"the region has no key for a device of {self.peer} that is connected: expose it anew"
+                    )
+                if not mine:
+                    request.register(fit[0].device)
+                    mine = [lane for lane in fit if request.is_for(lane.device)]
+                    if not mine:
+                        raise VerbsError(f"no lane to {self.peer} on the device of this atomic: ask again")
+            except VerbsError as error:
+                self._fail(request, error)
+                continue
+            request.begin(mine)
+
+    # ---- connecting
+
+    def _want(self) -> None:
+        self.state, self._deadline = State.DIALING, self._host.now() + DIAL_SECONDS
+        if not self._host.dial(self.peer):
+            reason = f": {self._trouble}" if self._trouble else ", and nobody is there to connect it"
+            self.fail(VerbsError(f"there is no connection to {self.peer}{reason}", *self._words()))
+
+    def _words(self) -> tuple[str, str, str]:
+        trouble = self._trouble
+        return (trouble.status, trouble.device, trouble.peer) if trouble else ("", "", str(self.peer))
+
+    def offer(self) -> bytes:
+        """Queue pairs for the peer to connect to. Raises VerbsError."""
+        if self.state in (State.PROVING, State.UP, State.DRAINING):
+            raise VerbsError(f"there is a connection to {self.peer} already")
+        self._drop_offer()
+        settings = self._host.settings
+        endpoints = [endpoint for device in self._host.devices() for endpoint in device.endpoints]
+        endpoints = endpoints[: messages.MOST_ENDPOINTS]
+        by_index = {device.index: device for device in self._host.devices()}
+        for endpoint in endpoints * min(settings.queue_pairs, messages.MOST_LANES // len(endpoints)):
+            try:
+                lane = Lane(self, by_index[endpoint.nic], endpoint, len(self._offered), secrets.randbits(24))
+            except OSError as error:
+                if not self._offered:
+                    raise VerbsError(f"{endpoint.device} gives no queue pair: {error}", "", endpoint.device) from error
+                break
+            self._offered.append(lane)
+        self._nonce = os.urandom(8)
+        ends = [lane.end(endpoints.index(lane.endpoint)) for lane in self._offered]
+        self.state, self._deadline = State.DIALING, self._host.now() + DIAL_SECONDS
+        return messages.pack(Offer(self._nonce, endpoints, ends))
+
+    def connect(self, answer: Answer) -> None:
+        """As the peer has answered. Raises VerbsError."""
+        if not self._offered or answer.nonce != self._nonce:
+            raise VerbsError(f"this answer of {self.peer} is not to the last offer: offer again")
+        by_place = {lane.place: lane for lane in self._offered}
+        problems = []
+        for pairing in answer.pairings:
+            lane = by_place.pop(pairing.lane, None)
+            if lane is None:
+                raise VerbsError(f"the answer of {self.peer} is about lane {pairing.lane}, which was not offered")
+            try:
+                lane.connect(pairing, self._host.settings)
+            except OSError as error:
+                problems.append(f"{lane.device.name}: {error}")
+                by_place[lane.place] = lane
+            else:
+                self.lanes.append(lane)
+        self._offered = list(by_place.values())
+        self._drop_offer()
+        self._deadline = None
+        if self.lanes:
+            self.state, self._next_look = State.PROVING, self._host.now() + self._silence / 4
+            return
+        error_of_all = NoConnectionError(f"no way from here to {self.peer}: {'; '.join(problems)}", *self._words())
+        self.fail(error_of_all)
+        raise error_of_all
+
+    def no_connection(self, offer: bytes, error: NoConnectionError) -> bool:
+        """See Engine."""
+        if self.state not in (State.IDLE, State.DIALING):
+            return False
+        if offer and self._nonce not in (b"", messages.unpack(Offer, offer).nonce):
+            return False
+        self.fail(error)
+        return True
+
+    def _drop_offer(self) -> None:
+        for lane in self._offered:
+            lane.close()
+        self._offered, self._nonce = [], b""
+
+    def tick(self, now: float) -> None:
+        """Whoever dials has not come back, or a lane does not end."""
+        if self.lanes and now >= self._next_look:
+            self._look_for_silence(now)
+        if self._deadline is None or now < self._deadline:
+            return
+        if self.state is State.DRAINING:
+            for lane in list(self.lanes):
+                self.broke(lane, 0, FLUSHED, 0)
+        else:
+            text = f"{self.peer} has not answered within {DIAL_SECONDS:.0f} s"
+            if self._trouble:
+                text = f"{self._trouble}; and then {text}"
+            self.fail(NoConnectionError(text, *self._words()))  # there are no lanes: nothing is under way
+
+    @property
+    def _silence(self) -> float:
+        return max(LEAST_SILENCE, self._host.settings.silence)
+
+    def _look_for_silence(self, now: float) -> None:
+        """Devices promise to end each work request within some time. After a cut of its cable soft-RoCE's may not, with
+        other queue pairs at work: without this whoever waits would do so for ever.
+        """
+        self._next_look = now + self._silence / 4
+        for lane in list(self.lanes):
+            if lane in self.lanes and lane.is_silent(now, self._silence):
+                self.broke(lane, lane.posted[0].id, _SILENT, 0)
+
+    @property
+    def is_restless(self) -> bool:
+        """Completions are expected that nobody but the link waits for."""
+        return self.state is State.DRAINING or any(not lane.proved for lane in self.lanes)
+
+    @property
+    def deadline(self) -> float | None:
+        """When to tick."""
+        if not self.lanes:
+            return self._deadline
+        return self._next_look if self._deadline is None else min(self._deadline, self._next_look)
+
+    # ---- completions
+
+    def completed(self, lane: Lane, id_: int) -> None:
+        """All on this lane up to there."""
+        for posted in lane.retire(id_):
+            if posted.request is None:
+                self._proved(lane)
+            else:
+                posted.request.under_way -= 1
+                self._settle(posted.request)
+        if self.state is not State.UP:
+            self._drained()
+        if self._waiting:
+            self.pump()
+
+    def _proved(self, lane: Lane) -> None:
+        lane.proved = True
+        if self.state is State.PROVING:
+            self.state, self._trouble = State.UP, None
+            self._prepare(list(self._waiting))
+
+    def broke(self, lane: Lane, id_: int, status: int, vendor: int) -> None:
+        """This work request has failed, and the queue pair with it."""
+        for posted in lane.retire(id_ - 1):
+            if posted.request is not None:
+                posted.request.under_way -= 1
+                self._settle(posted.request)
+        left = lane.close()
+        self.lanes.remove(lane)
+        what = "connecting" if not lane.proved else left[0].request.kind if left and left[0].request else "a transfer"
+        error = self._trouble = completion_error(what, status, vendor, lane.device.name, self.peer)
+        for posted in left:
+            if posted.request is not None and lane.is_stuck:
+                posted.request.under_way -= 1
+                self._fail(posted.request, stuck_error(error))
+            elif posted.request is not None:
+                self._unfinished(posted, posted.id == id_, status, error)
+        if self.state is State.UP and lane.proved:
+            self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_SECONDS
+            self._close_lanes([lane for lane in self.lanes if not lane.proved])
+        if self.state is State.PROVING and not self.lanes:  # none of them has taken anything but its proof
+            self.fail(NoConnectionError(str(error), error.status, error.device, error.peer))
+        self._drained()
+
+    def _unfinished(self, posted: Posted, culprit: bool, status: int, error: VerbsError) -> None:
+        """A piece that was under way on a lane that broke: again, on the next connection, or never."""
+        request, piece = posted.request, posted.piece
+        assert request is not None
+        assert piece is not None
+        by_link = is_of_the_link(status)
+        if by_link:
+            request.breaks += 1 if not request.breaks or request.broken_in != self.rebuilds else 0
+            request.broken_in = self.rebuilds
+        if culprit and not by_link:
+            reason: BaseException | None = error
+        elif by_link and request.is_atomic:
+            reason = VerbsError(f"{error}. It was done once or not at all: read the value to know", *self._words())
+        else:
+            reason = error if request.breaks > 1 else request.unwanted
+        if reason is None and request.error is None:
+            request.put_back(piece)
+            self._waiting[request] = None
+        else:
+            request.under_way -= 1
+            self._fail(request, reason or error)
+
+    def _drained(self) -> None:
+        if self.state is not State.DRAINING or any(lane.posted for lane in self.lanes):
+            return
+        self._close_lanes(list(self.lanes))
+        self.state, self._deadline = State.IDLE, None
+        self.rebuilds += 1
+        if self._waiting:
+            self._want()
+
+    def _close_lanes(self, lanes: list[Lane]) -> None:
+        for lane in lanes:
+            lane.close()
+            with contextlib.suppress(ValueError):
+                self.lanes.remove(lane)
+
+    # ---- ends
+
+    def give_up(self, request: Request, error: BaseException) -> None:
+        """What is not posted of it never is, also not again; what is posted ends by itself."""
+        request.unwanted = error
+        if request.has_more:
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        request.error = request.error or error
+        self._waiting.pop(request, None)
+        self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        if not request.finished and request.is_over:
+            self._waiting.pop(request, None)
+            self._host.finish(request)
+
+    def fail(self, error: BaseException) -> None:
+        """Everything, at once; the next request begins anew."""
+        self._drop_offer()
+        requests = dict(self._waiting)
+        for lane in self.lanes:
+            for posted in lane.close():
+                if posted.request is not None:
+                    posted.request.under_way -= 1
+                    requests[posted.request] = None
+        self.lanes, self._waiting, self._deadline, self.state = [], {}, None, State.IDLE
+        for request in requests:
+            self._fail(request, error)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Requests with pieces that are not posted."""
+        return bool(self._waiting)

@@ -1,0 +1,780 @@
+"""One process's verbs: its devices, what it exposes, its links to peers, and the thread that hears of completions.
+
+Knows nothing of actors or of how bytes get to a peer: offers and answers are handed in and out. Nothing is opened
+before it is needed. Callbacks run on the engine's thread or on that of one who looks for completions (`help`,
+`listen`), without the engine's lock, and must not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Literal
+
+from monarch_backend import _native
+from monarch_backend._verbs import wire_format as messages
+from monarch_backend._verbs.completion_poller import QUIET, Completions
+from monarch_backend._verbs.config import Settings, from_environment
+from monarch_backend._verbs.connection import Link, State
+from monarch_backend._verbs.deferred_destroy import destroy
+from monarch_backend._verbs.discovery import available, distance, node_of_memory
+from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
+from monarch_backend._verbs.open_device import Device, open_devices
+from monarch_backend._verbs.path_selection import Way, ways
+from monarch_backend._verbs.provider import (
+    LOCAL_WRITE,
+    REMOTE_ATOMIC,
+    REMOTE_READ,
+    REMOTE_WRITE,
+    Binding,
+    Path,
+    QueuePair,
+    Registration,
+    load,
+)
+from monarch_backend._verbs.registration_cache import Allocation, allocation_of, register
+from monarch_backend._verbs.wire_format import Answer, Endpoint, Offer, Pairing, RegionRecord
+from monarch_backend._verbs.work_requests import Done, Piece, Plan, Request
+
+log = logging.getLogger("monarch_backend")
+
+STRIPED = 1 << 20
+"""Bytes from which a transfer is spread over several devices."""
+
+AT_ONCE = 1 << 20
+"""Bytes of memory that are registered on the caller's thread: more takes longer than he has."""
+
+_ALL = (1 << 64) - 1
+
+_UNREADABLE = "completions of a device cannot be read"
+
+_FORK_PATIENCE = 0.5
+"""Seconds that a fork waits for engines."""
+
+_forks = 0  # between this process and the first one: getpid() asks the kernel
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for engine in list(_engines):
+        engine.settle(_FORK_PATIENCE)
+
+
+def _in_forked_child() -> None:
+    global _forks
+    _forks += 1
+    for engine in list(_engines):
+        engine.disown()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_forked_child)
+
+_of_thread = threading.local()
+
+
+def hears() -> bool:
+    """This thread hears of completions, of any engine: if it waits for anything, nobody does."""
+    return getattr(_of_thread, "hears", False)
+
+
+Peer = Hashable
+Segment = tuple[int, int, int]
+"""Offset in the region, local address, bytes."""
+
+
+class Region:
+    """Memory of a process that others may reach; what they need to know of it travels as bytes."""
+
+    def __init__(self, record: RegionRecord) -> None:
+        self.record = record
+        self.id, self.address, self.nbytes, self.writable = record.id, record.address, record.nbytes, record.writable
+
+    def __repr__(self) -> str:
+        return f"<Region of {self.nbytes} bytes, {'writable' if self.writable else 'read-only'}>"
+
+    def to_bytes(self) -> bytes:
+        """For others."""
+        return messages.pack(self.record)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Region:
+        """Of another process. Raises VerbsError."""
+        return cls(messages.unpack(RegionRecord, data))
+
+
+class _Exposed:
+    """What stands behind a region here: its owner lives as long."""
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner, self.address, self.nbytes = owner, address, nbytes
+        self.registrations: list[tuple[Registration, Device]] = []
+
+    def close(self) -> None:
+        for registration, device in self.registrations:
+            device.retired.add(registration.rkey, self.address, self.nbytes)
+        ended = [destroy(registration, "a region", device.name) for registration, device in self.registrations]
+        if not all(ended):
+            _native.keep_for_ever(self.owner)  # others may still reach its memory: so it is nobody else's
+        self.registrations, self.owner = [], None
+
+
+class _Wake:
+    """By which the engine's thread is woken. Others may be about to do that, in the midst of anything, without a lock,
+    when the engine is closed: it stays open as long as one of them has it, for its number might be another's then.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
+
+
+class Engine:
+    """``dial(peer)`` is called when a connection to a peer is wanted, at first use or after one broke: it has an offer
+    taken to the peer and the answer back (:meth:`offer`, there :meth:`accept`, :meth:`connect`), or says that the peer
+    is gone. Without it the connection must be there before the first transfer.
+    """
+
+    def __init__(
+        self,
+        dial: Callable[[Peer], None] | None = None,
+        *,
+        settings: Settings | None = None,
+        binding: Binding | None = None,
+    ) -> None:
+        self._dial = dial
+        self.settings = settings or from_environment()
+        self._binding = binding
+        self._lock = threading.RLock()
+        self._opened: list[Device] = []
+        self._completions = Completions(self._lock, self._nudge, self._pump_all, self._is_restless)
+        self._links: dict[Peer, Link] = {}
+        self._accepted: dict[Peer, list[tuple[QueuePair, str]]] = {}  # and of which device
+        self._exposed: dict[int, _Exposed] = {}
+        self._regions = itertools.count(1)
+        self._soon: deque[Callable[[], None]] = deque()  # for the engine's thread
+        self._thread: threading.Thread | None = None
+        self._wake: _Wake | None = None
+        self._closed = False
+        self._busy = 0  # threads that use open devices without the lock
+        self._idle = threading.Condition(self._lock)
+        self._fork = _forks
+        _engines.add(self)
+
+    # ---- opening and closing
+
+    def devices(self) -> list[Device]:
+        """Open, from now on. Raises VerbsError."""
+        with self._lock:
+            if self._fork != _forks:
+                raise VerbsError("this engine belongs to the process that this one was forked from: make one here")
+            if self._closed:
+                raise VerbsError("the engine is closed")
+            if not self._opened:
+                self._open()
+            return self._opened
+
+    def _open(self) -> None:
+        binding = self._binding
+        if binding is None:
+            reason = available()
+            if reason is not None:
+                raise VerbsError(f"verbs cannot be used here: {reason}")
+            binding = load(self.settings.binding)
+        self._wake = _Wake()
+        try:
+            self._opened = open_devices(binding, self.settings, self._sweep_soon)
+            if not self._opened:
+                raise VerbsError("no port of a verbs device is active here")
+            self._completions.devices = self._opened
+            self._completions.arm()
+        except BaseException as error:
+            self._wake = None
+            if isinstance(error, OSError) and not isinstance(error, VerbsError):
+                raise VerbsError(
+                    f"a verbs device does not open: {error}; is /dev/infiniband in this container?"
+                ) from error
+            raise
+        self._thread = threading.Thread(target=self._run, name="monarch-verbs", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """What is under way fails; nobody reaches this process's memory any more."""
+        if self.is_here:
+            raise RuntimeError("a callback cannot close the engine whose thread it runs on")
+        with self._lock:
+            if self._closed or self._fork != _forks:
+                return
+            for link in self._links.values():
+                link.fail(VerbsError(f"the engine was closed with transfers from or to {link.peer} under way"))
+            self._closed = True
+            thread, self._thread = self._thread, None
+            self._nudge()
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            self._idle.wait_for(lambda: not self._busy)
+            for peer in list(self._accepted):
+                self._hang_up(peer)
+            for exposed in self._exposed.values():
+                exposed.close()
+            self._exposed.clear()
+            self._completions.devices = []
+            for device in self._opened:
+                device.close()
+            self._opened, self._wake = [], None
+
+    def settle(self, seconds: float) -> None:
+        """Wait, for so long at most, until the engine's thread has done what it was asked for.
+
+        Before a fork: memory that was freed, and that malloc has its notes in again, is not registered any more then.
+        The kernel may treat registered pages in its own way at a fork, and with old ones the child lacks them.
+        """
+        if self._thread is None or self.is_here or self._fork != _forks:
+            return
+        done = threading.Event()
+        self._call_soon(done.set)
+        done.wait(seconds)
+
+    def disown(self) -> None:
+        """In a forked child: nothing that is done with this engine reaches the devices any more.
+
+        The kernel's objects are shared with the parent: whoever ends a registration or a queue pair here, be it by
+        letting go of the object, ends the parent's. So they are kept for ever, where nobody finds them. Whatever lock
+        it was, a thread of the parent's may have held it.
+        """
+        _native.keep_for_ever((self._opened, self._links, self._accepted, self._exposed, self._soon))
+        self._opened, self._links, self._accepted, self._exposed, self._soon = [], {}, {}, {}, deque()
+        self._completions.devices = []
+        self._lock, self._thread = threading.RLock(), None
+        self._wake = None  # the parent's thread would wake up
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[list[Device]]:
+        """Open devices, which stay open inside: registering takes long, and without the lock. Raises VerbsError."""
+        with self._lock:
+            devices = self.devices()
+            self._busy += 1
+        try:
+            yield devices
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self._idle.notify_all()
+
+    # ---- the owner's side
+
+    def expose(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> Region:
+        """Others may reach this memory until :meth:`release`; its owner is kept until then. Raises VerbsError."""
+        if nbytes < 1:
+            raise ValueError("a region of no bytes")
+        access = LOCAL_WRITE | REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC if writable else REMOTE_READ
+        exposed = _Exposed(owner, address, nbytes)
+        with self._in_use() as opened:
+            devices = opened[: messages.MOST_ENDPOINTS]
+            try:
+                for device in devices:
+                    caches = [device.cache for device in devices]
+                    make = functools.partial(register, device.nic, address, nbytes, access, caches)
+                    made = device.retired.fresh(make, address, nbytes, device.name)
+                    exposed.registrations.append((made, device))
+                with self._lock:
+                    self.devices()  # raises if the engine was closed meanwhile
+                    keys = [registration.rkey for registration, _ in exposed.registrations]
+                    region = Region(RegionRecord(next(self._regions), address, nbytes, writable, keys))
+                    self._exposed[region.id] = exposed
+            except BaseException:
+                exposed.close()
+                raise
+        return region
+
+    def release(self, region: Region) -> None:
+        """Nobody reaches it any more: a peer that tries gets "remote access error". Twice is as good as once."""
+        with self._lock:
+            exposed = self._exposed.pop(region.id, None)
+        if exposed is not None:
+            exposed.close()
+
+    def accept(self, peer: Peer, offer: bytes) -> bytes:
+        """Connect what a peer offers to queue pairs here; the answer for it. Raises VerbsError."""
+        wanted = messages.unpack(Offer, offer)
+        with self._in_use() as devices:
+            made, answer = self._paired(peer, wanted, devices)
+            with self._lock:
+                self._hang_up(peer)
+                self._accepted[peer] = made
+        return answer
+
+    def _paired(
+        self, peer: Peer, wanted: Offer, devices: Sequence[Device]
+    ) -> tuple[list[tuple[QueuePair, str]], bytes]:
+        """Queue pairs for what is offered, and the answer."""
+        made: list[tuple[QueuePair, str]] = []
+        pairings: list[Pairing] = []
+        problems: list[str] = []
+        used: dict[tuple[int, int], int] = {}
+        for place, end in enumerate(wanted.ends):
+            if end.endpoint >= len(wanted.endpoints):
+                raise VerbsError(f"the offer of {peer} names port {end.endpoint} of {len(wanted.endpoints)}")
+            theirs = wanted.endpoints[end.endpoint]
+            for device, endpoint, way in _candidates(devices, theirs, used):
+                try:
+                    pair, pairing = self._answer(device, endpoint, way, theirs, place, end)
+                except OSError as error:
+                    problems.append(f"{device.name} to {theirs.device}: {error}")
+                    continue
+                made.append((pair, device.name))
+                pairings.append(pairing)
+                used[device.index, endpoint.port] = used.get((device.index, endpoint.port), 0) + 1
+                break
+        if not pairings:
+            raise VerbsError(_no_way(peer, wanted.endpoints, devices, problems), "", "", str(peer))
+        return made, messages.pack(Answer(wanted.nonce, pairings))
+
+    def _answer(
+        self, device: Device, endpoint: Endpoint, way: Way, theirs: Endpoint, place: int, end: messages.End
+    ) -> tuple[QueuePair, Pairing]:
+        mtu = min(endpoint.mtu, theirs.mtu)
+        reads = min(theirs.reads_out, endpoint.reads_in)
+        psn, settings = secrets.randbits(24), self.settings
+        pair = device.nic.queue_pair(1)
+        try:
+            pair.initialize(endpoint.port, REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC)
+            pair.connect(
+                Path(
+                    endpoint.port,
+                    end.number,
+                    psn,
+                    end.psn,
+                    mtu,
+                    way.ours.index,
+                    way.theirs.raw,
+                    theirs.lid,
+                    way.is_global,
+                    reads,
+                    1,
+                    settings.timeout,
+                    settings.retries,
+                    settings.traffic_class,
+                    settings.service_level,
+                )
+            )
+        except BaseException:
+            destroy(pair, f"queue pair {pair.number}", device.name)
+            raise
+        return pair, Pairing(
+            place,
+            device.index,
+            pair.number,
+            psn,
+            mtu,
+            reads,
+            way.theirs.index,
+            way.ours.raw,
+            endpoint.lid,
+            way.is_global,
+        )
+
+    def _hang_up(self, peer: Peer) -> None:
+        for pair, device in self._accepted.pop(peer, []):
+            destroy(pair, f"queue pair {pair.number}", device)
+
+    # ---- the asking side
+
+    def offer(self, peer: Peer) -> bytes:
+        """For the peer's :meth:`accept`. Raises VerbsError."""
+        self.devices()
+        with self._lock:
+            data = self._link(peer).offer()
+            self._nudge()  # there is a deadline now
+            return data
+
+    def connect(self, peer: Peer, answer: bytes) -> None:
+        """With what the peer's :meth:`accept` has returned. Raises VerbsError."""
+        message = messages.unpack(Answer, answer)
+        with self._lock:
+            self._completions.arm()  # for the signs of life
+            self._link(peer).connect(message)
+            self._nudge()  # there is a deadline now
+
+    def no_connection(self, peer: Peer, offer: bytes, why: str) -> bool:
+        """Nothing came of an :meth:`offer`, empty if there was none: whoever waits fails. False if that one was late:
+        another one is under way, or has led to a connection.
+        """
+        with self._lock:
+            link = self._links.get(peer)
+            return link is None or link.no_connection(offer, NoConnectionError(why, "", "", str(peer)))
+
+    def connected(self, peer: Peer) -> bool:
+        """There is a connection that works, as far as anybody knows."""
+        with self._lock:
+            link = self._links.get(peer)
+            return link is not None and link.state is State.UP
+
+    def transfer(
+        self,
+        peer: Peer,
+        kind: Literal["read", "write"],
+        remote: Region,
+        segments: Sequence[Segment],
+        owners: Any,
+        done: Callable[[BaseException | None], None],
+        *,
+        at_once: bool = False,
+    ) -> Request | None:
+        """Segments of a peer's region to or from memory here; ``owners``: the object whose memory that is, or a list of
+        one for each segment. ``done(None or the error)`` is called once. What is wrong from the start is raised.
+
+        ``at_once``: only if there is a connection and it takes no time, else None; and somebody will `help`, or
+        `listen`, who wants to know soon when it is done.
+        """
+        return self.start(peer, plan_transfer(kind, remote, segments, owners), done, at_once=at_once)
+
+    def start(self, peer: Peer, what: Plan, done: Done, *, at_once: bool = False) -> Request | None:
+        """As `transfer` and `atomic`, of what was planned for that."""
+        request = Request(what, done)
+        with self._lock:
+            link = self._links.get(peer)
+            if at_once and (link is None or link.state is not State.UP):
+                return None
+            near = self._near(what)
+            if link is not None and (request.is_atomic or request.register_known(near)):
+                return self._hand_to(link, request, at_once)
+        if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in what.allocations for d in near):
+            return None
+        with self._in_use():
+            _register(request, near)
+            with self._lock:
+                try:
+                    self.devices()
+                    link = self._links.get(peer) if at_once else self._link(peer)
+                except BaseException:
+                    request.close()  # no link and nobody else knows of it
+                    raise
+                if link is None or (at_once and link.state is not State.UP):  # since a moment ago
+                    request.close()
+                    return None
+                return self._hand_to(link, request, at_once)
+
+    def atomic(
+        self,
+        peer: Peer,
+        kind: Literal["fetch_add", "compare_swap"],
+        remote: Region,
+        offset: int,
+        operand: int,
+        expected: int,
+        done: Callable[[int | BaseException], None],
+        *,
+        at_once: bool = False,
+    ) -> Request | None:
+        """On eight aligned bytes: add the operand, or put it there if what is expected is there.
+
+        ``done`` gets the value from before, or the error. Numbers are unsigned and wrap around. ``at_once``: see
+        `transfer`.
+        """
+        return self.start(peer, plan_atomic(kind, remote, offset, operand, expected), done, at_once=at_once)
+
+    def help(self, request: Request, seconds: float) -> None:
+        """On a thread that waits for it: look for completions, for so long at most. Calls back."""
+        if self._fork == _forks:
+            try:
+                self._completions.help(request, seconds)
+            except Exception:
+                self._fail_all(_UNREADABLE)
+
+    @property
+    def is_here(self) -> bool:
+        """This is the engine's thread."""
+        return threading.current_thread() is self._thread
+
+    def listen(self, request: Request) -> None:
+        """Before somebody sleeps until it is over. May call back."""
+        if self._fork == _forks:
+            self._carefully(self._completions.listen, request)
+
+    def stop(self, peer: Peer, request: Request, why: str) -> None:
+        """Nobody wants it any more: it ends when what the devices have of it has ended."""
+        with self._lock:
+            link = self._links.get(peer)
+            if link is not None and not request.finished:
+                link.give_up(request, VerbsError(why, "", "", str(peer)))
+
+    def peer_gone(self, peer: Peer, why: BaseException | str) -> None:
+        """All that is under way with it fails now, for this reason; nothing of it reaches this process any more."""
+        error = why if isinstance(why, BaseException) else VerbsError(why, "", "", str(peer))
+        with self._lock:
+            link = self._links.pop(peer, None)
+            if link is not None:
+                link.fail(error)
+            self._hang_up(peer)
+
+    def give_up(self, peer: Peer, why: str) -> None:
+        """All that this process has asked of it fails now; what it asks of this process goes on."""
+        with self._lock:
+            link = self._links.pop(peer, None)
+            if link is not None:
+                link.fail(VerbsError(why, "", "", str(peer)))
+
+    def give_up_soon(self, peer: Peer, why: str) -> None:
+        """The same, by the engine's thread: closing a connection takes a moment."""
+        self._call_soon(lambda: self.give_up(peer, why))
+
+    def _hand_to(self, link: Link, request: Request, quiet: bool) -> Request:
+        """Under the lock. Raises what a device does that can't be armed: then it has not begun."""
+        request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
+        try:
+            self._completions.begins(request)
+        except BaseException:
+            request.close()
+            raise
+        if not request.nbytes:
+            self.finish(request)
+            return request
+        link.submit(request)
+        if request.quiet and request.has_more and self._completions.announce(request):
+            self._call_soon(self._look)  # what came before it was armed
+        return request
+
+    def _link(self, peer: Peer) -> Link:
+        if self._closed:
+            raise VerbsError("the engine is closed")
+        link = self._links.get(peer)
+        return self._links.setdefault(peer, Link(peer, self)) if link is None else link
+
+    def _near(self, what: Plan) -> list[Device]:
+        """The devices for a transfer: those nearest to its memory; one of them, if it is small."""
+        devices, pieces = self.devices() if self._closed or not self._opened else self._opened, what.pieces
+        if len(devices) == 1 or not pieces:
+            return devices
+        node = node_of_memory(pieces[0].local)
+        least = min(distance(node, device.node) for device in devices)
+        near = [device for device in devices if distance(node, device.node) == least]
+        return near if what.nbytes >= STRIPED else [near[(pieces[0].local >> 21) % len(near)]]
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have it called by the engine's thread, once there is one. Takes no lock, so that weak references may ask."""
+        self._call_soon(call)
+
+    # ---- what links ask for
+
+    def finish(self, request: Request) -> None:
+        """As Host."""
+        done, outcome = request.done, request.close()
+        self._completions.ends(request, done, outcome)
+
+    def dial(self, peer: Peer) -> bool:
+        """As Host."""
+        if self._dial is None:
+            return False
+        self._call_soon(lambda: self._dial_now(peer))
+        return True
+
+    def _dial_now(self, peer: Peer) -> None:
+        assert self._dial is not None
+        try:
+            self._dial(peer)
+        except Exception as error:
+            failed = VerbsError(f"{peer} could not be dialed: {error}", "", "", str(peer))
+            failed.__cause__ = error
+            with self._lock:
+                link = self._links.get(peer)
+                if link is not None:
+                    link.fail(failed)
+
+    def now(self) -> float:
+        """As Host."""
+        return time.monotonic()
+
+    # ---- the thread
+
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        self._soon.append(call)
+        self._nudge()
+
+    def _sweep_soon(self) -> None:
+        # In the middle of anything, wherever an object ends: no lock is taken here.
+        self._soon.append(self._sweep)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        wake = self._wake
+        if wake is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(wake.fd, 1)
+
+    def _sweep(self) -> None:
+        for device in self._opened:
+            device.cache.sweep()
+
+    def _look(self) -> None:
+        for device in self._opened:
+            self._completions.look(device)
+
+    def _pump_all(self) -> None:
+        for link in self._links.values():
+            link.pump()
+
+    def _run(self) -> None:
+        _of_thread.hears = True
+        assert self._wake is not None
+        poller, wake = select.poll(), self._wake.fd
+        poller.register(wake, select.POLLIN)
+        by_fd = {device.nic.fd: device for device in self._opened}
+        for fd in by_fd:
+            poller.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll(self._patience()):
+                if fd == wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(fd)
+                elif not self._carefully(self._completions.heard, by_fd[fd]):
+                    poller.unregister(fd)
+            self._call()
+            self._carefully(self._completions.sweep)  # before links say that a device is silent
+            self._carefully(self._tick, why="a connection cannot be looked after")
+            self._completions.tell()
+            with self._lock:
+                if self._closed and not self._soon and not self._completions.has_calls:
+                    return
+
+    def _tick(self) -> None:
+        with self._lock:
+            for link in self._links.values():
+                link.tick(self.now())
+
+    def _carefully(self, look: Callable[..., None], *of: Any, why: str = _UNREADABLE) -> bool:
+        """False if that was not possible; then nothing under way will be heard of."""
+        try:
+            look(*of)
+        except Exception:
+            self._fail_all(why)
+            return False
+        return True
+
+    def _is_restless(self) -> bool:
+        return any(link.is_restless for link in self._links.values())
+
+    def _patience(self) -> float | None:
+        if self._soon or self._completions.has_calls:
+            return 0
+        with self._lock:
+            deadlines = [link.deadline for link in self._links.values()]
+            deadlines.append(self._completions.deadline())
+        found = [deadline for deadline in deadlines if deadline is not None]
+        return max(0.0, min(found) - self.now()) * 1000 + 1 if found else None
+
+    def _call(self) -> None:
+        for _ in range(len(self._soon)):
+            try:
+                self._soon.popleft()()
+            except Exception:
+                log.exception("verbs: a callback has failed")
+
+    def _fail_all(self, why: str) -> None:
+        """In an except clause."""
+        log.exception("verbs: %s", why)
+        with self._lock:
+            for link in self._links.values():
+                try:
+                    link.fail(VerbsError(f"{why}: see the log"))
+                except Exception:  # the others' transfers end nevertheless, and this thread does not
+                    log.exception("verbs: the transfers from or to %s cannot be ended", link.peer)
+
+
+def _register(request: Request, near: Sequence[Device]) -> None:
+    """With all of these devices that reach its memory, or with none. Raises VerbsError."""
+    if request.is_atomic:  # with the device of the lane that it gets
+        return
+    unreachable: UnreachableMemoryError | None = None
+    try:
+        for device in near:
+            try:
+                request.register(device)
+            except UnreachableMemoryError as error:
+                unreachable = error
+        if unreachable is not None and not request.anywhere():
+            raise unreachable
+    except BaseException:
+        request.close()
+        raise
+
+
+def plan_transfer(kind: Literal["read", "write"], remote: Region, segments: Sequence[Segment], owners: Any) -> Plan:
+    """See Engine.transfer. Raises ValueError, and TypeError for owners that have no memory."""
+    if kind not in ("read", "write"):
+        raise ValueError(f"{kind!r}: a transfer is a read or a write")
+    if kind == "write" and not remote.writable:
+        raise ValueError("the region is read-only: its owner has exposed it without writable=True")
+    each = list(owners) if isinstance(owners, (list, tuple)) else [owners] * len(segments)
+    if len(each) != len(segments):
+        raise ValueError(f"{len(each)} owners for {len(segments)} segments")
+    allocations, pieces = _pieces(remote, segments, each)
+    return Plan(kind, remote.record, pieces, allocations)
+
+
+def plan_atomic(
+    kind: Literal["fetch_add", "compare_swap"], remote: Region, offset: int, operand: int, expected: int
+) -> Plan:
+    """See Engine.atomic. Raises ValueError."""
+    if kind not in ("fetch_add", "compare_swap"):
+        raise ValueError(f"{kind!r}: an atomic is fetch_add or compare_swap")
+    if not remote.writable:
+        raise ValueError("the region is read-only: its owner has exposed it without writable=True")
+    if not 0 <= offset <= remote.nbytes - 8 or (remote.address + offset) % 8:
+        raise ValueError(f"offset {offset} of a region of {remote.nbytes} bytes: eight aligned bytes are needed")
+    operands = (operand & _ALL, 0) if kind == "fetch_add" else (expected & _ALL, operand & _ALL)
+    return Plan(kind, remote.record, [Piece(remote.address + offset, 0, 8, 0)], (), operands)
+
+
+def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:
+    allocations: list[Allocation] = []
+    places: dict[int, int] = {}  # of an owner's allocation, by the owner's id
+    pieces = []
+    for (offset, address, nbytes), owner in zip(segments, owners, strict=True):
+        if id(owner) not in places:
+            places[id(owner)] = len(allocations)
+            allocations.append(allocation_of(owner))
+        part = places[id(owner)]
+        whole = allocations[part]
+        if nbytes < 0 or offset < 0 or offset + nbytes > remote.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} of a region of {remote.nbytes}")
+        if not whole.address <= address <= address + nbytes <= whole.address + whole.nbytes:
+            raise ValueError(f"{nbytes} bytes at {address:#x}, outside of the memory of their owner")
+        if nbytes:
+            pieces.append(Piece(remote.address + offset, address, nbytes, part))
+    return allocations, pieces
+
+
+def _candidates(
+    devices: Sequence[Device], theirs: Endpoint, used: dict[tuple[int, int], int]
+) -> list[tuple[Device, Endpoint, Way]]:
+    """Ways to a port of the peer, the most promising first; among equals the port that is used least so far."""
+    found = [
+        (device, endpoint, way) for device in devices for endpoint in device.endpoints for way in ways(endpoint, theirs)
+    ]
+    return sorted(found, key=lambda f: (f[2].cost, used.get((f[0].index, f[1].port), 0), -f[2].common))
+
+
+def _no_way(peer: Peer, theirs: Sequence[Endpoint], devices: Sequence[Device], problems: Sequence[str]) -> str:
+    there = ", ".join(f"{e.device}:{e.port}" for e in theirs)
+    here = ", ".join(f"{e.device}:{e.port}" for d in devices for e in d.endpoints)
+    tried = f" ({'; '.join(problems[:4])})" if problems else ": other kinds of network, or no address in common"
+    return (
+        f"no way between the ports of {peer} ({there}) and those here ({here}){tried}; name the ones to be used in "
+        "MONARCH_RDMA_DEVICES, and compare `monarch-backend doctor` on both hosts"
+    )
+
+
+__all__ = ["Done", "Engine", "Peer", "Region", "Segment", "hears", "plan_atomic", "plan_transfer"]

@@ -1,0 +1,150 @@
+"""An open device of this process: its queue pairs by number, its places in the completion queue, its registrations."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from monarch_backend import _native
+from monarch_backend._verbs import discovery
+from monarch_backend._verbs.config import Settings
+from monarch_backend._verbs.deferred_destroy import destroy
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.provider import LOCAL_WRITE, Binding, Registration
+from monarch_backend._verbs.registration_cache import MemoryCache, register
+from monarch_backend._verbs.rkey_quarantine import Retired
+from monarch_backend._verbs.wire_format import Endpoint
+
+if TYPE_CHECKING:
+    from monarch_backend._verbs.queue_pair import Lane
+
+log = logging.getLogger("monarch_backend")
+
+COMPLETIONS = 16384
+"""Places in a device's completion queue: each work request may need one, if it fails."""
+
+_MOST_READS = 16
+"""READs and atomics under way on a queue pair: what the common devices have, and each costs memory."""
+
+FIRST_PACE, SLOWER = 1e-10, 1.25
+"""Seconds of a byte before a device has shown its own: 10 GB/s; and by how much it may seem slower after one transfer,
+for who looked may have been kept from it.
+"""
+
+_UNTIMED = 15
+"""After one that was as fast as the device is known to be: in some guests a look at the clock is a system call."""
+
+_SLOTS = 512
+_VALUE = struct.Struct("=Q")
+
+
+class Slot:
+    """Eight registered bytes, into which an atomic's old value comes."""
+
+    def __init__(self, page: mmap.mmap, offset: int, address: int, lkey: int) -> None:
+        self._page, self._offset = page, offset
+        self.address, self.lkey = address, lkey
+
+    @property
+    def value(self) -> int:
+        """As this machine's bytes are ordered."""
+        return int(_VALUE.unpack_from(self._page, self._offset)[0])
+
+
+class Device:
+    """``index``: its place among this process's devices, by which its keys are found."""
+
+    def __init__(
+        self, binding: Binding, index: int, ports: Sequence[PortFacts], settings: Settings, on_gone: Callable[[], None]
+    ) -> None:
+        self.index, self.node = index, ports[0].node
+        self.nic = binding.open_nic(ports[0].device, COMPLETIONS)
+        self.name = self.nic.name
+        self.endpoints = [self._endpoint(facts, settings) for facts in ports]
+        self.max_message = min(self.nic.port(facts.port).max_message for facts in ports)
+        # A quarter is for proofs of new lanes, and for what lanes that were closed have left behind in the queue.
+        self.most_lanes = max(1, self.nic.limits.completions // 4)
+        self.credit = max(1, self.nic.limits.completions - self.most_lanes)
+        self.starved = False  # a lane had work, and there was no credit
+        self.armed = False  # the next completion is announced
+        self.pace = FIRST_PACE
+        self.untimed = 0  # transfers that need not be timed
+        self.looked_promptly = False  # who looks now finds what has come a moment ago
+        self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
+        self.retired = Retired()
+        self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
+        self._pages: list[Registration] = []
+        self._slots: list[Slot] = []
+        self._lost: set[int] = set()  # addresses of slots
+
+    def _endpoint(self, facts: PortFacts, settings: Settings) -> Endpoint:
+        port, limits = self.nic.port(facts.port), self.nic.limits
+        gids = [gid for gid in facts.gids if settings.gid_index in (None, gid.index)]
+        return Endpoint(
+            self.index,
+            self.name,
+            facts.port,
+            port.ethernet,
+            port.lid,
+            port.mtu,
+            min(limits.reads_in, _MOST_READS),
+            min(limits.reads_out, _MOST_READS),
+            gids,
+        )
+
+    def took(self, seconds: float, nbytes: int) -> None:
+        """From posting so many bytes on an idle queue pair until somebody has seen that they were done. If that was
+        not prompt, it took no longer than that, and perhaps much less.
+        """
+        found = seconds / nbytes
+        self.untimed = _UNTIMED if self.pace / SLOWER < found < self.pace * SLOWER else 0
+        self.pace = min(found, self.pace * (SLOWER if self.looked_promptly else 1.0))
+
+    def take_slot(self) -> Slot:
+        """Until it is given back. Raises VerbsError."""
+        if not self._slots:
+            page = mmap.mmap(-1, _SLOTS * _VALUE.size)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+            registration = register(self.nic, address, len(page), LOCAL_WRITE, [self.cache])
+            self._pages.append(registration)
+            for offset in range(0, len(page), _VALUE.size):
+                self._slots.append(Slot(page, offset, address + offset, registration.lkey))
+        return self._slots.pop()
+
+    def give_slot(self, slot: Slot) -> None:
+        """Its value is not needed any more."""
+        if slot.address in self._lost:
+            _native.keep_for_ever(slot)
+        else:
+            self._slots.append(slot)
+
+    def lose_slot(self, address: int) -> None:
+        """The device may write to it at any time: nobody else gets it."""
+        self._lost.add(address)
+
+    def close(self) -> None:
+        """After the queue pairs and what others may reach."""
+        self.cache.close()
+        for page in self._pages:
+            destroy(page, "a registration", self.name)
+        destroy(self.nic, "what was opened", self.name)
+
+
+def open_devices(binding: Binding, settings: Settings, on_gone: Callable[[], None]) -> list[Device]:
+    """All that may be used and can send. Raises OSError."""
+    by_device: dict[str, list[PortFacts]] = {}
+    for facts in discovery.usable(settings):
+        by_device.setdefault(facts.device, []).append(facts)
+    opened: list[Device] = []
+    try:
+        for ports in by_device.values():
+            opened.append(Device(binding, len(opened), ports, settings, on_gone))
+    except BaseException:
+        for device in opened:
+            device.close()
+        raise
+    return opened

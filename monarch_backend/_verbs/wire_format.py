@@ -1,0 +1,131 @@
+"""What two engines tell each other, as bytes: a region, an offer of queue pairs, the answer to it.
+
+Typed, bounded, versioned. Who may send such bytes at all is decided elsewhere; these are still not trusted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from monarch_backend._verbs.errors import VerbsError
+
+VERSION = 1
+MOST_BYTES = 64 << 10
+"""Of a message."""
+
+MOST_LANES, MOST_ENDPOINTS = 128, 16
+
+ROCE_V1, ROCE_V2, INFINIBAND = 1, 2, 3
+"""Kinds of GIDs."""
+
+_U8 = Annotated[int, Meta(ge=0, le=0xFF)]
+_U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
+_U24 = Annotated[int, Meta(ge=0, le=0xFFFFFF)]
+_U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+_Size = Annotated[int, Meta(ge=1)]
+_Address = Annotated[int, Meta(ge=0)]
+_Raw = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Nonce = Annotated[bytes, Meta(min_length=8, max_length=8)]
+_Reads = Annotated[int, Meta(ge=1, le=0xFF)]
+
+
+class Gid(msgspec.Struct, frozen=True, array_like=True):
+    """A port's address on the fabric."""
+
+    index: _U16
+    kind: Annotated[int, Meta(ge=1, le=3)]
+    raw: _Raw
+
+
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    """A port of a device, and what can be done through it."""
+
+    nic: _U8  # which of its process's devices
+    device: Annotated[str, Meta(min_length=1, max_length=64)]
+    port: Annotated[int, Meta(ge=1, le=255)]
+    ethernet: bool
+    lid: _U16
+    mtu: Annotated[int, Meta(ge=1, le=5)]
+    reads_in: _Reads
+    reads_out: _Reads
+    gids: Annotated[list[Gid], Meta(max_length=64)]
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """A queue pair that waits for another."""
+
+    endpoint: _U8
+    number: _U24
+    psn: _U24
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """Queue pairs of the side that will ask."""
+
+    nonce: _Nonce
+    endpoints: Annotated[list[Endpoint], Meta(min_length=1, max_length=MOST_ENDPOINTS)]
+    ends: Annotated[list[End], Meta(min_length=1, max_length=MOST_LANES)]
+
+
+class Pairing(msgspec.Struct, frozen=True, array_like=True):
+    """A queue pair of the side that is asked, for one that was offered."""
+
+    lane: _U8  # its place in the offer
+    nic: _U8  # of the side that is asked: whose keys hold
+    number: _U24
+    psn: _U24
+    mtu: Annotated[int, Meta(ge=1, le=5)]
+    reads: _Reads  # that the asking side may have under way
+    gid_index: _U16  # of the side that asks
+    gid: _Raw  # of the side that is asked
+    lid: _U16
+    is_global: bool
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """To an offer."""
+
+    nonce: _Nonce
+    pairings: Annotated[list[Pairing], Meta(min_length=1, max_length=MOST_LANES)]
+
+
+class RegionRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that may be reached, and the keys to it by device."""
+
+    id: _Address
+    address: _Address
+    nbytes: _Size
+    writable: bool
+    keys: Annotated[list[_U32], Meta(min_length=1, max_length=MOST_ENDPOINTS)]
+
+
+_MAGIC = {Offer: b"mvof", Answer: b"mvan", RegionRecord: b"mvre"}
+_DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in _MAGIC}
+_encode = msgspec.msgpack.Encoder().encode
+_M = TypeVar("_M", Offer, Answer, RegionRecord)
+
+
+def pack(message: _M) -> bytes:
+    """As bytes."""
+    return _MAGIC[type(message)] + bytes([VERSION]) + _encode(message)
+
+
+def unpack(kind: type[_M], data: bytes) -> _M:
+    """Raises VerbsError for bytes that are no such message of this version."""
+    name = {Offer: "offer", Answer: "answer", RegionRecord: "region"}[kind]
+    if not 5 < len(data) <= MOST_BYTES:
+        raise VerbsError(f"{len(data)} bytes are no {name}: they were cut off, or are something else")
+    if data[:4] != _MAGIC[kind]:
+        raise VerbsError(f"bytes that begin with {bytes(data[:4])!r} are no {name}")
+    if data[4] != VERSION:
+        raise VerbsError(
+            f"the {name} is of version {data[4]}, and this process speaks {VERSION}: install the same release of "
+            "monarch_backend on all hosts"
+        )
+    try:
+        return _DECODERS[kind].decode(memoryview(data)[5:])  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise VerbsError(f"the {name} cannot be read: {error}") from error

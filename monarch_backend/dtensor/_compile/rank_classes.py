@@ -1,0 +1,128 @@
+"""Which ranks a trace stands for. With shards of unequal sizes a captured step has a graph for each class of ranks.
+
+A trace has sizes that are plain ints, so it can stand only for ranks that have the same. `standing_for` says for which;
+what differs by rank is then looked at through `seen`, which leaves the other ranks out, and is an int where those that
+are left agree. Outside of it dynamo's own trace, which has no sizes that a program sees, stands for the first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._torch_patches import tracing_state
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._controller.tensor_meta import Meta
+    from monarch_backend.dtensor._controller.worker_set import Workers
+
+MOST = 32
+"""So many graphs of one step; with more classes it is left to eager code."""
+
+
+class _Trace(threading.local):
+    """``members``: the ranks that it stands for; ``parted``: by rank what has turned out to differ between them."""
+
+    workers: Workers | None = None
+    members: tuple[int, ...] = ()
+    parted: Sequence[Hashable] | None = None
+    unseen: bool = False
+
+
+_trace = _Trace()
+
+
+class Classes:
+    """``of_rank``: the number of each rank's class, or -1 where a rank takes no part. Numbers are in order of ranks."""
+
+    def __init__(self, workers: Workers, keys: Sequence[Hashable]) -> None:
+        self.workers = workers
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(key for key in keys if key is not None))}
+        self.of_rank = [-1 if key is None else numbers[key] for key in keys]
+        self.members = [
+            tuple([rank for rank, its in enumerate(self.of_rank) if its == number]) for number in numbers.values()
+        ]
+
+    @property
+    def is_one(self) -> bool:
+        """All ranks are alike."""
+        return len(self.members) == 1 and -1 not in self.of_rank
+
+    def parted(self, keys: Sequence[Hashable]) -> Classes:
+        """As these, and alike only where these keys are, too."""
+        both = zip(self.of_rank, keys, strict=True)
+        return Classes(self.workers, [None if its < 0 else (its, key) for its, key in both])
+
+    def without(self, others: Classes) -> Classes:
+        """As these, and who takes no part in the others does not here."""
+        both = zip(self.of_rank, others.of_rank, strict=True)
+        return Classes(self.workers, [None if its < 0 or theirs < 0 else its for its, theirs in both])
+
+
+def of(workers: Workers, metas: Sequence[Meta]) -> Classes:
+    """The classes of ranks whose shards have the same metadata; a rank that has nothing of one takes no part."""
+    varied = list(dict.fromkeys(each for each in metas if each.classes is not None))
+    columns = zip(*[each.of_rank for each in varied], strict=True) if varied else [()] * workers.size
+    return Classes(workers, [None if -1 in key else key for key in columns])
+
+
+@contextlib.contextmanager
+def standing_for(workers: Workers, members: Sequence[int]) -> Iterator[_Trace]:
+    """Inside, what this thread traces is for these ranks."""
+    before = _trace.workers, _trace.members
+    _trace.workers, _trace.members, _trace.parted = workers, tuple(members), None
+    try:
+        yield _trace
+    finally:
+        _trace.workers, _trace.members = before
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, `seen` leaves everything as it is: for what torch remembers, for all ranks."""
+    before, _trace.unseen = _trace.unseen, True
+    try:
+        yield
+    finally:
+        _trace.unseen = before
+
+
+def part(keys: Sequence[Hashable]) -> None:
+    """What is traced would be different for ranks whose keys are: the trace can't stand for all of them."""
+    _trace.parted = keys
+
+
+def stands_for_some() -> bool:
+    """Whether a trace is under way that `standing_for` has set the ranks of."""
+    return _trace.workers is not None
+
+
+def is_tracing() -> bool:
+    """Whether `seen` may have something to leave out: asked each time that a DTensor is placed anew."""
+    return _trace.workers is not None or tracing_state.is_dynamos()
+
+
+def seen(number: Any, workers: Workers) -> Any:
+    """An int that may differ by rank, as the trace that is under way has it."""
+    values = per_rank_int.values_of(number)
+    if values is None or _trace.unseen:
+        return number
+    if _trace.workers is workers:
+        members: Sequence[int] = _trace.members
+    elif _trace.workers is None and tracing_state.is_dynamos():
+        members = [next(rank for rank, value in enumerate(values) if value is not None)]
+    else:
+        return number
+    mine = [value if rank in members else None for rank, value in enumerate(values)]
+    return per_rank_int.by_rank(mine, sizes=number.node.are_sizes)
+
+
+def meta_seen(meta: Meta) -> Meta:
+    """A tensor's metadata, as seen by a trace."""
+    if meta.classes is None:
+        return meta
+    found = meta.on(_trace.members[0]) if _trace.workers is meta.workers else None
+    return found or meta.classes[0]

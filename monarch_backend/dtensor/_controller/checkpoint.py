@@ -1,0 +1,142 @@
+"""Distributed checkpoints from the controller: torch.distributed.checkpoint runs on the workers who write their shards.
+
+A checkpoint is torch's own, in its own format: what any program has saved can be loaded here, into any mesh and
+placements, and the other way round. What a worker does is worker/_checkpoint.py's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor._controller import fetch, remote_call
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._errors import MeshMismatchError
+from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._worker import checkpoint as there
+from monarch_backend.dtensor._worker.remote_call_args import Unfailed
+
+
+def mesh_of(state_dict: Any) -> DeviceMesh | None:
+    """Whose workers hold its DTensors; None where none is a controller's. Raises MeshMismatchError for several."""
+    found: list[DeviceMesh] = []
+    for leaf in _leaves(state_dict):
+        if isinstance(leaf, DTensor) and device_mesh_and_api.remote_of(leaf) is not None:
+            root = device_mesh_and_api.root_of(leaf.device_mesh)
+            if root not in found:
+                found.append(root)
+    ranks = {tuple(sorted(device_mesh_and_api.rows_of(mesh).flatten().tolist())) for mesh in found}
+    if len(ranks) > 1:
+        raise MeshMismatchError(
+            "the state dict has tensors of several sets of processes: " + " and ".join(map(str, found)) + ". Save or "
+            "load those of each by itself, with a checkpoint_id of its own"
+        )
+    return found[0] if found else None
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        for each in tree.values():
+            yield from _leaves(each)
+    elif isinstance(tree, (list, tuple)):
+        for each in tree:
+            yield from _leaves(each)
+    else:
+        yield tree
+
+
+def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool = True) -> Any:
+    """As torch's, with its result; waits until everything is written.
+
+    Raises what a read would, RemoteOpError for a check that has failed, while an earlier checkpoint there is whole.
+    """
+    workers = device_mesh_and_api.workers_of(mesh)
+    if workers is not None:
+        workers.synchronize()
+    return _first(_start(mesh, state_dict, storage_writer, planner, use_collectives))
+
+
+def async_save(mesh: DeviceMesh | None, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
+    """Begins to save what the tensors have now; the workers write before they go on, the controller goes on at once.
+
+    The result raises what `save` would.
+    """
+    done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    if mesh is None:  # there is nothing that could go on
+        done.set_result(dcp.save(state_dict, storage_writer=storage_writer, planner=planner))
+        return done
+    run = _start(mesh, state_dict, storage_writer, planner, True)
+
+    def ended(_: Any) -> None:
+        try:
+            done.set_result(_first(run))
+        except BaseException as error:
+            done.set_exception(error)
+
+    run.add_done_callback(ended)
+    return done
+
+
+def _start(
+    mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool
+) -> remote_call.Run:
+    return remote_call.run(mesh, there.save, Unfailed(), mesh, state_dict, storage_writer, planner, use_collectives)
+
+
+def load(mesh: DeviceMesh, state_dict: Any, storage_reader: Any, planner: Any) -> None:
+    """As torch's: DTensors are filled where they are, everything else is replaced in the state dict."""
+    _merged(state_dict, _first(remote_call.run(mesh, there.load, mesh, state_dict, storage_reader, planner)))
+
+
+def _first(run: remote_call.Run) -> Any:
+    return next(iter(run.get().values()))
+
+
+def save_here(own: Any, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
+    """One without DTensors: ``own``, torch's function, in this process alone. Tensors without a mesh are read."""
+    return own(pytree.tree_map(_as_host, state_dict), storage_writer, no_dist=True, planner=planner)
+
+
+def load_here(own: Any, state_dict: Any, storage_reader: Any, planner: Any) -> None:
+    """As save_here."""
+    loaded = pytree.tree_map(_as_host, state_dict)
+    own(loaded, storage_reader, no_dist=True, planner=planner)
+    _merged(state_dict, loaded, RemoteTensor)
+
+
+def _as_host(value: Any) -> Any:
+    return fetch.as_host(value) if isinstance(value, RemoteTensor) else value
+
+
+def _merged(value: Any, loaded: Any, *fill: type) -> Any:
+    """What takes the place of ``value``; tensors and containers stay themselves, with what was loaded in them.
+
+    ``fill``: of tensors on workers, those that are not filled yet.
+    """
+    if isinstance(value, (DTensor, RemoteTensor)) and not isinstance(value, fill):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value is not loaded:
+            with torch.no_grad():
+                value.copy_(loaded)
+        return value
+    if type(value) is type(loaded) and isinstance(value, MutableMapping):
+        for key in value.keys() - loaded.keys():
+            del value[key]
+        for key in loaded:  # a planner may have put more in: all that the checkpoint has, where it was given nothing
+            value[key] = _merged(value[key], loaded[key], *fill) if key in value else loaded[key]
+        return value
+    if type(value) is type(loaded) and type(value) in (list, tuple) and len(value) == len(loaded):
+        members = [_merged(*pair, *fill) for pair in zip(value, loaded, strict=True)]
+        if isinstance(value, tuple):
+            return tuple(members)
+        value[:] = members
+        return value
+    return loaded

@@ -1,0 +1,200 @@
+"""The controller's words to a set of workers: collected into batches, sent in order, held back when they fall behind.
+
+What the words mean is dtensor/_protocol.py's. Any thread may write; one batch is sent at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._errors import MeshClosedError
+
+FIRST, MOST = 100, 1600
+"""Words after which a batch is sent. The first ones are small, 16 operations, so that workers begin soon; each is twice
+as large as the one before, since a message costs more than its words. After a read they are small again."""
+IDLE = 0.001
+"""Seconds after which a batch is sent that nobody fills."""
+COUNTED = 6400
+"""After so many words a batch is answered when it has been done."""
+LEAST = 400
+"""So many words a batch counts at least."""
+DEAD = 32 << 20
+"""Bytes of new tensors after which those that are unreachable are deleted in the midst of a batch, on each worker."""
+AHEAD = 8
+"""So many answers may be missing: then the controller waits."""
+MOMENT = 1.0
+"""Seconds in which who sends a batch is done with it, unless workers hold that up."""
+
+
+class Line(Protocol):
+    """The way to all workers of a set."""
+
+    def send(self, batch: bytes) -> None:
+        """To all of them, without an answer."""
+        ...
+
+    def send_counted(self, batch: bytes) -> Callable[[], object]:
+        """As send. What is returned waits until all have done it; it raises if one can't."""
+        ...
+
+    def send_at_the_end(self, batch: bytes) -> None:
+        """As send, and waits for nobody, however far behind they are."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether `send` waits for no worker."""
+        ...
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call it then, on another thread."""
+        ...
+
+
+class Stream:
+    """Everything that is sent to one set of workers."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.words: list[Any] = []  # never replaced: other threads add to it while a batch is taken from its front
+        self.unreachable: list[int] = []
+        self._definitions: list[Any] = []
+        self.numbers = itertools.count(_protocol.FIRST)
+        self._sending = threading.RLock()
+        self._handing_over = False  # a batch has been taken and is not sent yet: no other may go before it
+        self._missing: deque[Callable[[], object]] = deque()
+        self._unanswered = 0  # words, since the last batch that is answered
+        self.batches = 0
+        self.nbytes = 0
+        self._timed = False
+        self._batches_then = 0  # when the clock was set
+        self.closed: Exception | None = None  # why nothing can be sent any more
+        _streams.add(self)
+
+    def define(self, *definition: Any) -> None:
+        """Comes before all words that are not sent yet."""
+        self._definitions.append(definition)
+
+    def delete(self) -> None:
+        """What is unreachable goes before the words that come next, not with the batch's end."""
+        if not self.unreachable or not self._sending.acquire(blocking=False):
+            return  # who sends just now takes them along
+        try:
+            dead = self.unreachable[:]
+            del self.unreachable[: len(dead)]
+            if not self.words:
+                self.wake()
+            self.words += (_protocol.DELETE, len(dead), *dead)
+        finally:
+            self._sending.release()
+
+    def wake(self) -> None:
+        """There are words where none were: they leave soon, whether more come or not."""
+        if not self._timed:
+            self._timed = True
+            self._batches_then = self.batches
+            self._line.later(IDLE, self._late)
+
+    def _late(self) -> None:
+        self._timed = False
+        if self.words and self.batches != self._batches_then:  # somebody fills them, and these are new
+            self.wake()
+            return
+        if self._sending.acquire(blocking=False):  # else somebody sends just now
+            try:
+                # This thread reads messages, and what makes room is one: here is nobody who could wait for it.
+                if self._handing_over or not self._line.has_room():
+                    self.wake()
+                else:
+                    self.flush(wait=False)
+            except Exception as error:  # nobody here to tell: the next one who sends or reads is told
+                self.closed = self.closed or error
+            finally:
+                self._sending.release()
+        elif self.words:
+            self.wake()
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Send what there is. ``wait``: for workers that are too far behind."""
+        with self._sending:
+            if self.closed is not None:
+                raise self.closed
+            batch = self._take()
+            if batch is None:
+                return
+            self.batches += 1
+            self.nbytes += len(batch)
+            self._handing_over = True
+            try:
+                if self._unanswered < COUNTED:
+                    self._line.send(batch)
+                else:
+                    self._unanswered = 0
+                    self._missing.append(self._line.send_counted(batch))
+            finally:
+                self._handing_over = False
+        while wait and (answer := self._oldest_of_too_many()) is not None:
+            answer()
+
+    def _oldest_of_too_many(self) -> Callable[[], object] | None:
+        with self._sending:
+            return self._missing.popleft() if len(self._missing) > AHEAD else None
+
+    def send_the_rest(self) -> None:
+        """The workers are to end after what they have been given: nothing may hold that up, and nothing raises here.
+
+        What another thread waits to send, and what comes after that, is not sent.
+        """
+        if not self._sending.acquire(timeout=MOMENT):
+            return
+        try:
+            if self.closed is None and not self._handing_over:
+                batch = self._take()
+                if batch is not None:
+                    self.batches += 1
+                    self.nbytes += len(batch)
+                    self._line.send_at_the_end(batch)
+        except Exception as error:  # nobody here to tell: the next one who sends or reads is told
+            self.closed = self.closed or error
+        finally:
+            self._sending.release()
+
+    def in_forked_child(self) -> None:
+        """The workers are the parent's: nothing that is unreachable here is for them to drop."""
+        self._sending = threading.RLock()
+        self._timed = True  # nobody here calls later
+        self.closed = MeshClosedError("this process was forked from the controller, whose tensors are not its own")
+        self._definitions.clear()
+        self.words.clear()
+        self._missing.clear()
+
+    def _take(self) -> bytes | None:
+        # Other threads write meanwhile. What is unreachable now has all its words among those that are taken next, and
+        # those have all their definitions among those that are taken last.
+        dead = self.unreachable[:]
+        del self.unreachable[: len(dead)]
+        words = self.words[:]
+        del self.words[: len(words)]
+        definitions = self._definitions[:]
+        del self._definitions[: len(definitions)]
+        if dead:
+            words += (_protocol.DELETE, len(dead), *dead)
+        self._unanswered += max(len(words), LEAST)
+        return _protocol.encode((definitions, words)) if words or definitions else None
+
+
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for each in list(_streams):
+        each.in_forked_child()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

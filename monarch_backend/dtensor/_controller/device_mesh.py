@@ -1,0 +1,195 @@
+"""From a mesh of processes to torch's DeviceMesh: from now on they hold tensors, and this program controls them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from monarch_backend._core.timeouts import check_bounded
+from monarch_backend._mesh.proc_mesh import ProcMesh
+from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller.worker_set import ActorLine, Workers
+from monarch_backend.dtensor._dispatch import collectives, dispatch
+from monarch_backend.dtensor._dispatch import special_ops as special_ops
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._torch_patches import autocast as autocast
+from monarch_backend.dtensor._torch_patches import data_ptr_guards as data_ptr_guards
+from monarch_backend.dtensor._torch_patches import device_mesh_and_api, invalid_access
+from monarch_backend.dtensor._torch_patches import device_queries as device_queries
+from monarch_backend.dtensor._torch_patches import embedding_mask as embedding_mask
+from monarch_backend.dtensor._torch_patches import fsdp as fsdp
+from monarch_backend.dtensor._torch_patches import rank0_helpers as rank0_helpers
+from monarch_backend.dtensor._torch_patches import redispatch_cache as redispatch_cache
+from monarch_backend.dtensor._torch_patches import redistribute_cache as redistribute_cache
+from monarch_backend.dtensor._torch_patches import replicate_fallback as replicate_fallback
+from monarch_backend.dtensor._torch_patches import scalar_spec_cache as scalar_spec_cache
+from monarch_backend.dtensor._torch_patches import sharding_fixes as sharding_fixes
+from monarch_backend.dtensor._torch_patches import submesh_shapes as submesh_shapes
+from monarch_backend.dtensor._torch_patches import view_writeback as view_writeback  # these register what they know
+
+if TYPE_CHECKING:
+    from monarch_backend._mesh.proc_mesh import ProcCore
+
+DEVICE_TYPES = ("cpu", "cuda", "xla")
+
+_made: weakref.WeakKeyDictionary[ProcCore, dict[str, Workers]] = weakref.WeakKeyDictionary()
+
+
+def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.0) -> DeviceMesh:
+    """A torch DeviceMesh of these processes, of the mesh's own shape and dimension names.
+
+    DTensors on it live in the processes; see `monarch_backend.dtensor`. ``device_type``: what the processes compute on,
+    "cpu", "cuda" (NVIDIA and AMD) or "xla" (what torch_xla has there, TPUs mostly); this program needs no such device
+    itself. ``timeout``, in seconds, is that of their collectives. Raises ValueError for another device, and
+    RemoteTensorError in a process that is a rank of a torch.distributed group, and where one of the processes has no
+    such device.
+    """
+    if device_type not in DEVICE_TYPES:
+        raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
+    timeout = check_bounded(timeout)
+    controller_process_group.refuse_a_rank()  # before the processes are asked for anything
+    device_mesh_and_api.install()
+    workers = workers_for(procs, device_type, timeout)
+    key = (tuple(procs._shape.ranks), tuple(procs.extent.sizes), tuple(procs.extent.labels))
+    found = workers.meshes.get(key)
+    if found is None:  # else the same object: torch takes equal meshes for each other, and then asks which one it is
+        ranks = torch.tensor([workers.first + rank for rank in key[0]], dtype=torch.int)
+        found = workers.meshes[key] = DeviceMesh(device_type, ranks.view(key[1]), mesh_dim_names=key[2])
+    return found
+
+
+def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
+    """Those of the whole mesh that this is, or is a slice of."""
+    core = procs._core
+    made = _made.setdefault(core, {})
+    if device_type not in made:
+        from monarch_backend._actor.runtime import program
+        from monarch_backend.dtensor._worker import Executor, executor
+
+        whole = ProcMesh(core)
+        if device_type == "cuda" and Executor is executor.Executor:  # a test's own takes "cuda" for the CPU
+            _check_gpus(core.name, whole)
+        if not made:  # else workers of another device have groups already, which new ones would end
+            whole.process_group("monarch", timeout).get()
+        executors = whole.spawn("dtensor", Executor, device_type, timeout)
+        if device_type == "xla":
+            _begin(core.name, executors)
+        line = ActorLine(whole, executors, program(), device_type, made)
+        workers = new_workers(core.name, len(whole), device_type, line)
+        made[device_type] = workers
+        core.before_stop.append(workers.before_stop)
+
+        def ended(_: Any) -> None:
+            made.pop(device_type, None)
+            core.before_stop.remove(workers.before_stop)
+            workers.close("they were stopped or have died")
+            controller_process_group.remove_owner(workers)
+            dispatch.forget(workers)
+            collectives.forget(workers)
+
+        executors._core.owned.ended.add_done_callback(ended)
+    return made[device_type]
+
+
+def _check_gpus(name: str, whole: ProcMesh) -> None:
+    """Raises RemoteTensorError, for each process that has none."""
+    from monarch_backend.dtensor._worker.gpu_probe import Gpus
+
+    gpus = whole.spawn("gpus", Gpus)
+    try:
+        missing = _missing(gpus)
+    finally:
+        gpus.stop().get()
+    if missing:
+        raise RemoteTensorError(
+            f"a mesh of GPUs of {name}: {_count(missing, whole)} have none. {_each(missing)}. Start these processes on "
+            "hosts with GPUs, with a torch that is built for them, or make a mesh of what they have: "
+            "procs.device_mesh('cpu')"
+        )
+
+
+def _begin(name: str, executors: Any) -> None:
+    """Raises RemoteTensorError, for each process without such a device."""
+    missing = _missing(executors)
+    if missing:
+        executors.stop().get()
+        raise RemoteTensorError(
+            f"a mesh of XLA devices of {name}: {_count(missing, executors)} have none. {_each(missing)}. Start "
+            "these processes with a Python that has torch_xla and its torch: on a host, this one or another, whose "
+            "`monarch-backend up` is of that Python, and attach it with any_torch=True"
+        )
+    executors.start.call().get()
+
+
+def _missing(actors: Any) -> dict[int, str]:
+    """By rank, what each of them says that is missing."""
+    return {rank: why for rank, why in enumerate(actors.missing.call().get().values()) if why}
+
+
+def _count(missing: dict[int, str], processes: Any) -> str:
+    return f"{len(missing)} of {len(processes)} processes"
+
+
+def _each(missing: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {why}" for rank, why in missing.items())
+
+
+def new_workers(name: str, size: int, device_type: str, line: Any) -> Workers:
+    """Workers at the other end of this line."""
+    invalid_access.prepare()
+    first = controller_process_group.universe().grow(size)
+    # Each has a GPU of its own, which is its first for whoever asks, as with one GPU visible in each process.
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
+    workers = Workers(name, size, first, device, line)
+    controller_process_group.add_owner(workers)
+    if device_type != "cpu":
+        device_queries.register_factories(device_type)
+    return workers
+
+
+class NoLine:
+    """A way to workers that do not exist: what the controller costs, for any number of them."""
+
+    def send(self, batch: bytes) -> None:
+        """Nobody reads it."""
+
+    def send_counted(self, batch: bytes) -> Callable[[], object]:
+        """Nobody reads it."""
+        return lambda: None
+
+    def send_at_the_end(self, batch: bytes) -> None:
+        """Nobody reads it."""
+
+    def has_room(self) -> bool:
+        """Always."""
+        return True
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Never: batches are sent when they are full."""
+
+    def put(self, number: int, tensor: torch.Tensor) -> None:
+        """Nobody reads it."""
+
+    def put_by_rank(self, number: int, tensors: Any) -> None:
+        """Nobody reads it."""
+
+    def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
+        """Nobody has failed. Raises RemoteTensorError for values, which nobody has."""
+        if what != "failed_since":
+            raise RemoteTensorError("this mesh is simulated: there are no workers and no values")
+        return list
+
+
+def simulated_mesh(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
+    """A mesh without processes, for measuring and testing the controller: operations go nowhere, reading raises."""
+    device_mesh_and_api.install()
+    size = 1
+    for each in sizes:
+        size *= each
+    workers = new_workers("simulated", size, device_type, NoLine())
+    ranks = torch.arange(workers.first, workers.first + size, dtype=torch.int)
+    return DeviceMesh(device_type, ranks.view(sizes), mesh_dim_names=names)

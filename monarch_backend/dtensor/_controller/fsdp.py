@@ -1,0 +1,115 @@
+"""What FSDP needs of a controller: shards of a parameter by rank, inputs on the workers, a batch by rank.
+
+torch's `fully_shard` is the user's function, and unchanged; where it calls this is in dtensor/_torch_patches/fsdp.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor._controller import per_rank_host_tensor, per_rank_int
+from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._dispatch import dispatch
+from monarch_backend.dtensor._torch_patches.device_mesh_and_api import outside, workers_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from monarch_backend.dtensor._controller.worker_set import Workers
+
+
+def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:
+    """For each rank its rows of a batch, to be given to a model that was sharded with ``fully_shard(..., mesh=mesh)``.
+
+    All tensors in ``batch`` are split by their first dimension over all dimensions of ``mesh``, as evenly as it goes,
+    and sent: each worker gets its own rows and no other. A host's tensor that is given to such a model as it is reaches
+    all ranks whole, which then all do the same work. A model with dropout wants `own_random_numbers(mesh)`, once: its
+    activations are plain tensors, which get the same random numbers on all ranks otherwise.
+
+    What the model returns is each rank's own; ``DTensor.from_local(loss, mesh, [Partial("avg")] * mesh.ndim)`` is the
+    mean of the ranks' losses, and ``.item()`` of that reads it.
+    """
+    workers, place = workers_of(mesh), 0
+    if workers is None:
+        raise ValueError(f"{mesh} is no controller's mesh: a rank of a process group has its own rows already")
+    for dim in range(mesh.ndim):
+        place = place * mesh.size(dim) + mesh.get_local_rank(dim)
+
+    def mine(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return value.redistribute(mesh, [Shard(0)] * mesh.ndim).to_local()
+        if not isinstance(value, torch.Tensor):
+            return value
+        rows = Chunks(per_rank_host_tensor.belonging(value.detach(), workers, outside(mesh)), mesh.size(), 0)[place]
+        return rows.sent() if isinstance(rows, HostByRank) else rows
+
+    return pytree.tree_map(mine, batch)
+
+
+def whole(param: torch.Tensor, mesh: Any) -> Any:
+    """Of a parameter of this process: what its shards can be taken of. Nothing is sent yet."""
+    workers = workers_of(mesh)
+    assert workers is not None
+    if param.is_meta:
+        options = {"dtype": param.dtype, "device": torch.device("meta")}
+        made = dispatch.create(workers, torch.ops.aten.empty.memory_format, [list(param.shape)], options)
+        return workers.without(made, outside(mesh))
+    return per_rank_host_tensor.belonging(param.detach(), workers, outside(mesh))
+
+
+class Chunks:
+    """As ``torch.chunk``, of equal size but the last ones; ``chunks[i]`` with a number by rank is each rank's own."""
+
+    def __init__(self, tensor: Any, count: int, dim: int) -> None:
+        self._tensor, self._dim, self._size = tensor, dim, -(-tensor.size(dim) // count)
+
+    def __getitem__(self, index: Any) -> Any:
+        chunk: Any
+        total = self._tensor.size(self._dim)
+        start = torch.sym_min(index * self._size, total)
+        length = torch.sym_min(total - start, self._size)
+        if isinstance(self._tensor, HostByRank):
+            chunk = self._of_host(self._tensor.by_rank, start, length)
+        elif isinstance(self._tensor, RemoteTensor) or isinstance(index, int):
+            chunk = self._tensor.narrow(self._dim, start, length)
+        else:
+            chunk = self._of_host([self._tensor] * len(per_rank_int.values_of(index) or ()), start, length)
+        # FSDP asks whether there is anything to copy, as each rank would for itself: some ranks may have nothing.
+        chunk.numel = lambda: 1 if total else 0
+        return chunk
+
+    def _of_host(self, tensors: Sequence[Any], start: Any, length: Any) -> HostByRank:
+        """Views of it."""
+        starts = per_rank_int.values_of(start) or [start] * len(tensors)
+        lengths = per_rank_int.values_of(length) or [length] * len(tensors)
+        parts = zip(tensors, starts, lengths, strict=True)
+        return HostByRank(
+            [None if each is None or at is None else each.narrow(self._dim, at, size) for each, at, size in parts],
+            getattr(self._tensor, "workers", None),
+        )
+
+
+class Sizes(tuple[Any, ...]):
+    """As torch.Size, whose own `numel` knows no sizes that differ by rank: of layers that tensor parallelism has split
+    unevenly.
+    """
+
+    __slots__ = ()
+
+    def numel(self) -> Any:
+        """Elements."""
+        return math.prod(self)
+
+
+def put_inputs(inputs: Any, workers: Workers) -> Any:
+    """Tensors of this process among them, sent once: the same to all."""
+    return pytree.tree_map(
+        lambda value: workers.put(value) if type(value) is torch.Tensor and not value.requires_grad else value, inputs
+    )

@@ -1,0 +1,120 @@
+"""What workers still have of this process's tensors: an operation sent it, its backward needs the same, and gets that.
+
+Nobody else does: between two operations nothing is taken for the same, since NumPy and others may change memory without
+a word to torch. A copy is forgotten with its backward, with the tensor's memory here, and with the first forward after
+any backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from monarch_backend.dtensor._controller.tensor_meta import refuse_sparse
+from monarch_backend.dtensor._torch_patches import autograd_node
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+    from monarch_backend.dtensor._controller.worker_set import Workers
+
+MOST = 128 << 20
+"""Bytes of what is kept for a thread's backward, besides the last one: there may never be any."""
+
+Key = tuple[Any, ...]
+
+
+class _Copy(NamedTuple):
+    tensor: RemoteTensor
+    version: int  # torch's, of the tensor here
+    nbytes: int
+    memory: weakref.ref[Any]  # forgets it
+
+
+class _Copies:
+    """For one thread, whose operations have numbers of their own."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, _Copy] = {}
+        self._nbytes = 0
+        self.went_back = False
+
+    def keep(self, key: Key, source: Source, tensor: RemoteTensor) -> None:
+        self.take(key)
+        while self._known and self._nbytes > MOST:
+            self.take(next(iter(self._known)))
+        gone = weakref.ref(source.memory, lambda _: self.take(key))
+        self._known[key] = _Copy(tensor, source.version, source.nbytes, gone)
+        self._nbytes += source.nbytes
+
+    def take(self, key: Key) -> _Copy | None:
+        copy = self._known.pop(key, None)
+        self._nbytes -= 0 if copy is None else copy.nbytes
+        return copy
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._nbytes, self.went_back = 0, False
+
+
+class _OfWorkers(threading.local):
+    def __init__(self) -> None:
+        self.copies = _Copies()
+
+
+def _of(workers: Workers) -> _Copies:
+    known: _OfWorkers | None = workers.kept.get("host copies")
+    if known is None:
+        known = workers.kept.setdefault("host copies", _OfWorkers())
+    return known.copies
+
+
+class Source(NamedTuple):
+    """Memory of this process, torch's version of it, what of it, or what that was made of it, and how many bytes that
+    is at the most.
+    """
+
+    memory: torch.UntypedStorage
+    version: int
+    what: Key
+    nbytes: int
+
+
+def source(value: torch.Tensor) -> Source | None:
+    """Of a tensor of this process. None if nobody would know that it had changed."""
+    if not value.ndim or value.is_inference():
+        return None
+    refuse_sparse(value)
+    of = value.dtype, value.storage_offset(), value.shape, value.stride(), value.is_neg(), value.is_conj()
+    return Source(value.untyped_storage(), value._version, of, value.numel() * value.element_size())
+
+
+def put(workers: Workers, schema: Any, source: Source | None, send: Callable[[], RemoteTensor]) -> RemoteTensor:
+    """An operator's argument on the workers: a copy that its forward has sent, or what ``send`` makes."""
+    backward = autograd_node.backward_of()
+    keeps = torch.is_grad_enabled()
+    if source is None or not _only_reads(schema) or (backward is None and not keeps):
+        return send()
+    copies = _of(workers)
+    of = (id(source.memory), source.what)
+    if backward is not None:
+        copies.went_back = True
+        known = copies.take((backward, *of))
+        if known is not None and known.version == source.version:
+            return known.tensor
+    elif copies.went_back:
+        copies.clear()
+    tensor = send()
+    if keeps:
+        copies.keep((autograd_node.forward_operation(), *of), source, tensor)
+    return tensor
+
+
+@functools.cache
+def _only_reads(schema: Any) -> bool:
+    """Nobody sees the copy afterwards, nor changes it."""
+    return schema is not None and all(each.alias_info is None for each in schema.arguments)

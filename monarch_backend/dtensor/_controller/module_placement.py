@@ -1,0 +1,142 @@
+"""Tensors and modules of the controller that are put on the workers whole, as each rank of torchrun's has its own.
+
+Nothing of it is a DTensor: a parameter that no plan names is a plain tensor under torchrun, and is one here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._dispatch import local_results
+from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from monarch_backend.dtensor._controller.worker_set import Workers
+
+log = logging.getLogger("monarch_backend")
+
+
+def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """What of a module is still on the controller is on all workers of the mesh from now on; returns the module.
+
+    Its parameters stay the same objects, so an optimizer that knows them trains them there, without a word to the
+    controller. A module that ``parallelize_module`` was called with does this by itself when it is first called, for
+    the parameters and buffers that no style has taken; one that is not inside such a module wants it. Raises
+    ValueError for a mesh that is no controller's.
+
+    >>> from torch import nn
+    >>> from monarch_backend.actor import this_host
+    >>> from monarch_backend.dtensor import put_module
+    >>> procs = this_host().spawn_procs({"tp": 2})
+    >>> norm = put_module(nn.LayerNorm(3), procs.device_mesh("cpu"))
+    >>> type(norm.weight).__name__, norm.weight.tolist()
+    ('RemoteTensor', [1.0, 1.0, 1.0])
+    >>> procs.stop().get()
+    """
+    workers = device_mesh_and_api.workers_of(mesh)
+    if workers is None:
+        raise ValueError(f"{mesh} is no controller's mesh: a rank of a process group has the module's tensors already")
+    with torch.inference_mode(False), torch.no_grad():  # it is not only for a forward without gradients
+        for name, parameter in module.named_parameters():
+            is_here = type(parameter) is nn.Parameter and not parameter.is_meta
+            if is_here or _is_elsewhere_too(parameter, mesh):
+                _put_parameter(name, parameter, mesh)
+        put_buffers(module.modules(), mesh)
+    return module
+
+
+def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    remote: Any = nn.Parameter(_put(parameter, mesh), requires_grad=parameter.requires_grad)
+    its_own = remote.__dict__.copy()
+    remote.__dict__.update(parameter.__dict__)
+    remote.__dict__.update(its_own)
+    if parameter.grad is not None:
+        remote.grad = _put(parameter.grad, mesh)
+    why = device_mesh_and_api.exchange(parameter, remote)
+    if why:
+        log.warning(
+            "%s stays on the controller, and is sent to the workers whenever it is used: %s. Call "
+            "monarch_backend.dtensor.put_module() before that",
+            name,
+            why,
+        )
+
+
+def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    """``tensor``: one of the controller, or a gradient, which may be on workers already, by dimensions of a mesh."""
+    workers = device_mesh_and_api.workers_of(mesh)
+    assert workers is not None
+    whole = local_results.local_of(local_results.everywhere(tensor))
+    return sent(whole.detach(), workers, device_mesh_and_api.outside(mesh))
+
+
+def _is_elsewhere_too(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """On workers that are not in the mesh, who would not change it."""
+    if not isinstance(tensor, RemoteTensor) or tensor._meta.workers is not device_mesh_and_api.workers_of(mesh):
+        return False
+    return not device_mesh_and_api.outside(mesh) <= tensor._meta.outside
+
+
+def put_buffers(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """The modules' buffers on all workers of the mesh: an operation there could not change one that is here."""
+    known: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            is_here = type(buffer) is torch.Tensor and not buffer.is_meta
+            if is_here or _is_elsewhere_too(buffer, mesh):
+                if buffer not in known:
+                    known[buffer] = _put(buffer, mesh)
+                module._buffers[name] = known[buffer]
+
+
+def tied(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """The places of each parameter and buffer that the module has in several: the table it stands in, and its name."""
+    places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
+    for each in module.modules():
+        for table in (each._parameters, each._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    places.setdefault(tensor, []).append((table, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def tie(places: list[list[tuple[dict[str, Any], str]]]) -> None:
+    """What was one tensor is one again; torch distributes it once for each place, of which each is then trained alone.
+    Where the program has said that the places are to be sharded in different ways, they stay several.
+    """
+    for (table, name), *others in places:
+        first = table[name]
+        for other, key in others:
+            same = isinstance(first, DTensor) and isinstance(other[key], DTensor)
+            if same and other[key]._spec == first._spec:
+                other[key] = first
+
+
+class _Sent(torch.autograd.Function):
+    """The way of a value to the workers, and of its gradient, which stays there, through what was calculated here."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> torch.Tensor:
+        return workers.put_on(value, outside)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None, None
+
+
+def sent(value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> Any:
+    """A tensor of the controller, or of workers, with its history; the same on all of these but who is ``outside``."""
+    if isinstance(value, RemoteTensor) and outside <= value._meta.outside:
+        return value
+    if value.requires_grad and torch.is_grad_enabled():
+        return _Sent.apply(value, workers, outside)  # type: ignore[no-untyped-call]
+    return workers.put_on(value, outside)

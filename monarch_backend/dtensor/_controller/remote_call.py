@@ -1,0 +1,129 @@
+"""`run`: a function of the user's as SPMD code on all workers of a mesh, with genuine local DTensors.
+
+The way out of one controller: what a rank-dependent branch, a pipeline, a kernel of one's own or torch.compile need.
+How arguments and results travel is remote_call_args.py's; what happens on a worker, worker/_run.py's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from monarch_backend._mesh.extent import Extent
+from monarch_backend.actor import ActorError, Future, ProcMesh
+from monarch_backend.dtensor._controller import call_sites
+from monarch_backend.dtensor._controller.remote_call_args import Packer
+from monarch_backend.dtensor._controller.remote_tensor import Ref
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._worker.remote_call import RunFailed
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._controller.worker_set import Workers
+
+_numbers = itertools.count(1)
+
+
+class Run(Future[Any]):
+    """Future of what the workers returned to `run`."""
+
+    __slots__ = ("held", "name")
+
+    name: str
+    held: Ref
+    """Of the tensors of its result, which the workers have."""
+
+    def _label(self) -> str:
+        return self.name
+
+
+def run(mesh: DeviceMesh | ProcMesh, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+    """Call ``function(*args, **kwargs)`` on every worker of this mesh, at once and in order with all operations.
+
+    It runs as any program under torchrun does: torch.distributed's groups are there, gradients are enabled. A DTensor
+    among the arguments, also inside modules and containers, is this worker's DTensor on its own mesh; a tensor without
+    a mesh that lives on the workers is the plain tensor there; a DeviceMesh is the worker's own. They stand on the
+    memory of the controller's tensors, so what is changed in place is changed for all; their history (``grad_fn``)
+    stays behind. What the function hangs on an argument is lost unless it is returned. It travels as arguments of
+    actors do: by its import path, or by value.
+
+    Returns a Future: ``.get()`` it, or ``await``. A result with DTensors, in tuples, lists and dicts, comes back in
+    the same form with DTensors of this controller, without their values; everything else in it is a ValueMesh, of what
+    each rank returned. A result without any is one ValueMesh. To go on with tensors without waiting for their shapes,
+    let the function write into an argument.
+
+    The future raises RemoteOpError for what a worker raised; the collectives of the others end with that, and all
+    have new groups for whatever comes next. Raises MeshMismatchError for tensors of other processes.
+
+    >>> from monarch_backend.actor import this_host
+    >>> from monarch_backend.dtensor import run
+    >>> procs = this_host().spawn_procs({"dp": 2})
+    >>> mesh = procs.device_mesh("cpu")
+    >>> run(mesh, lambda mesh: mesh.get_local_rank() * 10, mesh).get()
+    ValueMesh(dp=2: 0, 10)
+    >>> procs.stop().get()
+    """
+    if isinstance(mesh, ProcMesh):
+        mesh = mesh.device_mesh()
+    workers = device_mesh_and_api.workers_of(mesh)
+    if workers is None:
+        raise RemoteTensorError(f"{mesh} is no mesh of this controller: make one with ProcMesh.device_mesh()")
+    return _start(workers, device_mesh_and_api.root_of(mesh), function, args, kwargs)
+
+
+def _start(workers: Workers, mesh: DeviceMesh, function: Callable[..., Any], args: Any, kwargs: Any) -> Run:
+    number, held = next(_numbers), Ref(workers, next(workers.ids))
+    packer = Packer(workers, mesh)
+    body, buffers, meshes = packer.pack((function, args, kwargs))
+    ranks = (device_mesh_and_api.rows_of(mesh).flatten() - workers.first).tolist()
+    site = call_sites.here()
+    workers.begin(number)
+    try:
+        workers.stream.flush()
+        call = workers.line.execute(ranks, number, held.id, site, meshes, body, buffers)
+    except BaseException:
+        workers.end(number)
+        raise
+    done = Run(call._wait, call.cancel)
+    done.held, done.name = held, f"run({getattr(function, '__qualname__', function)})"
+    extent = extent_of(mesh)
+
+    def ended(_: Any) -> None:
+        workers.line.aside(lambda: _settle(workers, ranks, number, call, done, take))
+
+    def take(replies: Any) -> Any:
+        return packer.merged(extent, ranks, list(replies.values()), held)
+
+    call.add_done_callback(ended)
+    return done
+
+
+def _settle(workers: Workers, ranks: Sequence[int], number: int, call: Any, done: Run, take: Any) -> None:
+    """All workers go on; then whoever waits."""
+    error = call.exception()
+    if isinstance(error, ActorError) and isinstance(error.__cause__, RunFailed):
+        error = workers.error_of(error.__cause__.report)
+    try:
+        if error is None:
+            workers.line.say(ranks, number, "done", "")
+        else:
+            why = f"{done.name} ended on another rank: {error}".split("\n")[0]
+            workers.line.say(ranks, number, "failed", why)
+    except BaseException as ended:  # nobody can be told: the processes are gone
+        error = error or ended
+    finally:
+        workers.end(number)
+    if error is not None:
+        done._fail(error)
+        return
+    replies = call.get()
+    done._set_raw(lambda: take(replies))
+
+
+def extent_of(mesh: DeviceMesh) -> Extent:
+    """The mesh's, as values by rank have it."""
+    names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
+    return Extent.of(dict(zip(names, mesh.shape, strict=True)))

@@ -1,0 +1,264 @@
+"""`RemoteTensor`: on the controller, the tensor that every worker holds under one id. Metadata and the id, no values.
+
+What an operation on it does is dtensor/_dispatch/dispatch.py's, how a value is read fetch.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from monarch_backend import _native
+from monarch_backend.dtensor._errors import NotReadableError
+from monarch_backend.dtensor._torch_patches import invalid_access as invalid_access  # which sets no_pointer up
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._controller.tensor_meta import Meta
+
+make = torch.Tensor._make_wrapper_subclass
+no_pointer = _native.no_pointer
+_set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
+
+Ref = _native.Ref
+"""The workers' id of a tensor; when nothing here has it any more, they drop the tensor with the next batch.
+
+``nbytes``: of the storage, where a `RemoteStorage` has changed it; else it has no such attribute.
+"""
+
+
+def form_of(meta: Meta) -> tuple[Any, ...]:
+    """What makes a tensor of this metadata: the arguments of torch's function for that, which names take 0.3 us."""
+    strided = None, meta.dtype, torch.strided, meta.shown
+    if meta.classes is None:
+        return (RemoteTensor, meta.shape, meta.stride, meta.offset, *strided)
+    return (RemoteTensor, meta.shape, meta.stride, None, *strided, False, False, "sizes")
+
+
+def not_readable(what: str) -> NotReadableError:
+    """The error of who wants the memory itself."""
+    return NotReadableError(
+        f"{what}: this tensor's memory is in other processes. Read its values (.numpy(), .tolist()), or run what needs "
+        "the memory on the workers: monarch_backend.dtensor.run(mesh, function, ...)"
+    )
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor of the workers of a mesh, one on each; made by operations, never by hand.
+
+    As a DTensor's local tensor it is that rank's shard. Reading a value (``.item()``, ``.tolist()``, ``print``) waits
+    for the workers and takes it from the first of them; nothing else waits.
+    """
+
+    _ref: Ref
+    _meta: Meta
+
+    @staticmethod
+    def __new__(cls, meta: Meta, ref: Ref) -> RemoteTensor:
+        """The results of operations are made by csrc/records/issue.cpp, in the same way."""
+        if torch.is_inference_mode_enabled():  # a view of a tensor from outside must be as that one is
+            with torch.inference_mode(False):
+                return RemoteTensor(meta, ref)
+        made = make(*meta.form)
+        no_pointer(made)  # C++ that wants the memory gets an error
+        made._ref, made._meta = ref, meta
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        if len(types) > 1 and DTensor in types:
+            return _beside_dtensors(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The workers' device."""
+        return self._meta.shown if _in_a_trace else self._meta.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Of the workers' device."""
+        return self._meta.device.type == "cuda"
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Whether the workers have no values either."""
+        return self._meta.device.type == "meta"
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        """Of the workers' device."""
+        return self._meta.device.type == "cpu"
+
+    def pin_memory(self, device: Any = None) -> Any:
+        """In pinned memory of workers that have GPUs."""
+        return _pinned(self)
+
+    def wait(self) -> RemoteTensor:
+        """Return the tensor: workers wait for a collective when its result is used.
+
+        torch's functional collectives return an `AsyncCollectiveTensor`, which has this method.
+        """
+        return self
+
+    def record_stream(self, _stream: Any) -> None:
+        """Nothing: a worker has one stream, and frees nothing before its time."""
+
+    def get_device(self) -> int:
+        """The number of the workers' GPU, each's own: 0; on a CPU -1."""
+        return _index(self)  # type: ignore[no-any-return]
+
+    def untyped_storage(self) -> Any:
+        """On the workers."""
+        from monarch_backend.dtensor._controller.remote_storage import RemoteStorage
+
+        return RemoteStorage(self, super().untyped_storage())
+
+    def __coerce_same_metadata_as_tangent__(self, _metadata: Any, _type: Any = None) -> RemoteTensor:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied  # type: ignore[return-value]
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        from monarch_backend.dtensor._controller import fetch
+
+        return fetch.as_host(self).__reduce_ex__(_protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        from monarch_backend.dtensor._controller import fetch
+
+        return fetch.text_of(self)
+
+    def data_ptr(self) -> int:
+        """Raises NotReadableError."""
+        raise not_readable("data_ptr()")
+
+    def storage(self) -> Any:
+        """Raises NotReadableError."""
+        raise not_readable("storage()")
+
+    _typed_storage = storage
+
+    def share_memory_(self) -> Any:
+        """Raises NotReadableError."""
+        raise not_readable("share_memory_()")
+
+    def is_shared(self) -> bool:
+        """Not with a process that does not belong to the mesh."""
+        return False
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Raises NotReadableError: who takes it would share the memory."""
+        raise not_readable("__dlpack__()")
+
+    def apply_(self, _function: Any) -> Any:
+        """Raises NotReadableError: it calls a function of this process for each number."""
+        raise not_readable("apply_()")
+
+    def map_(self, *_: Any) -> Any:
+        """As `apply_`."""
+        raise not_readable("map_()")
+
+    map2_: Any = map_
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """Raises NotReadableError; of what is on no GPU, AttributeError, as numba and its like expect."""
+        if not self.is_cuda:
+            raise AttributeError("__cuda_array_interface__ of a tensor that is on no GPU")
+        raise not_readable("__cuda_array_interface__")
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values without a history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, RemoteTensor):
+            other = self._meta.workers.put(other)
+        _set_data(self, other)
+        self._ref, self._meta = other._ref, other._meta
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
+
+    def tolist(self) -> Any:
+        """The first worker's values."""
+        from monarch_backend.dtensor._controller import fetch
+
+        return fetch.as_host(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The first worker's values."""
+        from monarch_backend.dtensor._controller import fetch
+
+        return fetch.as_host(self).numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+
+def _beside_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensor's business, to which this one is replicated; it has no answer where a plain tensor is to change."""
+    written = func._schema.arguments[0].alias_info
+    if written is None or not written.is_write or not isinstance(args[0], RemoteTensor):
+        return NotImplemented
+    args, kwargs = pytree.tree_map_only(DTensor, lambda each: each.full_tensor(), (args, kwargs))
+    return _dispatch(func, args, kwargs)
+
+
+_in_a_trace = False
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Inside, also Python sees the device that C++ does: a trace for another device would need that device here."""
+    global _in_a_trace
+    before, _in_a_trace = _in_a_trace, True
+    try:
+        yield
+    finally:
+        _in_a_trace = before
+
+
+_dispatch: Any = None
+"""What __torch_dispatch__ does: dtensor/_dispatch/dispatch.py puts it here, which needs this module."""
+
+
+_pinned: Any = None
+_index: Any = None
+"""What device_moves.py does, which needs this module, too."""
+
+
+def set_devices(pinned: Any, index: Any) -> None:
+    """Called once, by device_moves.py."""
+    global _pinned, _index
+    _pinned, _index = pinned, index
+
+
+def set_dispatch(function: Any) -> None:
+    """Called once, by dtensor/_dispatch/dispatch.py."""
+    global _dispatch
+    _dispatch = function

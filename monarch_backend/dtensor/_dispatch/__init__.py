@@ -1,0 +1,1 @@
+"""What happens to an operation on DTensors before it is sent to workers."""

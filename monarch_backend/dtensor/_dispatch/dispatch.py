@@ -1,0 +1,272 @@
+"""What an operation on remote tensors does: one record for all workers, by a signature that is known, mostly.
+
+The hot path is csrc/records/issue.cpp: a key from the arguments, one look into a dict, some words. Here is what it asks
+once for each operator and each signature. What is no plain operation is in special_ops.py; what becomes of an unknown
+signature, in op_signatures.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from monarch_backend import _native
+from monarch_backend.dtensor._controller import fetch, host_tensor_cache, per_rank_int, remote_tensor
+from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._dispatch import op_signatures
+from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
+from monarch_backend.dtensor._torch_patches import decompositions
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._controller.worker_set import Workers
+
+KEPT = 8192
+"""So many signatures of one set of workers; of more, the half that was not used for the longest time is forgotten."""
+
+_TRUE, _FALSE = object(), object()  # 1 == True, and they are not the same argument
+
+
+class _NotPlainError(Exception):
+    """An argument that has no place in a key."""
+
+
+_plans: dict[int, _native.Plan] = {}  # by the identity of the operator, which lives for ever
+special: dict[Any, Callable[[Any, Any, Any], Any]] = {}
+"""Operators that are no plain operations; filled by special_ops.py."""
+specials: list[Callable[[Any], Callable[[Any, Any, Any], Any] | None]] = []
+"""As `special`, for whole kinds of operators."""
+statistics = {"misses": 0}
+_known: dict[Workers, int] = {}
+"""How many signatures there are of them."""
+
+
+def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator's result, as remote tensors."""
+    return _native.dispatch(func, args, kwargs)
+
+
+def forget(workers: Workers) -> None:
+    """They have ended: no signature of theirs is used again."""
+    for _, plan, key in _entries_of(workers):
+        plan.entries.pop(key, None)
+    _known.pop(workers, None)
+
+
+def _entries_of(workers: Workers) -> list[tuple[Entry, _native.Plan, Any]]:
+    return [
+        (entry, plan, key)
+        for plan in list(_plans.values())
+        for key, entry in list(plan.entries.items())
+        if entry.workers is workers
+    ]
+
+
+def _forget_half(workers: Workers) -> None:
+    """What has not been used for the longest time, here and there. Used again, it is found out again."""
+    entries = sorted(_entries_of(workers), key=lambda each: each[0].used)
+    for entry, plan, key in entries[: len(entries) // 2]:
+        plan.entries.pop(key, None)
+        workers.forget(entry.parts)
+    _known[workers] = len(entries) - len(entries) // 2
+
+
+def run_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """As dispatch, for who is in `special` and wants the plain operation itself."""
+    return _native.issue(_plan(func), args, kwargs, None)
+
+
+def call(
+    function: Callable[..., Any], name: str, args: Any, kwargs: Any, schema: Any = None, writes: tuple[int, ...] = ()
+) -> Any:
+    """A function's result on every worker, each with its own numbers where they differ by rank.
+
+    It may only calculate with its arguments. ``name``: ``module:function``, as workers find it. ``schema``: as an
+    operator's, of a function that changes arguments; or ``writes``: the positions of those.
+    """
+    plan = _plans.get(id(function))
+    if plan is None:
+        target = Target(name, function, schema, writes)
+        plan = _plans[id(function)] = _native.Plan(target, None, 0, frozenset())
+    result = _native.issue(plan, args, kwargs, None)
+    if heard.note is not None:
+        heard.note(function, name, args, kwargs, schema or writes, result)
+    return result
+
+
+class _Heard(threading.local):
+    note: Callable[..., None] | None = None
+
+
+heard = _Heard()
+"""``note``: who is told, in this thread, of each `call` and of what came of it."""
+
+
+def create(workers: Workers, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result, on these workers, of an operator that has no tensor among its arguments."""
+    return _native.issue(_plan(func), args, kwargs, workers)
+
+
+def _plan(func: Any) -> _native.Plan:
+    known = _plans.get(id(func))
+    if known is not None:
+        return known
+    own = special.get(func)
+    if own is None:
+        by_others = decompositions.made_of_others(func)
+        own = by_others and (lambda _func, args, kwargs: by_others(*args, **kwargs))
+    if own is None:
+        own = next((found for found in (choose(func) for choose in specials) if found is not None), None)
+    target = Target(str(func), func, func._schema)
+    plan = _plans[id(func)] = _native.Plan(target, own, *op_signatures.scalars_of(func._schema))
+    return plan
+
+
+def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
+    """Those that the operation changes are read afterwards, which waits: nobody here would see a copy change."""
+    kwargs = kwargs or {}
+    if plan.target.call is torch.ops.aten.copy_.default and args[0].is_meta:
+        # It has no values before, and none after; torch looks whether the sizes fit.
+        return args[0] if _is_by_rank(args[1].shape) else args[0].copy_(torch.empty(args[1].shape, device="meta"))
+    changed = [each for each in op_signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
+    plain = _plain(args, kwargs, plan.target.schema)
+    sent = [(each, _where_all_are(plain(each), args, kwargs)) for each in changed]
+    known = {id(each): remote for each, remote in sent}
+    args, kwargs = pytree.tree_map(lambda v: known[id(v)] if id(v) in known else plain(v), (args, kwargs))
+    result = _native.issue(plan, args, kwargs, None)
+    if not sent:
+        return result
+    for each, remote in sent:
+        with torch.no_grad():
+            each.copy_(fetch.as_host(remote))
+    back = {id(remote): each for each, remote in sent}
+    return pytree.tree_map(lambda v: back.get(id(v), v), result)
+
+
+def _is_by_rank(sizes: Any) -> bool:
+    return any(type(each) is not int for each in sizes)
+
+
+def _where_all_are(sent: RemoteTensor, args: Any, kwargs: Any) -> RemoteTensor:
+    """Not with who takes no part, since it lacks another argument: it would have the old value."""
+    others = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    return sent._meta.workers.without(sent, frozenset[int]().union(*(meta.outside for meta in others)))
+
+
+def _is_host(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _part(value: Any) -> Any:
+    """What stands in the key for an argument of a rare kind."""
+    kind = type(value)
+    if kind is torch.SymInt:
+        return value.node if isinstance(value.node, per_rank_int.RankInts) else int(value)
+    if isinstance(value, torch.Tensor):
+        raise _NotPlainError
+    if kind is complex:
+        return complex, repr(value)  # 2 == 2+0j and 0j == -0j, and they are not the same argument
+    try:
+        hash(value)
+    except TypeError:
+        raise _NotPlainError from None
+    return value
+
+
+def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
+    """Makes arguments that have a place in a key: tensors of this process are sent to the workers. ``schema``: of the
+    operator that gets them, and nobody else does.
+    """
+    remote = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    if not remote:
+        raise TypeError("no argument is a remote tensor")
+    workers = remote[0]._meta.workers
+    are_cpus = workers.device.type != "cpu" and all(each._meta.device.type == "cpu" for each in remote)
+
+    def send(value: torch.Tensor) -> RemoteTensor:
+        """To where the others are: a worker's device, or, of those that were brought there, its CPU."""
+        sent = workers.put(value)
+        return _devices().moved(sent, "cpu") if are_cpus else sent
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return value if isinstance(value.node, per_rank_int.RankInts) else int(value)
+        if type(value) is RemoteTensor or not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, HostByRank):
+            return value.sent(workers, schema)
+        inner = getattr(value, "elem", None)  # of an AsyncCollectiveTensor
+        if isinstance(inner, RemoteTensor):
+            return inner
+        return host_tensor_cache.put(workers, schema, host_tensor_cache.source(value), lambda: send(value))
+
+    return plain
+
+
+def _missing(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: Workers | None) -> Entry:
+    """The entry for a signature that is not known yet."""
+    with op_signatures.one_at_a_time:
+        return plan.entries.get(key) or _make(plan, key, args, kwargs, workers)
+
+
+def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: Workers | None) -> Entry:
+    statistics["misses"] += 1
+    kwargs = kwargs or {}
+    if workers is None:
+        workers = _workers_of(plan, args, kwargs)
+    if plan.target.schema is not None:
+        args, kwargs = _devices().at_home(args, kwargs)
+    given, named = op_signatures.with_numbers(plan.target.schema, args, kwargs)
+    try:
+        entry = plan.entries[key] = op_signatures.make(workers, plan.target, given, named)
+    except op_signatures.OldValuesError:
+        if not _one_by_one(plan.target, args, kwargs):
+            raise
+        entry = Entry()
+        entry.number, entry.host = 0, None  # it has been done, and is to be done so again the next time
+        return entry
+    _known[workers] = _known.get(workers, 0) + 1
+    if _known[workers] > KEPT:
+        _forget_half(workers)
+    return entry
+
+
+def _devices() -> Any:
+    from monarch_backend.dtensor._controller import device_moves as found  # which needs this module
+
+    return found
+
+
+def _one_by_one(target: Target, args: Any, kwargs: Any) -> bool:
+    """A list is changed one tensor at a time where they are of several slices; whether it is a list of several."""
+    count = len(args[0]) if target.name.startswith("aten._foreach_") and isinstance(args[0], (list, tuple)) else 1
+    if count == 1:
+        return False
+
+    def only(value: Any, at: int) -> Any:
+        return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    for at in range(count):
+        target.call(*[only(each, at) for each in args], **{name: only(each, at) for name, each in kwargs.items()})
+    return True
+
+
+def _workers_of(plan: _native.Plan, args: Any, kwargs: Any) -> Workers:
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    workers: Workers = tensors[0]._meta.workers
+    for each in tensors:
+        if each._meta.workers is not workers:
+            raise op_signatures.other_workers(plan.target.name, workers, each._meta.workers)
+    return workers
+
+
+_native.set_up_issue(
+    RemoteTensor, remote_tensor.make, remote_tensor.no_pointer, torch.is_inference_mode_enabled,
+    (torch.dtype, torch.device, torch.layout, torch.memory_format),
+    _part, _NotPlainError, _run_with_host_tensors, _missing, _plan, _TRUE, _FALSE,
+)  # fmt: skip
+remote_tensor.set_dispatch(_native.dispatch)

@@ -1,0 +1,598 @@
+"""Signatures: what an operation does to metadata, found out once, and the number under which workers know it.
+
+A signature is an operation with the metadata of its tensors and all its other arguments, except numbers that metadata
+does not depend on, floats and torch's "Scalars": those are sent with each record, since a learning rate or the count of
+a step differs in each step. Found by running it on fake tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from monarch_backend import _native
+from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._dispatch import output_strides
+from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._protocol import Kind
+from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._torch_patches import tracing_state
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._rng.shard_origins import Origin
+
+
+Entry = _native.Entry
+"""What is known of a signature. ``number`` 0: nothing is sent, ``host`` is the result. ``kind``, ``outs``: of results,
+None in place of what is no tensor. ``sequence``: list or tuple, of many results. Of an operation that changes an
+argument, the one that it returns is number ``at``, or ``returns(args, kwargs)``. ``parts``: all numbers that workers
+know it by. ``used``: when, counted in records.
+"""
+
+
+class Target(NamedTuple):
+    """What is run on the workers."""
+
+    name: str
+    """As `_protocol.Signature.target`."""
+    call: Callable[..., Any]
+    schema: Any = None
+    """torch's, of an operator."""
+    writes: tuple[int, ...] = ()
+    """Of a function without a schema: the positions of the arguments that it changes."""
+
+
+def scalars_of(schema: Any) -> tuple[int, frozenset[str]]:
+    """Which arguments may be ints that say nothing about the result's metadata: bits by position, and names.
+
+    torch's Scalars, and numbers in place of tensors. Not of what makes a tensor of numbers alone, as arange does.
+    """
+    if not any("Tensor" in str(each.type) for each in schema.arguments):
+        return 0, frozenset()
+    found = [(i, each) for i, each in enumerate(schema.arguments) if _takes_a_number(each.type)]
+    positions = sum(1 << i for i, each in found if not each.kwarg_only and i < 64)
+    return positions, frozenset(each.name for _, each in found)
+
+
+def _takes_a_number(kind: Any) -> bool:
+    inner = kind.getElementType() if isinstance(kind, torch.OptionalType) else kind
+    return isinstance(inner, (torch.TensorType, torch.NumberType))
+
+
+def with_numbers(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, with ints that each record has of its own as such."""
+    if schema is None:
+        return args, kwargs
+    positions, names = scalars_of(schema)
+
+    def number(value: Any, is_scalar: object) -> Any:
+        return _protocol.Number(value) if is_scalar and type(value) is int and -(2**63) <= value < 2**63 else value
+
+    return (
+        [number(each, positions >> i & 1) for i, each in enumerate(args)],
+        {name: number(each, name in names) for name, each in kwargs.items()},
+    )
+
+
+def make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
+    """A new signature, defined on the workers."""
+    with one_at_a_time:
+        return _make(workers, target, args, kwargs)
+
+
+def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    classes = _classes(workers, flat)
+    if target.name.startswith(_protocol.COLLECTIVES):
+        classes = _without(workers.outside(flat), classes, workers.size)
+    if classes is None:
+        return _noting(*_make_same(workers, target, args, kwargs), args, kwargs)
+    of_rank, members = classes
+    if not members:
+        raise RemoteTensorError(
+            f"{target.name} got tensors of which no rank has all, of several slices of {workers.name}: move them to "
+            "one mesh first: monarch_backend.dtensor.move(x, mesh)"
+        )
+    if -1 in of_rank:
+        changed = written(target.schema, args, kwargs) + [args[at] for at in target.writes]
+        refuse_old_values(target.name, changed, of_rank)
+    given = [pytree.tree_unflatten([_on(each, rank) for each in flat], spec) for rank in members]
+    calls: list[tuple[Target, Any, Any]] = [(target, args, kwargs) for args, kwargs in given]
+    if target.name == _SPLIT:
+        calls = _chunked(target, given)
+    differing = _origin_of_numbers(flat)
+    made = [_make_same(workers, called, args, kwargs, differing) for called, args, kwargs in calls]
+    origins = [each for _, each in made]
+    after = {place: shard_origins.common([each.get(place) for each in origins]) for place in origins[0]}
+    return _noting(_combine(workers, [entry for entry, _ in made], of_rank), after, args, kwargs)
+
+
+def _origin_of_numbers(flat: Sequence[Any]) -> Origin | None:
+    """Of what is calculated with numbers that differ by rank."""
+    columns = [values for values in map(per_rank_int.values_of, flat) if values is not None]
+    streams = shard_origins.numbered(list(zip(*columns, strict=True)))
+    return None if streams is None else shard_origins.Origin(streams)
+
+
+class OldValuesError(RemoteTensorError):
+    """A tensor would be changed on some of the ranks that have it."""
+
+
+def refuse_old_values(what: str, changed: Sequence[Any], of_rank: Sequence[int]) -> None:
+    """Raises OldValuesError where ranks have any of these that take no part in what changes it."""
+    for each in changed:
+        if not isinstance(each, RemoteTensor):
+            continue
+        left = [rank for rank, which in enumerate(of_rank) if which < 0 and each._meta.on(rank) is not None]
+        if left:
+            raise OldValuesError(
+                f"{what} changes a tensor of all workers by one that ranks {left} have no part of (a slice's, "
+                "say): they would keep the old values. Make a new tensor in its place (y = y + x), or make the first "
+                "one of the other (torch.zeros_like(x), x.new_zeros(...))"
+            )
+
+
+_SPLIT = "aten.split.Tensor"
+
+
+def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
+    """``torch.chunk`` is a split into pieces of a size, but of nothing it is a split into so many pieces of nothing.
+
+    C++ has asked all ranks together, and goes on as for those that have something.
+    """
+    with_sizes = torch.ops.aten.split_with_sizes.default
+    nothing = Target("aten.split_with_sizes.default", with_sizes, with_sizes._schema)
+
+    def dim_of(args: Any) -> int:
+        return args[2] if len(args) > 2 else 0
+
+    pieces = [-(-args[0].meta.shape[dim_of(args)] // args[1]) for args, _ in given if args[1]]
+    return [
+        (target, args, kwargs) if args[1] or not pieces else (nothing, [args[0], [0] * max(pieces), dim_of(args)], {})
+        for args, kwargs in given
+    ]
+
+
+def _on(value: Any, rank: int) -> Any:
+    """The argument as this rank has it; of a tensor, its metadata."""
+    if isinstance(value, RemoteTensor):
+        return Operand(value._meta.on(rank))
+    values = per_rank_int.values_of(value)
+    return value if values is None else values[rank]
+
+
+class Operand:
+    """In place of a tensor, for a class of ranks."""
+
+    __slots__ = ("meta",)
+
+    def __init__(self, meta: Meta | None) -> None:
+        self.meta = meta
+
+
+def other_workers(what: str, one: Workers, other: Workers) -> MeshMismatchError:
+    """For who has to do with tensors of both."""
+    return MeshMismatchError(
+        f"{what} got a tensor of {one.name} and one of {other.name}: move one of them first: "
+        "monarch_backend.dtensor.move(x, mesh)"
+    )
+
+
+def _classes(workers: Workers, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+    """For each rank its class, -1 for who takes no part, and the first rank of each class; None if all are alike."""
+    varied: list[Sequence[int | None]] = []
+    for each in flat:
+        if isinstance(each, RemoteTensor):
+            if each._meta.workers is not workers:
+                raise other_workers("an operation", workers, each._meta.workers)
+            if each._meta.classes is not None:
+                varied.append(each._meta.of_rank)
+        else:
+            values = per_rank_int.values_of(each)
+            if values is not None:
+                if len(values) != workers.size:
+                    raise MeshMismatchError(
+                        f"a tensor of {workers.name}, which has {workers.size} processes, and a number that is another "
+                        f"on each of {len(values)} ranks ({each}), of another mesh: move the tensor there first: "
+                        "monarch_backend.dtensor.move(x, mesh)"
+                    )
+                varied.append(values)
+    if not varied:
+        return None
+    known: dict[Any, int] = {}
+    of_rank: list[int] = []
+    members: list[int] = []
+    for rank in range(workers.size):
+        mine = tuple(each[rank] for each in varied)
+        if None in mine or any(
+            each._meta.on(rank) is None for each in flat if isinstance(each, RemoteTensor) and each._meta.classes
+        ):
+            of_rank.append(-1)
+            continue
+        if mine not in known:
+            known[mine] = len(members)
+            members.append(rank)
+        of_rank.append(known[mine])
+    return of_rank, members
+
+
+def _without(
+    outside: set[int], classes: tuple[list[int], list[int]] | None, size: int
+) -> tuple[list[int], list[int]] | None:
+    """These classes, without the ranks that are not in the group of a collective: nothing comes of it there."""
+    if not outside:
+        return classes
+    of_rank, _ = classes or ([0] * size, [0])
+    of_rank = [-1 if rank in outside else of_rank[rank] for rank in range(size)]
+    kept = sorted(set(of_rank) - {-1})
+    members = [of_rank.index(which) for which in kept]
+    return [which if which < 0 else kept.index(which) for which in of_rank], members
+
+
+def _combine(workers: Workers, entries: list[Entry], of_rank: list[int]) -> Entry:
+    first = entries[0]
+    if len({len(each.outs) for each in entries}) > 1:
+        raise RemoteTensorError(
+            f"the ranks have different numbers of results, {sorted(len(each.outs) for each in entries)}: "
+            "a program here can't have one number for all"
+        )
+    entry = Entry()
+    entry.workers, entry.kind, entry.sequence = workers, first.kind, first.sequence
+    entry.returns, entry.at = first.returns, first.at
+    entry.host = _host(entries, of_rank)
+    if first.number:
+        entry.number = workers.define_by_rank([each.number for each in entries], of_rank)
+        entry.parts = [entry.number, *(each.number for each in entries)]
+    else:
+        entry.number, entry.parts = 0, []
+
+    def out(i: int) -> Meta:
+        origin = shard_origins.common([each.outs[i].origin for each in entries])
+        metas = [workers.metas.with_origin(each.outs[i], origin) for each in entries]
+        return workers.metas.by_rank([None if c < 0 else metas[c] for c in of_rank])
+
+    entry.outs = tuple(None if first.outs[i] is None else out(i) for i in range(len(first.outs)))
+    return entry
+
+
+def _host(entries: list[Entry], of_rank: list[int]) -> Any:
+    """What is no tensor, as one value: ints may differ, and what is asked of a tensor must hold on all ranks."""
+    flats = [pytree.tree_flatten(each.host) for each in entries]
+    leaves = []
+    for column in zip(*(flat for flat, _ in flats), strict=True):
+        if all(type(each) is int for each in column):
+            leaves.append(per_rank_int.by_rank([None if c < 0 else column[c] for c in of_rank], sizes=True))
+        elif all(type(each) is bool for each in column):
+            leaves.append(all(column))
+        elif all(each == column[0] for each in column):
+            leaves.append(column[0])
+        else:
+            raise RemoteTensorError(f"the ranks have different results that are no ints: {sorted(map(repr, column))}")
+    return pytree.tree_unflatten(leaves, flats[0][1])
+
+
+Place = tuple[int, str, int]
+"""Of an argument that an operation changes: its position, its name, and its place in a list of tensors."""
+
+
+def _make_same(
+    workers: Workers, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
+) -> tuple[Entry, dict[Place, Origin | None]]:
+    """For ranks that are all alike. Also returns the origins of the arguments that are changed.
+
+    ``differing``: of the numbers among the arguments that differ by rank.
+    """
+    entry = Entry()
+    entry.workers, entry.outs, entry.kind, entry.sequence, entry.host = workers, (), Kind.NONE, tuple, None
+    entry.returns, writes = _returned(target.schema)
+    entry.at = writes[0][0] if entry.returns is not None and len(target.schema.returns) == 1 else -1
+    writes += [(i, "") for i in target.writes]
+    of_result = _origins_of(workers, target, args, kwargs, differing)
+    # First what may be refused; only then workers hear of it.
+    if entry.returns is None:
+        result, device = _propagated(workers, target.call, args, kwargs)
+        result = output_strides.as_cpus_have_it(target.call, list(map(_meta_of, args)), result)
+        _shape_results(workers, entry, result, device, of_result)
+        if entry.host is not None:
+            entry.number, entry.parts = 0, []
+            return entry, {}
+    elif torch.Tag.out in getattr(target.call, "tags", ()):
+        _check_sizes(target, args, kwargs)
+    elif target.schema.returns:
+        _propagated(workers, target.call, args, kwargs)
+    operands: list[Any] = []
+
+    def operand(value: Any) -> int | None:
+        if isinstance(value, (RemoteTensor, Operand, float, _protocol.Number)):
+            operands.append(value)
+            return len(operands) - 1
+        return None
+
+    places = [_protocol.place(each, operand, workers.group_name) for each in args]
+    named = {name: _protocol.place(each, operand, workers.group_name) for name, each in kwargs.items()}
+    ins = [_stand_in(each) for each in operands] if target.name.startswith(_protocol.COLLECTIVES) else []
+    entry.number = workers.define(
+        target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins,
+        output_strides.said(entry.outs, workers.device),
+    )  # fmt: skip
+    entry.parts = [entry.number]
+    changed: dict[Place, Origin | None] = {}
+    for at, name in _known_writes(target.schema) if target.schema is not None else ():
+        for i, value in enumerate(_as_list(_argument(args, kwargs, at, name))):
+            meta = _meta_of(value)
+            if meta is not None:
+                changed[at, name, i] = of_result(i, meta.shape, meta.stride)
+    return entry, changed
+
+
+def _argument(args: Any, kwargs: Any, at: int, name: str) -> Any:
+    return args[at] if at < len(args) else kwargs.get(name)
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _noting(entry: Entry, changed: dict[Place, Origin | None], args: Any, kwargs: Any) -> Entry:
+    """Let each call note the origins of what it changes, where they are others afterwards."""
+    returns = entry.returns
+
+    def written(place: Place, args: Any, kwargs: Any) -> Any:
+        at, name, i = place
+        return _as_list(_argument(args, kwargs, at, name))[i]
+
+    found = {
+        place: origin
+        for place, origin in changed.items()
+        if isinstance(tensor := written(place, args, kwargs), RemoteTensor) and tensor._meta.origin != origin
+    }
+    if not found or returns is None:
+        return entry
+
+    def noting(args: Any, kwargs: Any) -> Any:
+        for place, origin in found.items():
+            set_origin(written(place, args, kwargs), origin)
+        return returns(args, kwargs)
+
+    entry.returns, entry.at = noting, -1
+    return entry
+
+
+def set_origin(tensor: Any, origin: Origin | None) -> None:
+    """Store the origin of a changed tensor. If it is a view, its base has some of the new values, too."""
+    if not isinstance(tensor, RemoteTensor):
+        return
+    metas = tensor._meta.workers.metas
+    tensor._meta = metas.with_origin(tensor._meta, origin)
+    base = tensor._base if tensor._is_view() else None
+    if isinstance(base, RemoteTensor):
+        base._meta = metas.with_origin(base._meta, shard_origins.after_write(base._meta.origin, origin))
+
+
+def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
+    """torch resizes an ``out=`` of other sizes, with a warning that it will not for long. Empty ones, which it always
+    resizes, are the caller's; also one of this process that was sent, for that one is read afterwards.
+    """
+    for out, size in out_sizes(target.call, args, kwargs):
+        if isinstance(out, RemoteTensor) and 0 not in out._meta.shape and tuple(out._meta.shape) != size:
+            raise RemoteTensorError(
+                f"{target.name}: the result has the shape {size}, and `out`, a tensor of the workers, "
+                f"{tuple(out._meta.shape)}: give it one of that shape, or an empty one"
+            )
+
+
+def out_sizes(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """What an operator is to write its results into, and the sizes that these have."""
+    fakes: list[tuple[Any, Any]] = []
+
+    def fake(value: Any) -> Any:
+        meta = _meta_of(value)
+        if meta is None and not isinstance(value, torch.Tensor):
+            return value
+        made = fake_like(value) if meta is None else fake_of(meta, _CPU)  # sizes are the same on all devices
+        fakes.append((value, made))
+        return made
+
+    with one_at_a_time:
+        fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
+        propagate(func, fake_args, fake_kwargs, _CPU)
+        outs = {each.name for each in func._schema.arguments if each.is_out}
+        given = pytree.tree_leaves([value for name, value in kwargs.items() if name in outs])
+        return [(value, tuple(made.shape)) for value, made in fakes if any(value is each for each in given)]
+
+
+def _stand_in(operand: Any) -> list[Any] | None:
+    meta = _meta_of(operand)
+    return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
+
+
+def _returned(schema: Any) -> tuple[Callable[[Any, Any], Any] | None, list[Any]]:
+    """Of an operation that changes arguments: what it returns, and which arguments those are."""
+    if schema is None:
+        return None, []
+    writes = _writes(schema)
+    if not writes:
+        return None, []
+    if not schema.returns:
+        return (lambda _args, _kwargs: None), writes
+    if not all(each.alias_info is not None and each.alias_info.is_write for each in schema.returns):
+        return None, writes  # it changes some and makes others, as native_batch_norm does
+
+    def one(at: int, name: str) -> Callable[[Any, Any], Any]:
+        return lambda args, kwargs: args[at] if at < len(args) else kwargs[name]
+
+    # What is changed and not said, batch norm's running values, is not returned.
+    returned = [one(*each) for each in writes if schema.arguments[each[0]].alias_info is not None]
+    if len(schema.returns) == 1:
+        return returned[0], writes
+    return (lambda args, kwargs: tuple(each(args, kwargs) for each in returned)), writes
+
+
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+"""They change their running values, of which their schemas say nothing."""
+
+
+def _writes(schema: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that it changes."""
+    unsaid = ("running_mean", "running_var") if schema.name in _BATCH_NORMS else ()
+    return [
+        (i, each.name)
+        for i, each in enumerate(schema.arguments)
+        if each.name in unsaid or (each.alias_info is not None and each.alias_info.is_write)
+    ]
+
+
+_known: dict[int, tuple[Any, list[tuple[int, str]]]] = {}
+"""What schemas change, by their ids, and the schemas, which last: with a list for a default they have no hash."""
+
+
+def _known_writes(schema: Any) -> list[tuple[int, str]]:
+    found = _known.get(id(schema))
+    if found is None:
+        found = _known[id(schema)] = schema, _writes(schema)
+    return found[1]
+
+
+def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors among the arguments that it changes; none of a function that is no operator."""
+    if schema is None:
+        return []
+    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in _known_writes(schema)]
+    return [each for each in pytree.tree_leaves(found) if isinstance(each, torch.Tensor)]
+
+
+def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> list[int]:
+    """The positions among the operands of what is changed."""
+    found: list[int] = []
+    for i, name in writes:
+        at = places[i] if i < len(places) else named.get(name)
+        inner = at[1] if isinstance(at, list) and at[0] == _protocol.Tag.LIST else [at]
+        found += [each[1] for each in inner if isinstance(each, list) and each[0] == _protocol.Tag.OPERAND]
+    return found
+
+
+def propagate_there(workers: Workers, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """As propagate, of fake tensors on the workers' device, where the results are, too."""
+    metas = workers.metas
+    result, device = _propagated(workers, call, args, kwargs)
+    if device is None:
+        return result
+    return pytree.tree_map_only(torch.Tensor, lambda each: fake_of(metas.like(each, device)), result)
+
+
+def _propagated(workers: Workers, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, torch.device | None]:
+    """What it returns on fake tensors, and where that is, if not where it says."""
+    try:
+        return propagate(call, args, kwargs), None
+    except RuntimeError as error:
+        # Some of torch's C++ wants to switch to the device, of which a build that has not got it knows nothing.
+        if "not linked with support" not in str(error) or not _are_on(workers.device, args, kwargs):
+            raise
+        metas = workers.metas
+        args, kwargs = pytree.tree_map_only(FakeTensor, lambda each: Operand(metas.like(each)), (args, kwargs))
+        return propagate(call, args, kwargs, _CPU), workers.device
+
+
+def _are_on(device: torch.device, args: Any, kwargs: Any) -> bool:
+    """Whether no tensor among the arguments is elsewhere, and none is to be."""
+    leaves = [_meta_of(each) or each for each in pytree.tree_leaves((args, kwargs))]
+    devices = [each if isinstance(each, torch.device) else getattr(each, "device", device) for each in leaves]
+    return all(each.type == device.type for each in devices)
+
+
+def _meta_of(value: Any) -> Meta | None:
+    return value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
+
+
+def _origins_of(
+    workers: Workers, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
+) -> shard_origins.OfResult:
+    """Return what finds the origin of a result, or of what is changed."""
+    if target.name.startswith(_protocol.COLLECTIVES):
+        flat = pytree.tree_leaves((args, kwargs))
+        metas = [meta for meta in map(_meta_of, flat) if meta is not None]
+        given = [meta.origin for meta in metas if meta.origin is not None]
+        found = shard_origins.of_collective(target.name, given, workers.rows(flat), workers.size)
+        return lambda *_: found
+
+    def operand(value: Any) -> Any:
+        meta = _meta_of(value)
+        return value if meta is None else shard_origins.Operand(meta.origin, meta.shape, meta.stride, meta.dtype)
+
+    of_result = shard_origins.of_results(target.call, *pytree.tree_map(operand, (args, kwargs)))
+    return of_result if differing is None else lambda *each: shard_origins.after_write(of_result(*each), differing)
+
+
+def _shape_results(
+    workers: Workers, entry: Entry, result: Any, device: torch.device | None, origin: shard_origins.OfResult
+) -> None:
+    """``device``: where the results are, if that is not where they say."""
+
+    def meta(tensor: torch.Tensor, at: int = 0) -> Meta:
+        return workers.metas.like(tensor, device, origin(at, tuple(tensor.shape), tensor.stride()))
+
+    if isinstance(result, torch.Tensor):
+        entry.kind, entry.outs = Kind.ONE, (meta(result),)
+    elif result is None:
+        return
+    elif isinstance(result, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in result):
+        entry.kind, entry.sequence = Kind.MANY, type(result) if type(result) in (list, tuple) else tuple
+        entry.outs = tuple(meta(each, at) if isinstance(each, torch.Tensor) else None for at, each in enumerate(result))
+    elif pytree.tree_any(lambda each: isinstance(each, torch.Tensor), result):
+        raise RemoteTensorError(f"a result of this form can't be kept on workers: {pytree.tree_structure(result)}")
+    else:
+        entry.host = result
+
+
+_CPU = torch.device("cpu")
+_fake = FakeTensorMode()
+_fake.cache_enabled = False  # for ever, of everything; who asks here remembers the answer
+one_at_a_time = threading.RLock()
+"""For whoever handles fake tensors: the device that one says it is on depends on what its mode, shared by all, does."""
+stands_in: dict[Any, Callable[..., Any]] = {}
+"""What finds the shapes of operators whose own way to do so asks which rank this is."""
+
+
+def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None) -> Any:
+    """What it returns on fake tensors. Raises what torch raises, as it would with real ones.
+
+    ``device``: where all of them are, if not where the arguments are.
+    """
+
+    def fake(value: Any) -> Any:
+        if device is not None and isinstance(value, torch.device):
+            return device
+        meta = _meta_of(value)
+        return value if meta is None else fake_of(meta, device)
+
+    # What a program sets for its own functions, as torch.set_default_device does, is not for these.
+    with one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
+        args, kwargs = pytree.tree_map(fake, (args, kwargs))
+        with tracing_state.quiet, _fake:
+            return stands_in.get(call, call)(*args, **kwargs)
+
+
+def fake_of(meta: Meta, device: torch.device | None = None) -> FakeTensor:
+    """A tensor of torch's without values, for `propagate`."""
+    return FakeTensor(_fake, _without_values(meta), device or meta.device)
+
+
+def fake_like(tensor: torch.Tensor) -> FakeTensor:
+    """As fake_of, of a tensor of this process."""
+    return _fake.from_tensor(tensor)
+
+
+def _without_values(meta: Meta) -> torch.Tensor:
+    if not meta.offset or 0 in meta.shape:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    length = meta.offset + 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
+    return torch.empty(length, dtype=meta.dtype, device="meta").as_strided(meta.shape, meta.stride, meta.offset)

@@ -1,0 +1,1 @@
+"""Operations with a rule of their own: sharding rules, attention, normalisation, optimizers."""

@@ -1,0 +1,1 @@
+"""Random numbers that are those of a single process."""

@@ -1,0 +1,48 @@
+"""One operator that stands in a trace for random numbers: on each worker its part of those of a whole tensor.
+
+A captured step (see dtensor/_compile/lowering.py) has all that it draws before its other operations, in the program's order, so that
+nothing a compiler does to these changes the numbers. As with dtensor/_compile/per_rank_op.py, nothing here runs on real tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Draw(NamedTuple):
+    """``func`` of a whole tensor of this shape, strides and dtype, with these arguments; no ``cuts``: kept whole.
+
+    ``cuts``, ``keeps``: as `_random.Shards`. ``is_plain``: of a tensor that is no DTensor's.
+    """
+
+    func: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    cuts: list[Any]
+    keeps: Any
+    args: tuple[Any, ...]
+    is_plain: bool
+
+
+_draws: list[Draw] = []
+
+
+def draw(like: torch.Tensor, what: Draw) -> torch.Tensor:
+    """What it draws, in a trace; ``like``: of its shape and dtype on each rank. TypeError: its sizes are symbols."""
+    hash((what.shape, what.stride))
+    _draws.append(what)
+    return torch.ops.monarch_backend.draw(like, len(_draws) - 1)  # type: ignore[no-any-return]
+
+
+def drawn(number: int) -> Draw:
+    """That of this number."""
+    return _draws[number]
+
+
+torch.library.define(
+    "monarch_backend::draw", "(Tensor like, int number) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+torch.library.register_fake("monarch_backend::draw")(lambda like, number: torch.empty_like(like))  # noqa: ARG005

@@ -1,0 +1,1 @@
+"""Functions of torch that are replaced on a controller, by topic."""

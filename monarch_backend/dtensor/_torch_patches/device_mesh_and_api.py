@@ -1,0 +1,1288 @@
+"""Functions of torch that act for "the rank that I am", and what stands in for them where one controller acts for all.
+
+The only module here that replaces anything of torch. `install` does it with the first mesh; a mesh that is no
+controller's gets torch's own functions. REPLACED names each place; tests/dtensor/test_torch.py fails when one moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import math
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.distributed._local_tensor as local_tensor
+from torch._dynamo import convert_frame
+from torch.distributed import checkpoint as dcp
+from torch.distributed import device_mesh as device_meshes
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._mesh_layout import _MeshLayout
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _collective_utils as collective_utils
+from torch.distributed.tensor import _dispatch as op_dispatch
+from torch.distributed.tensor import _op_schema as schemas
+from torch.distributed.tensor import _redistribute as redistribution
+from torch.distributed.tensor import _utils as utils
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops import _pointwise_ops as pointwise
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.utils import clip_grad
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+
+from monarch_backend import _native
+from monarch_backend.dtensor._compile import per_rank_op, rank_classes
+from monarch_backend.dtensor._controller import controller_process_group, fetch, per_rank_host_tensor, per_rank_int
+from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
+from monarch_backend.dtensor._controller.worker_set import Workers
+from monarch_backend.dtensor._dispatch import dispatch
+from monarch_backend.dtensor._dispatch import global_shape as _global_shape
+from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._ops import (
+    convolution,
+    decomposed_losses,
+    fused_optimizers,
+    grad_scaler,
+    normalization,
+    sharding_rules,
+)
+from monarch_backend.dtensor._rng import philox, random_ops, shard_origins
+from monarch_backend.dtensor._torch_patches import tracing_state
+from monarch_backend.dtensor._torch_patches.xla_spmd import handle_for, without_spmd
+
+_aten = torch.ops.aten
+
+Replacement = Callable[..., Any]
+
+REPLACED: list[tuple[Any, str, Callable[[Any], Replacement]]] = []
+"""Where, which name, and what makes the replacement from torch's own."""
+
+
+def _replaces(where: Any, *names: str) -> Callable[[Callable[[Any], Replacement]], Callable[[Any], Replacement]]:
+    def note(make: Callable[[Any], Replacement]) -> Callable[[Any], Replacement]:
+        REPLACED.extend((where, name, make) for name in names)
+        return make
+
+    return note
+
+
+_installed = False
+
+
+def install() -> None:
+    """Put all of them in place; again: nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from monarch_backend.dtensor._torch_patches import per_rank_int_operands, sharding_fixes  # which need this module
+
+    for replaced in REPLACED:
+        put_in_place(*replaced)
+    handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _item
+    handlers[torch.ops.aten.is_nonzero.default] = lambda func, args, kwargs: bool(_item(func, args, kwargs))
+    handlers[torch.ops.aten.equal.default] = _equal
+    for diverted in DIVERTED:
+        _divert(*diverted)
+    handlers.update({func: _random_operation(handle) for func, handle in random_ops.handlers.items()})
+    for operator, ours in {**convolution.HANDLERS, **grad_scaler.HANDLERS}.items():
+        handlers[operator] = _of_controllers(ours, handlers[operator])
+    handlers.update(
+        {func: _or_torchs(handle) for func, handle in {**normalization.HANDLERS, **fused_optimizers.HANDLERS}.items()}
+    )
+    handlers.update(decomposed_losses.HANDLERS)
+    _register_lists()
+    per_rank_int_operands.install()
+    sharding_fixes.correct()
+    sharding_rules.install()
+    # A host's tensor beside distributed ones is the same on all ranks: there is no other rank that could have another.
+    torch._C._set_dtensor_allow_implicit_replication(True)
+
+
+def _divert(function: Any, stand_in: Callable[[Any], Replacement]) -> None:
+    """As a replacement, for who knows the function already, dynamo's tables among them: its code calls the stand-in."""
+    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(own)
+    name = f"_monarch_{function.__name__}"  # a module may have several
+    function.__globals__[name] = stand_in(own)
+    calls = (lambda *args, **kwargs: _monarch_stand_in(*args, **kwargs)).__code__  # type: ignore[name-defined] # noqa: F821
+    function.__code__ = calls.replace(co_names=(name,))
+
+
+def put_in_place(where: Any, name: str, make: Callable[[Any], Replacement]) -> None:
+    """One of them."""
+    raw = inspect.getattr_static(where, name)
+    own = getattr(where, name)
+    if isinstance(raw, (staticmethod, classmethod)):
+        made = functools.wraps(raw.__func__)(make(raw.__func__))
+        setattr(where, name, type(raw)(made))
+    else:
+        stands_in = make(own)
+        setattr(where, name, stands_in if isinstance(stands_in, property) else functools.wraps(own)(stands_in))
+
+
+def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
+    """Let an operator change the sizes of a wrapper, its first argument, which has no values."""
+    _native.without_address(args[0])
+    try:
+        with no_dispatch():
+            func(*args, **kwargs)
+    finally:
+        no_pointer(args[0])
+
+
+# Meshes ---------------------------------------------------------------------------------------------------------
+
+
+def workers_of(mesh: Any) -> Workers | None:
+    """Those that a mesh is made of; None if it is no controller's."""
+    found = mesh.__dict__.get("_monarch_workers", False)
+    if found is False:
+        found = mesh.__dict__["_monarch_workers"] = controller_process_group.owner_of(mesh._flatten_rank_map)
+    return found  # type: ignore[no-any-return]
+
+
+def slices_of(mesh: Any) -> int:
+    """How many meshes of its form there are: it stands for each rank's own."""
+    return len(mesh._layout.remap_to_tensor(mesh._rank_map))
+
+
+def coordinate(mesh: Any, workers: Workers) -> list[Any]:
+    """By mesh dimension the coordinate of each rank; in a mesh that was sliced, in that rank's own slice.
+
+    In a trace, of the ranks that it stands for.
+    """
+    found = _coordinates(mesh, workers)
+    return [rank_classes.seen(each, workers) for each in found] if rank_classes.is_tracing() else found
+
+
+def _coordinates(mesh: Any, workers: Workers) -> list[Any]:
+    found = mesh.__dict__.get("_monarch_coordinate")
+    if found is None:
+        places: list[list[int | None]] = [[None] * workers.size for _ in range(mesh.ndim)]
+        with tracing_state.outside():
+            rows = rows_of(mesh)
+            for index, rank in enumerate(rows.flatten().tolist()):
+                inner = index % max(1, rows[0].numel())
+                for dim, at in enumerate(torch.unravel_index(torch.tensor(inner), rows.shape[1:])):
+                    places[dim][rank - workers.first] = int(at)
+        found = mesh.__dict__["_monarch_coordinate"] = [per_rank_int.by_rank(each) for each in places]
+    return found  # type: ignore[no-any-return]
+
+
+def rows_of(mesh: Any) -> torch.Tensor:
+    """Global ranks: one mesh of this shape for each slice."""
+    return mesh._layout.remap_to_tensor(mesh._rank_map)  # type: ignore[no-any-return]
+
+
+def outside(mesh: Any) -> frozenset[int]:
+    """Those of the workers that are not in the mesh, nor in another one of its slices; none of what is no controller's.
+
+    What belongs to the mesh they do not have. They would not take part in what changes it, and would have old values.
+    """
+    found = mesh.__dict__.get("_monarch_outside")
+    if found is None:
+        workers = workers_of(mesh)
+        ranks = range(0 if workers is None else workers.size)
+        inside = set() if workers is None else {rank - workers.first for rank in rows_of(mesh).flatten().tolist()}
+        found = mesh.__dict__["_monarch_outside"] = frozenset(ranks) - inside
+    return found  # type: ignore[no-any-return]
+
+
+def root_of(mesh: Any) -> DeviceMesh:
+    """The mesh that it was sliced from, or itself."""
+    return mesh._get_root_mesh()  # type: ignore[no-any-return]
+
+
+def check_mesh(what: str, one: Any, other: Any) -> None:
+    """Raises MeshMismatchError if these are two meshes, and a controller's."""
+    meshes = tracing_state.real(one), tracing_state.real(other)
+    if meshes[0] is meshes[1] or meshes[0] == meshes[1]:
+        return
+    names = [f"{each} of {workers.name}" for each in meshes if (workers := workers_of(each)) is not None]
+    if names:
+        raise MeshMismatchError(
+            f"{what}: {' and '.join(names)} are different meshes. Move a DTensor to the other one first: "
+            "monarch_backend.dtensor.move(x, mesh, placements)"
+        )
+
+
+def remote_of(tensor: DTensor) -> RemoteTensor | None:
+    """Its shards, if they are on workers of this controller."""
+    local = tensor._local_tensor
+    return local if isinstance(local, RemoteTensor) else None
+
+
+@_replaces(DeviceMesh, "get_coordinate")
+def _get_coordinate(own: Any) -> Replacement:
+    def get_coordinate(self: Any) -> Any:
+        known = self.__dict__.get("_monarch_coordinate")
+        if known is not None and not _mode.disabled and not rank_classes.is_tracing():  # each operation on one asks
+            return known
+        workers = None if _mode.disabled else workers_of(self)
+        return own(self) if workers is None else coordinate(self, workers)
+
+    return get_coordinate
+
+
+@_replaces(DeviceMesh, "_is_current_rank_part_of_mesh")
+def _is_part(own: Any) -> Replacement:
+    def _is_current_rank_part_of_mesh(self: Any) -> bool:
+        return True if workers_of(self) is not None else own(self)
+
+    return _is_current_rank_part_of_mesh
+
+
+@_replaces(DeviceMesh, "_sym_get_coordinate")
+def _sym_coordinate(own: Any) -> Replacement:
+    def _sym_get_coordinate(self: Any, index: int) -> Any:
+        workers = None if _mode.disabled else workers_of(self)
+        return own(self, index) if workers is None else coordinate(self, workers)[index]
+
+    return _sym_get_coordinate
+
+
+@_replaces(DeviceMesh, "get_local_rank")
+def _local_rank(own: Any) -> Replacement:
+    def get_local_rank(self: Any, mesh_dim: int | str | None = None) -> Any:
+        workers = workers_of(self)
+        if workers is None:
+            return own(self, mesh_dim)
+        if mesh_dim is None and self.ndim > 1:
+            raise RuntimeError(f"this mesh has {self.ndim} dimensions: say which one by mesh_dim")
+        dim = self._mesh_dim_names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
+        return coordinate(self, workers)[dim]
+
+    return get_local_rank
+
+
+@_replaces(DeviceMesh, "get_rank")
+def _rank(own: Any) -> Replacement:
+    def get_rank(self: Any) -> Any:
+        workers = workers_of(self)
+        if workers is None:
+            return own(self)
+        return per_rank_int.by_rank([workers.first + rank for rank in range(workers.size)])
+
+    return get_rank
+
+
+@_replaces(DeviceMesh, "_get_mesh_tensor_from_full_mesh")
+def _mesh_tensor(own: Any) -> Replacement:
+    def _get_mesh_tensor_from_full_mesh(full_mesh: torch.Tensor, current_rank: int | None = None) -> Any:
+        # The slice of the first rank: all have the same shape.
+        ours = current_rank is None and controller_process_group.owner_of(full_mesh.flatten()[:1].tolist()) is not None
+        return full_mesh[0] if ours else own(full_mesh, current_rank)
+
+    return _get_mesh_tensor_from_full_mesh
+
+
+@_replaces(DeviceMesh, "_setup_world_group_and_device")
+def _setup(own: Any) -> Replacement:
+    def _setup_world_group_and_device(self: Any) -> Any:
+        return own(self) if workers_of(self) is None else None  # no device of the controller's is used
+
+    return _setup_world_group_and_device
+
+
+@_replaces(DeviceMesh, "_compute_coordinate_on_dim")
+def _compute_coordinate(own: Any) -> Replacement:
+    def _compute_coordinate_on_dim(self: Any) -> Any:
+        workers = workers_of(self)
+        if workers is None:
+            return own(self)
+        # torch caches what it found out by what meshes are equal to. Ranks come again when processes are started anew;
+        # a mesh of those that have ended must not be found for one of the new ones.
+        self._thread_id = workers.serial
+        return (0,) * self.ndim
+
+    return _compute_coordinate_on_dim
+
+
+@_replaces(DeviceMesh, "_init_one_process_group")
+def _init_group(own: Any) -> Replacement:
+    def _init_one_process_group(sub_layout: Any, rank_map: Any, dim_name: str, backend_override: Any) -> Any:
+        if controller_process_group.owner_of(rank_map.tolist()) is None:
+            return own(sub_layout, rank_map, dim_name, backend_override)
+        rows = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
+        return controller_process_group.make(rows, f"mesh_{dim_name}").group_name
+
+    return _init_one_process_group
+
+
+# Functions that torch itself runs once for each rank ------------------------------------------------------------
+
+
+class _Mode(threading.local):
+    """What torch sees as its LocalTensorMode, without the mode: that would cost each operation, and loop over ranks.
+
+    Each thread disables its own.
+    """
+
+    def __init__(self) -> None:
+        self.disabled = False
+        self.parallelizing = False
+        self.ranks: frozenset[int] = frozenset()
+        self._per_rank_rng_states: dict[int, Any] = {}
+
+    @property
+    def _disable(self) -> bool:
+        return self.disabled
+
+    def disable(self) -> _Disabled:
+        """Inside, torch's functions act for one rank."""
+        return _Disabled(self)
+
+
+class _Disabled:
+    """Entered twice for each redistribution: a generator would take a microsecond more."""
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: _Mode) -> None:
+        self._mode, self._before = mode, False
+
+    def __enter__(self) -> None:
+        self._before, self._mode.disabled = self._mode.disabled, True
+
+    def __exit__(self, *_: object) -> None:
+        self._mode.disabled = self._before
+
+
+_mode = _Mode()
+
+
+@_replaces(local_tensor, "enabled_local_tensor_mode")
+def _enabled(own: Any) -> Replacement:
+    return lambda: own() or (None if _mode.disabled else _mode)
+
+
+@_replaces(local_tensor, "local_tensor_mode")
+@_replaces(collective_utils, "local_tensor_mode")
+def _any_mode(own: Any) -> Replacement:
+    return lambda: own() or _mode
+
+
+@_replaces(local_tensor, "_for_each_rank_run_func")
+def _for_each_rank(own: Any) -> Replacement:
+    def _for_each_rank_run_func(func: Any, ranks: Any, args: Any, kwargs: Any, *, alias: bool = True) -> Any:
+        if ranks is not _mode.ranks:
+            return own(func, ranks, args, kwargs, alias=alias)
+        if _are_alike([*args, *kwargs.values()]):
+            return func(*args, **kwargs)
+        flat = [_settled(each) for each in pytree.tree_leaves((args, kwargs))]
+        if any(map(tracing_state.is_traced, flat)):
+            differs = any(per_rank_int.values_of(each) is not None for each in flat)
+            return per_rank_op.call(func, args, kwargs) if differs else func(*args, **kwargs)
+        if any(isinstance(each, RemoteTensor) for each in flat):
+            return dispatch.call(func, f"{func.__module__}:{func.__qualname__}", args, kwargs)
+        if any(isinstance(each, HostByRank) or per_rank_int.values_of(each) is not None for each in flat):
+            return per_rank_host_tensor.run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return _for_each_rank_run_func
+
+
+def _are_alike(values: Iterable[Any]) -> bool:
+    """Whether these are remote tensors, and others that are no tensors, and all ranks have the same.
+
+    Then a function that acts for one rank acts for all. That is so each time that even shards are gathered.
+    """
+    for each in values:
+        kind = type(each)
+        if kind is RemoteTensor:
+            if each._meta.classes is not None:
+                return False
+        elif kind is list or kind is tuple:
+            if not _are_alike(each):
+                return False
+        elif kind is torch.SymInt or kind is dict or isinstance(each, torch.Tensor):
+            return False
+    return True
+
+
+def _settled(value: Any) -> Any:
+    return value.wait() if isinstance(value, funcol.AsyncCollectiveTensor) else value
+
+
+@_replaces(utils, "_compute_local_shape_and_global_offset")
+def _local_shape(own: Any) -> Replacement:
+    def _compute_local_shape_and_global_offset(
+        global_shape: Any, mesh_shape: Any, my_coordinate: Any, placements: Any, skip_offset: bool = False
+    ) -> Any:
+        at = [my_coordinate(i) for i in range(len(mesh_shape))] if callable(my_coordinate) else my_coordinate
+        if at is None or all(per_rank_int.values_of(each) is None for each in at):
+            return own(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
+
+        def of_one(*mine: int) -> Any:
+            with _mode.disable():
+                return own(global_shape, mesh_shape, list(mine), placements, skip_offset)
+
+        return per_rank_host_tensor.run(of_one, tuple(at), {})
+
+    return _compute_local_shape_and_global_offset
+
+
+def _rank_in(own: Any) -> Replacement:
+    def get_rank(group: Any = None) -> Any:
+        # torch asks it when it logs an error, of any group: the controller is in none.
+        return group.rank() if isinstance(group, controller_process_group.ControllerGroup) else own(group)
+
+    return get_rank
+
+
+@_replaces(redistribution, "_optimize_transform_infos")
+def _one_collective(own: Any) -> Replacement:
+    def _optimize_transform_infos(
+        transform_infos: Any, device_mesh: Any, src_placements: Any, dst_placements: Any
+    ) -> Any:
+        # Over two dimensions of a mesh, shards of unequal sizes are not those over the flattened one, which torch 2.13
+        # takes them for when it gathers.
+        if (
+            len(transform_infos) > 1
+            and workers_of(device_mesh) is not None
+            and any(_is_uneven(info, device_mesh, src_placements) for info in transform_infos)
+        ):
+            return list(transform_infos)
+        return own(transform_infos, device_mesh, src_placements, dst_placements)
+
+    return _optimize_transform_infos
+
+
+def _is_uneven(info: Any, mesh: Any, placements: Any) -> bool:
+    source = info.src_dst_placements[0]
+    if not source.is_shard():
+        return False
+    sizes = [mesh.size(dim) for dim, each in enumerate(placements) if each.is_shard(source.dim)]
+    size = info.logical_shape[source.dim]
+    return len(sizes) > 1 and not (type(size) is int and size % math.prod(sizes) == 0)
+
+
+# Collectives ----------------------------------------------------------------------------------------------------
+
+
+@_replaces(collective_utils, "get_group_rank")
+def _rank_of_a_trace(own: Any) -> Replacement:
+    # Asked for the size of what a rank gets of a tensor that is sharded anew, which is the same for all.
+    return lambda group, rank: 0 if isinstance(group, controller_process_group.ControllerGroup) else own(group, rank)
+
+
+@_replaces(funcol, "_maybe_wrap_tensor")
+def _wrap(own: Any) -> Replacement:
+    # Workers wait for a collective when its result is used: nothing need be wrapped to wait here.
+    return lambda tensor: tensor if type(tensor) is RemoteTensor else own(tensor)
+
+
+def _broadcast_objects(own: Any) -> Replacement:
+    def broadcast_object_list(object_list: Any, src: Any = None, group: Any = None, *rest: Any, **options: Any) -> Any:
+        # Every rank has the controller's objects. torch would unpickle an empty buffer where src is not rank 0.
+        if not isinstance(
+            group or (controller_process_group.is_controller() and controller_process_group.universe()),
+            controller_process_group.ControllerGroup,
+        ):
+            own(object_list, src, group, *rest, **options)
+
+    return broadcast_object_list
+
+
+# Values of the controller that become distributed ---------------------------------------------------------------
+
+
+@_replaces(Shard, "_shard_tensor")
+@_replaces(_StridedShard, "_shard_tensor")
+def _shard_tensor(own: Any) -> Replacement:
+    def _shard_tensor(self: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
+        workers = workers_of(mesh)
+        if workers is None:
+            return own(self, tensor, mesh, mesh_dim, src_data_rank)
+        return per_rank_host_tensor.belonging(own(self, tensor, mesh, mesh_dim, None), workers, outside(mesh))
+
+    return _shard_tensor
+
+
+@_replaces(DeviceMesh, "__init__")
+def _mesh_init(own: Any) -> Replacement:
+    ours = without_spmd(own)
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        (ours if controller_process_group.is_controller() else own)(self, *args, **options)
+
+    return __init__
+
+
+@_replaces(device_meshes, "_get_device_handle")
+def _handle(own: Any) -> Replacement:
+    def _get_device_handle(device_type: str = "cuda") -> Any:
+        return handle_for(own, device_type) if controller_process_group.is_controller() else own(device_type)
+
+    return _get_device_handle
+
+
+@_replaces(schemas, "_rebuild_tensor_from_dtensor_meta")
+def _without_values(own: Any) -> Replacement:
+    # For shapes only. Some of torch's C++ would switch to the device, which it refuses for XLA's; the CPU's is there.
+    def _rebuild_tensor_from_dtensor_meta(arg: Any) -> Any:
+        meta = arg.tensor_meta
+        if arg.mesh.device_type != "xla" or meta is None or workers_of(arg.mesh) is None:
+            return own(arg)
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+
+    return _rebuild_tensor_from_dtensor_meta
+
+
+def _distribute_module(own: Any) -> Replacement:
+    ours = without_spmd(own)
+
+    def distribute_module(module: Any, device_mesh: Any = None, *args: Any, **options: Any) -> Any:
+        mesh = device_mesh or api._mesh_resources.get_current_mesh()
+        if workers_of(mesh) is None:
+            return own(module, mesh, *args, **options)
+        tied = _modules().tied(module)
+        done = ours(module, mesh, *args, **options)
+        _modules().tie(tied)
+        return done
+
+    return distribute_module
+
+
+def _check_workers(what: str, tensor: RemoteTensor, workers: Workers) -> None:
+    if tensor._meta.workers is not workers:
+        raise MeshMismatchError(
+            f"{what} of a tensor of {tensor._meta.workers.name} on a mesh of {workers.name}: make it on its own mesh, "
+            "and move that (monarch_backend.dtensor.move)"
+        )
+
+
+def _distribute(own: Any) -> Replacement:
+    ours = without_spmd(own)
+
+    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        mesh = device_mesh or api._mesh_resources.get_current_mesh()
+        workers = workers_of(mesh)
+        if workers is not None and isinstance(tensor, DTensor):
+            check_mesh("distribute_tensor() of a DTensor", tensor.device_mesh, mesh)
+        if workers is not None and isinstance(tensor, RemoteTensor):
+            _check_workers("distribute_tensor()", tensor, workers)
+        is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
+        if workers is not None and is_host and tensor.device != workers.device:
+            # Else torch moves it to a device that is not here.
+            tensor = per_rank_host_tensor.belonging(tensor, workers, outside(mesh))
+        return (own if workers is None else ours)(tensor, mesh, placements, **options)
+
+    return distribute_tensor
+
+
+@_replaces(Replicate, "_make_replicate_tensor")
+def _replicate_tensor(own: Any) -> Replacement:
+    def _make_replicate_tensor(cls: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
+        workers = workers_of(mesh)
+        if workers is None:
+            return own(cls, tensor, mesh, mesh_dim, src_data_rank)
+        return per_rank_host_tensor.belonging(tensor, workers, outside(mesh))
+
+    return _make_replicate_tensor
+
+
+_NO_PLAIN_TENSOR = (
+    "DTensor.from_local() of a DTensor, which is one already. In a backward: a plain tensor that came of to_local() "
+    "was calculated with together with a DTensor, for which it is the same on all ranks, so its gradient is a DTensor. "
+    "Say what it is of all ranks before: DTensor.from_local(plain, mesh, [Partial()]) where each rank has its part of "
+    "a sum (a loss of its rows, say), [Replicate()] where all have the same"
+)
+
+
+@_replaces(DTensor, "from_local")
+def _from_local(own: Any) -> Replacement:
+    def from_local(local: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        mesh = device_mesh or api._mesh_resources.get_current_mesh()
+        workers = workers_of(mesh)
+        if workers is not None and workers.device.type == "xla" and tracing_state.is_traced(local):
+            return _from_local_here(local, mesh, placements, **options)
+        if workers is None or tracing_state.is_traced(local):
+            return own(local, device_mesh, placements, **options)
+        if isinstance(local, DTensor):
+            raise RemoteTensorError(_NO_PLAIN_TENSOR)
+        if isinstance(local, HostByRank):
+            local = local.sent(workers).requires_grad_(local.requires_grad)
+        elif isinstance(local, RemoteTensor):
+            _check_workers("DTensor.from_local()", local, workers)
+        local = _modules().sent(local, workers, outside(mesh))
+        return own(local, mesh, placements, **{**options, "run_check": False})
+
+    return from_local
+
+
+@_replaces(DTensor, "to_local")
+def _to_local(own: Any) -> Replacement:
+    # A plain tensor does not say whether it is a shard; random operations on it have to know.
+    def to_local(self: Any, *args: Any, **options: Any) -> Any:
+        local = own(self, *args, **options)
+        if type(local) is not RemoteTensor:
+            return local
+        meta, origin = local._meta, origin_of(self._spec)
+        if meta.origin != origin:
+            if local is self._local_tensor:
+                local = RemoteTensor(meta, local._ref)
+            local._meta = meta.workers.metas.with_origin(meta, origin)
+        return local
+
+    return to_local
+
+
+def origin_of(spec: Any) -> Any:
+    """Of the local tensors of DTensors like this, as `shard_origins.Origin`."""
+    found = spec.__dict__.get("_monarch_origin", False)
+    if found is False:
+        found = spec.__dict__["_monarch_origin"] = _origin_of_new(spec)
+    return found
+
+
+def _origin_of_new(spec: Any) -> Any:
+    """torch makes a spec for each gradient: a mesh remembers the origins of specs like these."""
+    mesh = tracing_state.real(spec.mesh)
+    workers = workers_of(mesh)
+    if workers is None:
+        return None
+    known = mesh.__dict__.setdefault("_monarch_origins", {})
+    key = spec.placements, spec.shard_order, spec.tensor_meta
+    try:
+        if key not in known:
+            if len(known) >= _KEPT_ORIGINS:
+                known.clear()
+            known[key] = shard_origins.of_shard(spec, mesh, _coordinates(mesh, workers))
+        return known[key]
+    except TypeError:  # sizes of a trace have no hash
+        return shard_origins.of_shard(spec, mesh, _coordinates(mesh, workers))
+
+
+_KEPT_ORIGINS = 1024
+"""Limit for each mesh."""
+
+
+def _from_local_here(
+    local: Any, mesh: Any, placements: Any = None, *, run_check: bool = False, shape: Any = None, stride: Any = None,
+    grad_placements: Any = None,
+) -> Any:  # fmt: skip
+    """As torch's, of a trace, and with no way to the mesh's device, which C++ refuses where torch_xla is not."""
+    placed = [Replicate()] * mesh.ndim if placements is None else placements
+    placed = [Shard(each.dim + local.ndim) if type(each) is Shard and each.dim < 0 else each for each in placed]
+    back = None if grad_placements is None else tuple(grad_placements)
+    return api._FromTorchTensor.apply(local, mesh, tuple(placed), run_check, shape, stride, back)
+
+
+@_replaces(DTensor, "redistribute")
+def _on_its_mesh(own: Any) -> Replacement:
+    def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        # torch's own looks at the placements first: where they are the same, it returns what is on the old mesh.
+        is_other = isinstance(device_mesh, DeviceMesh) and device_mesh is not self.device_mesh
+        if is_other and not torch.compiler.is_compiling():
+            check_mesh("redistribute()", self.device_mesh, device_mesh)
+        is_list = isinstance(placements, (list, tuple))
+        if is_list and len(placements) != self.device_mesh.ndim and workers_of(self.device_mesh) is not None:
+            raise ValueError(
+                f"redistribute() got placements {placements} on {self.device_mesh}: give one for each of its "
+                f"{self.device_mesh.ndim} dimensions"
+            )
+        return own(self, device_mesh, placements, **options)
+
+    return redistribute
+
+
+@_replaces(api, "compute_global_tensor_info")
+@_replaces(utils, "compute_global_tensor_info")
+def _whole_of_shards(own: Any) -> Replacement:
+    # torch's own multiplies one rank's sizes, for from_local and for the gradient of to_local.
+    def compute_global_tensor_info(tensor: Any, mesh: Any, placements: Any) -> Any:
+        workers = workers_of(mesh) if type(tensor) is RemoteTensor else None
+        if workers is None:
+            return own(tensor, mesh, placements)
+        with tracing_state.outside():
+            found = _global_shape.shape_and_stride(tensor, rows_of(mesh), workers.first, placements)
+        return own(tensor, mesh, placements) if found is None else found
+
+    return compute_global_tensor_info
+
+
+@_replaces(api, "_dtensor_init_helper")
+def _init_helper(own: Any) -> Replacement:
+    def _dtensor_init_helper(
+        init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> Any:
+        mesh = device_mesh or api._mesh_resources.get_current_mesh()
+        workers = workers_of(mesh)
+        if workers is None:
+            return own(init_op, size, device_mesh, placements, **options)
+        from monarch_backend.dtensor._controller import factories
+
+        return factories.make(workers, init_op, size, mesh, placements, options)
+
+    return _dtensor_init_helper
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@_replaces(state_dict_saver, "_save_state_dict")
+def _save(own: Any) -> Replacement:
+    def _save_state_dict(
+        state_dict: Any, storage_writer: Any, process_group: Any = None, coordinator_rank: int = 0,
+        no_dist: bool = False, planner: Any = None, use_collectives: bool = True,
+    ) -> Any:  # fmt: skip
+        if not controller_process_group.is_controller():
+            return own(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner, use_collectives)
+        mesh = _checkpoint().mesh_of(state_dict)
+        if mesh is None:
+            return _checkpoint().save_here(own, state_dict, storage_writer, planner)
+        return _checkpoint().save(mesh, state_dict, storage_writer, planner, use_collectives)
+
+    return _save_state_dict
+
+
+@_replaces(state_dict_saver, "async_save")
+@_replaces(dcp, "async_save")
+def _async_save(own: Any) -> Replacement:
+    def async_save(
+        state_dict: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, planner: Any = None, **options: Any
+    ) -> Any:
+        given = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+        if not controller_process_group.is_controller():
+            return own(state_dict, **given, **options)
+        values = state_dict_saver._stateful_to_state_dict(state_dict)
+        writer = state_dict_saver._storage_setup(storage_writer, checkpoint_id, reader=False)
+        return _checkpoint().async_save(_checkpoint().mesh_of(values), values, writer, planner)
+
+    return async_save
+
+
+@_replaces(state_dict_loader, "_load_state_dict")
+def _load(own: Any) -> Replacement:
+    def _load_state_dict(
+        state_dict: Any, storage_reader: Any, process_group: Any = None, coordinator_rank: int = 0,
+        no_dist: bool = False, planner: Any = None,
+    ) -> None:  # fmt: skip
+        if not controller_process_group.is_controller():
+            own(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
+            return
+        mesh = _checkpoint().mesh_of(state_dict)
+        if mesh is None:
+            _checkpoint().load_here(own, state_dict, storage_reader, planner)
+        else:
+            _checkpoint().load(mesh, state_dict, storage_reader, planner)
+
+    return _load_state_dict
+
+
+def _checkpoint() -> Any:
+    from monarch_backend.dtensor._controller import checkpoint as found  # which needs this module
+
+    return found
+
+
+@_replaces(DTensor, "__init__")
+def _made(own: Any) -> Replacement:
+    # torch's own does nothing outside of a trace, by way of six functions, for each result of each operation.
+    def __init__(self: Any, local_tensor: Any = None, *args: Any, **options: Any) -> None:
+        if type(local_tensor) is not RemoteTensor:
+            own(self, local_tensor, *args, **options)
+        else:
+            no_pointer(self)  # C++ that wants the memory gets an error, as of its shard
+
+    return __init__
+
+
+@_replaces(op_dispatch.OpDispatcher, "wrap")
+def _wrap_result(own: Any) -> Replacement:
+    new = DTensor.__new__
+
+    def wrap(res: Any, spec: Any) -> Any:
+        if type(res) is RemoteTensor and type(spec) is DTensorSpec:
+            made = new(DTensor, res, spec, requires_grad=res.requires_grad)  # all that __init__ would do is this
+            no_pointer(made)
+            return made
+        return own(res, spec)
+
+    return wrap
+
+
+@_replaces(DTensor, "device", "is_cpu", "is_cuda", "is_meta")
+def _device_of(own: Any) -> Any:
+    # For C++ a remote tensor is on the CPU, and so is a DTensor of it.
+    name = own.__name__
+    return property(lambda self: getattr(self._local_tensor, name) if _is_remote(self) else own.__get__(self))
+
+
+@_replaces(RemoteTensor, "to")
+@_replaces(DTensor, "to")
+def _to(own: Any) -> Replacement:
+    # These are in this file because dynamo traces them, and then has the tensors where C++ has them.
+    def to(self: Any, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() or (len(args) == 1 and not options and type(args[0]) is torch.dtype):
+            return own(self, *args, **options)
+        return _devices().to(own, self, args, options)
+
+    return to
+
+
+@_replaces(RemoteTensor, "cpu")
+@_replaces(DTensor, "cpu")
+def _cpu(own: Any) -> Replacement:
+    def cpu(self: Any, memory_format: Any = torch.preserve_format) -> Any:
+        if torch.compiler.is_compiling():
+            return own(self, memory_format=memory_format)
+        return self.to("cpu", memory_format=memory_format)
+
+    return cpu
+
+
+@_replaces(RemoteTensor, "cuda")
+@_replaces(DTensor, "cuda")
+def _cuda(own: Any) -> Replacement:
+    # The number of a GPU means nothing.
+    def cuda(
+        self: Any, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return own(self, device, non_blocking, memory_format=memory_format)
+        return self.to("cuda", non_blocking=non_blocking, memory_format=memory_format)
+
+    return cuda
+
+
+@_replaces(RemoteTensor, "type_as")
+@_replaces(DTensor, "type_as")
+def _type_as(own: Any) -> Replacement:
+    def type_as(self: Any, other: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(self, other)
+        return self.to(other.device, other.dtype)
+
+    return type_as
+
+
+def _devices() -> Any:
+    from monarch_backend.dtensor._controller import device_moves as found  # which needs this module
+
+    return found
+
+
+@_replaces(torch.cuda, "_lazy_init")
+def _device_for_whom(own: Any) -> Replacement:
+    def _lazy_init() -> None:
+        # Each function of torch with a device among its arguments calls it, also where it is the workers' device.
+        if torch.cuda.is_available() or not controller_process_group.is_controller():
+            own()
+
+    return _lazy_init
+
+
+# Compiling ------------------------------------------------------------------------------------------------------
+
+
+@_replaces(convert_frame.ConvertFrameAssert, "__call__")
+def _first_trace(own: Any) -> Replacement:
+    """Dynamo traces remote tensors for each backend; what this needs takes a second to import, so not with a mesh."""
+
+    def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:
+        if controller_process_group.is_controller():
+            from monarch_backend.dtensor._torch_patches import dynamo_and_aot  # which needs this module
+
+            dynamo_and_aot.install()
+        return own(self, *args, skip=skip + 1, **options)
+
+    return __call__
+
+
+# Shardings ------------------------------------------------------------------------------------------------------
+
+
+def _or_torchs(ours: Replacement) -> Replacement:
+    """For an operator that torch has no handler for."""
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        is_ours = all(_is_remote(each) or _is_traced(each) for each in _distributed(args))
+        return (ours if is_ours else _in_torchs_way)(func, args, kwargs)
+
+    return handle
+
+
+def _in_torchs_way(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of meshes that are no controller's."""
+    handlers = api.DTensor._op_dispatcher._custom_op_handlers
+    mine = handlers.pop(func)
+    try:
+        return func(*args, **(kwargs or {}))
+    finally:
+        handlers[func] = mine
+
+
+def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
+    """For an operator that torch's DTensor does by talking from rank to rank."""
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        is_ours = any(_is_remote(each) or _is_traced(each) for each in _distributed(args))
+        return (ours if is_ours else own)(func, args, kwargs)
+
+    return handle
+
+
+def _distributed(args: Any) -> Iterator[DTensor]:
+    """Those among an operator's arguments, also in its lists."""
+    given = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in args)
+    return (each for each in given if isinstance(each, DTensor))
+
+
+def _register_lists() -> None:
+    """An operator on lists of tensors, which are calculated one value at a time, that torch has left out."""
+    known = api.DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
+    if _aten._foreach_copy_.default not in known:
+        pointwise._register_single_dim_pointwise(_aten._foreach_copy_.default)
+
+
+# Reading --------------------------------------------------------------------------------------------------------
+
+
+def _is_remote(tensor: Any) -> bool:
+    return isinstance(tensor._local_tensor, RemoteTensor)
+
+
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    """``.item()``, ``bool()``, ``float()``: of the whole tensor, not of what a rank has of it."""
+    tensor = args[0]
+    if _is_remote(tensor):
+        return fetch.item(tensor.detach().full_tensor())
+    return func(tensor._local_tensor, **kwargs)
+
+
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    one, other = args
+    if not _is_remote(one if isinstance(one, DTensor) else other):
+        return func(one._local_tensor, other._local_tensor, **kwargs)  # type: ignore[no-any-return]
+    return one.shape == other.shape and bool((one == other).all())
+
+
+@_replaces(DTensor, "__repr__")
+def _repr(own: Any) -> Replacement:
+    def __repr__(self: Any, **options: Any) -> str:
+        if not _is_remote(self):
+            return own(self, **options)  # type: ignore[no-any-return]
+        return f"DTensor({fetch.text_of(self)}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    return __repr__
+
+
+@_replaces(DTensor, "__format__")
+def _format(own: Any) -> Replacement:
+    def __format__(self: Any, spec: str) -> str:
+        return format(self.item(), spec) if _is_remote(self) and self.ndim == 0 and spec else own(self, spec)
+
+    return __format__
+
+
+@_replaces(DTensor, "data")
+def _data(own: Any) -> Any:
+    def set_data(self: Any, other: Any) -> None:
+        if _is_remote(self):
+            if not isinstance(other, DTensor):
+                other = api.distribute_tensor(other, self.device_mesh, self.placements)
+            # torch gives it the other's sizes only: the values of a DTensor stand in attributes.
+            self._local_tensor, self._spec = other.detach()._local_tensor, other._spec
+        own.__set__(self, other)
+
+    return property(own.__get__, set_data)
+
+
+@_replaces(op_dispatch.OpDispatcher, "_dispatch_fast_path_python_tail")
+def _of_the_host(own: Any) -> Replacement:
+    def _dispatch_fast_path_python_tail(
+        self: Any, op_call: Any, args: Any, kwargs: Any, mesh: Any, sharding: Any, results: Any, participating: Any,
+        is_inplace_op: Any, is_out_variant_op: Any,
+    ) -> Any:  # fmt: skip
+        if is_inplace_op and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+            return args[0]  # it has been changed; torch takes it for a DTensor
+        return own(
+            self, op_call, args, kwargs, mesh, sharding, results, participating, is_inplace_op, is_out_variant_op
+        )
+
+    return _dispatch_fast_path_python_tail
+
+
+@_replaces(torch.nn.LSTM, "forward")
+def _in_parts(own: Any) -> Replacement:
+    # By its parts: oneDNN's operator for CPUs, a whole layer, leaves out on workers what its backward needs.
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        given = args[0] if args else options.get("input")
+        if not isinstance(getattr(given, "data", None), DTensor):  # a tensor's, or a packed sequence's
+            return own(self, *args, **options)
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags() warns of other flags
+        try:
+            return own(self, *args, **options)
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+
+    return forward
+
+
+@_replaces(DTensor, "__iter__")
+def _iterate(own: Any) -> Replacement:
+    def __iter__(self: Any) -> Any:
+        if _is_remote(self) and self.ndim:  # no rank has all rows of what is sharded by rows
+            keep = [p if not p.is_shard(0) and not p.is_partial() else Replicate() for p in self.placements]
+            self = self.redistribute(self.device_mesh, keep)
+        return own(self)
+
+    return __iter__
+
+
+@_replaces(DTensor, "tolist", "numpy", "__array__")
+def _reading(own: Any) -> Replacement:
+    name = own.__name__
+
+    def read(self: Any, *args: Any, **options: Any) -> Any:
+        if not _is_remote(self):
+            return own(self, *args, **options)
+        return getattr(fetch.as_host(self.detach().full_tensor()), name)(*args, **options)
+
+    return read
+
+
+# Random numbers -------------------------------------------------------------------------------------------------
+
+
+def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    def operation(func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [each for each in args if isinstance(each, DTensor)]
+        if all(map(_is_remote, tensors)) or (func not in random_ops.BY_VALUES and all(map(_is_traced, tensors))):
+            result = handle(func, args, dict(kwargs))
+            from monarch_backend.dtensor._torch_patches import view_writeback  # which needs this module
+
+            view_writeback.write_back(func, args, kwargs)
+            return result
+        if any(map(_is_traced, tensors)):
+            if random_ops.is_bernoulli_on_a_cpu(func, args, kwargs):
+                return random_ops.bernoulli_in_a_trace(args[0])
+            from monarch_backend.dtensor._torch_patches import dynamo_and_aot  # with dynamo, which is there now
+
+            dynamo_and_aot.break_graph(str(func), RemoteTensorError(f"{func} draws as many numbers as its values say"))
+        return _in_torchs_way(func, args, kwargs)
+
+    return operation
+
+
+def _is_traced(tensor: Any) -> bool:
+    return tracing_state.is_traced(tensor._local_tensor) and workers_of(tensor.device_mesh) is not None
+
+
+@_replaces(torch.cuda, "manual_seed", "manual_seed_all")
+def _seeding(own: Any) -> Replacement:
+    def manual_seed(seed: int) -> None:  # torch.manual_seed() calls it
+        philox.default.manual_seed(int(seed))
+        own(seed)
+
+    return manual_seed
+
+
+@_replaces(torch.cuda, "get_rng_state")
+def _get_rng_state(own: Any) -> Replacement:
+    return lambda *device, **named: own(*device, **named) if torch.cuda.is_available() else philox.default.get_state()
+
+
+@_replaces(torch.cuda, "set_rng_state")
+def _set_rng_state(own: Any) -> Replacement:
+    def set_rng_state(new_state: torch.Tensor, *device: Any, **named: Any) -> None:
+        if torch.cuda.is_available():
+            own(new_state, *device, **named)
+        else:
+            philox.default.set_state(new_state)
+
+    return set_rng_state
+
+
+@_replaces(torch.nn.init, "orthogonal_", "sparse_")
+def _on_the_host(own: Any) -> Replacement:
+    def init(tensor: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(tensor, DTensor) or not _is_remote(tensor) or tensor.device.type == "meta":
+            return own(tensor, *args, **options)
+        # No sharding of a factorisation gives the whole's: once, here, is what each rank would have to do.
+        whole = own(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **options)
+        with torch.no_grad():
+            return tensor.copy_(api.distribute_tensor(whole, tensor.device_mesh, tensor.placements))
+
+    return init
+
+
+# Modules --------------------------------------------------------------------------------------------------------
+
+
+def _parallelize(own: Any) -> Replacement:
+    def parallelize_module(module: Any, device_mesh: Any = None, parallelize_plan: Any = None, **options: Any) -> Any:
+        outermost, _mode.parallelizing = not _mode.parallelizing, True  # torch's own calls itself for each style
+        try:
+            done = own(module, device_mesh, parallelize_plan, **options)
+        finally:
+            _mode.parallelizing = not outermost
+        if outermost and parallelize_plan is not None:
+            mesh = device_mesh or api._mesh_resources.get_current_mesh()
+            hooked = any(isinstance(each, _AtFirstCall) for each in done._forward_pre_hooks.values())
+            if not hooked and workers_of(mesh) is not None:
+                done.register_forward_pre_hook(_AtFirstCall(mesh))
+        return done
+
+    return parallelize_module
+
+
+class _AtFirstCall:
+    """A hook of a module that was parallelized: when it is first called, what no style has taken goes to the workers.
+
+    Not before, since a style or `fully_shard` may still be on its way, who send each worker its shard only. It is here
+    because dynamo traces it, and of this package this file only.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def __deepcopy__(self, _memo: Any) -> _AtFirstCall:
+        return self
+
+    def __call__(self, module: Any, _inputs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            from torch._dynamo.comptime import comptime
+
+            comptime(_put_in_a_trace)
+            return
+        if torch.compiler.is_compiling():
+            return  # a trace of other kinds could not do it; an eager call still can
+        self.put(module)
+
+    def put(self, module: Any) -> None:
+        """What no style has taken goes to the workers, and the hook away."""
+        for key in [key for key, each in module._forward_pre_hooks.items() if each is self]:  # of a copy, too
+            del module._forward_pre_hooks[key]
+        if workers_of(self.mesh) is not None:  # else it has travelled to a worker, who has everything
+            _modules().put_module(module, self.mesh)
+
+
+def _put_in_a_trace(context: Any) -> None:
+    """Dynamo calls it while it traces the hook, with the names that the hook has. It begins anew, with what is there
+    then: once, for all hooks of the modules that the traced function has.
+    """
+    from torch._dynamo.exc import UnspecializeRestartAnalysis
+
+    root = context._ComptimeContext__tx.output.root_tx
+    known = [*root.f_locals.values(), context.get_local("module")._ComptimeVar__variable.value]
+    known += [root.f_globals.get(name) for name in root.f_code.co_names]
+    with contextlib.suppress(ValueError):  # one that is empty
+        known += [each.cell_contents for each in root.closure or ()]
+    modules = {each for found in known if isinstance(found, torch.nn.Module) for each in found.modules()}
+    for module in modules:
+        for hook in [each for each in module._forward_pre_hooks.values() if isinstance(each, _AtFirstCall)]:
+            hook.put(module)
+    raise UnspecializeRestartAnalysis(restart_reason="what no plan names was put on the workers")
+
+
+def exchange(parameter: Any, remote: Any) -> str:
+    """Let the object ``parameter``, which others know, be ``remote``; returns why it can't be, if it can't."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return "it has hooks of its own"
+    try:
+        torch.utils.swap_tensors(parameter, remote)
+    except RuntimeError as error:  # a graph, or somebody's weak reference, has the tensor that it was
+        return str(error).split("\n")[0]
+    return ""
+
+
+def _modules() -> Any:
+    from monarch_backend.dtensor._controller import module_placement as found  # which needs this module
+
+    return found
+
+
+def grouped_by_device(own: Any) -> Replacement:
+    """In place of torch's for lists of tensors. Here, and not in device_queries.py, since dynamo traces it."""
+
+    def _group_tensors_by_device_and_dtype(tensorlistlist: Any, with_indices: bool = False) -> Any:
+        found = own(tensorlistlist, with_indices)
+        if torch.compiler.is_compiling():  # a trace is of the CPU
+            return found
+        first = next((each for each in tensorlistlist[0] if each is not None), None)
+        if not isinstance(first, RemoteTensor) and not (isinstance(first, DTensor) and _is_remote(first)):
+            return found
+        # C++ has found them all on the CPU. Who moves a number to that device would move it away from the gradients.
+        return {(lists[0][0].device, dtype): (lists, at) for (_, dtype), (lists, at) in found.items()}
+
+    return _group_tensors_by_device_and_dtype
+
+
+def _total_norm(own: Any) -> Replacement:
+    """Of gradients on several meshes: the norm of each mesh's, then the norm of these as plain tensors."""
+
+    def _get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        groups = _by_mesh(tensors, tensors)
+        if not groups:
+            return own(tensors, norm_type, error_if_nonfinite, foreach)
+        norms = [_on_each_rank(own(each, norm_type, False, foreach)) for each in groups]
+        if len({each._meta.outside for each in norms if isinstance(each, RemoteTensor)}) > 1:
+            norms = [fetch.as_host(each) if isinstance(each, RemoteTensor) else each for each in norms]
+        return own(norms, norm_type, error_if_nonfinite, foreach)
+
+    return _get_total_norm
+
+
+def _clip_by_norm(own: Any) -> Replacement:
+    def _clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        having = [each for each in parameters if each.grad is not None]
+        groups = _by_mesh(having, [*(each.grad for each in having), total_norm])
+        if not groups:
+            own(parameters, max_norm, total_norm, foreach)
+            return
+        for each in groups:
+            own(each, max_norm, _on_each_rank(total_norm), foreach)
+
+    return _clip_grads_with_norm_
+
+
+def _by_mesh(values: list[Any], tensors: list[Any]) -> list[list[Any]]:
+    """The values of tensors on one mesh each; nothing where all DTensors of a controller are on one."""
+    if torch.compiler.is_compiling():
+        return []
+    meshes = [each.device_mesh if isinstance(each, DTensor) and _is_remote(each) else None for each in tensors]
+    if len({each for each in meshes if each is not None}) < 2:
+        return []
+    groups: dict[Any, list[Any]] = {}
+    for value, mesh in zip(values, meshes, strict=False):
+        groups.setdefault(mesh, []).append(value)
+    return list(groups.values())
+
+
+def _on_each_rank(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+DIVERTED = [
+    (api.distribute_tensor, _distribute),
+    (api.distribute_module, _distribute_module),
+    (c10d.get_rank, _rank_in),
+    (inspect.unwrap(c10d.broadcast_object_list), _broadcast_objects),
+    (inspect.unwrap(clip_grad._get_total_norm), _total_norm),
+    (inspect.unwrap(clip_grad._clip_grads_with_norm_), _clip_by_norm),
+    (parallelize_module, _parallelize),
+]
+"""Functions that stay what they are, for who has them by then; and what makes what their code calls."""

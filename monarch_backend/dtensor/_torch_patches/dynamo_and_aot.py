@@ -1,0 +1,735 @@
+"""What captured steps need of torch's private parts, of dynamo and AOTAutograd: as device_mesh_and_api.py, for compiling.
+
+REPLACED is in place once torch.compile has this backend. What becomes of a trace is dtensor/_compile/lowering.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import operator
+import pkgutil
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo import trace_rules
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import (
+    RestartAnalysis,
+    TensorifyScalarRestartAnalysis,
+    TorchRuntimeError,
+    UnsafeScriptObjectError,
+    Unsupported,
+    unimplemented,
+)
+from torch._dynamo.symbolic_convert import tls as dynamos
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._functorch import config as functorch
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.meta_utils import MetaConverter, MetaTensorDescriber
+from torch.amp.autocast_mode import _enter_autocast
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, placement_types
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _collective_utils as collective_utils
+from torch.distributed.tensor import _dispatch as dispatch
+from torch.distributed.tensor import _redistribute as redistribute
+from torch.distributed.tensor import _utils as utils
+from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
+
+import monarch_backend
+from monarch_backend import dtensor
+from monarch_backend.dtensor._compile import rank_classes
+from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, on_the_cpu
+from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
+from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._torch_patches import (
+    aot_tangents,
+    device_mesh_and_api,
+    device_queries,
+    embedding_mask,
+    submesh_shapes,
+    tracing_state,
+)
+
+Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def two_graphs(forward: Compiler, backward: Compiler) -> Callable[..., Any]:
+    """A backend of torch.compile: local operations of DTensors and functional collectives, one graph each way.
+
+    What is compiled changes inputs itself, where torch allows it: no copies afterwards.
+    """
+
+    return _traced(forward, backward, min_cut_rematerialization_partition)
+
+
+def _traced(forward: Compiler, backward: Compiler, partition: Callable[..., Any]) -> Callable[..., Any]:
+    def boxed(compiler: Compiler) -> Any:
+        return lambda graph, inputs: make_boxed_func(compiler(graph, inputs))
+
+    def parted(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+        _keep_drawn(joint)
+        return partition(joint, *args, **options)
+
+    return aot_autograd(
+        fw_compiler=boxed(forward), bw_compiler=boxed(backward), inference_compiler=boxed(forward),
+        partition_fn=parted, keep_inference_input_mutations=True,
+    )  # fmt: skip
+
+
+def in_classes(compilers: Sequence[Compiler], standing_for: Callable[[int], Any]) -> Callable[..., Any]:
+    """As two_graphs, traced once for each class of ranks; called is what the first trace makes.
+
+    Raises RemoteTensorError where the traces differ in more than sizes. What is kept for backward does not depend on
+    sizes: all keep the same.
+    """
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        _specialize()
+        known = []
+        for number, compiler in enumerate(compilers):
+            context = TracingContext.try_get() if number == 0 else None
+            context = context or TracingContext(FakeTensorMode())
+            traced = _traced(compiler, compiler, default_partition)
+            with standing_for(number), tracing(context), functorch.patch(force_non_lazy_backward_lowering=True):
+                made = traced(graph, inputs)
+            known.append((made, _effects(context.fw_metadata)))
+        if any(effects != known[0][1] for _, effects in known):
+            raise RemoteTensorError("what is changed, or a view of what, is not the same on all ranks")
+        compiled: Callable[..., Any] = known[0][0]
+        return compiled
+
+    return backend
+
+
+def _specialize() -> None:
+    """Each number and size that could be another in the next call: it is what it is, and the next is a graph anew."""
+    context = TracingContext.try_get()
+    shape_env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    for tracked in (shape_env.tracked_fakes or ()) if shape_env is not None else ():
+        fake = tracked.fake
+        for number in (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else (fake,):
+            if isinstance(number, torch.SymInt):
+                int(number)
+
+
+def _keep_sizes_of_shards(fake: Any) -> None:
+    """Where the whole has a size that is always the same: torch has a shard's for one that may change if it was sharded
+    otherwise in the last call, and asks nobody then for that of the whole.
+    """
+    for whole, part in zip(fake.shape, fake._local_tensor.shape, strict=True):
+        if isinstance(whole, int) and isinstance(part, torch.SymInt) and per_rank_int.values_of(part) is None:
+            int(part)
+
+
+def _strided_again(own: Any) -> Any:
+    """torch writes down the order when it takes a DTensor apart, and not that it was said."""
+
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        placements, meta, order, requires_grad = context
+        spec = _in_order(order, inner["device_mesh"], placements, TensorMeta(size, stride, meta.dtype))
+        if spec is None:
+            return own(inner, context, size, stride)
+        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    return __tensor_unflatten__
+
+
+def _in_order(order: Any, mesh: Any, placements: Any, meta: Any) -> DTensorSpec | None:
+    """What a view has made of shards (``x.view(-1)`` of columns) is in the order of the mesh's dimensions that it says;
+    torch takes it for one that says so by its strides. None for what is no such view.
+    """
+    if order is None or not any(isinstance(each, _StridedShard) for each in placements):
+        return None
+    return DTensorSpec(mesh, placements, tensor_meta=meta, shard_order=order, use_strided_shard_as_shard_order=False)
+
+
+def _places_of_strided(own: Any) -> Any:
+    """torch reads them out of a tensor that it makes, which in a trace has no values."""
+
+    def local_shard_size_and_offset(self: Any, size: Any, chunks: int, rank: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(size, torch.SymInt) and per_rank_int.values_of(size) is None:
+            return own(self, size, chunks, rank, *rest, **options)
+        with tracing_state.outside():
+            return own(self, size, chunks, rank, *rest, **options)
+
+    return local_shard_size_and_offset
+
+
+def _effects(metadata: Any) -> Any:
+    """What calls of a trace's result do with their arguments."""
+    return (
+        [(each.mutates_data, each.mutates_metadata, each.requires_grad) for each in metadata.input_info],
+        [(each.output_type, each.base_idx, each.requires_grad) for each in metadata.output_info],
+    )
+
+
+def _keep_drawn(joint: torch.fx.GraphModule) -> None:
+    """What has been drawn is kept for backward, also in a checkpoint, which would draw it again.
+
+    So is what torch has only marked as random, attention without dropout: it would have operators around it that
+    keep the generator's state, and those have functions in them, which can't be sent.
+    """
+    for node in joint.graph.nodes:
+        is_operator = isinstance(node.target, torch._ops.OpOverload)
+        if is_operator and torch.Tag.nondeterministic_seeded in node.target.tags:
+            results = [each for each in node.users if each.target is operator.getitem]
+            for each in results or [node]:
+                each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if results:
+                node.meta.pop("recompute", None)  # torch has it so that a tuple is not kept itself
+
+
+_installed = False
+
+
+def install() -> None:
+    """Put all of them in place, and those of device_mesh_and_api.py; again: nothing."""
+    global _installed
+    device_mesh_and_api.install()
+    if _installed:
+        return
+    _installed = True
+    for replaced in REPLACED:
+        device_mesh_and_api.put_in_place(*replaced)
+    _leave_alone()
+    _have_nothing_captured()
+    _take_plain_tensors()
+    # Dynamo finds functions of torch by their names, once: what has been replaced is to be found as what it is now.
+    trace_rules.clear_lru_cache()
+
+
+def _have_nothing_captured() -> None:
+    """In no function of ours is anything to capture, but in what stands in for one of torch's, which may be traced.
+
+    Also programs with meshes of their own call that, in processes that have controlled others.
+    """
+    for module in pkgutil.iter_modules(monarch_backend.__path__, f"{monarch_backend.__name__}."):
+        if module.name != dtensor.__name__:
+            trace_rules.add(module.name)
+    for module in pkgutil.walk_packages(dtensor.__path__, f"{dtensor.__name__}."):
+        if not module.ispkg and module.name != device_mesh_and_api.__name__:
+            trace_rules.add(module.name)
+
+
+def _take_plain_tensors() -> None:
+    """Inputs of a graph are also remote tensors that are no DTensor's: parameters that no plan names, `to_local()`'s.
+
+    Dynamo asks a class with a `__torch_dispatch__` for the tensors inside, of which these have none.
+    """
+    torch._dynamo.config.traceable_tensor_subclasses.add(RemoteTensor)
+    builder.VariableBuilder._type_dispatch()[RemoteTensor] = _wrap_plain
+
+
+def _wrap_plain(self: Any, value: RemoteTensor) -> Any:
+    with _no_word_of_grad():
+        return self.wrap_tensor(value)
+
+
+@contextlib.contextmanager
+def _no_word_of_grad() -> Iterator[None]:
+    """Dynamo looks at `.grad` of what is no leaf, too, and silences it less well."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        yield
+
+
+def _leave_alone() -> None:
+    """What DTensors do, and all that they call, is no program to compile where it runs eagerly.
+
+    It does after a graph break, and in the backward pass: there dynamo would look at each function that is called, and
+    compile some, with ints that differ by rank as if they were one. In a trace all of it is traced as ever.
+    """
+    alone = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(RemoteTensor.__torch_dispatch__.__func__.__code__, alone)  # type: ignore[attr-defined]
+    # A hook of a module that was compiled itself is called by code that dynamo leaves out, and so comes alone.
+    set_code_exec_strategy(device_mesh_and_api._AtFirstCall.__call__.__code__, alone)
+    for handler in api.DTensor._op_dispatcher._custom_op_handlers.values():
+        code = getattr(handler, "__code__", None)
+        if (
+            isinstance(code, CodeType) and code.co_filename == device_mesh_and_api.__file__
+        ):  # for what torch has no handler of
+            set_code_exec_strategy(code, alone)
+    for module in (api, collective_utils, dispatch, redistribute, utils, placement_types, device_mesh):
+        functions = list(vars(module).values())
+        functions += [each for found in functions if inspect.isclass(found) for each in vars(found).values()]
+        for found in functions:
+            function = getattr(found, "__func__", found)
+            while function is not None:
+                code = getattr(function, "__code__", None)
+                if isinstance(code, CodeType) and code.co_filename in (module.__file__, device_mesh_and_api.__file__):
+                    set_code_exec_strategy(code, alone)
+                function = getattr(function, "__wrapped__", None)
+
+
+REPLACED: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = []
+"""As `device_mesh_and_api.REPLACED`."""
+
+
+def break_graph(what: str, error: Exception) -> NoReturn:
+    """Let dynamo leave this operation to eager code; with ``fullgraph=True`` it raises what is said here."""
+    hint = "Without fullgraph=True it runs eagerly; or put it into a function with torch.compiler.disable."
+    unimplemented(
+        gb_type="What differs by rank", context=what, explanation=str(error), from_exc=error, hints=[hint]
+    )  # fmt: skip
+
+
+Restart = RestartAnalysis
+"""Dynamo's word to itself, through a backend: trace again, with this number as a constant."""
+
+
+class LeftToEagerError(UnsupportedOperatorException):
+    """Raised by a backend: what was to be compiled runs eagerly, which dynamo reports as a graph break."""
+
+    def __str__(self) -> str:
+        return str(self.func)
+
+
+def _wrap_input(own: Any) -> Any:
+    """A graph has sizes that are the same for all ranks, and no mask that is kept beside a tensor."""
+
+    def wrap_to_fake_tensor_and_record(value: Any, tx: Any, **options: Any) -> Any:
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if (
+            isinstance(local, RemoteTensor)
+            and local is not value
+            and any(map(embedding_mask.is_masked, value._spec.placements))
+        ):
+            rows = "rows that an embedding has found on each rank, not yet reduced"
+            break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
+        differs = _is_uneven(value) and len(value._meta.classes) > 1  # else some ranks have nothing of it
+        if differs and getattr(options["source"], "member", "") != "_local_tensor":
+            size = f"shards of sizes {', '.join(map(str, value.shape))}"
+            break_graph(size, RankDependentError(size, "differ by rank"))
+        if local is not value and isinstance(local, RemoteTensor) and submesh_shapes.numbers(value._spec):
+            size = f"a DTensor of sizes {', '.join(map(str, value.shape))}"
+            break_graph(size, RankDependentError(size, "has other sizes on each slice of its mesh"))
+        if local is not value and _is_uneven(local) and value._is_view():
+            view = "a view, made before, of shards of unequal sizes"
+            break_graph(view, RankDependentError(view, "is made once more in a graph, where no size differs by rank"))
+        with on_the_cpu():
+            found = own(value, tx, **options)
+        if _is_ours(found):
+            _keep_sizes_of_shards(found)
+        if _is_uneven(value):  # guarded by the DTensor's
+            known = tx.output.input_source_to_sizes_strides[options["source"]]
+            known.update(size=value.size(), stride=value.stride())
+        return found
+
+    return wrap_to_fake_tensor_and_record
+
+
+def _wrap_value(own: Any) -> Any:
+    """Nor has it ints that differ by rank: who branches on one hears of it as in eager code."""
+
+    def wrap(self_or_tx: Any, value: Any) -> Any:
+        if isinstance(value, torch.SymInt) and per_rank_int.values_of(value) is not None:
+            break_graph(f"the int {value}", RankDependentError(f"the int {value}", "has another value on each rank"))
+        with _no_word_of_grad() if isinstance(value, DTensor) else contextlib.nullcontext():
+            return own(self_or_tx, value)
+
+    return wrap
+
+
+def _same_strides(own: Any) -> Any:
+    """A gradient with other strides than in the trace: torch makes it anew with a factory, which knows no workers."""
+
+    def coerce_to_expected_memory_format(value: Any, expected: Any) -> Any:
+        if not isinstance(value, RemoteTensor) or expected.memory_format is not None:
+            return own(value, expected)
+        meta = rank_classes.meta_seen(value._meta)  # of the ranks that the trace of what is called stood for
+        if meta.shape == tuple(expected.size) and meta.stride == tuple(expected.stride):
+            return value
+        if meta is not value._meta:
+            return value.contiguous()  # each rank's graph is made for what comes
+        return value.new_empty_strided(expected.size, expected.stride).copy_(value)
+
+    return coerce_to_expected_memory_format
+
+
+def _view_of(own: Any) -> Any:
+    """A result that is a view of an input is made outside of the graph, for which torch has no way with DTensors."""
+
+    def gen_alias_from_base(base: Any, target: Any, requires_grad: bool, *rest: Any, **options: Any) -> Any:
+        if not (isinstance(base, DTensor) and isinstance(base._local_tensor, RemoteTensor)):
+            return own(base, target, requires_grad, *rest, **options)
+        inner = target._local_tensor
+        whole = _gathered_alike(base, target).to_local()
+        if _is_uneven(inner) or _is_uneven(whole):
+            local = _Strided.apply(whole, inner)  # type: ignore[no-untyped-call]
+        else:
+            local = whole.as_strided(inner.size(), inner.stride(), inner.storage_offset())
+        made = DTensor.from_local(
+            local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride()
+        )
+        spec = made._spec
+        made._spec = _in_order(target._spec.shard_order, spec.mesh, spec.placements, spec.tensor_meta) or spec
+        return made if requires_grad else made.detach()
+
+    return gen_alias_from_base
+
+
+class _Strided(torch.autograd.Function):
+    """``as_strided`` with numbers that differ by rank: torch's own gradient of it asks which strides are larger."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Any, like: Any) -> Any:
+        ctx.of_base, ctx.of_view = base._meta, like._meta
+        return base.as_strided(like._meta.shape, like._meta.stride, like._meta.offset)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        base, view = ctx.of_base, ctx.of_view
+        count = base.offset + 1  # as far as its memory goes
+        for size, stride in zip(base.shape, base.stride, strict=True):
+            count = count + (size - 1) * stride
+        places = gradient.new_ones((torch.sym_max(count, 0),), dtype=torch.int64).cumsum(0) - 1
+        # Some of them more than once: expand, unfold.
+        seen = places.as_strided(view.shape, view.stride, view.offset).reshape(-1)
+        flat = torch.zeros_like(places, dtype=gradient.dtype).index_add_(0, seen, gradient.reshape(-1))
+        return flat.as_strided(base.shape, base.stride, base.offset), None
+
+
+def _gathered_alike(base: DTensor, target: DTensor) -> DTensor:
+    """Rows taken of what is sharded by rows (``x[1:]``) are no view of a shard: torch gathers it first, and may shard
+    it by columns over ranks that all had it (from 2.14 on).
+    """
+    placements = []
+    for old, new in zip(base.placements, target.placements, strict=True):
+        if new.is_replicate():
+            placements.append(new)
+        else:
+            placements.append(Shard(_origin(base, target, new.dim)) if old.is_replicate() else old)  # type: ignore[attr-defined]
+    return base if placements == list(base.placements) else base.redistribute(placements=placements)
+
+
+def _origin(base: DTensor, target: DTensor, dim: int) -> int:
+    """The dimension of the base that is sharded where this one of its view is: the outermost of what makes it up."""
+    extent = target.stride(dim) * target.size(dim)
+    for each in range(base.ndim):
+        if base.size(each) > 1 and base.stride(each) * base.size(each) == extent:
+            return each
+    raise RemoteTensorError(
+        f"a captured step returns a view of its input, {list(target.shape)} of {list(base.shape)}, whose dimension "
+        f"{dim} is sharded like none of the input: return a copy, .clone()"
+    )
+
+
+def _is_uneven(tensor: Any) -> bool:
+    return type(tensor) is RemoteTensor and tensor._meta.classes is not None
+
+
+def _seen(tensor: Any) -> RemoteTensor:
+    """A shard whose size differs by rank, in a trace: what the ranks have of it that this one stands for."""
+    shown = RemoteTensor(rank_classes.meta_seen(tensor._meta), tensor._ref)
+    shown.requires_grad_(tensor.requires_grad)
+    return shown
+
+
+def _has_gradient_of_another_kind(tensor: Any) -> bool:
+    """A plain parameter's, a DTensor, which torch would convert as if it was as plain."""
+    with _no_word_of_grad():
+        gradient = tensor.grad
+    is_there = isinstance(gradient, DTensor) and isinstance(gradient._local_tensor, RemoteTensor)
+    return is_there and not isinstance(tensor, DTensor)
+
+
+def _describe(own: Any) -> Any:
+    def describe_tensor(self: Any, tensor: Any, **options: Any) -> Any:
+        if not _is_uneven(tensor):
+            described = own(self, tensor, **options)
+            if described.grad is not None and _has_gradient_of_another_kind(tensor):
+                return dataclasses.replace(described, grad=None)
+            return described
+        described = own(self, _seen(tensor), **options)
+        return dataclasses.replace(described, id=self.get_tensor_id(tensor), is_leaf=tensor.is_leaf)
+
+    return describe_tensor
+
+
+def _local_of_uneven(own: Any) -> Any:
+    """A program sees the sizes of a plain tensor, and a trace has them for some ranks only."""
+
+    def to_local(self: Any, **options: Any) -> Any:
+        if tracing_state.is_dynamos() and not rank_classes.stands_for_some() and _differs(self._spec):
+            _refuse_sizes(self._spec)
+        _note_origin(self)
+        return own(self, **options)
+
+    return to_local
+
+
+def _note_origin(tensor: Any) -> None:
+    """In the graph that is traced, at what is a DTensor's local tensor there: its random numbers depend on it."""
+    mode = get_proxy_mode()
+    origin = None if mode is None or not _is_ours(tensor) else device_mesh_and_api.origin_of(tensor._spec)
+    if mode is None or origin is None:
+        return
+    local = tensor._local_tensor
+    if isinstance(local, FunctionalTensor):
+        torch._sync(local)  # type: ignore[attr-defined, no-untyped-call]
+        local = torch._from_functional_tensor(local.elem)
+    traced = get_proxy_slot(local, mode.tracer, None)
+    if traced is not None:
+        traced.proxy.node.meta[shard_origins.MARK] = origin
+
+
+def _attribute(own: Any) -> Any:
+    def getattr_of_tensor(self: Any, tx: Any, name: str) -> Any:
+        value = self.proxy.node.meta.get("example_value") if name == "_local_tensor" else None
+        if isinstance(value, DTensor) and _differs(value._spec):
+            _refuse_sizes(value._spec)
+        return own(self, tx, name)
+
+    return getattr_of_tensor
+
+
+def _differs(spec: DTensorSpec) -> bool:
+    """Whether shards have sizes that differ by rank."""
+    parts = dict.fromkeys(range(spec.ndim), 1)
+    for dim, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            parts[placement.dim % spec.ndim] *= spec.mesh.size(dim)  # type: ignore[attr-defined]
+    return device_mesh_and_api.workers_of(spec.mesh) is not None and any(spec.shape[dim] % parts[dim] for dim in parts)
+
+
+def _refuse_sizes(spec: DTensorSpec) -> NoReturn:
+    what = f"the local part of a DTensor of shape {list(spec.shape)}, {spec.placements} on {spec.mesh.shape}"
+    break_graph(what, RankDependentError(what, "has sizes that differ by rank"))
+
+
+def _for_all_ranks(own: Any) -> Any:
+    """torch remembers it, also for eager code, and for the other classes of ranks."""
+
+    def propagate_op_sharding_non_cached(self: Any, op_schema: Any) -> Any:
+        with rank_classes.unseen():
+            return own(self, op_schema)
+
+    return propagate_op_sharding_non_cached
+
+
+def _seen_arguments(own: Any) -> Any:
+    """Of what is remembered, the sizes of the ranks that a trace stands for."""
+
+    def redistribute_local_args(op_info: Any, *rest: Any) -> None:
+        own(op_info, *rest)
+        workers = device_mesh_and_api.workers_of(op_info.compute_mesh)
+        if workers is not None and any(map(tracing_state.is_traced, op_info.local_args)):
+            seen = lambda each: rank_classes.seen(each, workers)  # noqa: E731
+            op_info.local_args = pytree.tree_map_only(torch.SymInt, seen, op_info.local_args)
+
+    return redistribute_local_args
+
+
+def _between_devices(own: Any) -> Any:
+    """A trace has the tensors of GPUs, and XLA's, where C++ has them: on the CPU. In it no tensor goes to the other."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        moves = name in ("cpu", "cuda") or (name == "to" and _names_a_device([*args, *kwargs.values()]))
+        if moves and device_queries.controls_others():
+            break_graph(f".{name}()", RemoteTensorError(f".{name}() moves a tensor of workers that have other devices"))
+        return own(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _names_a_device(values: Sequence[Any]) -> bool:
+    """As a program says it, and not as a tensor of the trace does, whose device is torch.device("cpu")."""
+    constants = [each.as_python_constant() for each in values if each.is_python_constant()]
+    return any(isinstance(each, str) or (isinstance(each, torch.device) and each.type != "cpu") for each in constants)
+
+
+def _made_there(own: Any) -> Any:
+    """What a trace makes on a device that is not here, it makes where it has the tensors of such devices."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        device = device.as_python_constant() if device is not None and device.is_python_constant() else None
+        if device is not None and device_queries.is_of_workers(torch.device(device).type):
+            kwargs = {**kwargs, "device": builder.SourcelessBuilder.create(tx, torch.device("cpu"))}
+        return own(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _number_of_the_rank(own: Any) -> Any:
+    """Dynamo takes no graph break in what it calls of a mesh, as if no graph could be broken there."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return own(self, tx, name, args, kwargs)
+        except UnsafeScriptObjectError as error:
+            if isinstance(error.__cause__, Unsupported) and isinstance(error.__cause__.__cause__, RankDependentError):
+                raise error.__cause__ from error.__cause__.__cause__
+            raise
+
+    return call_method
+
+
+def _static(own: Any) -> Any:
+    """Sizes that differ by rank are no symbols, and the next ones are traced anew.
+
+    Nor are those of a DTensor that is a view, which torch makes once more of its base: what it has by then calculated
+    of the symbols of base and view are symbols of no input, for which dynamo can write no guard. Nor any in what
+    `trace_with_sizes` was for.
+    """
+
+    def _automatic_dynamic(tensor: Any, tx: Any, source: Any, static_shapes: bool, *rest: Any, **options: Any) -> Any:
+        local = getattr(tensor, "_local_tensor", tensor)
+        is_remote = type(local) is RemoteTensor
+        is_view = local is not tensor and is_remote and tensor._is_view()
+        shown = _seen(tensor) if _is_uneven(tensor) else tensor
+        static = (
+            static_shapes or is_view or _is_uneven(local) or (is_remote and tx.output.root_tx.f_code in _with_sizes)
+        )
+        return own(shown, tx, source, static, *rest, **options)
+
+    return _automatic_dynamic
+
+
+_with_sizes: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""What could not be traced for all sizes at once: random numbers, and what remembers sizes. Each is a graph anew."""
+_in_vain: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""And could not with sizes either."""
+
+
+def trace_with_sizes() -> None:
+    """To be called when a trace has failed. It begins anew, once, with the sizes that DTensors have in this call, if it
+    had symbols for them.
+    """
+    tx = getattr(dynamos, "current_tx", None)
+    if tx is None:
+        return
+    code = tx.output.root_tx.f_code
+    if code in _with_sizes:  # sizes were not what it wanted
+        _with_sizes.discard(code)
+        _in_vain.add(code)
+    elif code not in _in_vain and any(_has_symbols(each.fake) for each in tx.output.tracked_fakes):
+        _with_sizes.add(code)
+        # The one that dynamo also takes from a backend.
+        raise TensorifyScalarRestartAnalysis(restart_reason="an operation wants a DTensor's sizes")
+
+
+def _has_symbols(fake: Any) -> bool:
+    return _is_ours(fake) and any(isinstance(each, torch.SymInt) for each in (*fake.shape, *fake._local_tensor.shape))
+
+
+def _is_ours(fake: Any) -> bool:
+    """A DTensor, in a trace, of a controller's mesh."""
+    return type(fake) is DTensor and device_mesh_and_api.workers_of(tracing_state.real(fake.device_mesh)) is not None
+
+
+def _or_with_sizes(own: Any) -> Any:
+    def get_fake_value(node: Any, tx: Any, *rest: Any, **options: Any) -> Any:
+        try:
+            return own(node, tx, *rest, **options)
+        except TorchRuntimeError:
+            trace_with_sizes()
+            raise
+
+    return get_fake_value
+
+
+class _Before(torch.autograd.Function):
+    """The history of an input that has one, in a trace."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Any) -> Any:
+        return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> NoReturn:
+        raise RuntimeError("a trace went backward through an input of its graph")
+
+
+def _with_history(own: Any) -> Any:
+    """torch's is an operator, for which DTensors remember what becomes of these sizes; symbols can't be remembered."""
+
+    def _backward_error(converter: Any, tensor: Any) -> Any:
+        if _is_ours(tensor):
+            return _Before.apply(tensor)  # type: ignore[no-untyped-call]
+        return own(converter, tensor)
+
+    return _backward_error
+
+
+def _on_workers(own: Any) -> Any:
+    """Inductor's code reads memory, which is the workers': there it compiles, as backend="monarch" has it."""
+
+    def __call__(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
+        if type(self) is not torch._TorchCompileInductorWrapper or not any(map(_is_of_workers, inputs)):
+            return own(self, model, inputs, **options)
+        from monarch_backend.dtensor._compile import compile_backend  # which needs this module
+
+        if self.config:
+            warnings.warn(
+                f"torch.compile() of DTensors on workers, which compile with Inductor's defaults: {self.config} is "
+                'not sent there. backend="monarch" has the options that there are',
+                UserWarning,
+                stacklevel=2,
+            )
+        return compile_backend.monarch(model, inputs)
+
+    return __call__
+
+
+def _is_of_workers(value: Any) -> bool:
+    real = tracing_state.real(value)
+    local = real._local_tensor if isinstance(real, DTensor) else real
+    return type(local) is RemoteTensor or (
+        isinstance(real, DeviceMesh) and device_mesh_and_api.workers_of(real) is not None
+    )
+
+
+REPLACED += [
+    (torch._TorchCompileInductorWrapper, "__call__", _on_workers),
+    (MetaConverter, "_backward_error", _with_history),
+    (builder, "_automatic_dynamic", _static),
+    (builder, "get_fake_value", _or_with_sizes),
+    (ShardingPropagator, "propagate_op_sharding_non_cached", _for_all_ranks),
+    (OpDispatcher, "redistribute_local_args", _seen_arguments),
+    (DTensor, "to_local", _local_of_uneven),
+    (DTensor, "__tensor_unflatten__", _strided_again),
+    (_StridedShard, "local_shard_size_and_offset", _places_of_strided),
+    (TensorVariable, "var_getattr", _attribute),
+    (TensorVariable, "call_method", _between_devices),
+    (TorchInGraphFunctionVariable, "call_function", _made_there),
+    (TorchScriptObjectVariable, "call_method", _number_of_the_rank),
+    (MetaTensorDescriber, "describe_tensor", _describe),
+    (builder.VariableBuilder, "__call__", _wrap_value),
+    (builder.SourcelessBuilder, "create", _wrap_value),
+    (runtime_wrappers, "gen_alias_from_base", _view_of),
+    (builder, "wrap_to_fake_tensor_and_record", _wrap_input),
+    (runtime_wrappers, "coerce_to_expected_memory_format", _same_strides),
+    (runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", aot_tangents.process),
+]
+
+
+def autocasts(graph: torch.fx.GraphModule) -> set[str]:
+    """The kinds of devices for which the graph of a function enters an autocast."""
+    return {str(node.args[0]) for node in graph.graph.nodes if node.target is _enter_autocast}

@@ -1,0 +1,144 @@
+"""Indices and operands that differ by rank: plain tensors of workers take each rank's own, others RankDependentError.
+
+torch's C++ asks an index for an int, and makes an IndexError of its refusal. For an operand it does not ask: it
+calculates with 7777777, which only tensors that are dispatched to Python replace by the number.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._errors import RankDependentError
+from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._torch_patches.submesh_shapes import LOCALLY
+
+_aten = torch.ops.aten
+
+
+@_replaces(torch.Tensor, "__getitem__")
+def _get(own: Any) -> Replacement:
+    def __getitem__(self: Any, index: Any) -> Any:
+        try:
+            return own(self, index)
+        except IndexError:
+            if not _has_number(index):
+                raise
+        return own(*_selected(self, index))
+
+    return __getitem__
+
+
+@_replaces(torch.Tensor, "__setitem__")
+def _set(own: Any) -> Replacement:
+    def __setitem__(self: Any, index: Any, value: Any) -> None:
+        try:
+            own(self, index, value)
+            return
+        except IndexError:
+            if not _has_number(index):
+                raise
+        own(*_selected(self, index), value)
+
+    return __setitem__
+
+
+_OPERATORS = [
+    getattr(packet, name)
+    for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.floor_divide)
+    for name in packet.overloads()
+    if getattr(packet, name)._schema.arguments[1].type.kind() == "TensorType" and name[:3] in ("Ten", "out", "def")
+] + [
+    getattr(packet, name)
+    for packet in (_aten.add_, _aten.sub_, _aten.mul_, _aten.div_, _aten.floor_divide_)
+    for name in packet.overloads()
+    if name.startswith("Tensor")
+]  # fmt: skip
+"""Those for which torch makes a tensor of a number."""
+_library: torch.library.Library | None = None
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
+
+
+def install() -> None:
+    """Let torch's stand-ins for such numbers be seen: they get the bit of a negation, whose kernels are here then."""
+    global _library
+    # C++ reads this attribute of every number that is an operand: a getter in Python would cost 1 us.
+    torch.Tensor._wrapped_number = property(operator.attrgetter(_NUMBER), _stand_in)  # type: ignore[attr-defined]
+    _library = torch.library.Library("aten", "IMPL")
+    for each in _OPERATORS:
+        _library.impl(each, functools.partial(_calculate, each), "Negative")
+
+
+_NUMBER = "_monarch_wrapped_number"
+
+
+def _stand_in(tensor: Any, number: Any) -> None:
+    """torch's C++ sets this attribute of the tensor that it calculates with, also for numbers of traces."""
+    setattr(tensor, _NUMBER, number)
+    if _differs(number):
+        torch._C._set_neg(tensor, True)
+
+
+def _differs(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and isinstance(
+        value.node, (per_rank_int.RankInts, per_rank_int.RankRatio, per_rank_int.RankBool)
+    )
+
+
+def _calculate(op: Any, *args: Any, **kwargs: Any) -> Any:
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+    number = next(filter(_differs, leaves), None)
+    if number is not None and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors):
+        raise RankDependentError(
+            f"{op} of a tensor of the controller and {number}", "is another one on each rank", per_rank_int.INSTEAD
+        )
+    # What torch itself does of tensors whose negation is not calculated yet, also into them.
+    resolved = {id(each): each.resolve_neg() for each in tensors if each.is_neg()}
+    given = pytree.tree_map_only(torch.Tensor, lambda each: resolved.get(id(each), each), (args, kwargs))
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+        result = op(*given[0], **given[1])
+    written = next((each for each in tensors if resolved.get(id(each)) is result), None)
+    return result if written is None else written.copy_(result)
+
+
+def _has_number(index: Any) -> bool:
+    return any(per_rank_int.values_of(each) is not None for each in (index if isinstance(index, tuple) else (index,)))
+
+
+def _selected(tensor: Any, index: Any) -> tuple[Any, Any]:
+    """Each rank's part of the tensor, and what is left of the index. torch selects with ints first, too.
+
+    Raises RankDependentError for a tensor that is not each rank's own.
+    """
+    left: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    numbers = [at for at, each in enumerate(left) if per_rank_int.values_of(each) is not None]
+    if not isinstance(tensor, RemoteTensor):
+        what, instead = "a tensor of the controller", per_rank_int.INSTEAD
+        if isinstance(tensor, DTensor):
+            what, instead = "a DTensor", LOCALLY
+        raise RankDependentError(f"{what}, indexed with {left[numbers[0]]},", "is another part on each rank", instead)
+    for at in reversed(numbers):
+        before, number, after = left[:at], left[at], left[at + 1 :]
+        is_from_end = any(each is Ellipsis for each in before)
+        dim = tensor.ndim - 1 - _dims(after) if is_from_end else _dims(before)
+        tensor, left = tensor.select(dim, number), [*before, *after]
+    return tensor, tuple(left) or ...
+
+
+def _dims(index: Iterable[Any]) -> int:
+    """How many dimensions of a tensor these are for."""
+    return sum(
+        0 if each is None or each is Ellipsis or isinstance(each, bool)
+        else each.ndim if isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+        else 1
+        for each in index
+    )  # fmt: skip

@@ -1,0 +1,51 @@
+"""torch.distributed.checkpoint as a worker runs it for the controller: this rank's part of a save or load."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor._torch_patches import c10d_registry
+
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+"""Of some of the ranks, by the default group. Kept: a new one of that name would meet what the old one has left."""
+
+
+def _group(mesh: DeviceMesh) -> Any:
+    """Of the ranks of the mesh: None, which is all, or a group of some of them."""
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    if len(ranks) == dist.get_world_size():
+        return None
+    known = _groups.setdefault(dist.group.WORLD, {})
+    if ranks not in known:
+        known[ranks] = c10d_registry.new_group("checkpoint_" + "_".join(map(str, ranks)), ranks)
+    return known[ranks]
+
+
+def save(
+    _unfailed: None, mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool
+) -> Any:
+    """What the first rank has to say of it."""
+    metadata = dcp.save(
+        state_dict, storage_writer=storage_writer, planner=planner, process_group=_group(mesh),
+        use_collectives=use_collectives,
+    )  # fmt: skip
+    return metadata if _is_first(mesh) else None
+
+
+def load(mesh: DeviceMesh, state_dict: Any, storage_reader: Any, planner: Any) -> Any:
+    """On the first rank: what is no DTensor. Those have been filled where they are."""
+    dcp.load(state_dict, storage_reader=storage_reader, planner=planner, process_group=_group(mesh))
+    if not _is_first(mesh):
+        return None
+    return pytree.tree_map(lambda each: None if isinstance(each, DTensor) else each, state_dict)
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    return mesh.get_rank() == int(mesh.mesh.flatten()[0])

@@ -1,0 +1,503 @@
+"""`Executor`: the actor that holds this worker's tensors and executes what the controller sends, in order.
+
+What an operation could not do is kept in the place of its results, and of theirs, until somebody reads one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections import ChainMap
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree as pytree
+
+from monarch_backend import _native
+from monarch_backend.actor import Actor, current_rank, endpoint
+from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._protocol import Define, Graph, Held, Signature
+from monarch_backend.dtensor._torch_patches import c10d_registry
+from monarch_backend.dtensor._worker import attention, failures, graph_executor, op_functions, random_ops, remote_call
+from monarch_backend.dtensor._worker import storage as storage_module
+from monarch_backend.dtensor._worker.control_actor import boards, meetings
+from monarch_backend.dtensor._worker.failures import Failure
+from monarch_backend.dtensor._worker.op_functions import Function
+from monarch_backend.dtensor._worker.xla import xla_device
+from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
+
+
+class Executor(Actor):
+    """One for each process of a device mesh."""
+
+    def __init__(self, device_type: str, timeout: float) -> None:
+        self._rank = current_rank().rank
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self._store: Any = None
+        self._rows: dict[str, list[list[int]]] = {}  # of groups
+        self.meshes: dict[str, Any] = {}
+        """This worker's own, by their description; see remote_call_args.py."""
+        self.board = boards[device_type]
+        self._device = _own_device(device_type)
+        self._tensors: dict[int, Any] = {}
+        self._functions: dict[int, Function | None] = {}
+        self._calls: dict[int, Any] = {}  # of those functions that the compiled core can execute by itself
+        self._groups: dict[str, str] = {}
+        self._joined: dict[
+            tuple[int, ...], str
+        ] = {}  # by ranks: torch names such a group by them, and has each name once
+        self._pending: dict[
+            int, tuple[Signature, int, int]
+        ] = {}  # collectives' results that nobody has waited for, and whose: see _failure
+        self._sources: dict[int, frozenset[int]] = {}  # by these results: the storages that their collectives read
+        self._readers: dict[int, set[int]] = {}  # the other way round
+        self._failures = failures.Failures()
+        self._before = 0  # words in the batches that are done
+        self._waiting = 0  # words since XLA did what they say
+        self._recorded: xla_device.Recorded | None = None  # what they say
+        torch.set_grad_enabled(False)
+
+    # What comes from the controller -----------------------------------------------------------------------------
+
+    @endpoint
+    def missing(self) -> str:
+        """Why this process has no such device, and what to do; or ""."""
+        return xla_device.missing() if self._device.type == "xla" else ""
+
+    @endpoint
+    def start(self) -> None:
+        """Nothing is missing."""
+        if self._device.type == "xla":
+            self._device, self._recorded = xla_device.start(), xla_device.Recorded()
+
+    @endpoint
+    def run(self, batch: bytes) -> None:
+        """Execute it."""
+        self._run(batch)
+
+    @endpoint
+    def run_counted(self, batch: bytes) -> None:
+        """Execute it, and say so."""
+        self._run(batch)
+
+    @endpoint
+    def put(self, number: int, tensor: torch.Tensor) -> None:
+        """Keep it under this id."""
+        self._tensors[number] = tensor.to(self._device) if self._device.type != "cpu" else tensor
+
+    @endpoint
+    def read(self, number: int, rank: int, how: str) -> Any:
+        """The value, on this rank; on others, which need not have it, nothing. What failed, on any."""
+        return self._failures.beside(self._read(number, rank, how))
+
+    def _read(self, number: int, rank: int, how: str) -> Any:
+        if rank != self._rank and number not in self._tensors:
+            return None
+        found = self._settled(number)
+        self._sync()
+        if isinstance(found, Failure):
+            return self.told(found)
+        if rank != self._rank:
+            return None
+        if storage_module.is_freed(found):  # reading it would end this process
+            why = "the tensor's memory was freed, as FSDP does with a parameter that it shards again: read the module's"
+            return self.new_failure("reading", 0, RuntimeError(why)).report
+        return found.item() if how == "item" else found.cpu().clone(memory_format=torch.contiguous_format)
+
+    @endpoint
+    def equal(self, one: int, other: int) -> Any:
+        """Whether they have the same values; None where this rank has none."""
+        return self._failures.beside(self._equal(one, other))
+
+    def _equal(self, one: int, other: int) -> Any:
+        values = self._settled(one), self._settled(other)
+        self._sync()
+        failed = next((each for each in values if isinstance(each, Failure)), None)
+        if failed is not None:
+            return self.told(failed)
+        return None if any(each is None for each in values) else torch.equal(*values)
+
+    @endpoint
+    def measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
+        """Run an operator and keep its results under these ids; returns their sizes, strides and dtypes.
+
+        None where this rank takes no part.
+        """
+        return self._failures.beside(self._measure(name, args, kwargs, numbers))
+
+    def _measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
+        held = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Held)]
+        failed = next((found for each in held if isinstance(found := self._settled(each.id), Failure)), None)
+        if failed is not None:
+            return self.told(failed)
+        if any(each.id not in self._tensors for each in held):
+            return None
+        args, kwargs = pytree.tree_map(lambda v: self._tensors[v.id] if isinstance(v, Held) else v, (args, kwargs))
+        self._sync()
+        try:
+            result = op_functions.find(name)(*args, **kwargs)
+        except Exception as error:
+            return self.new_failure(name, 0, error).report
+        results = [result] if isinstance(result, torch.Tensor) else list(result)
+        self._tensors.update(zip(numbers, results, strict=False))
+        return [(tuple(each.shape), each.stride(), str(each.dtype).removeprefix("torch.")) for each in results]
+
+    @endpoint
+    def failed_since(self) -> Any:
+        """What was sent before has been done; the first of it that failed, if that was not told."""
+        return self._failures.beside(self._failures.first_untold())
+
+    @endpoint
+    def raised(self, order: int) -> None:
+        """Who has read was told of all checks that had failed up to this one."""
+        self._failures.raised(order)
+
+    @endpoint
+    def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    @endpoint
+    def generator_state(self) -> bytes:
+        """How the last operation has left the random numbers of this worker."""
+        return random_ops.state_of(self._device)
+
+    @endpoint
+    def count(self) -> int:
+        """How many tensors are held here."""
+        return len(self._tensors)
+
+    @endpoint
+    def known(self) -> int:
+        """How many signatures are known here."""
+        return len(self._functions)
+
+    @endpoint
+    def live_bytes(self) -> int:
+        """How many bytes their storages have, each storage once."""
+        return storage_module.live_bytes(self._tensors.values())
+
+    # Functions --------------------------------------------------------------------------------------------------
+
+    @endpoint
+    def execute(self, run: int, number: int, site: int, meshes: list[Any], body: Any, buffers: Any) -> Any:
+        """Call a function; its tensors stay here under this id. Returns the rest. Raises RunFailed."""
+        for each in list(self._pending):
+            self._settled(each)
+        if self._recorded is not None:
+            self._recorded.lose_track()
+        return remote_call.execute(self, run, number, site, meshes, body, buffers)
+
+    @endpoint
+    def settle(self, run: int) -> None:
+        """Go on when it has ended on all ranks; where it failed on one, with new groups."""
+        if self.board.verdict(run) == "failed":
+            self._meet_again(run)
+
+    @endpoint
+    def meet_again(self, run: int) -> None:
+        """Others have ended their groups in this run."""
+        self._meet_again(run)
+
+    @endpoint
+    def join_again(self, run: int) -> None:
+        """The groups were those of all executors in these processes, and one of another device has ended them."""
+        meetings.wait(run)
+        self._join_again()
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+        return self._rank
+
+    def held(self, number: int) -> Any:
+        """What is under this id: a tensor, or a Failure."""
+        return self._settled(number)
+
+    def failed_check(self) -> Failure | None:
+        """One that has failed and was not raised yet."""
+        beside = self._failures.beside(None)
+        if beside is None:
+            return None
+        first = beside["checks"][0]
+        return Failure(first, first["order"], is_end=False)
+
+    def keep(self, number: int, value: Any) -> None:
+        """Under this id."""
+        self._tensors[number] = value
+
+    def new_failure(self, operation: str, site: int, error: BaseException) -> Failure:
+        """For what could not be done just now; who calls this tells of it."""
+        return self._new_failure(operation, site, self._before, error)
+
+    def _new_failure(self, operation: str, site: int, order: int, error: BaseException) -> Failure:
+        is_end = isinstance(error, (GroupClosedError, RankFailedError)) or c10d_registry.says_gone(error)
+        return Failure(failures.report_of(operation, site, self._rank, error), order, is_end=is_end)
+
+    def told(self, failure: Failure) -> dict[str, Any]:
+        """As the controller gets it: nobody else need tell of it."""
+        return self._failures.told(failure)
+
+    # Batches ----------------------------------------------------------------------------------------------------
+
+    def _run(self, batch: bytes) -> None:
+        definitions, words = _protocol.decode(batch)
+        for definition in definitions:
+            self._define(*definition)
+        if self._recorded is not None:
+            self._recorded.note(words, self._functions, self._tensors)
+        self._execute(words)
+        self._before += len(words)
+        self._waiting += len(words)
+        if self._waiting > xla_device.MOST:
+            self._sync()
+
+    def _sync(self) -> None:
+        self._waiting = 0
+        if self._recorded is not None:
+            self._recorded.do(self._tensors.values())
+
+    def _execute(self, words: list[Any]) -> None:
+        i, end, cursor = 0, len(words), [0]
+        while True:
+            try:
+                i = _native.execute(words, i, self._calls, self._tensors, self._pending, cursor)
+            except Exception as error:
+                i = cursor[0]
+                i += self._failed(self._functions[words[i]], words, i, error)  # type: ignore[arg-type]
+                continue
+            if i == end:
+                return
+            i = self._run_one(words, i)
+
+    def _run_one(self, words: list[Any], i: int) -> int:
+        """The record there; returns where the next one is."""
+        number = words[i]
+        if number == _protocol.DELETE:
+            return self._delete(words, i)
+        if number == _protocol.FORGET:
+            return self._forget(words, i)
+        function: Function = self._functions[number]  # type: ignore[assignment]
+        if self._pending:
+            self._wait_for_operands(function, words, i)
+            self._wait_for_readers(function, words, i)
+        try:
+            function.run(self._tensors, words, i)
+            if function.orders:
+                function.put_in_order(self._tensors, words, i)
+            call = function.quick(self._tensors, words, i) if number not in self._calls else None
+        except Exception as error:
+            call = None
+            self._failed(function, words, i, error)
+        if call is not None:
+            self._calls[number] = call
+        if function.is_collective:
+            origin = function.signature, words[i + 1], self._order(i)
+            written = [function.operands(words, i)[at] for at in function.signature.writes]
+            under_way = [*function.results(words, i), *written]
+            self._pending.update(dict.fromkeys(under_way, origin))
+            self._note_readers(under_way, self._memory_of(function.operands(words, i)))
+            for each in written:  # others may share their memory, for which nobody would wait
+                self._settled(each)
+        return i + function.length
+
+    def _delete(self, words: list[Any], i: int) -> int:
+        end: int = i + 2 + words[i + 1]
+        for number in words[i + 2 : end]:
+            if number in self._pending:
+                self._settled(number)
+            self._tensors.pop(number, None)
+        return end
+
+    def _forget(self, words: list[Any], i: int) -> int:
+        end: int = i + 2 + words[i + 1]
+        for number in words[i + 2 : end]:
+            self._functions.pop(number, None)
+            self._calls.pop(number, None)
+        return end
+
+    def _define(self, what: int, *definition: Any) -> None:
+        if what == Define.SIGNATURE:
+            signature = Signature(*definition)
+            self._functions[signature.number] = self._made(signature)
+        elif what == Define.BY_RANK:
+            number, numbers, of_rank = definition
+            mine = of_rank[self._rank]
+            known = self._functions[numbers[mine if mine >= 0 else 0]]
+            self._functions[number] = known if mine >= 0 else op_functions.skip(known)  # type: ignore[arg-type]
+        elif what == Define.GROUP:
+            self._join(*definition)
+        elif what == Define.GRAPH:
+            graph = Graph(*definition)
+            self._functions[graph.number] = graph_executor.make(graph, self._rank, self._device, self.group)
+
+    def _made(self, signature: Signature) -> Function:
+        try:
+            return op_functions.make(signature, self._rank, self._device, self._groups.get)
+        except Exception as error:
+            return op_functions.refuse(signature, error)
+
+    # Groups -----------------------------------------------------------------------------------------------------
+
+    def _join(self, name: str, rows: list[list[int]]) -> None:
+        """Of the ranks of this mesh: the row that this one is in."""
+        self._rows[name] = rows
+        mine = next((row for row in rows if self._rank in row), None)
+        if mine is None:
+            return
+        known = self._joined.get(tuple(mine))
+        if known is None:
+            if len(mine) == dist.get_world_size() and mine == sorted(mine):
+                group: Any = c10d._get_default_group()
+            else:
+                group = c10d_registry.new_group(f"{name}_{mine[0]}", mine)
+            known = self._joined[tuple(mine)] = group.group_name
+        self._groups[name] = known
+
+    def group(self, name: str) -> str:
+        """From the controller's name of a group to this worker's."""
+        return self._groups.get(name, name)
+
+    def _meet_again(self, run: int) -> None:
+        """Groups whose ranks are at different collectives, or have given up in one, are of no use any more."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if self._store is None:
+            self._store = c10d_registry.default_store()
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"after_run_{run}", self._store)
+        dist.init_process_group("monarch", store=store, rank=rank, world_size=size, timeout=self._timeout)
+        try:
+            self._join_again()
+        finally:  # not before: torch can't make two groups at once
+            meetings.note(run)
+
+    def _join_again(self) -> None:
+        """The default group is a new one."""
+        self.meshes.clear()
+        self._joined.clear()
+        self._calls.clear()
+        for name, rows in self._rows.items():
+            self._join(name, rows)
+        for number, function in list(self._functions.items()):  # which name groups
+            if isinstance(function, graph_executor.GraphFunction):
+                self._functions[number] = graph_executor.make(function.graph, self._rank, self._device, self.group)
+            elif function is not None and function.signature.number == number:
+                made = self._made(function.signature)
+                function.run, function.call, function.orders = made.run, made.call, made.orders
+
+    # Collectives that are under way -----------------------------------------------------------------------------
+
+    def _wait_for_operands(self, function: Function | None, words: list[Any], i: int) -> None:
+        for each in function.operands(words, i):  # type: ignore[union-attr]
+            if each in self._pending:
+                self._settled(each)
+
+    def _wait_for_readers(self, function: Function, words: list[Any], i: int) -> None:
+        """What a collective still reads must not be changed yet: a program that has waited for it may change it."""
+        writes = function.signature.writes
+        if not writes:
+            return
+        operands = function.operands(words, i)
+        written = self._memory_of([operands[at] for at in writes])
+        for each in [each for storage in written for each in self._readers.get(storage, ())]:
+            self._settled(each)
+
+    def _note_readers(self, results: list[int], storages: frozenset[int]) -> None:
+        self._sources.update(dict.fromkeys(results, storages))
+        for storage in storages:
+            self._readers.setdefault(storage, set()).update(results)
+
+    def _forget_reader(self, result: int) -> None:
+        for storage in self._sources.pop(result, ()):
+            self._readers[storage].discard(result)
+            if not self._readers[storage]:
+                del self._readers[storage]
+
+    def _memory_of(self, numbers: list[int]) -> frozenset[int]:
+        found = [storage_module.identity(self._tensors.get(each)) for each in numbers]
+        return frozenset(each for each in found if each is not None)
+
+    def _settled(self, number: int) -> Any:
+        found = self._tensors.get(number)  # None: this rank takes no part in it
+        origin = self._pending.pop(number, None)
+        self._forget_reader(number)
+        if origin is not None and not isinstance(found, Failure):
+            try:
+                found = funcol.wait_tensor(found)
+            except Exception as error:  # another rank has died, say
+                found = self._failure(*origin, error)
+            self._tensors[number] = found
+        return found
+
+    # Failures ---------------------------------------------------------------------------------------------------
+
+    def _failed(self, function: Function, words: list[Any], i: int, error: Exception) -> int:
+        """What depends on it gets the first cause. Returns the record's length."""
+        signature = function.signature
+        operands = function.operands(words, i)
+        ids = [each for each in operands if each]  # the others are numbers themselves
+        causes = [found for each in ids if isinstance(found := self._tensors.get(each), Failure)]
+        if not causes and isinstance(error, KeyError) and any(each not in self._tensors for each in ids):
+            return function.length  # this rank takes no part in the operand, and so not in the result
+        written = [number for at in signature.writes if (number := operands[at])]
+        made = [number for number in function.results(words, i) if number]
+        if causes:
+            failure = min(causes, key=lambda each: each.order)
+            if function.meets_others:
+                self._stand_in(function, words, i)
+        else:
+            is_check = not written and not made
+            failure = self._failure(signature, words[i + 1], self._order(i), error, is_check=is_check)
+        for number in written:
+            self._spoil(number, failure)
+        self._tensors.update(dict.fromkeys(made, failure))
+        return function.length
+
+    def _spoil(self, number: int, failure: Failure) -> None:
+        """What was to be written there is missing in all that shares this memory: in what it is a view of, say."""
+        written = self._tensors.get(number)
+        self._tensors[number] = failure
+        if isinstance(written, torch.Tensor):
+            for each, other in self._tensors.items():
+                if isinstance(other, torch.Tensor) and storage_module.overlap(written, other):
+                    self._tensors[each] = failure
+
+    def _order(self, i: int) -> int:
+        """Of what is at ``i`` in this batch, among all that was ever sent: every rank says the same of it."""
+        return self._before + i + 1
+
+    def _failure(
+        self, signature: Signature, site: int, order: int, error: Exception, *, is_check: bool = False
+    ) -> Failure:
+        failure = self._new_failure(signature.target, site, order, error)
+        self._failures.add(failure, is_check=is_check)
+        return failure
+
+    def __cleanup__(self, exc: BaseException | None) -> None:
+        """What nobody has read may have failed."""
+        if exc is None:
+            self._failures.tell_at_the_end()
+
+    def _stand_in(self, function: Function, words: list[Any], i: int) -> None:
+        """The others are in the collective: they get zeros from here, and who reads asks all ranks."""
+        operands = {}
+        for at, number in enumerate(function.operands(words, i)):
+            if isinstance(self._tensors.get(number), Failure):
+                shape, dtype = function.signature.ins[at]
+                operands[number] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+        held = ChainMap(operands, self._tensors)
+        with contextlib.suppress(Exception):  # what failed has been reported
+            function.stand_in(held, words, i)  # type: ignore[arg-type]
+
+
+def _own_device(device_type: str) -> torch.device:
+    if device_type == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
+        torch.cuda.set_device(index)
+        attention.install()
+        return torch.device("cuda", index)
+    return torch.device(device_type)

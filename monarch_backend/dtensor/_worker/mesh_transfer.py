@@ -1,0 +1,57 @@
+"""Both ends of a transfer between meshes, as functions that `run` executes on their workers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from monarch_backend.dtensor._worker.control_actor import boards
+from monarch_backend.process_group._xla import graph_hash_workaround
+from monarch_backend.rdma import ShardedState
+
+
+class Desk(NamedTuple):
+    """Who takes part in a transfer: ranks, and the `Side` of each."""
+
+    parcel: int
+    senders: list[int]
+    source: Any
+    readers: list[int]
+    target: Any
+
+
+def offer(x: DTensor, desk: Desk) -> None:
+    """On the source: tell the readers where a copy of this rank's part is, and keep it until all have read."""
+    rank = dist.get_rank()  # of all; that of this call may count those of a slice
+    if rank not in desk.senders:
+        return
+    copy = _in_memory(x) if _is_elsewhere(x) else x.clone()  # the controller goes on, and may change x
+    part = ShardedState.register({"x": copy})
+    boards[x.device_mesh.device_type].keep(desk.parcel, len(desk.readers), part.drop)
+    desk.target.deliver.broadcast(desk.parcel, rank, part)
+
+
+def fill(frame: DTensor, desk: Desk) -> DTensor:
+    """On the target: read this rank's part. What is left of the copies when the last has read is let go."""
+    try:
+        parts = boards[frame.device_mesh.device_type].take(desk.parcel, len(desk.senders))
+        read = _in_memory(frame) if _is_elsewhere(frame) else frame
+        ShardedState.merge(parts).read_into({"x": read}).get()
+        if read is not frame:
+            frame.to_local().copy_(read.to_local())
+    finally:
+        desk.source.let_go.broadcast(desk.parcel)
+    return frame
+
+
+def _is_elsewhere(x: DTensor) -> bool:
+    """Whether it is in memory that nobody can read but who computes there: XLA's."""
+    return x.to_local().device.type == "xla"
+
+
+def _in_memory(x: DTensor) -> DTensor:
+    """What it has now, in this host's."""
+    [local] = graph_hash_workaround.on_host([x.to_local()])
+    return DTensor(local, x._spec, requires_grad=False)

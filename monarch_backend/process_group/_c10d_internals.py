@@ -1,0 +1,543 @@
+"""Everything in process_group/ that leans on a private part of torch.
+
+Each function names what it leans on; tests/process_group/test_torch_internals.py fails when torch changes it.
+What *replaces* a function of torch stands in monarch_backend/process_group/_c10d_patches.py instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C import _len_torch_dispatch_stack
+from torch._C._distributed_c10d import Backend as C10DBackend
+from torch._C._distributed_c10d import (
+    BarrierOptions,
+    DebugLevel,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    _allow_inflight_collective_as_graph_input,
+    _DistributedBackendOptions,
+    get_debug_level,
+)
+from torch._C._dynamo import eval_frame
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import profiler
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from monarch_backend.process_group import _own_address
+from monarch_backend.process_group._handshake import Deadline, within
+
+BackendType = dist.ProcessGroup.BackendType
+
+# The default timeout of the methods that take one: "use the group's", as c10d writes it.
+UNSET_TIMEOUT = c10d.AllreduceOptions().timeout
+
+_COPIED_OPTIONS = (
+    "group_rank",
+    "group_size",
+    "timeout",
+    "group_id",
+    "global_ranks_in_group",
+    "process_group",
+    "split_from",
+    "enable_reconfigure",
+)
+
+
+@dataclass(frozen=True)
+class Creation:
+    """What torch knows while it makes a group and does not tell a backend's creator."""
+
+    # device type -> backend name as the user wrote it; None: unknown, treat every device as ours
+    device_map: dict[str, str] | None = None
+    device_id: torch.device | None = None
+    split_from: Any = None
+
+
+def creation() -> Creation:
+    """Read the locals of ``distributed_c10d._new_process_group_helper``, which is calling our creator.
+
+    torch hands a creator neither the "cpu:monarch,cuda:gloo" that the user wrote, nor `device_id`, nor (before
+    2.14) the group to split from; and a creator that returns a ProcessGroup is called once for all devices.
+    Without the frame (another caller) the answer is an empty Creation.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_new_process_group_helper":
+            local = frame.f_locals
+            config = local.get("backend_config")
+            device_map = {k: str(v) for k, v in config.get_device_backend_map().items()} if config else None
+            return Creation(device_map, local.get("device_id"), local.get("split_from"))
+        frame = frame.f_back
+    return Creation()
+
+
+def watched() -> bool:
+    """True while something listens on torch's dispatcher, so that a collective must go through it.
+
+    Dispatch modes (FakeTensorMode, CommDebugMode, LocalTensorMode), the profiler, and compiled code that keeps
+    collectives in flight. Leans on torch._C._len_torch_dispatch_stack, profiler._is_profiler_enabled and
+    _distributed_c10d._allow_inflight_collective_as_graph_input.
+    """
+    return (
+        _len_torch_dispatch_stack() > 0 or profiler._is_profiler_enabled or _allow_inflight_collective_as_graph_input()
+    )
+
+
+def shortcut_names(ops: dict[str, int], dtypes: dict[torch.dtype, int]) -> tuple[Any, ...]:
+    """What the compiled shortcuts must know of torch (csrc/shm/python/shortcut.h: TorchNames); like `watched` they ask.
+
+    ``ops`` and ``dtypes`` have the core's codes.
+    """
+    kinds = dist.ReduceOp.RedOpType
+    codes = {int(getattr(kinds, name)): code for name, code in ops.items()}
+    watches = [_len_torch_dispatch_stack, _allow_inflight_collective_as_graph_input]
+    types = torch.Tensor, torch.nn.Parameter
+    return *types, torch.strided, dist.ReduceOp.SUM, codes, dtypes, watches, vars(profiler)
+
+
+def profiled(title: str, tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
+    """A range of the profiler with the shapes of ``tensors``, which torch.profiler.record_function can't show."""
+    return _RecordFunctionFast(title, tensors)
+
+
+_NON_BLOCKING = frozenset(getattr(f, "__wrapped__", f).__code__ for f in (dist.isend, dist.irecv))
+_BLOCKING = frozenset(getattr(f, "__wrapped__", f).__code__ for f in (dist.send, dist.recv))
+
+
+def is_waited_for(caller: FrameType | None) -> bool:
+    """Whether the work that ``caller`` asks a group for is waited for at once, and nobody else ever sees it.
+
+    So do torch.distributed.send and recv, which call isend and irecv. Leans on their being functions that do, beneath
+    torch's logging decorator; where they don't, messages only take longer.
+    """
+    while caller is not None and caller.f_code in _NON_BLOCKING:
+        caller = caller.f_back
+    return caller is not None and caller.f_code in _BLOCKING
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def hide_from_dynamo(cls: _Class) -> _Class:
+    """Class decorator: the methods and all that they call run as they are, also inside a compiled region.
+
+    C++ (DDP broadcasting buffers, the reducer) calls them while TorchDynamo watches every Python frame; it would
+    try to compile them as a program of their own. torch.compiler.disable would do, but imports TorchDynamo; its
+    own mark on a code object, from torch._C._dynamo.eval_frame, costs nothing.
+    """
+    for member in vars(cls).values():
+        function = member.fget if isinstance(member, property) else member
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            skip = eval_frame._FrameAction.SKIP
+            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return cls
+
+
+class UntracedMode(TorchDispatchMode):
+    """A mode that compiled code does not look into; torch's own way to say so imports TorchDynamo: half a second."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+        hide_from_dynamo(cls)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps `__torch_dispatch__` in its own way; leans on TorchDispatchMode.__init_subclass__."""
+        return False
+
+
+class _PassOn(UntracedMode):
+    """Calls every operator again, from Python, which releases the GIL for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def through_dispatcher() -> AbstractContextManager[Any]:
+    """A context for the ``super()`` calls of an overridden collective.
+
+    torch's trampolines (PyProcessGroup.hpp) hold the GIL while they call the C++ base. Gloo's threads free a
+    finished work, which takes the GIL for its tensors, under the lock that the next operation waits for: both
+    wait for ever. A dispatch mode makes the operator pass through Python, where its call releases the GIL; a
+    mode that is already there does the same.
+    """
+    return nullcontext() if _len_torch_dispatch_stack() > 0 else _PassOn()  # type: ignore[no-untyped-call]
+
+
+class _Beneath(UntracedMode):
+    """Takes the c10d operators that reach it and does ``run(name, args)`` instead of what torch's kernel would do."""
+
+    def __init__(self, run: Callable[[str, tuple[Any, ...]], Any], kernel: Kernel | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run, self._kernel = run, kernel
+        self._works: list[Any] = []  # C++ keeps a boxed work alive, but not its Python side
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d" or _len_torch_dispatch_stack() > 0:
+            return func(*args, **(kwargs or {}))  # no operator of ours, or FakeTensorMode and the like come after us
+        for kind in types:
+            if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                with self:  # it calls the operator again, with what it stands for
+                    return kind.__torch_dispatch__(func, types, args, kwargs or {})
+        run = functools.partial(self._run, func._schema.name.partition("::")[2], args)
+        self._works.append(
+            run() if self._kernel is None else self._kernel.call(run, lambda: func(*args, **(kwargs or {})))
+        )
+        work = self._works[-1].boxed()
+        return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+class Kernel(C10DBackend):
+    """What torch >= 2.14 finds as the CPU's backend while its kernels call hooks before and after an operation.
+
+    The kernel of a c10d operator calls the hooks and, in between, a method of the backend: here that runs what `call`
+    was given. Who comes by another way (C++ that has no trampoline to us) reaches ``inner``. Leans on
+    py/PyBackend.hpp, which lets a backend be written in Python.
+    """
+
+    def __init__(self, rank: int, size: int, inner: Any, group_name: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg,unused-ignore]
+        self._set_group_uid(group_name)  # type: ignore[attr-defined,unused-ignore]  # a group has its backends' name
+        self._inner = inner
+        self._pending = threading.local()
+
+    def call(self, run: Callable[[], Any], operator: Callable[[], Any]) -> Any:
+        """The work of ``run``, which ``operator`` calls by way of its kernel."""
+        state = self._pending.__dict__
+        outer = dict(state)  # a hook may call another operation of the group
+        state["run"] = run
+        try:
+            operator()
+            return state["work"]
+        finally:
+            state.clear()
+            state.update(outer)
+
+    def getBackendName(self) -> str:  # torch's C++ name
+        """The flight recorder skips "gloo", which has a recorder of its own."""
+        return "shm"
+
+    def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
+        run = self._pending.__dict__.pop("run", None)
+        if run is None:
+            return getattr(self._inner, name)(*args)
+        self._pending.work = run()
+        return self._pending.work
+
+
+def _answering(name: str) -> Callable[..., Any]:
+    def method(self: Kernel, *args: Any) -> Any:
+        return self._answer(name, args)
+
+    return method
+
+
+_BACKEND_METHODS = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+for _name in _BACKEND_METHODS:
+    setattr(Kernel, _name, _answering(_name))
+
+
+def free_backend_type(taken: set[Any]) -> Any:
+    """A `ProcessGroup.BackendType` that no backend of a group has: c10d keeps one backend for each."""
+    return next(kind for kind in (BackendType.CUSTOM, BackendType.UCC, BackendType.MPI) if kind not in taken)
+
+
+@contextmanager
+def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any], kernel: Kernel | None = None) -> Iterator[None]:
+    """Inside, ``run(name, args)`` takes the place of the kernels of c10d's operators on plain tensors.
+
+    With a ``kernel`` torch's kernels are called, and it is what they find as the backend.
+
+    Dispatch modes that are on see, change or take the operators first, and so do tensor subclasses and the profiler:
+    all that the dispatcher does, around an operation that is not the registered group's. Leans on
+    torch.utils._python_dispatch, whose stack has the modes of torch's own (fake tensors, tracing) at its bottom.
+    """
+    users = []
+    while (
+        _get_current_dispatch_mode_stack()
+        and getattr(_get_current_dispatch_mode_stack()[-1], "_mode_key", None) is None
+    ):
+        users.append(_pop_mode())
+    ours = _Beneath(run, kernel)
+    _push_mode(ours)
+    for mode in reversed(users):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in range(len(users) + 1):
+            _pop_mode()
+        for mode in reversed(users):
+            _push_mode(mode)
+
+
+def creator_options(options: Any, store: Store, split_from: Any) -> Any:
+    """A copy of `_DistributedBackendOptions` for a group behind a route, with a store of its own."""
+    copy = _DistributedBackendOptions()
+    for name in _COPIED_OPTIONS:
+        if hasattr(options, name) and hasattr(copy, name):
+            setattr(copy, name, getattr(options, name))
+    copy.store = store
+    if hasattr(copy, "split_from"):
+        copy.split_from = split_from
+    return copy
+
+
+def own_connection(store: Store) -> Store:
+    """The same store over a connection of its own: a TCPStore's is taken while somebody waits for a key with it.
+
+    Leans on PrefixStore.underlying_store and Store.clone.
+    """
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    return store.clone() if isinstance(inner, TCPStore) and hasattr(store, "clone") else store
+
+
+def close_gloo_links(gloo: Any, other: int) -> None:
+    """End a Gloo group for all of its ranks: who waits for this one hears at once that the connection is closed.
+
+    Leans on Gloo closing every connection of a group in which a message (here one from ``other`` that nobody sends)
+    is late; its ``abort`` does nothing.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+    with suppress(RuntimeError):
+        gloo.recv([nothing], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+
+_NOBODY_SENDS = (1 << 31) - 1  # a tag
+
+
+def make_inner(
+    name: str, options: Any, store: Store, pg_options: Any, creation: Creation, device: str, deadline: Deadline
+) -> Any:
+    """Make torch's own group ``name`` ("gloo", "nccl", a plugin), as `_new_process_group_helper` would.
+
+    Its keys are in ``store``. Raises TimeoutError after the deadline.
+    """
+    store = PrefixStore(f"{device}:{name}", store)
+    opts = creator_options(options, store, creation.split_from)
+    ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
+    if ensure is not None:
+        ensure(name)
+    if name.upper() in dist.Backend._plugins:
+        plugin = dist.Backend._plugins[name.upper()]
+        if plugin.extended_api:
+            inner = plugin.creator_fn(opts, pg_options)
+        else:
+            inner = plugin.creator_fn(store, opts.group_rank, opts.group_size, opts.timeout)
+    elif name == "gloo":
+        inner = _make_gloo(opts, deadline)
+    elif name == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
+        inner = _make_nccl(opts, pg_options, creation.split_from)
+    elif name == "xccl":
+        inner = _make_xccl(opts, pg_options)
+    else:
+        # A RuntimeError by way of NotImplementedError: what torch's own callers of `_get_backend` expect.
+        raise NotImplementedError(f"this torch has no backend {name!r} for device {device!r}")
+    _meet(inner, deadline)
+    return _debug_wrapper(inner, opts) if isinstance(inner, C10DBackend) else inner
+
+
+def _meet(inner: Any, deadline: Deadline) -> None:
+    """Wait until all ranks of a new Gloo group are connected.
+
+    Its constructor returns when this rank's connections stand. A rank that destroys the group right then closes
+    them under the others, which fail with "connection closed by peer" in the middle of making it.
+    """
+    if dist.is_gloo_available() and isinstance(inner, c10d.ProcessGroupGloo):
+        options = BarrierOptions()
+        options.timeout = deadline.left()
+        inner.barrier(options).wait()  # type: ignore[attr-defined]
+
+
+def _make_gloo(opts: Any, deadline: Deadline) -> Any:
+    """As torch < 2.14 does inline; later releases have a plugin creator for it.
+
+    In a thread, because the constructor waits for each of the other ranks as long as its timeout.
+    """
+    own = _own_address.agree(opts.store, opts.group_size, deadline)
+    left = deadline.left()
+    chosen: dict[str, Any] = {"timeout": left}
+    if own:
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
+        options._timeout = left
+        chosen = {"options": options}
+    gloo = within(
+        left.total_seconds(), lambda: c10d.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, **chosen)
+    )
+    gloo.set_timeout(opts.timeout)
+    gloo.options.global_ranks_in_group = opts.global_ranks_in_group
+    gloo.options.group_name = opts.group_id
+    gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def _make_nccl(opts: Any, pg_options: Any, split_from: Any) -> Any:
+    """As torch < 2.14 does inline; later releases have a plugin creator for it."""
+    nccl = c10d.ProcessGroupNCCL
+    chosen = nccl.Options() if pg_options is None else pg_options
+    if pg_options is None:
+        chosen.is_high_priority_stream = False
+    chosen._timeout = opts.timeout
+    if split_from is not None:
+        chosen.split_from = split_from
+        chosen.split_color = c10d._process_group_color(opts.global_ranks_in_group)
+    chosen.global_ranks_in_group = opts.global_ranks_in_group
+    chosen.group_name = opts.group_id
+    group = nccl(opts.store, opts.group_rank, opts.group_size, chosen)
+    group._set_sequence_number_for_group()
+    return group
+
+
+def _make_xccl(opts: Any, pg_options: Any) -> Any:
+    """As torch < 2.14 does inline; later releases have a plugin creator for it."""
+    xccl = c10d.ProcessGroupXCCL
+    chosen = xccl.Options() if pg_options is None else pg_options
+    chosen._timeout = opts.timeout
+    chosen.global_ranks_in_group = opts.global_ranks_in_group
+    chosen.group_name = opts.group_id
+    return xccl(opts.store, opts.group_rank, opts.group_size, chosen)
+
+
+def debug_detail() -> bool:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    return bool(get_debug_level() == DebugLevel.DETAIL)
+
+
+def _debug_wrapper(inner: Any, opts: Any) -> Any:
+    """What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend; torch skips it for a ProcessGroup like ours."""
+    if not debug_detail() or not dist.is_gloo_available():
+        return inner
+    return c10d._create_process_group_wrapper(
+        wrapped_pg=inner,
+        store_prefix=opts.group_id,
+        store=opts.store,
+        rank=opts.group_rank,
+        world_size=opts.group_size,
+        timeout=opts.timeout,
+    )
+
+
+def finished_work(result: Any) -> Any:
+    """A Work that is done and whose future holds ``result``; what torch_xla returns from its collectives."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _alone(_pid: int) -> Any:  # of one process: a fork has no threads to serve it
+    return c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=30))
+
+
+def future_of_tensors(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
+    """A future that is done and holds ``tensors`` as a C++ list, which one made in Python can't.
+
+    Leans on the works of a Gloo group of one rank, whose broadcast leaves its tensors as they are.
+    """
+    work = _alone(os.getpid()).broadcast(tensors[:1], c10d.BroadcastOptions())
+    work.wait()
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return future
+
+
+def forget_coalescing(group: dist.ProcessGroup) -> None:
+    """Undo what `_coalescing_manager` noted before it asked us: else every later all_reduce waits for its end.
+
+    Leans on distributed_c10d._world.pg_coalesce_state.
+    """
+    c10d._world.pg_coalesce_state.pop(group, None)
+
+
+def backend_type(name: str) -> Any:
+    """The `ProcessGroup.BackendType` of a backend's name; CUSTOM for plugins."""
+    return dist.Backend.backend_type_map.get(name, BackendType.CUSTOM)
+
+
+def is_c10d_backend(inner: Any) -> bool:
+    """True for a compiled `c10d::Backend`, which C++ callers of the group can reach without Python."""
+    return isinstance(inner, C10DBackend)
+
+
+def peel(inner: Any) -> Any:
+    """The group inside the DETAIL wrapper, or ``inner`` itself."""
+    wrapper = getattr(c10d, "_ProcessGroupWrapper", None)
+    while wrapper is not None and isinstance(inner, wrapper):
+        inner = inner.wrapped_pg
+    return inner
+
+
+def timeout_of(inner: Any) -> timedelta:
+    """A Gloo group's timeout, wherever it was changed last; leans on its ``options._timeout``."""
+    timeout: timedelta = peel(inner).options._timeout
+    return timeout
+
+
+def backend_config(group: dist.ProcessGroup) -> str:
+    """What the user wrote, as "cpu:monarch,cuda:monarch"; only once torch has registered the group."""
+    return dist.get_backend_config(group)
+
+
+def splits(inner: Any) -> bool:
+    """True for a group that can split its communicator (NCCL); Gloo says so too, but has nothing to keep."""
+    return bool(getattr(peel(inner), "supports_splitting", False)) and hasattr(peel(inner), "perform_nocolor_split")
+
+
+def split_options(
+    group: dist.ProcessGroup, options: Any, ranks: list[int], timeout: timedelta | None, name: str
+) -> Any:
+    """`_DistributedBackendOptions` for a group of some of ``group``'s ranks, whose own options are ``options``."""
+    store = PrefixStore(f"{name}/", options.store)
+    made = creator_options(options, store, None)
+    # Before torch registers a group nobody knows its global ranks; then its own ranks are all there is.
+    registered = group in c10d._world.pg_group_ranks
+    members = dist.get_process_group_ranks(group) if registered else list(range(group.size()))
+    made.group_rank, made.group_size = ranks.index(group.rank()), len(ranks)
+    made.global_ranks_in_group = [members[rank] for rank in ranks]
+    made.group_id = name
+    if timeout is not None:
+        made.timeout = timeout
+    return made

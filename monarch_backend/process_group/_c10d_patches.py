@@ -1,0 +1,162 @@
+"""Functions of torch that refuse or degrade a backend because of its name, and what stands in for them.
+
+The only module whose functions replace any of torch's; _autoload.py puts them in place and imports this module
+at the first call. Each names torch's file and function and the releases that need it, and is checked by
+tests/test_torch_patches.py, which fails when torch no longer needs it or changed its shape. Groups of other
+backends reach torch's own function untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import FrameType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# name in torch.distributed -> first release of torch that does without a stand-in
+FIXED_IN = {"monitored_barrier": (2, 14)}
+
+
+@contextlib.contextmanager
+def overriding() -> Iterator[None]:
+    """Inside, kernels may be registered in the place of others, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="[^$]*Overriding a previously registered kernel")
+        yield
+
+
+def _is_ours(group: Any) -> bool:
+    from monarch_backend.process_group import MonarchProcessGroup
+
+    return isinstance(group, MonarchProcessGroup)
+
+
+def monitored_barrier(
+    original: Callable[..., None], group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+) -> None:
+    """torch < 2.14, distributed_c10d.py:monitored_barrier raises unless the backend is called "gloo"."""
+    # torch's default is GroupMember.WORLD as it was when torch was imported: None.
+    target: Any = c10d._get_default_group() if group is None else group
+    if not _is_ours(target):
+        return original(group, timeout, wait_all_ranks)
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    if timeout is None:
+        timeout = c10d._get_default_timeout(dist.get_backend(target))
+    c10d._check_valid_timeout(timeout)
+    target.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+    return None
+
+
+def batch_isend_irecv(original: Callable[..., Any], p2p_op_list: list[Any]) -> Any:
+    """All torch, distributed_c10d.py:batch_isend_irecv starts operations one by one, although some may share memory.
+
+    torch < 2.14 coalesces only if ``type(group) is ProcessGroup``. Without coalescing, NCCL runs each send and receive
+    of the batch separately, and two ranks that both send first deadlock.
+    """
+    c10d._check_p2p_op_list(p2p_op_list)
+    group = p2p_op_list[0].group or c10d._get_default_group()
+    if not _is_ours(group):
+        return original(p2p_op_list)
+    device = p2p_op_list[0].tensor.device
+    if device.type == "cpu":
+        from monarch_backend.process_group import _overlap
+
+        _overlap.refuse_batch(
+            cast(Any, group), [(op.op is dist.irecv, op.tensor, op.group_peer, op.tag) for op in p2p_op_list]
+        )
+    if not getattr(group._get_backend(device), "supports_coalescing", False):
+        return original(p2p_op_list)
+    with c10d._coalescing_manager(group, device, async_ops=True) as manager:
+        for op in p2p_op_list:
+            peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
+            op.op(op.tensor, group=op.group, tag=op.tag, **peer)
+    return manager.works
+
+
+def rendezvous(original: Callable[..., Any], url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
+    """All torch, distributed_c10d.py:init_process_group connects to the store before it asks any backend.
+
+    Where nobody listens that takes several times the timeout; see process_group/_rendezvous.py. This stands in for the
+    function by the name that init_process_group calls; torch.distributed.rendezvous stays torch's.
+    """
+    if not _initialises_ours(sys._getframe(1)) or set(kwargs) != {"timeout"}:
+        return original(url, rank, world_size, **kwargs)
+    from monarch_backend.process_group import _rendezvous
+
+    return _rendezvous.rendezvous(original, url, rank, world_size, **kwargs)
+
+
+def _initialises_ours(frame: FrameType | None) -> bool:
+    """Whether ``backend`` of the ``init_process_group`` that is calling has our name in it, which torch made lowercase.
+
+    Its locals, because rendezvous is not told.
+    """
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    backend = frame.f_locals.get("backend") if frame is not None else None
+    return "monarch" in [part.rpartition(":")[2].strip() for part in str(backend).split(",")]
+
+
+def restore_new_group() -> None:
+    """torch_xla 2.9, distributed/xla_backend.py: its import replaces dist.new_group for the groups of all backends.
+
+    Its function has no group_desc, device_id, sort_ranks or use_local_synchronization. Where the default group
+    is ours torch's own is called again. Does nothing unless somebody imported that module.
+    """
+    backend = sys.modules.get("torch_xla.distributed.xla_backend")
+    theirs = getattr(backend, "new_xla_process_group", None)
+    if theirs is None or dist.new_group is not theirs:
+        return
+
+    @functools.wraps(c10d.new_group)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return (c10d.new_group if _is_ours(dist.group.WORLD) else theirs)(*args, **kwargs)
+
+    dist.new_group = new_group
+
+
+def see_attached_hooks() -> None:
+    """torch >= 2.14, _distributed_c10d: NanCheckHook and FlightRecorderHook register themselves in C++.
+
+    Python does not see it, and their callbacks come from torch's dispatcher, which our groups pass by. `attach`
+    tells the group first. Without these classes, or a second time, it does nothing.
+    """
+    for name in ("NanCheckHook", "FlightRecorderHook"):
+        hook = getattr(torch._C._distributed_c10d, name, None)
+        if hook is not None and not hasattr(hook.attach, "__wrapped__"):
+            hook.attach = staticmethod(_telling(hook.attach, name))
+
+
+def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    # not functools.wraps: pybind11's functions have no attributes to copy
+    def attach(pg: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(pg):
+            pg.observe(_recorded(sys._getframe(1)) if name == "FlightRecorderHook" else ())
+        return original(pg, *args, **kwargs)
+
+    attach.__wrapped__ = original  # type: ignore[attr-defined]
+    return attach
+
+
+_SHARED = ("shm", "shm+gloo")  # _shm/bootstrap.py
+
+
+def _recorded(caller: FrameType) -> set[str]:
+    """Backends whose operations torch's recorder does not want to see, because they record them themselves.
+
+    And the shared memory, where torch 2.15 attaches a recorder because it does so to every group and nobody named a
+    size for it. It is not worth several times the latency: what hangs or dies there is named in the error.
+    """
+    themselves = set(getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", ()))
+    asked = any(os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    return themselves if asked or caller.f_code.co_name != "_maybe_attach_flight_recorder" else {*themselves, *_SHARED}

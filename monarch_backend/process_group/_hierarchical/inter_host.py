@@ -1,0 +1,253 @@
+"""Between the hosts of a group: messages from rank to rank over its Gloo, and how a failure gets around.
+
+Every rank that fails closes its links, so that who waits for it hears of it at once, and so on from host to host. What
+all ranks then raise is the first cause: it stands in the group's store, written by the rank that saw it. What is sent,
+and what happens inside a host, is hierarchical_backend.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from monarch_backend._core.limits import start_thread
+from monarch_backend.process_group import _c10d_internals
+from monarch_backend.process_group._rdma.p2p import Far
+from monarch_backend.process_group._rdma.p2p_protocol import STAGES
+
+Mail = Sequence[tuple[int, Tensor]]  # what goes to, or comes from, which rank
+Posted = list[tuple[Any, int]]
+Cause = tuple[str, int, str]  # what kind of failure, whose fault, what happened: as the compiled core says it
+
+_HEARSAY = 0.1  # seconds for whoever saw a failure happen to tell the ranks that only see its effects
+_STORE = 1.0  # seconds for the store to answer: a host that can't be reached any more may have it
+
+
+class Fault(Exception):
+    """Why an operation failed; ``witness`` is False for what may be an effect of something that others saw."""
+
+    def __init__(self, kind: str, rank: int, text: str, *, witness: bool) -> None:
+        super().__init__(kind, rank, text)
+        self.cause: Cause = (kind, rank, text)
+        self.witness = witness
+
+
+@dataclass
+class Call:
+    """One operation; its stages see the memory of the tensors as vectors."""
+
+    what: int
+    text: str
+    number: int
+    op: int
+    op_here: int  # the reduction inside a host, on the way to `op`
+    root: int
+    ins: list[Tensor]
+    outs: list[Tensor]
+    seconds: float
+    owners: list[Tensor] = field(default_factory=list)  # whose memory `ins` and `outs` are
+    deadline: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.seconds
+
+    def left(self) -> float:
+        """Seconds until it is late."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def owner_of(self, tensor: Tensor) -> Tensor | None:
+        """Who owns its memory, if that is one of the caller's tensors."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for owner in self.owners:
+            if owner.data_ptr() <= begin and end <= owner.data_ptr() + owner.nbytes:
+                return owner
+        return None
+
+
+@_c10d_internals.hide_from_dynamo
+class Between:
+    """The links of ``rank`` to the ranks of other hosts, and the group's word about the first failure.
+
+    ``fail`` is called, from another thread, when the group turns out to have failed during a long operation.
+    ``far`` carries what is large, where there are NICs.
+    """
+
+    def __init__(
+        self,
+        gloo: Any,
+        far: Far | None,
+        store: Store,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        fail: Callable[[Fault], object],
+    ) -> None:
+        self._gloo, self._far, self._rank, self._hosts = gloo, far, rank, hosts
+        self._store = _c10d_internals.own_connection(store)
+        self._fail = weakref.WeakMethod(fail)  # the group holds us
+        self._elsewhere = next(host[0] for host in hosts if rank not in host)
+        self._closed = False
+        self._under_way: tuple[Call, float] | None = None
+        self._announced = 0
+        _watch.add(self)
+
+    # Messages --------------------------------------------------------------------------------------------------
+
+    def post(self, call: Call, stage: str, sends: Mail, receives: Mail) -> Posted:
+        """Begin to send and receive tensors; ranks that disagree about the operation or a size do not meet."""
+        posted: Posted = []
+        for mail, name in ((receives, "recv"), (sends, "send")):
+            for rank, tensor in mail:
+                if tensor.nbytes == 0:
+                    continue
+                what = f"{call.number} {call.text} {stage} {tensor.nbytes}"
+                tag = zlib.crc32(what.encode()) >> 2 | STAGES  # apart from those of people
+                vector = [tensor.view(torch.uint8)]
+                try:
+                    if self._far is not None and self._far.takes(vector, 0):
+                        begin = functools.partial(
+                            getattr(self._far, name), owner=call.owner_of(tensor), seconds=call.left()
+                        )
+                    else:
+                        begin = getattr(self._gloo, name)
+                    posted.append((begin(vector, rank, tag), rank))
+                except RuntimeError as error:
+                    raise self._lost(call, rank, error) from None
+        return posted
+
+    def wait(self, call: Call, posted: Posted) -> None:
+        """Until these messages have been sent and have arrived."""
+        for work, rank in posted:
+            try:
+                work.wait(timedelta(seconds=max(call.left(), 0.001)))
+            except RuntimeError as error:
+                raise self._lost(call, rank, error) from None
+
+    def exchange(self, call: Call, stage: str, sends: Mail, receives: Mail) -> None:
+        """Post and wait."""
+        self.wait(call, self.post(call, stage, sends, receives))
+
+    def _lost(self, call: Call, rank: int, error: RuntimeError) -> Fault:
+        if not call.left():
+            alone = (rank,) in self._hosts
+            text = f"did not enter {call.text} within {call.seconds:g} s"
+            return Fault("late", rank, text + ("" if alone else ", or another rank of its host did not"), witness=False)
+        if (cause := getattr(error, "fault", None)) is not None:  # a NIC's message: it has said what happened
+            return Fault(*cause, witness=False)
+        said = str(error).strip().splitlines()[0]
+        return Fault("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", witness=False)
+
+    # Failures --------------------------------------------------------------------------------------------------
+
+    def first_cause(self, fault: Fault) -> Cause:
+        """What broke the group, as the first rank wrote it down; who only saw effects lets others go first."""
+        found = [fault.cause]
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # the store may be gone with its host
+                if not fault.witness:
+                    with contextlib.suppress(Exception):
+                        self._store.wait(["cause"], timedelta(seconds=_HEARSAY))
+                kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(fault.cause)))
+                found.append((str(kind), int(rank), str(text)))
+
+        asking = threading.Thread(target=ask, name="monarch_cause", daemon=True)
+        start_thread(asking)
+        asking.join(_HEARSAY + _STORE)
+        return found[-1]
+
+    def close_links(self) -> None:
+        """Fail the ranks that wait for us, and our own waits."""
+        _c10d_internals.close_gloo_links(self._gloo, self._elsewhere)
+
+    def close(self) -> None:
+        """Nobody watches over it any more."""
+        self._closed = True
+
+    @contextlib.contextmanager
+    def watched(self, call: Call) -> Any:
+        """Inside, somebody looks now and then whether the other ranks are at the same operation."""
+        self._under_way = call, time.monotonic()
+        try:
+            yield
+        finally:
+            self._under_way = None
+
+    def look_around(self, patience: float) -> bool:
+        """Whether anybody needs to look again; fails an operation that lasts while others failed or do another one."""
+        under_way, fail = self._under_way, self._fail()
+        if self._closed or fail is None:
+            return False
+        if under_way is None or time.monotonic() - under_way[1] < patience:
+            return True
+        call = under_way[0]
+        with contextlib.suppress(RuntimeError):
+            fault = self._others(call)
+            if fault is not None and self._under_way is under_way:
+                fail(fault)
+        return True
+
+    def _others(self, call: Call) -> Fault | None:
+        if self._announced != call.number:
+            self._store.set(f"at/{self._rank}", json.dumps([call.number, call.text]))
+            self._announced = call.number
+        if self._store.check(["cause"]):
+            return Fault("dead", -1, "a rank failed", witness=False)  # what stands there says more
+        for host in self._hosts:
+            key = f"at/{host[0]}"
+            if not self._store.check([key]):
+                continue
+            number, text = json.loads(self._store.get(key))
+            if number == call.number and text != call.text:
+                told = f"rank {host[0]} called {text}; rank {self._rank} called {call.text}"
+                text = f"the ranks disagree about operation {number} of the group, which ends it: {told}"
+                return Fault("mismatch", -1, text, witness=True)
+        return None
+
+
+class _Watch:
+    """One thread that looks after the groups of this process while there are any."""
+
+    PATIENCE = 1.0  # seconds
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: list[weakref.ref[Between]] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, group: Between) -> None:
+        with self._lock:
+            self._groups.append(weakref.ref(group))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="monarch_hosts", daemon=True)
+                start_thread(self._thread)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(self.PATIENCE)
+            with self._lock:
+                groups = list(self._groups)
+            gone = [ref for ref in groups if (group := ref()) is None or not group.look_around(self.PATIENCE)]
+            group = None
+            with self._lock:
+                self._groups = [ref for ref in self._groups if ref not in gone]
+                if not self._groups:
+                    self._thread = None
+                    return
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc] # its thread is the parent's

@@ -1,0 +1,122 @@
+"""What one process offers to its peers for all of its groups together: one arena of shared memory, one progress thread.
+
+Its size and its limits, and tensors that live in it. How peers meet is in bootstrap.py, what they do in shm_backend.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import multiprocessing.util
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from monarch_backend import _native
+from monarch_backend._core import env
+from monarch_backend._core.limits import explained
+from monarch_backend.process_group._errors import MonarchError
+
+before_end: list[Callable[[], None]] = []
+"""Called at the end of a process that shares memory, before its peers learn of the end."""
+
+
+def _call_before_end() -> None:
+    for call in before_end:
+        call()
+
+
+@dataclass
+class _Process:
+    """This process among those of its host, made with its first group."""
+
+    host: Any
+    engine: Any
+
+    def stop(self) -> None:
+        _call_before_end()
+        self.host.leave()
+        self.engine.stop()
+
+
+_process: _Process | None = None
+
+
+def this_process() -> _Process:
+    """Made on first use; raises OSError where the system has no room for the arena."""
+    global _process
+    if _process is None:
+        size = arena_bytes()
+        with explained(f"reserve {size} bytes of shared memory"):
+            host = _native.Host(size)
+        _process = _Process(host, _native.Engine(host))
+        atexit.register(_process.stop)
+        multiprocessing.util.Finalize(None, _call_before_end, exitpriority=0)  # its children skip atexit
+    return _process
+
+
+def _in_forked_child() -> None:
+    global _process
+    if _process is not None:
+        atexit.unregister(_process.stop)
+        _process.host.abandon()
+        _native.keep_for_ever(_process)  # its threads are the parent's: nothing here can join them
+        _process = None
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def arena_bytes() -> int:
+    """MONARCH_SHM_BYTES, or the default. Raises ValueError for what is no number of bytes."""
+    return int(env.get("MONARCH_SHM_BYTES"))
+
+
+def read_from() -> int:
+    """MONARCH_SHM_READV, 0 for never, or the default. Raises ValueError for what is no number of bytes."""
+    return int(env.get("MONARCH_SHM_READV"))
+
+
+class SharedMemoryError(MonarchError, MemoryError):
+    """No room for a tensor in this process's shared memory; the message says how much there is."""
+
+
+def empty_shared(*size: int | torch.Size | tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised CPU tensor of shape ``size`` in memory that the other ranks of this host have mapped.
+
+    Collectives of groups on the shared-memory route take their data straight from such a tensor, with no copy in
+    between, if all ranks that bring data have theirs in one. To everything else it is a tensor like any other; its
+    memory, which counts towards MONARCH_SHM_BYTES, is free again when the last view of it is gone.
+
+    Raises SharedMemoryError where MONARCH_SHM_BYTES have no room for it, and NotImplementedError on systems without
+    memfd. ``dtype`` is torch's default dtype unless given.
+
+    >>> import monarch_backend
+    >>> x = monarch_backend.empty_shared(2, 3).fill_(1)
+    >>> x.sum()
+    tensor(6.)
+    """
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    shape = torch.Size(shape)  # type: ignore[arg-type]
+    if any(length < 0 for length in shape):
+        raise ValueError(f"empty_shared: a tensor can't have the shape {list(shape)}")
+    if not hasattr(_native, "Host"):
+        raise NotImplementedError("this system has no memfd: tensors in shared memory are for Linux")
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    host, wanted = this_process().host, count * dtype.itemsize
+    try:
+        room = _native.Room(host, wanted)
+    except MemoryError:
+        who = f"rank {os.environ.get('RANK', '?')}, host {socket.gethostname()}, pid {os.getpid()}"
+        raise SharedMemoryError(
+            f"no room for {wanted} bytes of shared memory in one piece: {host.used()} of {host.size()} are in use. "
+            f"Free tensors or groups, or set MONARCH_SHM_BYTES higher before the first group is made. [{who}]"
+        ) from None
+    return torch.frombuffer(room, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,0 +1,559 @@
+"""The shared-memory route: CPU tensors of ranks on one host, as calls on the compiled core.
+
+How ranks find out that they share memory is in bootstrap.py; algorithms, waiting and failures are in csrc/shm/.
+Here c10d's arguments become addresses, and what the core reports becomes works and errors. The methods have the
+names and arguments of torch's own backends, so that a group can use either.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+)
+from torch.futures import Future
+
+from monarch_backend.process_group import _c10d_internals, _cpu_validation
+from monarch_backend.process_group._errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    MonarchError,
+    RankFailedError,
+)
+
+# csrc/shm/group.h: Collective; csrc/shm/reduce.h: Dtype and ReduceOp.
+BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = range(9)
+_DTYPES = {
+    dtype: code
+    for code, dtype in enumerate(
+        (
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.int8,
+            torch.uint8,
+            torch.int16,
+            torch.uint16,
+            torch.int32,
+            torch.uint32,
+            torch.int64,
+            torch.uint64,
+            torch.bool,
+            torch.complex64,
+            torch.complex128,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+        )
+    )
+}
+_BYTES = len(_DTYPES)
+_OPS = {name: code for code, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), 1)}
+_MOVES = 0
+
+_FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
+
+
+# What a shortcut takes: where the methods change nothing about a tensor of this dtype before it travels (process_group/_cpu_validation.py).
+_REDUCES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
+_MOVES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if dtype in _cpu_validation.REDUCIBLE}
+# Method -> (collective, the form of its arguments, the type of its options); csrc/shm/python/shortcut.h: Form.
+_IN_PLACE_FORM, _PAIR, _GATHERING, _EXCHANGE, _NOTHING_FORM = range(5)
+_SHORTCUTS = {
+    "allreduce": (ALL_REDUCE, _IN_PLACE_FORM, AllreduceOptions),
+    "broadcast": (BROADCAST, _IN_PLACE_FORM, BroadcastOptions),
+    "reduce": (REDUCE, _IN_PLACE_FORM, ReduceOptions),
+    "allgather": (ALL_GATHER, _GATHERING, AllgatherOptions),
+    "_allgather_base": (ALL_GATHER, _PAIR, AllgatherOptions),
+    "all_gather_single": (ALL_GATHER, _PAIR, AllgatherOptions),
+    "_reduce_scatter_base": (REDUCE_SCATTER, _PAIR, ReduceScatterOptions),
+    "reduce_scatter_single": (REDUCE_SCATTER, _PAIR, ReduceScatterOptions),
+    "alltoall_base": (ALL_TO_ALL, _EXCHANGE, AllToAllOptions),
+    "all_to_all_single": (ALL_TO_ALL, _EXCHANGE, AllToAllOptions),
+    "barrier": (BARRIER, _NOTHING_FORM, BarrierOptions),
+}
+
+
+def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(t.data_ptr(), t.nbytes) for t in tensors]
+
+
+def op_code(op: Any) -> int:
+    """The core's code of a ReduceOp."""
+    kind = getattr(op, "op", op)
+    return _OPS[kind.name]
+
+
+@_c10d_internals.hide_from_dynamo
+class ShmWork(dist.Work):
+    """One operation. ``outputs`` are what its future shows, ``finish`` copies results to where they belong."""
+
+    # Most works are done when they are made; defaults of the class keep that cheap.
+    _operation: Any = None  # None: it was done before it was returned
+    _finish: Callable[[], object] | None = None
+    _keep: object = None
+    _future: Future[list[Tensor]] | None = None
+    _settled = False
+    _error: BaseException | None = None
+    _lock = threading.RLock()
+
+    def __init__(self, group: SharedMemory, outputs: list[Tensor], finish: Callable[[], object] | None = None) -> None:
+        dist.Work.__init__(self)
+        self._group, self._outputs = group, outputs
+        if finish is not None:
+            self._finish = finish
+
+    def _end(self) -> None:
+        """What is left to do once the core is done; the second time nothing."""
+        with self._lock:
+            fault = None if self._operation is None else self._operation.fault
+            if fault is not None and self._error is None:
+                self._error = self._group.error(fault)
+            finish, self._finish, self._keep = self._finish, None, None
+            if finish is not None and self._error is None:
+                try:
+                    finish()
+                except Exception as error:  # of an earlier operation that is one with this to the caller
+                    self._error = error
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+        """Wait until the operation is done; raises its error, or CollectiveTimeoutError after ``timeout``."""
+        if self._operation is not None:
+            seconds = timeout.total_seconds() or 3e7
+            if not self._operation.done and not self._group.native.wait(self._operation, seconds):
+                raise CollectiveTimeoutError(f"timed out: the operation was not done within {seconds:g} s; it goes on")
+            self._end()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """True once the operation has ended, with an error or without."""
+        if self._operation is not None and not self._operation.done:
+            return False
+        self._end()
+        return True
+
+    def is_success(self) -> bool:
+        """True once the operation has ended without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The operation's error, if it has ended with one."""
+        self.is_completed()
+        return self._error
+
+    def _source_rank(self) -> int:
+        """Of a receive: the group rank that sent."""
+        return int(self._operation.source)
+
+    def result(self) -> list[Tensor]:
+        """The outputs, once the operation has ended."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the outputs.
+
+        To C++ (DDP's built-in hooks) it must hold a list of tensors of C++'s own, which Python can't make of a future
+        that is not done: there this call waits.
+        """
+        if "get_future" not in sys._getframe(1).f_code.co_names:
+            self.wait()
+            return _c10d_internals.future_of_tensors(self._outputs)
+        with self._lock:
+            if self._future is None:
+                # Not set_exception: C++ takes what that leaves for a value. An error out of `then` is one to it.
+                self._done: Future[None] = Future()
+                self._future = self._done.then(lambda _: self.result())
+        if self.is_completed():
+            self._settle()
+        return self._future
+
+    def ended(self) -> None:
+        """The core calls it from its progress thread; until then it has kept this work, and so the tensors, alive."""
+        self._end()
+        self._settle()
+
+    def _settle(self) -> None:
+        with self._lock:
+            settled, self._settled = self._settled, self._settled or self._future is not None
+            if settled or self._future is None:
+                return
+        self._done.set_result(None)  # not under the lock: it runs the caller's callbacks
+
+
+class _Done(ShmWork):
+    """An operation that has ended well. Made by shortcuts, which set its outputs: no Python runs for it."""
+
+    __init__ = dist.Work.__init__
+    _group: Any = None
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:  # noqa: ARG002
+        """It is done."""
+        return True
+
+
+def _contiguous(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], object] | None]:
+    """Tensors that can be written as memory; and, where these are copies, what copies them back."""
+    if all(t.is_contiguous() for t in tensors):
+        return list(tensors), None
+    pairs = [(t, torch.empty_like(t, memory_format=torch.contiguous_format)) for t in tensors]
+    return [scratch for _, scratch in pairs], _cpu_validation.copies(pairs)
+
+
+def _all_of(works: Sequence[ShmWork], finish: Callable[[], object] | None) -> Callable[[], object] | None:
+    """What finishes several operations that are one to the caller; those of a group end in order."""
+    if not works:
+        return finish
+
+    def all_of_them() -> None:
+        for work in works:
+            work.wait()
+        if finish is not None:
+            finish()
+
+    return all_of_them
+
+
+def explained(fault: tuple[str, int, str], members: Sequence[str], me: int, closed_why: str) -> Exception:
+    """What to raise for (kind, rank of the culprit or -1, what happened); ``members`` say who the ranks are."""
+    kind, rank, text = fault
+    here = f"rank {me} of {len(members)}, {members[me]}"
+    if kind == "mismatch":
+        return CollectiveMismatchError(f"{text}. No data were moved: make the ranks' calls agree. [{here}]")
+    if kind == "closed":
+        why = f" ({closed_why})" if closed_why else ""
+        return GroupClosedError(f"the process group was closed{why}; make a new one. [{here}]")
+    if kind == "full":
+        return RuntimeError(f"rank {rank} {text}: give it more, or use fewer groups. [{here}]")
+    who = f"rank {rank} ({members[rank]})" if rank >= 0 else "the group:"
+    end = f"The group can't be used any more: destroy it and make a new one. [{here}]"
+    if kind == "late":
+        end = end.replace("The group can't", "After a timeout the group can't")
+        return CollectiveTimeoutError(f"timed out: {who} {text}. {end}")
+    if kind == "unreadable":
+        return MonarchError(f"{who} {text}. {end}")
+    return RankFailedError(f"{who} {text}. {end}", rank)
+
+
+@_c10d_internals.hide_from_dynamo
+class SharedMemory:
+    """The ranks of one host as an inner group; ``members`` say who they are, for messages.
+
+    ``timeout`` is asked for each operation: torch changes it on the group behind the other route.
+    """
+
+    reduces = frozenset(_DTYPES)
+    sends = True  # point to point as well
+    in_short = True  # there are `shortcuts`
+
+    def __init__(
+        self, native: Any, engine: Any, members: Sequence[str], rank: int, timeout: Callable[[], timedelta]
+    ) -> None:
+        self.native, self._engine, self._members = native, engine, members
+        self._rank, self._size = rank, len(members)
+        self._timeout = timeout
+        self.closed_why = ""  # set before it is closed
+        self.failed = False  # a rank ended or was late
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives there have been."""
+        return int(self.native.sequence)
+
+    def error(self, fault: tuple[str, int, str]) -> Exception:
+        """What to raise for what the core reports: (kind, rank of the culprit or -1, what happened)."""
+        error = explained(fault, self._members, self._rank, self.closed_why)
+        self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
+        return error
+
+    def _run(
+        self,
+        collective: int,
+        piece: Tensor,
+        ins: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        opts: Any,
+        outputs: list[Tensor],
+        *,
+        op: int = _MOVES,
+        root: int = -1,
+        finish: Callable[[], object] | None = None,
+    ) -> ShmWork:
+        """Start it, and finish it here and now unless the caller wants to do other things meanwhile.
+
+        ``piece`` has the dtype and the size that all ranks must agree on.
+        """
+        code = _DTYPES.get(piece.dtype, _BYTES)
+        call = collective, code, op, root, piece.nbytes, _spans(ins), _spans(outs)
+        work = ShmWork(self, outputs, finish)
+        if getattr(opts, "asyncOp", True):
+            work._lock, work._keep = threading.RLock(), (ins, outs)
+            work._operation = self._engine().start(self.native, *call, self._seconds(opts), work.ended)
+            return work
+        operation = self.native.run(*call, self._seconds, opts)
+        if operation is not None:
+            return self._failed(operation, outputs)
+        if finish is not None:
+            work._end()
+        return work
+
+    def _seconds(self, opts: Any) -> float:
+        timeout = opts.timeout
+        seconds: float = (self._timeout() if timeout == _c10d_internals.UNSET_TIMEOUT else timeout).total_seconds()
+        return seconds
+
+    def shortcuts(self, owner: object, methods: Mapping[str, object]) -> dict[str, Any]:
+        """Name -> callable in the place of that method of ``owner``, for the calls of nearly all programs.
+
+        They take plain contiguous tensors and callers that wait; everything else they pass on to the method. Not where
+        the method of ``owner`` is another than that of ``methods``: who has overridden it wants to be called.
+        """
+        moves = _c10d_internals.shortcut_names(_OPS, _MOVES_AT_ONCE)
+        reduces = _c10d_internals.shortcut_names(_OPS, _REDUCES_AT_ONCE)
+        found = {}
+        for name, (collective, form, options) in _SHORTCUTS.items():
+            method = getattr(type(owner), name, None)
+            if not isinstance(method, FunctionType) or method is not methods.get(name):
+                continue  # C++'s own would come back to the shortcut
+            names = reduces if collective in (ALL_REDUCE, REDUCE, REDUCE_SCATTER) else moves
+            found[name] = self.native.shortcut(
+                collective, form, owner, name, options, _Done, self._failed, self._seconds, names
+            )
+        return found
+
+    def _failed(self, operation: Any, outputs: list[Tensor]) -> ShmWork:
+        """The work of an operation of this thread that has failed."""
+        work = ShmWork(self, outputs)
+        work._error = self.error(operation.fault)  # raised by wait(), so that hooks see a failed work as well
+        return work
+
+    # Collectives, as torch's own backends name them -------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        """All-reduce of one tensor, in place."""
+        (x,) = tensors
+        return self._run(ALL_REDUCE, x, tensors, tensors, opts, tensors, op=op_code(opts.reduceOp))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        """All-reduce of each of these tensors, in place."""
+        flat, finish = _contiguous(tensors)
+        for given, used in zip(tensors, flat, strict=True):
+            if used is not given:
+                used.copy_(given)
+        op = op_code(opts.reduceOp)
+        works = [self._run(ALL_REDUCE, x, [x], [x], opts, tensors, op=op) for x in flat[:-1]]
+        last = flat[-1]
+        return self._run(ALL_REDUCE, last, [last], [last], opts, tensors, op=op, finish=_all_of(works, finish))
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        """Reduce to the root, in place."""
+        (x,) = tensors
+        return self._run(REDUCE, x, tensors, tensors, opts, tensors, op=op_code(opts.reduceOp), root=opts.rootRank)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        """Broadcast from the root, in place."""
+        (x,) = tensors
+        return self._run(BROADCAST, x, tensors, tensors, opts, tensors, root=opts.rootRank)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
+        """Gather one tensor of each rank into a list."""
+        (row,), (x,) = outputs, inputs
+        return self._gather_row(row, x, opts, row, [])
+
+    def _gather_row(
+        self, row: list[Tensor], x: Tensor, opts: Any, shown: list[Tensor], before: list[ShmWork]
+    ) -> ShmWork:
+        x = x.contiguous()
+        outs, finish = _contiguous(row)
+        return self._run(ALL_GATHER, x, [x], outs, opts, shown, finish=_all_of(before, finish))
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
+        """Gather several tensors of each rank: ``outputs[rank][i]`` is what ``rank`` has as ``inputs[i]``."""
+        works: list[ShmWork] = []
+        shown = [t for row in outputs for t in row]
+        for i, x in enumerate(inputs):
+            works.append(self._gather_row([row[i] for row in outputs], x, opts, shown, works[-1:]))
+        return works[-1]
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> ShmWork:
+        """Gather into one tensor."""
+        return self._run(ALL_GATHER, input, [input], self._pieces(output), opts, [output])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
+        """Gather to the root."""
+        (x,) = inputs
+        x = x.contiguous()
+        row = outputs[0] if self._rank == opts.rootRank else []
+        outs, finish = _contiguous(row)
+        return self._run(GATHER, x, [x], outs, opts, row, root=opts.rootRank, finish=finish)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
+        """Scatter from the root."""
+        (out,) = outputs
+        row = inputs[0] if self._rank == opts.rootRank else []
+        return self._run(SCATTER, out, row, outputs, opts, outputs, root=opts.rootRank)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
+        """Reduce lists and scatter the result."""
+        (out,), (row,) = outputs, inputs
+        return self._run(REDUCE_SCATTER, out, row, outputs, opts, outputs, op=op_code(opts.reduceOp))
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> ShmWork:
+        """Reduce one large tensor and scatter it."""
+        row = self._pieces(input)
+        return self._run(REDUCE_SCATTER, output, row, [output], opts, [output], op=op_code(opts.reduceOp))
+
+    def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> ShmWork:
+        """Exchange rows of one tensor, ``inputs[rank]`` of them to each rank."""
+        ins = torch.split(input, list(inputs)) if inputs else self._pieces(input)
+        outs = torch.split(output, list(outputs)) if outputs else self._pieces(output)
+        return self._run(ALL_TO_ALL, output[:0], ins, outs, opts, [output])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
+        """Exchange lists of tensors."""
+        ins = [x.contiguous() for x in inputs]
+        outs, finish = _contiguous(outputs)
+        return self._run(ALL_TO_ALL, ins[0].view(-1)[:0], ins, outs, opts, outputs, finish=finish)
+
+    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        return list(tensor.view(self._size, tensor.numel() // self._size).unbind())
+
+    def barrier(self, opts: Any) -> ShmWork:
+        """Wait for all ranks."""
+        return self._run(BARRIER, _NOTHING, [], [], opts, [])
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
+        """Gather each input into its output."""
+        works: list[ShmWork] = []
+        for out, x in zip(outputs, inputs, strict=True):
+            before = _all_of(works[-1:], None)
+            works.append(self._run(ALL_GATHER, x, [x], self._pieces(out), opts, outputs, finish=before))
+        return works[-1]
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
+        """Reduce each input and scatter it into its output."""
+        works: list[ShmWork] = []
+        op = op_code(opts.reduceOp)
+        for out, x in zip(outputs, inputs, strict=True):
+            before = _all_of(works[-1:], None)
+            works.append(self._run(REDUCE_SCATTER, out, self._pieces(x), [out], opts, outputs, op=op, finish=before))
+        return works[-1]
+
+    # Point to point -----------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
+        """Send a tensor: done when the tensor may change again, received or not."""
+        return self._message(True, tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
+        """Receive a tensor of the same size and dtype from a rank."""
+        return self._message(False, tensors, rank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
+        """Receive from whoever sends first."""
+        return self._message(False, tensors, -1, tag)
+
+    def _message(self, sends: bool, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
+        (x,) = tensors
+        # Nobody but this thread need move what it waits for at once.
+        waits = _c10d_internals.is_waited_for(sys._getframe(3))
+        operation = self.native.message(sends, _DTYPES.get(x.dtype, _BYTES), rank, tag, x.data_ptr(), x.nbytes, x)
+        work = ShmWork(self, tensors)
+        work._operation = operation
+        if not operation.done:
+            seconds = self._timeout().total_seconds()
+            if waits:
+                self.native.finish(operation, seconds)
+            else:
+                work._lock, work._keep = threading.RLock(), tensors
+                self._engine().see_to(self.native, operation, seconds, work.ended)
+        operation.forget()  # it is done, or the engine has the work, which keeps the tensor
+        return work
+
+    def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
+        """The operation that torch's dispatcher calls ``name``, with its arguments."""
+        with _c10d_internals.profiled(f"shm:{_METHODS[name][1]}", _read_by(name, args)):
+            work: ShmWork = call_by_operator(self, opts, name, args)
+            return work
+
+    def set_reason(self, reason: str) -> None:
+        """Say why this rank is about to close the group, for the errors of the others; see `reason_of`."""
+        self.native.set_reason(reason)
+
+    def tell_end(self, reason: str) -> None:
+        """Say why this process is about to end with the group alive."""
+        self.native.set_reason(reason)
+
+    def close(self) -> None:
+        """End it: operations under way fail with GroupClosedError."""
+        self.native.close()
+
+
+_POINT_TO_POINT = frozenset({"send", "recv_", "recv_any_source_"})
+_IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"})
+# torch's operator -> (method, what the profiler calls it)
+_METHODS = {
+    "allreduce_": ("allreduce", "all_reduce"),
+    "allreduce_coalesced_": ("allreduce_coalesced", "all_reduce"),
+    "broadcast_": ("broadcast", "broadcast"),
+    "reduce_": ("reduce", "reduce"),
+    "allgather_": ("allgather", "all_gather"),
+    "_allgather_base_": ("_allgather_base", "all_gather"),
+    "allgather_coalesced_": ("allgather_coalesced", "all_gather"),
+    "allgather_into_tensor_coalesced_": ("allgather_into_tensor_coalesced", "all_gather"),
+    "gather_": ("gather", "gather"),
+    "scatter_": ("scatter", "scatter"),
+    "reduce_scatter_": ("reduce_scatter", "reduce_scatter"),
+    "_reduce_scatter_base_": ("_reduce_scatter_base", "reduce_scatter"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_tensor_coalesced", "reduce_scatter"),
+    "alltoall_": ("alltoall", "all_to_all"),
+    "alltoall_base_": ("alltoall_base", "all_to_all"),
+    "barrier": ("barrier", "barrier"),
+    "send": ("send", "send"),
+    "recv_": ("recv", "recv"),
+    "recv_any_source_": ("recv_anysource", "recvAnySource"),
+}
+
+
+def call_by_operator(inner: Any, opts: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """The work of an inner group, the shared memory or torch's, for what torch's dispatcher calls ``name``."""
+    call = getattr(inner, _METHODS[name][0])
+    if name == "barrier":
+        return call(opts)
+    if name in _POINT_TO_POINT:
+        return call(args[0], *args[2:])  # args[1] is the group
+    if name == "alltoall_base_":
+        return call(args[0], args[1], args[3], args[4], opts)
+    return call(args[0], opts) if name in _IN_PLACE else call(args[0], args[1], opts)
+
+
+def _read_by(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors whose shapes the profiler shows: what the operation reads."""
+    if name == "barrier":
+        return []
+    given = args[0] if name in _IN_PLACE or name in _POINT_TO_POINT else args[1]
+    tensors = [given] if isinstance(given, Tensor) else list(given)
+    return [t for row in tensors for t in (row if isinstance(row, (list, tuple)) else [row])]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)

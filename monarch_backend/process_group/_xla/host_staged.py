@@ -1,0 +1,210 @@
+"""XLA tensors of processes whose XLA clients can't talk to each other: their collectives go through the host's memory.
+
+PJRT's CPU client is such a one: each process has a device of its own. A collective copies its tensors to the CPU, does
+there what the group does with CPU tensors, and copies the results back. Which processes these are, xla_backend.py decides.
+
+And `functional_by_groups`: torch_xla's own functional collectives reduce over all devices, whatever the group is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree as pytree
+
+from monarch_backend._core import env
+from monarch_backend.process_group import _c10d_internals, _c10d_patches
+from monarch_backend.process_group._errors import where
+from monarch_backend.process_group._hooks import LateWork
+from monarch_backend.process_group._integer_mean import INTEGERS, divide_sum
+from monarch_backend.process_group._xla import graph_hash_workaround
+
+if TYPE_CHECKING:
+    from monarch_backend.process_group._process_group import MonarchProcessGroup
+
+_WRITING = frozenset({
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "_allgather_base",
+    "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather", "gather_single", "scatter",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
+    "alltoall", "alltoall_base", "recv", "recv_anysource",
+})  # fmt: skip
+"""What changes its first argument, all tensors in it."""
+_FROM_WHAT_IS_THERE = frozenset({"allreduce", "allreduce_coalesced", "reduce", "broadcast"})
+"""Of these the ones that read it, too. For the others what is in it need not be computed."""
+_NAMES = {
+    "_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single",
+    "alltoall_base": "all_to_all_single",
+}  # fmt: skip
+"""Inner groups have the older names."""
+
+
+class NothingToEnd:
+    """What a route has to answer to, and XLA has nothing for: it runs what it is given when it is asked for a value, so
+    there is nothing to time, count or end.
+    """
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing: XLA has no timeouts; of what goes through the host, the CPU's route has one."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        """Nothing: the client belongs to the process."""
+
+    def abort(self) -> None:
+        """Nothing: what runs in XLA can't be ended; of what goes through the host, the CPU's route is."""
+
+
+class StagedGroup(NothingToEnd):
+    """Behind the XLA route: the group itself, with copies on the CPU."""
+
+    def __init__(self, group: MonarchProcessGroup) -> None:
+        self._group = group
+        _say_once(group)
+        functional_by_groups()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("send", "barrier"):
+            return functools.partial(self._staged, name)
+        if name in _WRITING:
+            return functools.partial(self._written, name)
+        raise AttributeError(f"the XLA route has no {name}")
+
+    def _staged(self, name: str, *args: Any) -> Any:
+        return getattr(self._group, name)(*graph_hash_workaround.all_on_host(args))
+
+    def _written(self, name: str, outputs: Any, *rest: Any) -> Any:
+        group = self._group
+        own = getattr(group, _NAMES.get(name, name), None) or getattr(group, name)
+        if name in _FROM_WHAT_IS_THERE:
+            there, *rest = graph_hash_workaround.all_on_host((outputs, *rest))
+        else:
+            there, rest = pytree.tree_map(_room_for, outputs), graph_hash_workaround.all_on_host(rest)
+        work = own(there, *rest)
+
+        def finish() -> None:
+            with torch.no_grad():
+                for mine, staged in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(there), strict=True):
+                    mine.copy_(staged)
+
+        given = pytree.tree_leaves(outputs)
+        late = LateWork(work, given, finish)
+        if name in ("recv", "recv_anysource"):  # the sender may be this very thread, later
+            return late
+        late.wait()
+        return _c10d_internals.finished_work(given)
+
+
+def _room_for(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype) if graph_hash_workaround.is_on_xla(value) else value
+
+
+@functools.cache
+def _say(_pid: int, text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _say_once(group: MonarchProcessGroup) -> None:
+    if env.get("MONARCH_DEBUG"):
+        why = "the XLA clients of these processes can't talk to each other (PJRT's CPU client)"
+        _say(os.getpid(), f"monarch_backend: {why}: collectives of XLA tensors go through the host [{where(group)}]\n")
+
+
+# Functional collectives -----------------------------------------------------------------------------------------
+
+_libraries: list[torch.library.Library] = []
+
+
+def functional_by_groups() -> None:
+    """From now on functional collectives of XLA tensors are those of the group that they name; again: nothing.
+
+    torch_xla's own leave the group out.
+    """
+    if _libraries:
+        return
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    with _c10d_patches.overriding():
+        for name, kernel in _KERNELS.items():
+            library.impl(name, kernel, "XLA", allow_override=True)  # torch_xla has one in Python, too
+    _libraries.append(library)
+
+
+def _op(name: str) -> Any:
+    return getattr(dist.ReduceOp, name.upper())
+
+
+def _group(name: str) -> Any:
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    out = x.clone()
+    _reduce(out, op, group)
+    return out
+
+
+def _reduce(x: torch.Tensor, op: str, group: str) -> None:
+    """In place; XLA has no mean."""
+    ours = _group(group)
+    if op.lower() != "avg":
+        dist.all_reduce(x, _op(op), ours)
+        return
+    dist.all_reduce(x, dist.ReduceOp.SUM, ours)
+    x.copy_(_mean(x, ours.size()))
+
+
+def _mean(total: torch.Tensor, count: int) -> torch.Tensor:
+    return divide_sum(total, count) if total.dtype in INTEGERS else total / count
+
+
+def _all_reduce_here(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    _reduce(x, op, group)
+    return x
+
+
+def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    shape = (size * x.shape[0], *x.shape[1:]) if x.ndim else (size,)
+    out = x.new_empty(shape)
+    dist.all_gather_into_tensor(out, x.contiguous(), _group(group))
+    return out
+
+
+def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    mean = op.lower() == "avg"
+    dist.reduce_scatter_tensor(out, x.contiguous(), dist.ReduceOp.SUM if mean else _op(op), _group(group))
+    return _mean(out, size) if mean else out
+
+
+def _all_to_all(x: torch.Tensor, outputs: Any, inputs: Any, group: str) -> torch.Tensor:
+    outputs, inputs = list(map(int, outputs)), list(map(int, inputs))
+    out = x.new_empty((sum(outputs), *x.shape[1:]) if outputs else x.shape)
+    dist.all_to_all_single(out, x.contiguous(), outputs or None, inputs or None, _group(group))
+    return out
+
+
+def _broadcast(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
+    out = x.clone()
+    dist.broadcast(out, group=_group(group), group_src=source)
+    return out
+
+
+def _each(kernel: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    return lambda tensors, *args: [kernel(each, *args) for each in tensors]
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce, "all_reduce_coalesced": _each(_all_reduce), "all_reduce_": _all_reduce_here,
+    "all_gather_into_tensor": _all_gather, "all_gather_into_tensor_coalesced": _each(_all_gather),
+    "reduce_scatter_tensor": _reduce_scatter, "reduce_scatter_tensor_coalesced": _each(_reduce_scatter),
+    "all_to_all_single": _all_to_all, "broadcast": _broadcast, "wait_tensor": lambda tensor: tensor,
+}  # fmt: skip

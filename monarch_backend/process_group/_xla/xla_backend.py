@@ -1,0 +1,168 @@
+"""What stands between our group and torch_xla's: finding it, and saying in words what it can't do.
+
+torch_xla's ProcessGroupXla was made to be the default group itself. Behind a route it needs our ranks told, and
+it computes wrong results, without a word, for some collectives of a group that is not the whole world. Here are
+those checks. May not import torch_xla before an XLA tensor comes: its import takes seconds and starts threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from monarch_backend.process_group import _c10d_internals, _c10d_patches
+from monarch_backend.process_group._errors import NoRouteError, bad_argument, where
+from monarch_backend.process_group._xla.host_staged import NothingToEnd, StagedGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from monarch_backend.process_group._process_group import MonarchProcessGroup
+
+_BACKEND = "torch_xla.distributed.xla_backend"
+
+REDUCE_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR")
+_LACKING = {
+    "allreduce_coalesced": "Call all_reduce for each tensor; XLA fuses them.",
+    "allgather_into_tensor_coalesced": "Call all_gather_into_tensor for each tensor; XLA fuses them.",
+    "all_gather_single_coalesced": "Call all_gather_into_tensor for each tensor; XLA fuses them.",
+    "reduce_scatter_tensor_coalesced": "Call reduce_scatter_tensor for each tensor; XLA fuses them.",
+    "reduce_scatter_single_coalesced": "Call reduce_scatter_tensor for each tensor; XLA fuses them.",
+    "recv_anysource": "Name the source rank.",
+    "gather_single": "Use gather.",
+    "monitored_barrier": "Use a CPU barrier: call it without device_ids.",
+}
+_PASSED_ON = frozenset({"allgather", "_allgather_base", "allgather_coalesced", "reduce_scatter_coalesced", "barrier"})
+# These leave the group out when they call XLA (torch_xla 2.9), or take a rank of the group for one of the world.
+_WHOLE_WORLD_ONLY = frozenset({"reduce", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv"})
+
+
+def missing() -> str:
+    """Why there is no XLA route in this process, or ""; imports nothing of torch_xla."""
+    if "torch_xla" not in sys.modules and importlib.util.find_spec("torch_xla") is None:
+        return "torch_xla is not installed; pip install 'monarch_backend[xla]' (it needs the torch it was built for)"
+    runtime = sys.modules.get("torch_xla.runtime")
+    if runtime is not None and runtime.is_spmd():
+        return "torch_xla is in SPMD mode, where XLA itself moves the data; use its sharding, or leave out use_spmd()"
+    try:
+        version = importlib.metadata.version("torch_xla")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    if version.split(".")[:2] != torch.__version__.split(".")[:2]:
+        return f"torch_xla {version} was built for another torch than {torch.__version__}; install the matching one"
+    return ""
+
+
+def make(
+    group: MonarchProcessGroup, inner: Callable[[], Any], ranks: list[int], options: Any
+) -> XlaGroup | StagedGroup:
+    """The group behind the XLA route; ``inner`` makes torch_xla's own once its package is imported."""
+    try:
+        importlib.import_module(_BACKEND)
+    except Exception as error:  # a torch_xla for another torch fails with whatever the loader says
+        raise NoRouteError(
+            f"torch_xla is installed and can't be imported with torch {torch.__version__}: {error} [{where(group)}]"
+        ) from error
+    _c10d_patches.restore_new_group()
+    if _is_alone():
+        return StagedGroup(group)
+    _check_world(group)
+    return XlaGroup(inner(), group, ranks, options)
+
+
+def _is_alone() -> bool:
+    """Whether this process's XLA client knows no other process, and never can: PJRT's CPU client."""
+    from torch_xla import runtime
+
+    devices = runtime.global_runtime_device_count()
+    return runtime.device_type() == "CPU" and devices == 1 and dist.get_world_size() > 1
+
+
+def _check_world(group: MonarchProcessGroup) -> None:
+    """XLA numbers its devices itself; where the numbers are not our ranks, results would be wrong."""
+    from torch_xla import runtime
+
+    devices, ordinal = runtime.world_size(), runtime.global_ordinal()
+    if (devices, ordinal) != (dist.get_world_size(), dist.get_rank()):
+        raise NoRouteError(
+            f"torch_xla counts {devices} devices and this one is number {ordinal}; torch.distributed counts "
+            f"{dist.get_world_size()} ranks and this is rank {dist.get_rank()}. Start one process per device with "
+            f'torch_xla.launch, or init_process_group("monarch", init_method="xla://") under torchrun. [{where(group)}]'
+        )
+
+
+class XlaGroup(NothingToEnd):
+    """torch_xla's group behind a route: passes on what it can do, refuses the rest with the reason."""
+
+    def __init__(self, inner: Any, group: MonarchProcessGroup, ranks: list[int], options: Any) -> None:
+        world = dist.get_world_size()
+        if not ranks and group.size() != world:
+            raise NoRouteError(
+                f"a group made by split_group has no route for XLA tensors; use new_group. [{where(group)}]"
+            )
+        self._inner, self._group = inner, group
+        self._ranks = ranks or list(range(world))
+        self._whole_world = self._ranks == list(range(world))
+        # As torch_xla's own new_group does; without a mesh every collective would run over all devices.
+        mesh = [[rank] for rank in range(world)] if len(self._ranks) == 1 else [self._ranks]
+        inner._mesh = (options or {}).get("mesh", mesh)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LACKING:
+            raise self._refusal(name, "torch_xla's group lacks it", _LACKING[name])
+        if name in _WHOLE_WORLD_ONLY and not self._whole_world:
+            raise self._refusal(
+                name, "torch_xla's group does it for all ranks only, not for a subgroup", "Use the default group."
+            )
+        if name not in _PASSED_ON | _WHOLE_WORLD_ONLY:
+            raise AttributeError(f"the XLA route has no {name}")
+        return getattr(self._inner, name)
+
+    def _refusal(self, name: str, reason: str, remedy: str) -> NoRouteError:
+        return NoRouteError(f"{name} on route xla -> xla: {reason}. {remedy} [{where(self._group)}]")
+
+    def _reduces(self, collective: str, opts: Any) -> None:
+        kind = getattr(opts.reduceOp, "op", opts.reduceOp)
+        name = str(getattr(kind, "name", kind))
+        if name not in REDUCE_OPS:
+            remedy = f"Use one of {', '.join(REDUCE_OPS)}."
+            raise bad_argument(self._group, collective, f"torch_xla has no reduce op {name}", remedy)
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        """All-reduce in place."""
+        self._reduces("all_reduce", opts)
+        return self._inner.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        """Reduce to one rank, in the default group."""
+        self._reduces("reduce", opts)
+        return self.__getattr__("reduce")(tensors, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Reduce lists of tensors and scatter the result."""
+        self._reduces("reduce_scatter", opts)
+        return self._inner.reduce_scatter(outputs, inputs, opts)
+
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> Any:
+        self._reduces("reduce_scatter_tensor", opts)
+        return self._inner._reduce_scatter_base(output, input, opts)
+
+    def alltoall_base(self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any) -> Any:
+        """Exchange equal slices of one tensor, in the default group."""
+        if output_splits or input_splits:
+            what = "torch_xla has no split sizes"
+            raise bad_argument(self._group, "all_to_all_single", what, "Exchange equal slices.")
+        return self.__getattr__("alltoall_base")(output, input, output_splits, input_splits, opts)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        """Broadcast in place; torch_xla's own method looks its group up in torch's list, where it is not."""
+        from torch_xla.core import xla_model
+
+        xla_model.collective_broadcast(tensors, self._ranks[opts.rootRank], groups=self._inner._mesh, pin_layout=False)
+        return _c10d_internals.finished_work(tensors)
