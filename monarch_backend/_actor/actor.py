@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from monarch_backend._actor.errors import UnknownEndpointError
-from monarch_backend._mesh.extent import MeshTrait
+from monarch_backend._mesh.extent import MeshBase
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,7 +132,7 @@ def build(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ActorClassInfo:
     """What is known of an actor class: its endpoints, and whether it needs an event loop."""
 
     cls: type
@@ -156,12 +156,12 @@ class Blueprint:
 def _reserved() -> frozenset[str]:
     from monarch_backend._actor.actor_mesh import ActorMesh
 
-    names = {*dir(MeshTrait), *dir(ActorMesh), "_core", "_shape"}
+    names = {*dir(MeshBase), *dir(ActorMesh), "_core", "_shape"}
     return frozenset(name for name in names if not name.startswith("__"))
 
 
 @functools.lru_cache(maxsize=1024)
-def blueprint(cls: type) -> Blueprint:
+def blueprint(cls: type) -> ActorClassInfo:
     """Read an actor's class. Raises TypeError for another class and ValueError for endpoints that don't fit
     together.
     """
@@ -186,7 +186,7 @@ def blueprint(cls: type) -> Blueprint:
             f"{cls.__name__} mixes `def` and `async def` endpoints: an actor has one kind. "
             f"Make these async, too: {plain}"
         )
-    return Blueprint(cls, found, kinds == {True})
+    return ActorClassInfo(cls, found, kinds == {True})
 
 
 def specify(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._actor.mesh_state import ActorCore
-from monarch_backend._mesh.extent import MeshTrait, Shape
+from monarch_backend._actor.mesh_state import ActorMeshState
+from monarch_backend._mesh.extent import MeshBase, Shape
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcReference, whole
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ def _from_reference(
     return ActorMesh(program().actor_core(actor, name, cls, procs, labels, sizes, bases, owner), shape)
 
 
-class ActorMesh(MeshTrait):
+class ActorMesh(MeshBase):
     """Actors, one for each rank; from ``proc_mesh.spawn(name, Class, ...)``. ``mesh.method`` is an Endpoint.
 
     Slices show some of the actors; references may be sent to any actor.
     """
 
-    def __init__(self, core: ActorCore, shape: Shape | None = None) -> None:
+    def __init__(self, core: ActorMeshState, shape: Shape | None = None) -> None:
         self._core = core
         self._shape = shape or Shape.of(core.extent)
 
@@ -59,9 +59,9 @@ class ActorMesh(MeshTrait):
 
         spec = self._core.blueprint.endpoints.get(name)
         if spec is None and callable(getattr(self._core.blueprint.cls, name, None)):
-            from monarch_backend._actor.endpoint import Undecorated
+            from monarch_backend._actor.endpoint import NonEndpointMethod
 
-            return Undecorated(self, name)  # type: ignore[return-value]
+            return NonEndpointMethod(self, name)  # type: ignore[return-value]
         found: Endpoint[Any] = Endpoint(self, self._core.blueprint.spec(name))
         self.__dict__[name] = found  # the next time without coming here
         return found

@@ -14,7 +14,16 @@ from typing import Any
 from monarch_backend._actor import blocking_calls, context
 from monarch_backend._actor.codec import read_prefix
 from monarch_backend._actor.errors import MeshFailure
-from monarch_backend._actor.runner import _CALLERS, MAX_RETRY_S, REPORT_AFTER_S, Answer, Cell, Flow, Job, Message
+from monarch_backend._actor.runner import (
+    _CALLERS,
+    MAX_RETRY_S,
+    REPORT_AFTER_S,
+    ActorRunner,
+    Job,
+    Message,
+    ReplyHandle,
+    StreamCredit,
+)
 from monarch_backend._serialization.pickling import dumps, loads
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer
@@ -35,7 +44,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-class AsyncCell(Cell):
+class AsyncActorRunner(ActorRunner):
     """One message at a time, but for those of concurrent endpoints."""
 
     _blocked_by = "C code does not return to Python, or a task that the message has started blocks the event loop"
@@ -236,7 +245,7 @@ class AsyncCell(Cell):
     async def _one(self, message: Message) -> None:
         peer, frame, _ = message
         called, extent = read_prefix(frame.prefix)
-        answer = Answer(self.program, message, called.port)
+        answer = ReplyHandle(self.program, message, called.port)
         context.message.set((frame.rank, extent))
         try:
             await self._call_async(called.method, called.plain, frame, peer, answer)
@@ -253,7 +262,7 @@ class AsyncCell(Cell):
         except BaseException as error:
             self._raised(error, answer)
 
-    async def _call_async(self, name: str, plain: int, frame: Frame, peer: Peer, answer: Answer) -> None:
+    async def _call_async(self, name: str, plain: int, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
         found = self._methods.get((name, plain))
         if found is None:
             found = self._methods[name, plain] = self._find(name, plain)
@@ -270,7 +279,7 @@ class AsyncCell(Cell):
         if not answer.explicit:
             answer.value(result)
 
-    async def _drain_async(self, generator: Any, frame: Frame, peer: Peer, answer: Answer) -> None:
+    async def _drain_async(self, generator: Any, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
         key = (peer.token, frame.ref)
         flow = self._flows[key] = AsyncFlow(asyncio.get_running_loop())
         try:
@@ -348,7 +357,7 @@ class AsyncCell(Cell):
             log.exception("__cleanup__ of %s failed", self.name)
 
 
-_CALLERS |= {AsyncCell._call_async.__code__, AsyncCell._drain_async.__code__}
+_CALLERS |= {AsyncActorRunner._call_async.__code__, AsyncActorRunner._drain_async.__code__}
 
 
 def _soon(loop: asyncio.AbstractEventLoop | None, call: Callable[..., object], *args: Any) -> None:
@@ -358,7 +367,7 @@ def _soon(loop: asyncio.AbstractEventLoop | None, call: Callable[..., object], *
             loop.call_soon_threadsafe(call, *args)
 
 
-class AsyncFlow(Flow):
+class AsyncFlow(StreamCredit):
     """Told on the reading thread, waited for on the loop."""
 
     __slots__ = ("_event", "_loop")

@@ -22,7 +22,7 @@ from monarch_backend._actor import context
 from monarch_backend._actor.errors import CancelledError
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runner import Cell
+    from monarch_backend._actor.runner import ActorRunner
 
 CANCEL_SIGNAL = signal.SIGURG
 """Of workers only, see program_exit.py for the main program. Processes without a handler, such as children, ignore it."""
@@ -37,7 +37,7 @@ STILL_S = 0.05
 MAX_MOVING_S = 0.5
 """The same where it does not stand still."""
 
-_target: Cell | None = None
+_target: ActorRunner | None = None
 
 
 def install() -> None:
@@ -78,7 +78,7 @@ def why_not(thread_id: int) -> str | None:
     )
 
 
-def interrupt(cell: Cell) -> None:
+def interrupt(cell: ActorRunner) -> None:
     """Have ``cell.raise_in(frame)`` called on the main thread."""
     global _target
     _target = cell

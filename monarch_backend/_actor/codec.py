@@ -22,7 +22,7 @@ Address = tuple[str, int, int]
 """Of a port: token, number, -1; or of the way back to a caller: token, the call's number, the rank that answers."""
 
 
-class Called(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class CallHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The prefix of a call: the endpoint, the mesh or slice it was sent to, and where the reply goes if not back."""
 
     method: str
@@ -33,16 +33,16 @@ class Called(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Called)
-_known: dict[bytes, tuple[Called, Extent]] = {}
+_decoder = msgspec.msgpack.Decoder(CallHeader)
+_known: dict[bytes, tuple[CallHeader, Extent]] = {}
 
 
 def prefix_of(method: str, extent: Extent, port: Address | None = None, plain: int = 0) -> bytes:
     """The prefix of a call."""
-    return _encoder.encode(Called(method, tuple(extent.labels), tuple(extent.sizes), port, plain))
+    return _encoder.encode(CallHeader(method, tuple(extent.labels), tuple(extent.sizes), port, plain))
 
 
-def read_prefix(prefix: bytes) -> tuple[Called, Extent]:
+def read_prefix(prefix: bytes) -> tuple[CallHeader, Extent]:
     """The endpoint and the extent of a call's prefix; remembered, since they are few."""
     found = _known.get(prefix)
     if found is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._mesh.extent import Extent, Point
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runner import Cell
+    from monarch_backend._actor.runner import ActorRunner
 
 cell: ContextVar[Any] = ContextVar("monarch_actor", default=None)
 message: ContextVar[tuple[int, Extent] | None] = ContextVar("monarch_message", default=None)
@@ -21,7 +21,7 @@ class ActorInstance:
 
     __slots__ = ("_cell",)
 
-    def __init__(self, running: Cell | None) -> None:
+    def __init__(self, running: ActorRunner | None) -> None:
         self._cell = running
 
     def __reduce__(self) -> Any:

@@ -11,7 +11,7 @@ from monarch_backend._actor.actor import EndpointSpec, specify
 from monarch_backend._actor.codec import prefix_of, supervision_error
 from monarch_backend._actor.errors import SupervisionError, UnknownEndpointError
 from monarch_backend._actor.future import Future
-from monarch_backend._actor.pending_calls import Collection, ManyCall, OneCall, Stream, _error_of, loading
+from monarch_backend._actor.pending_calls import BroadcastCall, Stream, StreamCollector, UnaryCall, _error_of, loading
 from monarch_backend._actor.unread_errors import CallSite
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.value_mesh import ValueMesh
@@ -106,7 +106,7 @@ class Endpoint(Generic[R]):
         program, core = self._program, self._core
         ref = next(program.ids)
         peers = [core.peer(rank) for rank in self._ranks]
-        call: ManyCall[Any] = ManyCall(
+        call: BroadcastCall[Any] = BroadcastCall(
             program, core, self._mesh.extent, tuple(self._ranks), peers, self.name, ref, _call_site()
         )
         self._cast(call, ref, peers, body, buffers, combine=True)
@@ -174,7 +174,7 @@ class Endpoint(Generic[R]):
         peer = core.procs.known[base] or core.procs.peer(base)
         caller = _getframe(2)  # of call_one or choose
         site = caller.f_code, caller.f_lasti
-        call: OneCall[R] = OneCall(program, core, rank, peer, self._spec.name, ref, site)
+        call: UnaryCall[R] = UnaryCall(program, core, rank, peer, self._spec.name, ref, site)
         if counted:
             with loading:
                 core.load[rank] += 1
@@ -237,7 +237,7 @@ class Endpoint(Generic[R]):
             program, core, ranks, peers, self.name, ref, futures=futures, generator=self._spec.is_generator,
             first=first, site=_call_site(),
         )  # fmt: skip
-        if isinstance(stream, Collection):
+        if isinstance(stream, StreamCollector):
             stream.start(self._mesh.extent)
         program.pending[ref] = stream.pending()
         for i, rank in enumerate(ranks):
@@ -254,7 +254,7 @@ class Endpoint(Generic[R]):
         return stream
 
     def _collect(self, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
-        whole: Future[ValueMesh[Any]] = self._stream(tuple(self._ranks), args, kwargs, True, Collection).whole
+        whole: Future[ValueMesh[Any]] = self._stream(tuple(self._ranks), args, kwargs, True, StreamCollector).whole
         return whole
 
     def _broadcast(self, prefix: bytes, args: Any, kwargs: Any, only: int | None = None) -> None:
@@ -319,7 +319,7 @@ def _endpoint_of(mesh: Any, name: str, timeout: float | None) -> Any:
     return getattr(mesh, name).options(timeout)
 
 
-class Undecorated:
+class NonEndpointMethod:
     """A method of the actors that is no endpoint: for `as_endpoint` only."""
 
     def __init__(self, mesh: ActorMesh, name: str) -> None:
@@ -340,7 +340,7 @@ def as_endpoint(method: Any, *, explicit_response_port: bool = False) -> Endpoin
     """
     if isinstance(method, Endpoint):
         return method
-    if not isinstance(method, Undecorated):
+    if not isinstance(method, NonEndpointMethod):
         raise TypeError(f"as_endpoint takes mesh.method, not {method!r}")
     function = getattr(method._mesh._core.blueprint.cls, method._name)
     spec = specify(method._name, function, False, explicit_response_port)

@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from monarch_backend._actor.actor import Blueprint
+from monarch_backend._actor.actor import ActorClassInfo
 from monarch_backend._actor.codec import describe_error, read_error
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.unread_errors import CallSite, UnreadError
 from monarch_backend._mesh.extent import Extent, ranks_in_words
-from monarch_backend._mesh.proc_mesh import ProcCore
+from monarch_backend._mesh.proc_mesh import ProcMeshState
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer
 
 
 @dataclass(eq=False)
-class ActorCore:
+class ActorMeshState:
     """A mesh of actors: the rank r of it lives in process ``bases[r]`` of its mesh of processes."""
 
     actor: int
     name: str
-    blueprint: Blueprint
-    procs: ProcCore
+    blueprint: ActorClassInfo
+    procs: ProcMeshState
     extent: Extent
     bases: tuple[int, ...]
     owner: Peer

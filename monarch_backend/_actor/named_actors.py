@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._actor import context
 from monarch_backend._actor.actor import Actor, blueprint, endpoint
 from monarch_backend._actor.future import Future
-from monarch_backend._actor.mesh_state import ActorCore
+from monarch_backend._actor.mesh_state import ActorMeshState
 from monarch_backend._mesh.extent import Extent
-from monarch_backend._mesh.proc_mesh import ProcCore
+from monarch_backend._mesh.proc_mesh import ProcMeshState
 from monarch_backend._transport.local.frames import Construct
 
 if TYPE_CHECKING:
     from monarch_backend._actor.actor_mesh import ActorMesh
-    from monarch_backend._actor.runtime import Program
+    from monarch_backend._actor.runtime import Runtime
 
 NUMBER = 2
 """The number of the actor that the others ask; numbers of other actors are odd."""
@@ -24,7 +24,7 @@ NUMBER = 2
 class Registry:
     """In the main program: what there is, built by whoever asks first."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Runtime) -> None:
         self._program = program
         self._meshes: dict[str, ActorMesh] = {}
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class Registry:
         return Future.of(mesh)
 
 
-class Registrar(Actor):
+class NamedActorService(Actor):
     """In the main program: the registry, for processes that ask from elsewhere."""
 
     @endpoint
@@ -66,7 +66,7 @@ def plan() -> Construct:
     return Construct(NUMBER, "registrar", 0, (), (), 0, "main")
 
 
-def ask(program: Program, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
+def ask(program: Runtime, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
     """Ask the main program, from another process."""
     from monarch_backend._actor.actor_mesh import ActorMesh
 
@@ -75,8 +75,8 @@ def ask(program: Program, name: str, cls: type, args: Any, kwargs: Any) -> Futur
     with program.naming:
         core = program.actors.get(NUMBER)
         if core is None:
-            here = ProcCore("root", "the main program", Extent((), ()), root, [root.token], lambda *_: root)
-            core = ActorCore(NUMBER, "registrar", blueprint(Registrar), here, Extent((), ()), (0,), root)
+            here = ProcMeshState("root", "the main program", Extent((), ()), root, [root.token], lambda *_: root)
+            core = ActorMeshState(NUMBER, "registrar", blueprint(NamedActorService), here, Extent((), ()), (0,), root)
             program.actors[NUMBER] = core
     found: Future[ActorMesh] = ActorMesh(core).find.call_one(name, cls, args, kwargs)
     return found

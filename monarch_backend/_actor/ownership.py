@@ -22,14 +22,14 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._actor.errors import Death, MeshFailure, in_words
 from monarch_backend._actor.future import Future
-from monarch_backend._actor.mesh_state import ActorCore
-from monarch_backend._actor.supervision import Intensity, Restart, check_policy
+from monarch_backend._actor.mesh_state import ActorMeshState
+from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
 from monarch_backend._core import env as settings
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._logs.log_collector import LogCollector
 from monarch_backend._logs.mesh_log import MeshLog
 from monarch_backend._mesh.extent import Extent, ranks_in_words
-from monarch_backend._mesh.proc_mesh import ProcCore, ProcMesh, label_of
+from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState, label_of
 from monarch_backend._processes import cpu_affinity, linux
 from monarch_backend._processes.main_module import main_module, refuse_import_of_main
 from monarch_backend._processes.resource_limits import allow_descriptors, check_count, check_spawn
@@ -49,7 +49,7 @@ from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.network.envelope import host_of
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runtime import Program
+    from monarch_backend._actor.runtime import Runtime
 
 log = logging.getLogger("monarch_backend")
 
@@ -89,12 +89,12 @@ class OwnedActors:
 
     def __init__(
         self,
-        core: ActorCore,
+        core: ActorMeshState,
         owner_cell: Any,
         siblings: list[Any],
         body: bytes,
         buffers: Any,
-        intensity: Intensity | None,
+        intensity: RestartLimiter | None,
         built: Future[None],
     ) -> None:
         self.core, self.owner_cell, self._siblings = core, owner_cell, siblings
@@ -140,7 +140,7 @@ class OwnedActors:
 class _Member:
     """One process of ours."""
 
-    core: ProcCore
+    core: ProcMeshState
     rank: int
     peer: Peer
     number: int = -1  # the spawner's
@@ -167,14 +167,14 @@ class _Member:
 class OwnedProcs:
     """The owner's record of a mesh of processes."""
 
-    core: ProcCore
+    core: ProcMeshState
     owner_cell: Any
     siblings: list[Any]
     make: Callable[[int, Peer], ProcessSpec]
     logs: MeshLog
-    intensity: Intensity | None
+    intensity: RestartLimiter | None
     members: dict[int, _Member] = field(default_factory=dict)  # by rank
-    actors: list[ActorCore] = field(default_factory=list)
+    actors: list[ActorMeshState] = field(default_factory=list)
     ready: list[Future[None]] = field(default_factory=list)
     ended: list[Future[None]] = field(default_factory=list)
     looks: list[Any] = field(default_factory=list)  # timers: whether those who were told to stop have done so
@@ -195,7 +195,7 @@ def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
 class ProcessOwner:
     """The processes of this program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Runtime) -> None:
         self._program = program
         # The seam of process creation: a simulator has its own processes, which write nothing.
         self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = _spawner
@@ -239,7 +239,7 @@ class ProcessOwner:
         spawner = self._spawner_of_this_process()
         allow_descriptors()
         name = name or f"procs-{len(self._meshes)}"
-        core = ProcCore(
+        core = ProcMeshState(
             secrets.token_hex(8),
             name,
             extent,
@@ -253,7 +253,7 @@ class ProcessOwner:
         make = self._recipe(core, bootstrap, cpu_affinity.plan(proc_bind, count), env)
         siblings = program.children_of(owner_cell)
         owned = OwnedProcs(
-            core, owner_cell, siblings, make, logs, Intensity(restart, program.clock) if restart else None,
+            core, owner_cell, siblings, make, logs, RestartLimiter(restart, program.clock) if restart else None,
             has_bootstrap=bootstrap is not None,
         )  # fmt: skip
         core.owned = owned
@@ -278,7 +278,7 @@ class ProcessOwner:
         return ProcMesh(core)
 
     def _recipe(
-        self, core: ProcCore, bootstrap: Any, cpus: list[Any], env: Mapping[str, str] | None
+        self, core: ProcMeshState, bootstrap: Any, cpus: list[Any], env: Mapping[str, str] | None
     ) -> Callable[[int, Peer], ProcessSpec]:
         from monarch_backend._actor.worker_main import Plan, main, run_bootstrap
 
@@ -655,7 +655,7 @@ class ProcessOwner:
 
         program.pump.later(delay, again)
 
-    def _tell_successors(self, core: ProcCore, ranks: Sequence[int], killed: Container[str]) -> None:
+    def _tell_successors(self, core: ProcMeshState, ranks: Sequence[int], killed: Container[str]) -> None:
         """All of them in one message, since each of a large mesh that told of itself would go to each of the others.
 
         Those that were killed for this need not know.
@@ -704,7 +704,7 @@ class ProcessOwner:
 
     # ---- stopping
 
-    def ready(self, core: ProcCore) -> Future[None]:
+    def ready(self, core: ProcMeshState) -> Future[None]:
         """Done when all processes of the mesh have connected."""
         future: Future[None] = Future(self._program.wait)
         owned = core.owned
@@ -722,7 +722,7 @@ class ProcessOwner:
         return future
 
     def stop(
-        self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
+        self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
     ) -> Future[None]:
         """Told to stop, and killed if they don't listen or time is up; all meshes (on ``hosts``) if none is given."""
         program, timeout = self._program, check_timeout(timeout)

@@ -19,12 +19,12 @@ from monarch_backend._mesh.extent import Extent, ranks_in_words
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._serialization.pickling import loads
 from monarch_backend._transport.local.event_loop import release
-from monarch_backend._transport.local.frames import Frame, More, Status
+from monarch_backend._transport.local.frames import Frame, MoreCredit, Status
 from monarch_backend._transport.local.peer import Peer
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.mesh_state import ActorCore
-    from monarch_backend._actor.runtime import Program
+    from monarch_backend._actor.mesh_state import ActorMeshState
+    from monarch_backend._actor.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -50,15 +50,15 @@ loading = threading.RLock()
 """For counts of calls under way."""
 
 
-class OneCall(Future[T]):
+class UnaryCall(Future[T]):
     """A call of one rank."""
 
     __slots__ = ("base_rank", "core", "endpoint", "load", "peer", "program", "ref", "site")
 
     def __init__(
         self,
-        program: Program,
-        core: ActorCore,
+        program: Runtime,
+        core: ActorMeshState,
         base_rank: int,
         peer: Peer,
         endpoint: str,
@@ -119,15 +119,15 @@ class OneCall(Future[T]):
         super()._finish()
 
 
-class ManyCall(Future[ValueMesh[T]]):
+class BroadcastCall(Future[ValueMesh[T]]):
     """A call of all ranks of a mesh or slice: done with the last reply, or with the first error."""
 
     __slots__ = ("_bodies", "_left", "bases", "core", "endpoint", "extent", "peers", "program", "ref", "site")
 
     def __init__(
         self,
-        program: Program,
-        core: ActorCore,
+        program: Runtime,
+        core: ActorMeshState,
         extent: Extent,
         bases: tuple[int, ...],
         peers: list[Peer],
@@ -196,8 +196,8 @@ class Stream(Generic[T]):
 
     def __init__(
         self,
-        program: Program,
-        core: ActorCore,
+        program: Runtime,
+        core: ActorMeshState,
         bases: tuple[int, ...],
         peers: list[Peer],
         endpoint: str,
@@ -315,7 +315,7 @@ class Stream(Generic[T]):
             self._taken[rank] += 1
             if self._taken[rank] >= STREAM_WINDOW // 2 and rank in self._open:
                 count, self._taken[rank] = self._taken[rank], 0
-                self.program.router.tell(self.peers[rank], More(self.core.actor, self.ref, count))
+                self.program.router.tell(self.peers[rank], MoreCredit(self.core.actor, self.ref, count))
         return item
 
     def __iter__(self) -> Iterator[Any]:
@@ -405,7 +405,13 @@ class _Unread:
     __slots__ = ("_left", "core", "endpoint", "program", "ref", "site")
 
     def __init__(
-        self, program: Program, core: ActorCore, endpoint: str, ref: int, left: dict[int, int], site: CallSite | None
+        self,
+        program: Runtime,
+        core: ActorMeshState,
+        endpoint: str,
+        ref: int,
+        left: dict[int, int],
+        site: CallSite | None,
     ) -> None:
         self.program, self.core, self.endpoint, self.ref, self.site = program, core, endpoint, ref, site
         self._left = left  # the rank in the mesh of actors of each reply that is missing
@@ -452,7 +458,7 @@ class _Watched:
             stream.expire(error)
 
 
-class Collection(Stream[T]):
+class StreamCollector(Stream[T]):
     """All that generators yield, by rank: ``whole`` is done once all have ended, and fails with the first error."""
 
     whole: Future[ValueMesh[list[T]]]

@@ -17,7 +17,7 @@ from monarch_backend._transport.local.frames import Frame, Kind, Status
 from monarch_backend._transport.local.peer import Peer
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runtime import Program
+    from monarch_backend._actor.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ class _Next(Future[T]):
 class PortReceiver(Generic[T]):
     """Takes what is sent to its port, in the order of each sender."""
 
-    def __init__(self, program: Program, number: int, once: bool, ranked: bool) -> None:
+    def __init__(self, program: Runtime, number: int, once: bool, ranked: bool) -> None:
         self._program, self.number, self._once, self._ranked = program, number, once, ranked
         self._lock = threading.RLock()  # values and those who wait; a signal's handler may send in between
         self._values: deque[_Arrival] = deque()
@@ -304,7 +304,7 @@ class PortReceiver(Generic[T]):
         raise TypeError("a receiver stays where it was opened: send its port")
 
 
-def _give_back(program: Program, values: list[_Arrival]) -> None:
+def _give_back(program: Runtime, values: list[_Arrival]) -> None:
     """Values that nobody will take leave their places in the window to others."""
     for arrival in values:
         if not arrival.processed:

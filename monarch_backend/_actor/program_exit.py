@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._actor.errors import MeshFailure, SupervisionError
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runtime import Program
+    from monarch_backend._actor.runtime import Runtime
 
 EXIT_SIGNAL = signal.SIGURG
 """Interrupts the main thread. The system ignores it where no handler is installed."""
@@ -50,7 +50,7 @@ class FailureExit(SystemExit):
         return 1
 
 
-_ending: Program | None = None
+_ending: Runtime | None = None
 _since = 0.0
 
 
@@ -65,7 +65,7 @@ def prepare() -> None:
         signal.signal(EXIT_SIGNAL, _on_signal)
 
 
-def end_main_thread(program: Program) -> bool:
+def end_main_thread(program: Runtime) -> bool:
     """Have FailureExit raised in the main thread, on any thread. False if the main thread can't be interrupted."""
     global _ending, _since
     interrupts = program.interrupts
@@ -103,7 +103,7 @@ def flush_files() -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def _interrupt_main(program: Program) -> None:
+def _interrupt_main(program: Runtime) -> None:
     interrupts = program.interrupts
     if interrupts.exit_request is None:
         return  # it was raised

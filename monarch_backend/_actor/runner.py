@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarch_backend._actor import blocking_calls, context
-from monarch_backend._actor.actor import Blueprint, blueprint, build, specify
+from monarch_backend._actor.actor import ActorClassInfo, blueprint, build, specify
 from monarch_backend._actor.codec import HOST, Address, pack_error, pack_failure, read_prefix, text_of
 from monarch_backend._actor.errors import CancelledError, Death, MeshFailure
 from monarch_backend._actor.pending_calls import STREAM_WINDOW
@@ -31,17 +31,26 @@ from monarch_backend._actor.port import HandedPort, Port, ReplyPort, port_at
 from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._serialization.pickling import DeserializationError, SerializationError, dumps, loads
-from monarch_backend._transport.local.broadcast_tree import Combiner
+from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 from monarch_backend._transport.local.event_loop import Timer, release
-from monarch_backend._transport.local.frames import Cancel, Construct, Constructed, Failed, Frame, More, Status, Stopped
+from monarch_backend._transport.local.frames import (
+    Cancel,
+    Construct,
+    Constructed,
+    Failed,
+    Frame,
+    MoreCredit,
+    Status,
+    Stopped,
+)
 from monarch_backend._transport.local.peer import Peer, PeerGoneError
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runtime import Program
+    from monarch_backend._actor.runtime import Runtime
 
 log = logging.getLogger("monarch_backend")
 
-Message = tuple[Peer, Frame, Combiner | None]
+Message = tuple[Peer, Frame, ReplyAggregator | None]
 Job = Callable[[], Any]
 
 CLEANUP_SECONDS = 10.0
@@ -79,7 +88,7 @@ def _leave_fork(error: BaseException) -> NoReturn:
     os._exit(code)
 
 
-class Flow:
+class StreamCredit:
     """How much of a generator's output its reader has not taken yet."""
 
     __slots__ = ("gate", "ready", "room")
@@ -96,12 +105,12 @@ class Flow:
         release(self)
 
 
-class Answer:
+class ReplyHandle:
     """The way back for one message."""
 
     __slots__ = ("__weakref__", "_due", "_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
 
-    def __init__(self, program: Program, message: Message, port: Address | None) -> None:
+    def __init__(self, program: Runtime, message: Message, port: Address | None) -> None:
         self._program = program
         self._peer, self._frame, self._via = message
         self.port = port
@@ -167,12 +176,12 @@ class Answer:
         self(Status.VALUE, body, buffers)
 
 
-class Cell:
+class ActorRunner:
     """One actor. `put` may be called from any thread; the rest runs on the actor's own, but where said otherwise."""
 
     _blocked_by = "C code does not return to Python"
 
-    def __init__(self, program: Program, plan: Construct, owner: Peer, body: Any, buffers: Any) -> None:
+    def __init__(self, program: Runtime, plan: Construct, owner: Peer, body: Any, buffers: Any) -> None:
         self.program, self.owner = program, owner
         self.actor, self.name, self.creator = plan.actor, plan.name, plan.creator
         self.owner_actor, self.generation, self.restarts = plan.owner, plan.generation, plan.restarts
@@ -181,16 +190,16 @@ class Cell:
         self.point = Point(plan.rank, self.extent)
         self.children: list[Any] = []  # what this actor has spawned, to be stopped with it
         self.mesh: Any = None  # its processes
-        self._asked: weakref.WeakSet[Answer] = weakref.WeakSet()  # those that are given through ports
+        self._asked: weakref.WeakSet[ReplyHandle] = weakref.WeakSet()  # those that are given through ports
         self.instance: Any = None
         self.failure: MeshFailure | None = None  # why it is dead or stopped
         self.ready = False
         self.gate: threading.Lock | None = None
-        self.blueprint: Blueprint | None = None
+        self.blueprint: ActorClassInfo | None = None
         self._plan_body, self._plan_buffers = body, buffers
         self._inbox: deque[Message | Job] = deque()
         self._running: Any = None  # the message, as (peer, number), or _CONSTRUCTOR
-        self._current: Answer | None = None  # of that message
+        self._current: ReplyHandle | None = None  # of that message
         self._hit = False  # the caller has given the running message up
         self._struck = False  # and it has been interrupted, or will be with its next step
         self._reason = ""
@@ -199,9 +208,9 @@ class Cell:
         self._aborted: str | None = None  # why what runs is interrupted for the actor's end
         self._limits: list[Timer] = []  # of the time that the end may take
         self.over = False  # it has ended and cleaned up
-        self.successor: Cell | None = None
+        self.successor: ActorRunner | None = None
         self._lock = threading.Lock()
-        self._flows: dict[tuple[str, int], Flow] = {}
+        self._flows: dict[tuple[str, int], StreamCredit] = {}
         self._methods: dict[tuple[str, int], Any] = {}
         self._thread_id = 0
         self.waiting_for: Any = None  # what its thread waits for, so that it can be interrupted
@@ -220,7 +229,7 @@ class Cell:
         if self.gate is not None:
             release(self)
 
-    def take_over(self, former: Cell) -> None:
+    def take_over(self, former: ActorRunner) -> None:
         """Come after the former one of this rank: its messages first, and not before it has ended."""
         with former._lock:
             if not former.over:
@@ -231,7 +240,7 @@ class Cell:
         else:
             self._inherit(former)
 
-    def _inherit(self, former: Cell) -> None:
+    def _inherit(self, former: ActorRunner) -> None:
         left = list(former._taken())
         former.restarts = False  # from now on `put` refuses there
         left += former._taken()
@@ -340,11 +349,11 @@ class Cell:
                 except ValueError:
                     break  # it has just begun
                 self.program.router.processed(peer, item[1])
-                Answer(self.program, item, None).settle()
+                ReplyHandle(self.program, item, None).settle()
                 return
         self._interrupt(peer, message.ref, message.reason)
 
-    def more(self, peer: Peer, message: More) -> None:
+    def more(self, peer: Peer, message: MoreCredit) -> None:
         """On the reading thread: the reader of a generator has taken some."""
         flow = self._flows.get((peer.token, message.ref))
         if flow is not None:
@@ -470,7 +479,7 @@ class Cell:
         peer, frame, _ = message
         self.program.router.processed(peer, frame)
         called, _ = read_prefix(frame.prefix)
-        answer = Answer(self.program, message, called.port)
+        answer = ReplyHandle(self.program, message, called.port)
         if answer.wanted and self.failure is not None:
             body = pack_failure(self.failure)
             self.program.without_waiting(lambda: answer(Status.DEAD, body))
@@ -547,7 +556,7 @@ class Cell:
     def _execute(self, message: Message) -> None:
         peer, frame, _ = message
         called, extent = read_prefix(frame.prefix)
-        answer = Answer(self.program, message, called.port)
+        answer = ReplyHandle(self.program, message, called.port)
         self.program.router.processed(peer, frame)
         context.message.set((frame.rank, extent))
         self._current = answer
@@ -580,14 +589,14 @@ class Cell:
         if was_struck:
             blocking_calls.discard_exception()
 
-    def _die_aborted(self, answer: Answer | None = None) -> None:
+    def _die_aborted(self, answer: ReplyHandle | None = None) -> None:
         """What ran was interrupted, so that the actor ends; ``answer`` is of the message that was interrupted."""
         self._end_run()
         self.die(RuntimeError(f"aborted: {self._aborted}"), told=True)
         if answer is not None and self.failure is not None:
             answer.lost(self.failure)
 
-    def _call(self, name: str, plain: int, frame: Frame, peer: Peer, answer: Answer) -> None:
+    def _call(self, name: str, plain: int, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
         found = self._methods.get((name, plain))
         if found is None:
             found = self._methods[name, plain] = self._find(name, plain)
@@ -602,14 +611,14 @@ class Cell:
         else:
             answer.value(result)
 
-    def _port(self, answer: Answer) -> ReplyPort[Any]:
+    def _port(self, answer: ReplyHandle) -> ReplyPort[Any]:
         answer.explicit = True
         self._asked.add(answer)
         return ReplyPort(answer)
 
-    def _drain(self, generator: Any, frame: Frame, peer: Peer, answer: Answer) -> None:
+    def _drain(self, generator: Any, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
         key = (peer.token, frame.ref)
-        flow = self._flows[key] = Flow()
+        flow = self._flows[key] = StreamCredit()
         try:
             for value in generator:
                 if self._hit:
@@ -632,7 +641,7 @@ class Cell:
             self._flows.pop(key, None)
             generator.close()
 
-    def _raised(self, error: BaseException, answer: Answer, cause: BaseException | None = None) -> None:
+    def _raised(self, error: BaseException, answer: ReplyHandle, cause: BaseException | None = None) -> None:
         if self.program.disowned:
             _leave_fork(error)
         if cause is not None:
@@ -759,7 +768,7 @@ class Cell:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_CALLERS = {Cell._call.__code__, Cell._drain.__code__, Cell.construct.__code__, build.__code__}
+_CALLERS = {ActorRunner._call.__code__, ActorRunner._drain.__code__, ActorRunner.construct.__code__, build.__code__}
 """Functions that call the user's code, and expect that it raises."""
 
 

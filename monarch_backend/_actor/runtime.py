@@ -1,6 +1,6 @@
 """This process as a program of actors: what it has spawned, what it waits for, what lives in it.
 
-One `Program` per process, of the controller and of every worker alike; made on first use. It ties the rooms together:
+One `Runtime` per process, of the controller and of every worker alike; made on first use. It ties the rooms together:
 frames (transport), processes (mesh) and cells (actor). What it owns of processes is in ownership.py, policy in
 supervision.py.
 """
@@ -23,27 +23,27 @@ from monarch_backend import _native
 from monarch_backend._actor import context, named_actors, ownership, program_exit
 from monarch_backend._actor.actor import blueprint
 from monarch_backend._actor.actor_mesh import ActorMesh
-from monarch_backend._actor.async_runner import AsyncCell
+from monarch_backend._actor.async_runner import AsyncActorRunner
 from monarch_backend._actor.codec import HOST, pack_failure
 from monarch_backend._actor.errors import Death, MeshFailure, SupervisionError
 from monarch_backend._actor.future import Future
-from monarch_backend._actor.mesh_state import ActorCore
+from monarch_backend._actor.mesh_state import ActorMeshState
 from monarch_backend._actor.ownership import OwnedActors, ProcessOwner
 from monarch_backend._actor.port import PortReceiver
-from monarch_backend._actor.runner import KILL_AFTER_S, Cell, Message
+from monarch_backend._actor.runner import KILL_AFTER_S, ActorRunner, Message
 from monarch_backend._actor.sigint import Interrupts
-from monarch_backend._actor.supervision import Intensity, Restart, Supervision, check_policy
+from monarch_backend._actor.supervision import Restart, RestartLimiter, Supervision, check_policy
 from monarch_backend._core import env
 from monarch_backend._core.limits import start_thread
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._logs.worker_logging import install_worker_logging
 from monarch_backend._mesh import runtime_protocol as seam
 from monarch_backend._mesh.extent import Extent
-from monarch_backend._mesh.proc_mesh import ProcCore, ProcMesh, ProcReference, label_of
+from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState, ProcReference, label_of
 from monarch_backend._serialization.exceptions import unpack_exception
 from monarch_backend._serialization.pickling import dumps
-from monarch_backend._transport.local.broadcast_tree import Combiner
-from monarch_backend._transport.local.event_loop import Pump
+from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
+from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import (
     REPORT_BUSY,
     Cancel,
@@ -52,7 +52,7 @@ from monarch_backend._transport.local.frames import (
     Failed,
     Frame,
     Kind,
-    More,
+    MoreCredit,
     Replaced,
     Setting,
     Status,
@@ -78,7 +78,7 @@ ROOMS_ABOVE = {"rdma": "monarch_backend._rdma.control_rpc"}
 T = TypeVar("T")
 
 
-class Program:
+class Runtime:
     """This process among those of its meshes."""
 
     def __init__(self, links: Links, pump: Any, clock: Clock, _epoch: int = 0) -> None:
@@ -89,13 +89,13 @@ class Program:
         # A receiver that nobody holds can't be read any more, unless somebody waits for its next value.
         self.expecting: set[PortReceiver[Any]] = set()
         self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
-        self.cells: dict[int, Cell] = {}  # also those that have ended
+        self.cells: dict[int, ActorRunner] = {}  # also those that have ended
         self._unborn: dict[int, list[Message]] = {}  # messages for actors of which nothing is known here yet
         # Of meshes that somebody uses: who has spawned one holds it until it has ended.
-        self.procs: weakref.WeakValueDictionary[str, ProcCore] = weakref.WeakValueDictionary()
-        self.actors: weakref.WeakValueDictionary[int, ActorCore] = weakref.WeakValueDictionary()
+        self.procs: weakref.WeakValueDictionary[str, ProcMeshState] = weakref.WeakValueDictionary()
+        self.actors: weakref.WeakValueDictionary[int, ActorMeshState] = weakref.WeakValueDictionary()
         self.naming = threading.RLock()  # for whoever looks one up and puts it there
-        self.this_proc: ProcCore | None = None
+        self.this_proc: ProcMeshState | None = None
         self.main_children: list[Any] = []  # what the program itself has spawned
         self.closing = False
         self.leaving = False  # this process has been told to end
@@ -113,7 +113,7 @@ class Program:
         self.known_hosts: dict[str, str] = {}  # names of others, by number, that have come with meshes
         self.memory: Any = None  # what is registered here, and what moves it: rdma/ puts them there
         self.mover: Any = None
-        self.run_cell: Callable[[Cell], None] = self._run_in_thread
+        self.run_cell: Callable[[ActorRunner], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
         self.router = Router(links, self._wait_for_room)
@@ -130,7 +130,7 @@ class Program:
                 Construct: self._construct,
                 Constructed: self._constructed,
                 Cancel: self._cancel,
-                More: self._more,
+                MoreCredit: self._more,
                 Stop: self._stop,
                 Stopped: self._actor_stopped,
                 Failed: self._actor_failed,
@@ -160,7 +160,7 @@ class Program:
             cell.strike_here()
         return done
 
-    def _refuse_to_wait(self, cell: Cell, what: Any) -> None:
+    def _refuse_to_wait(self, cell: ActorRunner, what: Any) -> None:
         """An actor that waits for its own answer would wait for ever: it takes one message at a time."""
         core = getattr(what, "core", None)
         if core is None or core.actor != cell.actor or what.ready or cell._thread_id != threading.get_ident():
@@ -203,13 +203,13 @@ class Program:
         else:
             call()
 
-    def _run_in_thread(self, cell: Cell) -> None:
+    def _run_in_thread(self, cell: ActorRunner) -> None:
         start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
 
     # ---- references
 
-    def proc_core(self, data: ProcReference) -> ProcCore:
-        """The one ProcCore of a mesh in this process."""
+    def proc_core(self, data: ProcReference) -> ProcMeshState:
+        """The one ProcMeshState of a mesh in this process."""
         core = self.procs.get(data.id)
         if core is not None and not _is_newer(data, core):
             return core
@@ -219,7 +219,7 @@ class Program:
             core = self.procs.get(data.id)
             if core is None:
                 extent = Extent(data.labels, data.sizes)
-                core = ProcCore(data.id, data.name, extent, owner, list(data.tokens), self._find_peer, data.server)
+                core = ProcMeshState(data.id, data.name, extent, owner, list(data.tokens), self._find_peer, data.server)
                 self.procs[data.id] = core
             elif _is_newer(data, core):
                 for rank, token in enumerate(data.tokens):
@@ -230,7 +230,7 @@ class Program:
                 core.peer(rank)
         return core
 
-    def _find_peer(self, core: ProcCore, rank: int) -> Peer:
+    def _find_peer(self, core: ProcMeshState, rank: int) -> Peer:
         """Looked up when it is needed: meshes are large, and most of their processes never talk to each other."""
         peer = self.router.peer(core.tokens[rank], core.owner)
         peer.label = label_of(core, rank)
@@ -247,18 +247,18 @@ class Program:
 
     def actor_core(
         self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
-    ) -> ActorCore:
-        """The one ActorCore of a mesh in this process."""
+    ) -> ActorMeshState:
+        """The one ActorMeshState of a mesh in this process."""
         proc_core, owner_peer = self.proc_core(procs), self.router.peer(owner)
         with self.naming:
             core = self.actors.get(actor)
             if core is None:
-                core = self.actors[actor] = ActorCore(
+                core = self.actors[actor] = ActorMeshState(
                     actor, name, blueprint(cls), proc_core, Extent(labels, sizes), tuple(bases), owner_peer
                 )
             return core
 
-    def failure_of(self, core: ActorCore, rank: int) -> MeshFailure:
+    def failure_of(self, core: ActorMeshState, rank: int) -> MeshFailure:
         """Why this rank can't be called."""
         known = core.failure_of(rank)
         if known is not None:
@@ -269,7 +269,7 @@ class Program:
         failure.__cause__ = known.__cause__
         return failure
 
-    def death_of(self, core: ProcCore, rank: int, peer: Peer, mesh_name: str = "") -> MeshFailure:
+    def death_of(self, core: ProcMeshState, rank: int, peer: Peer, mesh_name: str = "") -> MeshFailure:
         """A failure that tells of a process's end, as far as it is known here."""
         if core.stopped is not None:
             what, code = f"it was stopped: {core.stopped}", None
@@ -364,10 +364,10 @@ class Program:
         check_policy(restart)
         body, buffers = dumps((cls, args, kwargs, procs))
         owner_cell = _living_cell(f"the mesh {name!r}")
-        core = ActorCore(
+        core = ActorMeshState(
             secrets.randbits(63) | 1, name, plan, procs._core, procs.extent, tuple(procs._shape.ranks), self.router.me
         )
-        intensity = Intensity(restart, self.clock) if restart is not None else None
+        intensity = RestartLimiter(restart, self.clock) if restart is not None else None
         built: Future[None] = Future(self.wait)
         siblings = self.children_of(owner_cell)
         core.owned = OwnedActors(core, owner_cell, siblings, _joined(body), _copied(buffers), intensity, built)
@@ -379,7 +379,7 @@ class Program:
             self.construct(core, rank)
         return ActorMesh(core)
 
-    def construct(self, core: ActorCore, rank: int) -> None:
+    def construct(self, core: ActorMeshState, rank: int) -> None:
         """Have one rank of an actor mesh built; again, if it was there before."""
         owned = core.owned
         owned.left.add(rank)
@@ -402,16 +402,16 @@ class Program:
 
         return process_groups.meet(self, procs, backend, timeout)
 
-    def set_log_level(self, core: ProcCore, level: int | str) -> None:
+    def set_log_level(self, core: ProcMeshState, level: int | str) -> None:
         """What the processes' ``logging`` makes at all; what is shown of it is the collector's part."""
         for peer in core.peers:
             self.router.tell(peer, Setting("log_level", level))
 
-    def ready(self, core: ProcCore) -> Future[None]:
+    def ready(self, core: ProcMeshState) -> Future[None]:
         """Done when all processes are there."""
         return self.owner.ready(core)
 
-    def built(self, core: ActorCore) -> Future[None]:
+    def built(self, core: ActorMeshState) -> Future[None]:
         """Done when all actors are built; elsewhere than at the owner, when all answer."""
         if core.owned is None:
             raise RuntimeError("only the program or actor that has spawned a mesh can wait for it to be built")
@@ -421,12 +421,12 @@ class Program:
     # ---- stopping
 
     def stop_procs(
-        self, core: ProcCore | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
+        self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
     ) -> Future[None]:
         """End processes; a Future that is done when they have gone."""
         return self.owner.stop(core, how, reason, timeout, hosts)
 
-    def stop_actors(self, core: ActorCore, how: str, reason: str, timeout: float | None = None) -> Future[None]:
+    def stop_actors(self, core: ActorMeshState, how: str, reason: str, timeout: float | None = None) -> Future[None]:
         """End actors; a Future that is done when they have. After ``timeout`` seconds they are interrupted."""
         timeout = check_timeout(timeout)
         if core.owned is None:
@@ -458,12 +458,12 @@ class Program:
             self._end_late(core, future, timeout, reason)
         return future
 
-    def _tell_to_end(self, core: ActorCore, how: str, reason: str) -> None:
+    def _tell_to_end(self, core: ActorMeshState, how: str, reason: str) -> None:
         for rank in list(core.owned.left):
             if core.peer(rank).gone is None:
                 self.router.tell(core.peer(rank), Stop(core.actor, how, reason))
 
-    def _end_late(self, core: ActorCore, ended: Future[None], timeout: float | None, reason: str) -> None:
+    def _end_late(self, core: ActorMeshState, ended: Future[None], timeout: float | None, reason: str) -> None:
         """Interrupt what has not ended after ``timeout`` seconds; an abort was told to all at once.
 
         A process kills itself if that does not help. From here those are killed that do not read their messages, and
@@ -499,14 +499,14 @@ class Program:
     def end_child(self, child: Any, failure: MeshFailure | None, how: str) -> None:
         """What an actor owns ends with it. Waits for it, for a while, where it may wait."""
         reason = ("its owner has ended" if failure is None else f"its owner has ended: {failure}")[:4096]
-        stop = self.stop_procs if isinstance(child, ProcCore) else self.stop_actors
+        stop = self.stop_procs if isinstance(child, ProcMeshState) else self.stop_actors
         future = stop(child, how, reason)
         if not self.pump.reading:
             self.wait(future, 10.0)
 
     # ---- messages
 
-    def _called(self, peer: Peer, frame: Frame, via: Combiner | None) -> None:
+    def _called(self, peer: Peer, frame: Frame, via: ReplyAggregator | None) -> None:
         cell = self.cells.get(frame.target)
         if cell is None and frame.target == named_actors.NUMBER and self.root is None:
             cell = self._start_registrar()
@@ -533,25 +533,25 @@ class Program:
                     peer.link, Kind.REPLY, 0, frame.ref, Status.DEAD, failure, None, rank=frame.rank
                 )
 
-    def _start_registrar(self) -> Cell:
-        body, buffers = dumps((named_actors.Registrar, (), {}, None))
-        cell = self.cells[named_actors.NUMBER] = Cell(self, named_actors.plan(), self.router.me, body, buffers)
+    def _start_registrar(self) -> ActorRunner:
+        body, buffers = dumps((named_actors.NamedActorService, (), {}, None))
+        cell = self.cells[named_actors.NUMBER] = ActorRunner(self, named_actors.plan(), self.router.me, body, buffers)
         self.run_cell(cell)
         return cell
 
-    def _replied(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+    def _replied(self, peer: Peer, frame: Frame, _: ReplyAggregator | None) -> None:
         call = self.pending.get(frame.ref)
         if call is not None:
             call.on_reply(frame)
 
-    def _ported(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+    def _ported(self, peer: Peer, frame: Frame, _: ReplyAggregator | None) -> None:
         receiver = self.ports.get(frame.target)
         if receiver is not None:
             receiver._take(peer, frame)
         else:
             self.router.processed(peer, frame)
 
-    def withdraw(self, core: ActorCore, ref: int, peers: Sequence[Peer], reason: str) -> None:
+    def withdraw(self, core: ActorMeshState, ref: int, peers: Sequence[Peer], reason: str) -> None:
         """A call is no longer wanted."""
         for peer in peers:
             if peer.gone is None:
@@ -563,7 +563,7 @@ class Program:
         if cell is not None:
             cell.cancel(peer, message)
 
-    def _more(self, peer: Peer, message: More, _: Frame) -> None:
+    def _more(self, peer: Peer, message: MoreCredit, _: Frame) -> None:
         cell = self.cells.get(message.actor)
         if cell is not None:
             cell.more(peer, message)
@@ -572,7 +572,7 @@ class Program:
 
     def _construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
         former = self.cells.get(plan.actor)
-        cell = (AsyncCell if plan.is_async else Cell)(self, plan, peer, frame.body, frame.buffers)
+        cell = (AsyncActorRunner if plan.is_async else ActorRunner)(self, plan, peer, frame.body, frame.buffers)
         self.cells[plan.actor] = cell
         for message in self._unborn.pop(plan.actor, ()):
             cell.put(message)
@@ -653,7 +653,7 @@ class Program:
         if isinstance(failure, MeshFailure):
             self._lost_rank(core, message.rank, failure)
 
-    def _lost_rank(self, core: ActorCore, rank: int, failure: MeshFailure) -> None:
+    def _lost_rank(self, core: ActorMeshState, rank: int, failure: MeshFailure) -> None:
         """An actor of a mesh of ours is dead, and its process is not."""
         owned = core.owned
         if core.peer(rank).gone is not None:
@@ -689,7 +689,7 @@ class Program:
         if not self.owner.failed_to_start(core.peer(rank)) or self.supervision.is_asked(owned.owner_cell):
             self.supervision.failed(owned.owner_cell, mesh_failure)
 
-    def _construct_again(self, core: ActorCore, homes: Sequence[tuple[int, int, Peer]]) -> None:
+    def _construct_again(self, core: ActorMeshState, homes: Sequence[tuple[int, int, Peer]]) -> None:
         if core.stopped is not None:
             for rank, generation, _ in homes:
                 if core.owned.generations[rank] == generation:
@@ -821,7 +821,7 @@ class Program:
             self.main_children.clear()
 
 
-def _heard_above(program: Program, peer: Peer, message: Setting) -> None:
+def _heard_above(program: Runtime, peer: Peer, message: Setting) -> None:
     """On a thread of its own: the room may have to be imported, and may wait."""
     import importlib
 
@@ -840,7 +840,7 @@ def _say(why: str) -> None:
         sys.stderr.write(f"monarch: {why}\n")
 
 
-def _is_newer(data: ProcReference, core: ProcCore) -> bool:
+def _is_newer(data: ProcReference, core: ProcMeshState) -> bool:
     """It knows successors of processes that we have not heard of."""
     if core.owned is not None:
         return False
@@ -874,19 +874,19 @@ def _copied(buffers: Any) -> list[bytes] | None:
     return [bytes(buffer) for buffer in buffers] if buffers else None
 
 
-_program: Program | None = None
+_program: Runtime | None = None
 _forked_from: frozenset[str] = frozenset()
 _guard = threading.Lock()
 
 
-def start(token: str = "", crowded: bool = False) -> Program:
+def start(token: str = "", crowded: bool = False) -> Runtime:
     """A program over shared memory, in this process."""
     global _program
     _native.park_threads_at_exit()  # actors of the main program wait in the core when the interpreter ends
     links = LocalLinks(token, crowded=crowded)
-    holder: list[Program] = []
-    pump = Pump(links.post, lambda events: holder[0].router.handle(links.translate(events)))
-    made = Program(links, pump, RealClock())
+    holder: list[Runtime] = []
+    pump = ProgressLoop(links.post, lambda events: holder[0].router.handle(links.translate(events)))
+    made = Runtime(links, pump, RealClock())
     holder.append(made)
     pump.start()
     _program = made
@@ -898,7 +898,7 @@ def is_of_parent(token: str) -> bool:
     return token in _forked_from and (_program is None or token not in _program.router.peers)
 
 
-def program() -> Program:
+def program() -> Runtime:
     """The program of this process, started if need be."""
     if _program is None:
         with _guard:
@@ -928,4 +928,4 @@ def _in_forked_child() -> None:
 os.register_at_fork(after_in_child=_in_forked_child)
 seam.install(program)
 
-__all__ = ["Program", "is_of_parent", "program", "start"]
+__all__ = ["Runtime", "is_of_parent", "program", "start"]

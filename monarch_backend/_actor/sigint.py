@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._transport.local.event_loop import release
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runtime import Program
+    from monarch_backend._actor.runtime import Runtime
 
 AGAIN = 0.001
 """Seconds after which an interrupt that came at a bad moment is tried again."""
@@ -34,7 +34,7 @@ _OURS = tuple(_PACKAGE + folder + os.sep for folder in _RUNTIME_PACKAGES)
 class Interrupts:
     """Stands in for Python's own handler, wherever that is in place; a handler of the user's is left alone."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Runtime) -> None:
         self._program = program
         self.main = threading.main_thread().ident or 0
         self.noted = False

@@ -16,7 +16,7 @@ from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._transport.local.links import Clock
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runtime import Program
+    from monarch_backend._actor.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def check_policy(restart: Any) -> None:
 
 
 @dataclass
-class Intensity:
+class RestartLimiter:
     """How often a mesh has been restarted lately."""
 
     policy: Restart
@@ -122,7 +122,7 @@ def end_program(failure: MeshFailure) -> None:
 class Supervision:
     """Passes each failure to whoever owns the mesh: an actor of this process or, at last, the program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Runtime) -> None:
         self._program = program
         self._failed = False  # the program has been told
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from monarch_backend._actor.runtime import program
 from monarch_backend._mesh.extent import Extent, Shape
-from monarch_backend._mesh.proc_mesh import ProcCore, ProcMesh
+from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
 
 
 def this_proc() -> ProcMesh:
@@ -15,7 +15,7 @@ def this_proc() -> ProcMesh:
     with here.naming:
         core = here.this_proc
         if core is None:
-            core = here.this_proc = ProcCore(
+            core = here.this_proc = ProcMeshState(
                 f"self-{here.router.token}",
                 "this process",
                 Extent((), ()),

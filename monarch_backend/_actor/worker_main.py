@@ -13,7 +13,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from monarch_backend._actor import blocking_calls, runtime
 from monarch_backend._actor.codec import HOST, pack_failure, text_of
 from monarch_backend._actor.errors import Death, MeshFailure
-from monarch_backend._actor.runner import Cell
+from monarch_backend._actor.runner import ActorRunner
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs import worker_logging
 from monarch_backend._mesh.extent import Extent
@@ -23,7 +23,7 @@ from monarch_backend._serialization import pickling
 from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import Constructed, Failed
-from monarch_backend._transport.local.peer import Peer, Room
+from monarch_backend._transport.local.peer import CreditWaiter, Peer
 
 
 class Plan(NamedTuple):
@@ -65,16 +65,16 @@ LAST_WORDS = 5.0
 class _MainThread:
     """Gives the process's main thread to the first actor, and to the next when that one has ended."""
 
-    def __init__(self, program: runtime.Program) -> None:
+    def __init__(self, program: runtime.Runtime) -> None:
         self._program = program
-        self._cells: deque[Cell] = deque()
+        self._cells: deque[ActorRunner] = deque()
         self._busy = False
         self.ready = False
         self.gate: threading.Lock | None = None
         self.leaving: str | None = None
         self.is_aborted = False
 
-    def run_cell(self, cell: Cell) -> None:
+    def run_cell(self, cell: ActorRunner) -> None:
         """On the reading thread."""
         if self._busy:
             start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
@@ -148,7 +148,7 @@ def main(plan: Plan) -> None:
     program.links.host.leave()  # type: ignore[attr-defined]
 
 
-def _fail_to_start(program: runtime.Program, owner: Peer, plan: Plan, error: BaseException) -> NoReturn:
+def _fail_to_start(program: runtime.Runtime, owner: Peer, plan: Plan, error: BaseException) -> NoReturn:
     death = Death(
         plan.rank, "", HOST, program.pid, f"its bootstrap failed: {text_of(error)}", 1, error, remote_traceback(error),
         at_start=True,
@@ -160,29 +160,29 @@ def _fail_to_start(program: runtime.Program, owner: Peer, plan: Plan, error: Bas
     raise SystemExit(1)
 
 
-def _join(program: runtime.Program, owner: Peer, plan: Plan) -> None:
+def _join(program: runtime.Runtime, owner: Peer, plan: Plan) -> None:
     if plan.gateway:
         from monarch_backend._hosts.attach import go_through
 
         go_through(program, plan.gateway)
     while program.router.link_to(owner) < 0 and owner.gone is None:
         # It is on another host, or it stands still, in a debugger perhaps.
-        program.pump.wait(Room(), 0.05, lambda: owner.link >= 0)
+        program.pump.wait(CreditWaiter(), 0.05, lambda: owner.link >= 0)
     if owner.gone is not None or not program.links.host.tether(plan.tether or plan.owner):  # type: ignore[attr-defined]
         sys.stderr.write(f"monarch_backend: the owner of {plan.name} is gone; process {os.getpid()} ends\n")
         raise SystemExit(1)
 
 
-def _send_what_is_left(program: runtime.Program) -> None:
+def _send_what_is_left(program: runtime.Runtime) -> None:
     """Replies that wait for room, since their receiver has not read for a moment."""
     post: Any = program.links.post  # type: ignore[attr-defined]
     end = program.clock.now() + LAST_WORDS
     while (program.router.stuck or post.kept_back()) and program.clock.now() < end:
-        program.pump.wait(Room(), 0.005)
+        program.pump.wait(CreditWaiter(), 0.005)
 
 
-def _wait_for_others(program: runtime.Program) -> None:
+def _wait_for_others(program: runtime.Runtime) -> None:
     """Other actors finish what they have, and get a while to clean up. Who never does is killed by the owner."""
     for cell in list(program.cells.values()):
         while not cell.over:
-            program.pump.wait(Room(), 0.005)
+            program.pump.wait(CreditWaiter(), 0.005)

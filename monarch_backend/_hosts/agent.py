@@ -49,16 +49,16 @@ from monarch_backend._processes import linux
 from monarch_backend._processes import spawn_protocol as spawn_messages
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import RANKS_HERE, Event, ProcessSpec, Spawner
-from monarch_backend._transport.local.event_loop import Pump, release
+from monarch_backend._transport.local.event_loop import ProgressLoop, release
 from monarch_backend._transport.local.frames import Agent as AgentFrame
 from monarch_backend._transport.local.frames import Frame, FrameError, Replaced, Setting
 from monarch_backend._transport.local.links import LocalLinks, few_processors
-from monarch_backend._transport.local.peer import Peer, Room
+from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.local.router import Router
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.auth import SECRET_BYTES
-from monarch_backend._transport.network.connection_manager import Bounds, Remote, Tcp, secrets_by_name
-from monarch_backend._transport.network.envelope import Carried, host_of
+from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts, secrets_by_name
+from monarch_backend._transport.network.envelope import Envelope, host_of
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import BRANCHES
 from monarch_backend._transport.network.remote_links import FarLinks
@@ -116,7 +116,7 @@ class AgentProcess:
         self._secret = b"" if plan.home else next_secret()  # of this host
         self._pid = os.getpid()
         self._links = LocalLinks(plan.token, crowded=few_processors())
-        self._pump = Pump(self._links.post, self._handle)
+        self._pump = ProgressLoop(self._links.post, self._handle)
         self._gateway = Gateway(
             self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later,
             branches=_branches(), way=self._way,
@@ -133,7 +133,7 @@ class AgentProcess:
         self._router.control.update({Replaced: self._ignore, Setting: self._ignore})
         self._root = self._router.peer(plan.root)
         self._secrets_of: dict[str, bytes] = {}  # by host, where they are not this host's own
-        bounds = Bounds(heartbeat=plan.heartbeat, silence=plan.silence)
+        bounds = Timeouts(heartbeat=plan.heartbeat, silence=plan.silence)
         accepted = {} if plan.home else secrets_by_name(self._secret)
         self._tcp = Tcp(
             bytes.fromhex(plan.token), accepted, self._arrived, self._up, self._lost, bounds=bounds,
@@ -141,22 +141,26 @@ class AgentProcess:
         )  # fmt: skip
         # Sessions and what is waited for: _hosts, _known, _ways, _attached, _asking, _until, _awaited.
         self._lock = threading.RLock()
-        self._hosts: dict[str, list[Remote]] = {}  # sessions by host; there are two where both sides have called
+        self._hosts: dict[
+            str, list[PeerConnection]
+        ] = {}  # sessions by host; there are two where both sides have called
         self._known: dict[str, tuple[str, int, str, str]] = {}  # where hosts can be reached
         self._ways: dict[str, str] = {}  # through which others
         self._attached: set[str] = set()  # by this agent
         if plan.asker and host_of(plan.asker) != host_of(plan.root):
             self._ways[host_of(plan.root)] = host_of(plan.asker)
-        self._asking: dict[Remote, Attach] = {}  # daemons that are asked for an agent
+        self._asking: dict[PeerConnection, Attach] = {}  # daemons that are asked for an agent
         self._until: dict[int, float] = {}  # when they have to be reached
-        self._awaited: dict[Remote, Attached] = {}  # agents that are called for the first time: what is said then
+        self._awaited: dict[
+            PeerConnection, Attached
+        ] = {}  # agents that are called for the first time: what is said then
         self._births = threading.Lock()  # held until it is known whose a new process is
         self._spawner: Spawner | None = None
         self._numbers: dict[int, int] = {}  # the spawner's, by the controller's
         self._names: dict[int, int] = {}  # and the reverse
         self._pids: dict[int, int] = {}  # by the controller's
         self._output: OutputReader | None = None
-        self._end = Room()
+        self._end = CreditWaiter()
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
@@ -183,7 +187,7 @@ class AgentProcess:
 
     def _stay_with_the_controller(self) -> None:
         while self._router.link_to(self._root) < 0 and self._root.gone is None:
-            self._pump.wait(Room(), 0.02, lambda: self._root.link >= 0)
+            self._pump.wait(CreditWaiter(), 0.02, lambda: self._root.link >= 0)
         if self._root.gone is not None or not self._links.host.tether(self._plan.root):
             raise SystemExit(1)
 
@@ -216,7 +220,7 @@ class AgentProcess:
 
     # ---- frames
 
-    def _wait(self, room: Room, seconds: float | None, _whole: bool) -> bool:
+    def _wait(self, room: CreditWaiter, seconds: float | None, _whole: bool) -> bool:
         return self._pump.wait(room, seconds)
 
     def _handle(self, events: list[Any]) -> None:
@@ -225,13 +229,13 @@ class AgentProcess:
             if rest:
                 self._router.handle(rest)
 
-    def _to_me(self, frame: Carried) -> None:
+    def _to_me(self, frame: Envelope) -> None:
         self._pump.later(0.0, lambda: self._router.handle(self._far.translate([(MYSELF, *frame)])))
 
     def _way(self, host: str) -> str:
         return self._ways.get(host, host)
 
-    def _to_host(self, host: str, frame: Carried) -> bool:
+    def _to_host(self, host: str, frame: Envelope) -> bool:
         host = self._way(host)
         with self._lock:
             remotes = self._hosts.get(host)
@@ -246,7 +250,7 @@ class AgentProcess:
         self._tcp.send(remotes[0], *envelope.pack(frame), len(frame.buffers or ()))
         return True
 
-    def _arrived(self, remote: Remote, prefix: bytes, body: memoryview) -> None:
+    def _arrived(self, remote: PeerConnection, prefix: bytes, body: memoryview) -> None:
         if remote in self._asking:
             self._answered(remote, body)
             return
@@ -258,7 +262,7 @@ class AgentProcess:
             remote.lost = str(error)
             self._lost(remote)
 
-    def _learn_way(self, remote: Remote, caller: str) -> None:
+    def _learn_way(self, remote: PeerConnection, caller: str) -> None:
         """A call may come before the controller's message about its host. The answer takes the way of the call."""
         with self._lock:
             if caller not in self._known and caller not in self._hosts:
@@ -266,11 +270,11 @@ class AgentProcess:
 
     # ---- hosts that come and go
 
-    def _name_of(self, remote: Remote) -> str:
+    def _name_of(self, remote: PeerConnection) -> str:
         host = _host_of(remote)
         return self._name_of_host(host) if host in self._known else str(remote)
 
-    def _up(self, remote: Remote) -> None:
+    def _up(self, remote: PeerConnection) -> None:
         asked = self._asking.get(remote)
         if asked is not None:
             plan = self._plan
@@ -285,7 +289,7 @@ class AgentProcess:
         if attached is not None:
             self._tell(attached)
 
-    def _lost(self, remote: Remote) -> None:
+    def _lost(self, remote: PeerConnection) -> None:
         asked = self._asking.pop(remote, None)
         if asked is not None:
             self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {remote.lost}"))
@@ -331,7 +335,7 @@ class AgentProcess:
         if peer is self._root:
             self._finish(f"its controller is gone: {peer.gone}")
 
-    def _answered(self, remote: Remote, body: memoryview) -> None:
+    def _answered(self, remote: PeerConnection, body: memoryview) -> None:
         """A daemon has made an agent for us, or has not."""
         asked = self._asking.pop(remote)
         self._tcp.hang_up(remote)
@@ -477,7 +481,7 @@ def _branches() -> int:
     return int(env.get("MONARCH_HOST_BRANCHES") or BRANCHES)
 
 
-def _host_of(remote: Remote) -> str:
+def _host_of(remote: PeerConnection) -> str:
     """Where it is, or where we want it to be."""
     return (remote.who if remote.up else remote.wanted).hex()[: envelope.HOST]
 

@@ -23,9 +23,9 @@ from monarch_backend._mesh.runtime_protocol import program
 from monarch_backend._processes.spawner import Spawner
 from monarch_backend._transport.local.frames import Agent as AgentFrame
 from monarch_backend._transport.local.frames import Frame, Setting
-from monarch_backend._transport.local.peer import Peer, Room
+from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.network.auth import name_of
-from monarch_backend._transport.network.connection_manager import Bounds
+from monarch_backend._transport.network.connection_manager import Timeouts
 from monarch_backend._transport.network.envelope import HOST, host_of
 from monarch_backend._transport.network.remote_links import FarLinks
 
@@ -58,14 +58,14 @@ class Host:
 class HostRegistry:
     """The hosts of one controller, and its gateway to them."""
 
-    def __init__(self, owner: Any, bounds: Bounds) -> None:
+    def __init__(self, owner: Any, bounds: Timeouts) -> None:
         self._program = owner
         self._bounds = bounds
         self._sent: set[bytes] = set()  # names of the secrets that the gateway has
         self.hosts: dict[str, Host] = {}
         self._lost_before: dict[str, str] = {}  # hosts, before the program knew that it has them
         self._answers: dict[int, Any] = {}  # of what was asked: a message, once it is there
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, CreditWaiter] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # hosts and their loss; nothing is sent under it
         self._ended = threading.Event()  # the gateway has
@@ -106,7 +106,7 @@ class HostRegistry:
         owner = self._program
         end = owner.clock.now() + seconds
         while not ready() and owner.clock.now() < end:
-            owner.pump.wait(Room(), min(0.05, max(0.0, end - owner.clock.now())), ready)
+            owner.pump.wait(CreditWaiter(), min(0.05, max(0.0, end - owner.clock.now())), ready)
         return ready()
 
     # ---- hosts
@@ -262,7 +262,7 @@ def go_through(owner: Any, gateway: str) -> None:
     while (link := links.post.connect(gateway)) < 0:
         if link == -1:
             raise RuntimeError("the gateway of this host can't be reached")
-        owner.pump.wait(Room(), 0.01)
+        owner.pump.wait(CreditWaiter(), 0.01)
 
     def to_gateway(frame: Any) -> bool:
         return bool(links.post.send(link, *frame))
@@ -342,7 +342,7 @@ def _registry(heartbeat: float, silence: float) -> HostRegistry:
     if owner.hosts is None:
         if owner.root is not None:
             raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
-        owner.hosts = HostRegistry(owner, Bounds(heartbeat, silence))
+        owner.hosts = HostRegistry(owner, Timeouts(heartbeat, silence))
     registry: HostRegistry = owner.hosts
     return registry
 

@@ -27,7 +27,7 @@ from monarch_backend._hosts.tls_config import tls_for
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed
 from monarch_backend._transport.network.auth import user_secret
-from monarch_backend._transport.network.connection_manager import Bounds, Remote, Tcp, secrets_by_name
+from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts, secrets_by_name
 from monarch_backend._transport.network.envelope import HOST
 
 log = logging.getLogger("monarch_backend")
@@ -64,7 +64,7 @@ class Daemon:
             self._asked,
             lambda _: None,
             lambda _: None,
-            bounds=Bounds(),
+            bounds=Timeouts(),
             tls=tls_for(),
             hand_over=self._hand_over,
             max_frame_bytes=MAX_FRAME_BYTES,
@@ -84,7 +84,7 @@ class Daemon:
         self._tcp.close()
         self._spawner.close()
 
-    def _asked(self, remote: Remote, _: bytes, body: memoryview) -> None:
+    def _asked(self, remote: PeerConnection, _: bytes, body: memoryview) -> None:
         """On the thread of the connections."""
         try:
             ask = protocol.decode(body)

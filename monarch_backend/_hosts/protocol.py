@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from monarch_backend._processes.spawn_protocol import Exited, Kill, Spawn, SpawnFailed, Started
-from monarch_backend._transport.network.connection_manager import Bounds
+from monarch_backend._transport.network.connection_manager import Timeouts
 
 __all__ = ["Exited", "Kill", "Spawn", "SpawnFailed", "Started"]
 
@@ -77,9 +77,9 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
     silence: float
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> Timeouts:
         """The controller's."""
-        return Bounds(heartbeat=self.heartbeat, silence=self.silence)
+        return Timeouts(heartbeat=self.heartbeat, silence=self.silence)
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):

@@ -77,7 +77,7 @@ class _Repeated:
         return not self.entries
 
 
-class Fold:
+class LineDeduplicator:
     """Folds the lines of the ranks of one mesh on one stream.
 
     Args:
@@ -85,7 +85,7 @@ class Fold:
 
     What comes out is a list of ``(ranks, line)``, where ``ranks`` has bit r set for rank r (`ranks_of` lists them).
 
-    >>> fold = Fold(window=1.0)
+    >>> fold = LineDeduplicator(window=1.0)
     >>> for rank in range(3):
     ...     fold.join(rank)
     >>> fold.add(0, [b"hello from 0", b"ready"], now=0.0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from monarch_backend._logs.dedup import Fold, RateLimit, ranks_of
+from monarch_backend._logs.dedup import LineDeduplicator, RateLimit, ranks_of
 from monarch_backend._logs.line_splitter import LineSplitter, read_records
 
 STDOUT, STDERR = 1, 2
@@ -111,7 +111,7 @@ class MeshLog:
         self._configuring = threading.Lock()
         self._label_of = label_of
         self._least = level_number(self.options.level)
-        self._folds = {stream: Fold(self._window) for stream in STREAM_NAMES}
+        self._folds = {stream: LineDeduplicator(self._window) for stream in STREAM_NAMES}
         self._limit = RateLimit(self.options.lines_per_sec, self.options.burst)
         self._pipes: Counter[tuple[int, int]] = Counter()  # (rank, stream) -> its open pipes
         self._tails: dict[int, deque[bytes]] = {}

@@ -347,11 +347,11 @@ class Shape:
         return self._offset + _dot(self._extent._indices(coords), self._strides)
 
     def at(self, /, **coords: int) -> Shape:
-        """The part at these coordinates, without the dimensions that are named. Raises as MeshTrait.slice does."""
+        """The part at these coordinates, without the dimensions that are named. Raises as MeshBase.slice does."""
         return self.slice(**{label: _checked_int(f"{label}={index!r}", index) for label, index in coords.items()})
 
     def slice(self, /, **selection: Index) -> Shape:
-        """See MeshTrait.slice."""
+        """See MeshBase.slice."""
         for label in selection:
             if label not in self._extent:
                 raise _no_dimension(label, self._extent)
@@ -371,7 +371,7 @@ class Shape:
         return Shape._make(Extent(labels, sizes), tuple(strides), offset)
 
     def split(self, /, **how: Sequence[str] | int) -> Shape:
-        """See MeshTrait.split."""
+        """See MeshBase.split."""
         into, given = _read_split(self._extent, how)
         labels: list[str] = []
         sizes: list[int] = []
@@ -382,11 +382,11 @@ class Shape:
         return Shape._from_ranks(Extent(labels, sizes), self.ranks)
 
     def flatten(self, name: str) -> Shape:
-        """See MeshTrait.flatten."""
+        """See MeshBase.flatten."""
         return Shape._from_ranks(Extent((name,), (len(self),)), self.ranks)
 
     def rename(self, /, **names: str) -> Shape:
-        """See MeshTrait.rename."""
+        """See MeshBase.rename."""
         for label in names:
             if label not in self._extent:
                 raise _no_dimension(label, self._extent)
@@ -394,7 +394,7 @@ class Shape:
         return Shape._make(extent, self._strides, self._offset, self._ranks)
 
     def without(self, ranks: Iterable[int | Point]) -> Shape:
-        """See MeshTrait.without."""
+        """See MeshBase.without."""
         if isinstance(ranks, (int, Point, str)):
             raise TypeError(f"without({ranks!r}): give the ranks as a list, without([{ranks!r}])")
         gone = {_position(rank, self._extent) for rank in ranks}
@@ -426,7 +426,7 @@ class Shape:
         return f"<Shape {self._extent}: strides {self._strides}, offset {self._offset}>"
 
 
-class MeshTrait(ABC):
+class MeshBase(ABC):
     """What every mesh can do with its dimensions: hosts, processes, actors, values, devices.
 
     A subclass has a `_shape` and makes a mesh like itself of another shape in `_new_with_shape`; the ranks of a shape

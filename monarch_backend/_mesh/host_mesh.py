@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._mesh.extent import Extent, MeshTrait, Shape
+from monarch_backend._mesh.extent import Extent, MeshBase, Shape
 from monarch_backend._mesh.runtime_protocol import program
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from monarch_backend._mesh.proc_mesh import ProcMesh
 
 
-class HostMesh(MeshTrait):
+class HostMesh(MeshBase):
     """Hosts, one for each rank. ``ids``: of the base ranks, as the controller knows them; None for this host."""
 
     def __init__(self, shape: Shape, ids: tuple[str, ...] | None = None, name: str = "") -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monarch_backend._mesh.extent import Extent, MeshTrait, Shape, ranks_in_words
+from monarch_backend._mesh.extent import Extent, MeshBase, Shape, ranks_in_words
 from monarch_backend._mesh.runtime_protocol import program
 
 AFTER_ERROR = 10.0
@@ -38,7 +38,7 @@ class ProcReference(NamedTuple):
 
 
 @dataclass(eq=False)
-class ProcCore:
+class ProcMeshState:
     """What all slices of one mesh of processes share, in this process."""
 
     id: str
@@ -46,7 +46,7 @@ class ProcCore:
     extent: Extent
     owner: Peer
     tokens: list[str]  # of the process that has each rank now
-    find: Callable[[ProcCore, int], Peer]  # whom nobody here has talked to yet
+    find: Callable[[ProcMeshState, int], Peer]  # whom nobody here has talked to yet
     server: str = ""  # address of the fork server of its host
     owned: Any = None  # the owner's records, None elsewhere
     stopped: str | None = None  # why it was stopped, if it was
@@ -110,7 +110,7 @@ class ProcCore:
         )
 
 
-def label_of(core: ProcCore, rank: int) -> Callable[[], str]:
+def label_of(core: ProcMeshState, rank: int) -> Callable[[], str]:
     """What `core.who` says, for a Peer: that may be remembered for longer than the mesh."""
     known = weakref.ref(core)
 
@@ -133,13 +133,13 @@ def whole(mesh: Any, what: str) -> Any:
     return core
 
 
-class ProcMesh(MeshTrait):
+class ProcMesh(MeshBase):
     """Processes, one for each rank. From ``host_mesh.spawn_procs(...)``, at once: messages wait until they are up.
 
     Slices show some of the processes; a reference may be sent to any actor.
     """
 
-    def __init__(self, core: ProcCore, shape: Shape | None = None) -> None:
+    def __init__(self, core: ProcMeshState, shape: Shape | None = None) -> None:
         self._core = core
         self._shape = shape or Shape.of(core.extent)
 

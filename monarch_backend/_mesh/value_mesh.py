@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from monarch_backend._mesh.extent import Extent, MeshTrait, Point, Shape
+from monarch_backend._mesh.extent import Extent, MeshBase, Point, Shape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -16,7 +16,7 @@ T_co = TypeVar("T_co", covariant=True)
 _SHOWN = 6  # values in a repr
 
 
-class ValueMesh(MeshTrait, Generic[T_co]):
+class ValueMesh(MeshBase, Generic[T_co]):
     """One value for each rank, with the operations of every mesh. Picklable.
 
     `values` holds the value of rank i at index i and is kept, not copied; so do slices. Pickling takes only the values

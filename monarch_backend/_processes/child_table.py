@@ -28,7 +28,7 @@ class StartError(Exception):
 
 
 @dataclass(frozen=True)
-class Birth:
+class ChildStarted:
     """A process was made; ``pid`` 0 means that this is it. ``reason``: why it had to be spawned."""
 
     pid: int
@@ -37,7 +37,7 @@ class Birth:
 
 
 @dataclass(frozen=True)
-class Death:
+class ChildExited:
     """A process has ended; the fields are those of _spawn_messages.Exited."""
 
     pid: int
@@ -92,7 +92,7 @@ class Processes:
         with contextlib.suppress(OSError, ValueError):  # the system's own limit has been lowered below it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    def start(self, spec: Spawn, stdout: int, stderr: int, stdin: int | None = None) -> Birth:
+    def start(self, spec: Spawn, stdout: int, stderr: int, stdin: int | None = None) -> ChildStarted:
         """Make the process; in a forked one, return pid 0. Raises StartError."""
         reason = why_not_fork(spec.environment, self._environment)
         if reason is not None and spec.method == "fork":
@@ -109,7 +109,7 @@ class Processes:
                 self._allow_open_files()
         if pid:
             self._alive.add(pid)
-        return Birth(pid, "spawn" if plain else "fork", reason if reason and spec.method is None else "")
+        return ChildStarted(pid, "spawn" if plain else "fork", reason if reason and spec.method is None else "")
 
     def kill(self, pid: int, number: int, group: bool = False) -> None:
         """Send a signal to a process that was started here and has not been reaped, and to its ``group``."""
@@ -122,7 +122,7 @@ class Processes:
                     return
             os.kill(pid, number)
 
-    def reap(self) -> Iterator[Death]:
+    def reap(self) -> Iterator[ChildExited]:
         """The processes that have ended since the last time; call `tidy` when that has been told."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
@@ -130,7 +130,7 @@ class Processes:
                 if (death := self._death(*ended)) is not None:
                     yield death
 
-    def _death(self, pid: int, status: int) -> Death | None:
+    def _death(self, pid: int, status: int) -> ChildExited | None:
         self._helpers.discard(pid)
         if pid not in self._alive:
             return None
@@ -138,7 +138,7 @@ class Processes:
         returncode = os.waitstatus_to_exitcode(status)
         unexplained = returncode == -signal.SIGKILL and pid not in self._killed
         self._killed.discard(pid)
-        return Death(pid, returncode, os.WCOREDUMP(status), unexplained and self._oom_kills.again())
+        return ChildExited(pid, returncode, os.WCOREDUMP(status), unexplained and self._oom_kills.again())
 
     def tidy(self) -> None:
         """Kill what processes have left behind at their end.

@@ -24,7 +24,7 @@ from typing import NoReturn
 import msgspec
 
 from monarch_backend._processes import child_bootstrap, finalization, linux
-from monarch_backend._processes.child_table import Death, Processes, StartError
+from monarch_backend._processes.child_table import ChildExited, Processes, StartError
 from monarch_backend._processes.spawn_protocol import (
     BadMessageError,
     Channel,
@@ -254,7 +254,7 @@ class Server:
             for client in self._clients:
                 self._close(client)
 
-    def _on_death(self, death: Death) -> None:
+    def _on_death(self, death: ChildExited) -> None:
         client, process = self._owners.pop(death.pid)
         del client.pids[process]
         client.say(Exited(process, death.pid, death.returncode, death.core_dumped, death.oom_killed))

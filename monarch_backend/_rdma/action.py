@@ -9,7 +9,7 @@ from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.buffer import RDMABuffer
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, memory_of, watch, writable
 from monarch_backend._rdma.routes.base import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend._rdma.transfer_engine import Change, Engine, Part, engine
+from monarch_backend._rdma.transfer_engine import AtomicOp, Engine, ReadWriteOp, engine
 from monarch_backend.actor import Future
 
 
@@ -20,7 +20,7 @@ class _Step(NamedTuple):
     local: Any
     look: Callable[[], LocalMemory]  # where the local object is now; raises if it does not do
     fills: bool  # the local memory is written to
-    make: Callable[[LocalMemory], Part | Change]
+    make: Callable[[LocalMemory], ReadWriteOp | AtomicOp]
 
 
 class _Ready:
@@ -71,14 +71,14 @@ class RDMAAction:
         """Copy all of ``src`` to the beginning of ``dst``; the rest of ``dst`` keeps its values."""
         src, dst = _buffer_and_local(src, dst, "read_remote(dst, src)", "src")
         handle, size = src._handle, src.size()
-        make = lambda memory: Part(handle, False, ((handle.offset, memory.address, size),))  # noqa: E731
+        make = lambda memory: ReadWriteOp(handle, False, ((handle.offset, memory.address, size),))  # noqa: E731
         return self._add(_Step(src, dst, lambda: src._to_read(dst), True, make))
 
     def write_remote(self, dst: RDMABuffer, src: Any) -> RDMAAction:
         """Copy all of ``src`` to the beginning of ``dst``; the rest of ``dst`` keeps its values."""
         dst, src = _buffer_and_local(dst, src, "write_remote(dst, src)", "dst")
         handle = dst._handle
-        make = lambda memory: Part(handle, True, ((handle.offset, memory.address, memory.nbytes),))  # noqa: E731
+        make = lambda memory: ReadWriteOp(handle, True, ((handle.offset, memory.address, memory.nbytes),))  # noqa: E731
         return self._add(_Step(dst, src, lambda: dst._to_write(src), False, make))
 
     def fetch_add(self, dst: Any, src: RDMABuffer, add: int, offset: int = 0) -> RDMAAction:
@@ -121,7 +121,9 @@ class RDMAAction:
         return self._add(_Step(src, dst, lambda: _eight_bytes(dst), True, make))
 
 
-def _ready(mover: Engine, steps: list[_Step], parts: list[Part | Change], memories: list[LocalMemory]) -> _Ready | None:
+def _ready(
+    mover: Engine, steps: list[_Step], parts: list[ReadWriteOp | AtomicOp], memories: list[LocalMemory]
+) -> _Ready | None:
     watches: list[Callable[[], bool]] = []
     for step, memory in zip(steps, memories, strict=True):
         is_as_it_was = watch(step.local, memory)

@@ -14,8 +14,8 @@ from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, frozen, memory_of, writable
 from monarch_backend._rdma.registrations import registry
 from monarch_backend._rdma.routes.base import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend._rdma.transfer_cache import Again, after
-from monarch_backend._rdma.transfer_engine import Change, Part, engine
+from monarch_backend._rdma.transfer_cache import TransferPlanCache, after
+from monarch_backend._rdma.transfer_engine import AtomicOp, ReadWriteOp, engine
 from monarch_backend._rdma.transfer_future import SingleFuture
 from monarch_backend.actor import Future
 
@@ -52,7 +52,7 @@ class RDMABuffer:
 
     def __init__(self, data: Any) -> None:
         self._handle: Handle = registry().add(frozen(memory_of(data, "the memory to register")))
-        self._last: list[Again | None] = [None, None]  # read, written
+        self._last: list[TransferPlanCache | None] = [None, None]  # read, written
 
     @classmethod
     def _of(cls, handle: Handle) -> RDMABuffer:
@@ -174,7 +174,7 @@ class RDMABuffer:
         nbytes = memory.nbytes if write else handle.nbytes
         if (timeout is None or timeout > 0) and mover.at_once(handle, write, memory, nbytes):
             return DoneFuture()
-        part = Part(handle, write, ((handle.offset, memory.address, nbytes),))
+        part = ReadWriteOp(handle, write, ((handle.offset, memory.address, nbytes),))
         future = mover.start((part,), (memory,), timeout)
         if type(future) is SingleFuture:
             self._last[write] = after(last, mover, part, local, memory)
@@ -183,7 +183,7 @@ class RDMABuffer:
     def _change(self, access: int, offset: int, operand: int, expected: int, timeout: float | None) -> Future[int]:
         return engine().change(self._atomic(access, offset, operand, expected), check_timeout(timeout))
 
-    def _atomic(self, access: int, offset: int, operand: int, expected: int) -> Change:
+    def _atomic(self, access: int, offset: int, operand: int, expected: int) -> AtomicOp:
         offset, operand, expected = (
             _whole(offset, "offset"), _whole(operand, "what to add or swap"), _whole(expected, "what to compare with")
         )  # fmt: skip
@@ -192,7 +192,7 @@ class RDMABuffer:
         if not self._handle.writable:
             raise ValueError(f"{self!r} was registered read-only")
         handle = self._handle
-        return Change(handle, access, handle.offset + offset, operand & _64_BITS, expected & _64_BITS, lambda _: None)
+        return AtomicOp(handle, access, handle.offset + offset, operand & _64_BITS, expected & _64_BITS, lambda _: None)
 
 
 def _whole(number: Any, what: str) -> int:

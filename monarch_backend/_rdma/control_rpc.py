@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
@@ -25,7 +25,7 @@ PATIENCE = 20.0
 TICK = 0.02
 """Seconds after which whoever waits looks whether he still wants to."""
 
-TOPICS: dict[str, Callable[[Program, Peer, bytes], bytes]] = {}
+TOPICS: dict[str, Callable[[Runtime, Peer, bytes], bytes]] = {}
 """What can be asked: by the module whose business it is. Called on a thread that may wait."""
 
 
@@ -57,7 +57,7 @@ class _Question:
 
 
 def ask(
-    owner: Program,
+    owner: Runtime,
     peer: Peer,
     topic: str,
     body: bytes = b"",
@@ -85,7 +85,7 @@ def ask(
     return question.answer
 
 
-def heard(owner: Program, peer: Peer, name: str, value: Any) -> None:
+def heard(owner: Runtime, peer: Peer, name: str, value: Any) -> None:
     """A Setting for this room. On a thread that may wait."""
     if name == DROP:
         if owner.memory is not None:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch.multiprocessing import reductions as _reductions
 
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma import gpu_memory
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
@@ -67,7 +67,7 @@ Name = tuple[str, int, int]
 class Lent:
     """What torch has mapped of others' memory, until the core returns it."""
 
-    def __init__(self, owner: Program, registry: Registry) -> None:
+    def __init__(self, owner: Runtime, registry: Registry) -> None:
         self._program, self._native = owner, registry.native
         self._lock = threading.Lock()
         self._asked: set[Name] = set()  # is under way, or has led to something

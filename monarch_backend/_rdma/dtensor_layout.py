@@ -1,4 +1,4 @@
-"""How torch has cut a DTensor, in `Split`s. The one module of this room that leans on private parts of torch.
+"""How torch has cut a DTensor, in `ShardSpec`s. The one module of this room that leans on private parts of torch.
 
 They are the attribute `split_factor` of `_StridedShard` (what FSDP2 makes of parameters that are tensor-parallel
 already), and `DTensorSpec.shard_order` (from torch 2.13 on). tests/rdma/test_placements.py fails when they change.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from monarch_backend._rdma.shard_geometry import Split
+from monarch_backend._rdma.shard_geometry import ShardSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -21,7 +21,7 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return dtensors is not None and isinstance(tensor, dtensors)
 
 
-def splits(tensor: DTensor) -> tuple[Split, ...] | None:
+def splits(tensor: DTensor) -> tuple[ShardSpec, ...] | None:
     """The splits that led to this rank's part, in the order in which they are made; None if it is not in the mesh.
 
     Raises ValueError for placements that are neither sharded nor replicated.
@@ -36,8 +36,8 @@ def splits(tensor: DTensor) -> tuple[Split, ...] | None:
     return tuple(_split(placements[i], tensor.ndim, mesh.size(i), coordinate[i]) for i in order)
 
 
-def _split(placement: Any, ndim: int, ways: int, place: int) -> Split:
-    return Split(placement.dim % ndim, ways, place, getattr(placement, "split_factor", 1))
+def _split(placement: Any, ndim: int, ways: int, place: int) -> ShardSpec:
+    return ShardSpec(placement.dim % ndim, ways, place, getattr(placement, "split_factor", 1))
 
 
 def _refuse_what_is_no_part(placement: Placement) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.routes.base import DONE, FAILED, LOST, UNREACHABLE, Result
 from monarch_backend._verbs import Engine, NoConnectionError, UnreachableMemoryError, VerbsError
 
@@ -21,19 +21,19 @@ MOST_LOOKING = 5e-3
 _WHY = "another transfer with it was given up"
 
 
-class Flight:
+class VerbsInFlight:
     """See _route.Flight. ``done`` is called with what becomes of it."""
 
     __slots__ = ("_done", "_engine", "_late", "_over", "_program", "_request", "_token")
 
-    def __init__(self, program: Program, engine: Engine, token: str, done: Callable[[Result], None]) -> None:
+    def __init__(self, program: Runtime, engine: Engine, token: str, done: Callable[[Result], None]) -> None:
         self._program, self._engine, self._token = program, engine, token
         self._done: Any = done
         self._late: Any = None  # a timer
         self._over = 0  # the outcome of one that is not wanted any more
         self._request: Any = None
 
-    def took_off(self, request: Any) -> Flight | None:
+    def took_off(self, request: Any) -> VerbsInFlight | None:
         """The engine does this; None if it is None, and nothing is under way."""
         self._request = request
         return self if request is not None else None

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from monarch_backend._rdma import dtensor_layout
 from monarch_backend._rdma.local_memory import refuse_subclass
-from monarch_backend._rdma.shard_geometry import Box, Piece, local_shape, overlaps_itself, pieces
+from monarch_backend._rdma.shard_geometry import Overlap, Region, local_shape, overlaps_itself, pieces
 
 LARGEST_VALUE = 1 << 16  # bytes of a pickled value that is no tensor; it is sent with every description
 
 
-class Leaf(NamedTuple):
+class StateEntry(NamedTuple):
     """One value of a state dict, and where it stands there."""
 
     name: str
@@ -28,23 +28,23 @@ class Leaf(NamedTuple):
     key: Any
 
 
-class Local(NamedTuple):
+class LocalShard(NamedTuple):
     """A rank's part of a tensor, in this process."""
 
     tensor: Tensor  # plain, with the memory of the part
     shape: tuple[int, ...]  # of the whole
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Overlap, ...]
     strides: tuple[int, ...]  # bytes
 
 
-def leaves(state_dict: Mapping[str, Any]) -> dict[str, Leaf]:
+def leaves(state_dict: Mapping[str, Any]) -> dict[str, StateEntry]:
     """What a state dict holds, nested ones too, by names such as ``"optimizer/state/0/exp_avg"``.
 
     Raises TypeError for what is no mapping and for tensors in lists, ValueError where two get the same name.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"a state dict is a mapping of names to tensors, not {type(state_dict).__name__}")
-    found: dict[str, Leaf] = {}
+    found: dict[str, StateEntry] = {}
     for leaf in _walk("", state_dict):
         if leaf.name in found:
             raise ValueError(f"{leaf.name}: two entries of the state dict have this name once it is flat; rename one")
@@ -52,7 +52,7 @@ def leaves(state_dict: Mapping[str, Any]) -> dict[str, Leaf]:
     return found
 
 
-def _walk(prefix: str, holder: Any) -> Iterator[Leaf]:
+def _walk(prefix: str, holder: Any) -> Iterator[StateEntry]:
     for key, value in holder.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -60,7 +60,7 @@ def _walk(prefix: str, holder: Any) -> Iterator[Leaf]:
         else:
             if _holds_tensors(value):
                 raise TypeError(f"{name}: tensors in a {type(value).__name__} have no names; put them into a dict")
-            yield Leaf(name, value, holder, key)
+            yield StateEntry(name, value, holder, key)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -86,7 +86,7 @@ def check_value(name: str, value: Any) -> bytes:
     return pickled
 
 
-def local(name: str, tensor: Tensor) -> Local:
+def local(name: str, tensor: Tensor) -> LocalShard:
     """Where the bytes of this rank's part of a tensor lie.
 
     Raises ValueError, with the tensor's name, for what is no part of a tensor in memory.
@@ -97,13 +97,13 @@ def local(name: str, tensor: Tensor) -> Local:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _local(tensor: Tensor) -> Local:
+def _local(tensor: Tensor) -> LocalShard:
     shape = tuple(tensor.shape)
     with torch.no_grad():  # no view of a parameter's: its own memory
         mine = tensor.to_local() if dtensor_layout.is_dtensor(tensor) else tensor
     _refuse_what_is_no_memory(mine)
     mine = mine.detach()
-    held: tuple[Piece, ...] = ()
+    held: tuple[Overlap, ...] = ()
     if not dtensor_layout.is_dtensor(tensor):
         held = pieces(shape, ())
     elif (splits := dtensor_layout.splits(tensor)) is not None:
@@ -120,7 +120,7 @@ def _local(tensor: Tensor) -> Local:
             f"some of its elements share their place in memory (shape {tuple(mine.shape)}, strides {mine.stride()}, as "
             "expand() makes them): use a copy, .contiguous()"
         )
-    return Local(mine, shape, held, tuple(stride * mine.element_size() for stride in mine.stride()))
+    return LocalShard(mine, shape, held, tuple(stride * mine.element_size() for stride in mine.stride()))
 
 
 def _refuse_what_is_no_memory(mine: Tensor) -> None:
@@ -141,7 +141,7 @@ def _refuse_what_is_no_memory(mine: Tensor) -> None:
         raise ValueError("the memory of its storage was freed (is it an unsharded parameter of FSDP2?)")
 
 
-def offset_in(box: Box, piece: Piece, strides: tuple[int, ...]) -> int:
+def offset_in(box: Region, piece: Overlap, strides: tuple[int, ...]) -> int:
     """Bytes from a local tensor's first element to the first of a box that lies in this piece."""
     return sum(
         (start - first + at) * stride

@@ -50,7 +50,7 @@ class _Lent:
         self.key = secrets.randbits(64)
 
 
-class Lender:
+class PinnedPool:
     """For the processes that want this one's memory."""
 
     def __init__(self, verbs: Verbs, tcp: Tcp) -> None:
@@ -92,7 +92,7 @@ class Lender:
             self.forget(token)
 
 
-class Borrowed:
+class PinnedLease:
     """Another process's staging memory, of which transfers take slots."""
 
     def __init__(self, loan: bytes) -> None:
@@ -143,7 +143,7 @@ class Borrowed:
         self._unsure.discard(slot)
 
 
-class Pins:
+class PinnedPoolClient:
     """Pinned memory of this process for its own transfers, each of which takes a piece, and returns it."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._actor.runtime import Program, program
+from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._core import env
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
@@ -27,7 +27,7 @@ _WAS_NOT_THERE, _STILL_USED = 1, 2
 class Registry:
     """The registrations of one process."""
 
-    def __init__(self, owner: Program) -> None:
+    def __init__(self, owner: Runtime) -> None:
         host = getattr(owner.links, "host", None)
         if host is None:
             raise RuntimeError("memory can't be registered in a simulation: its processes have none of their own")

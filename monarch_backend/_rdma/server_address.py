@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._core.addresses import local_addresses
 from monarch_backend._rdma.control_rpc import TOPICS, ask
 from monarch_backend._transport.local.peer import Peer
@@ -22,7 +22,7 @@ from monarch_backend._transport.local.peer import Peer
 LOOPBACK = "127.0.0.1"
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class ServerInfo(msgspec.Struct, frozen=True, array_like=True):
     """What a process is told of itself."""
 
     secret: bytes  # the program's, for memory only; it never leaves the processes of the program
@@ -31,31 +31,31 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 _lock = threading.Lock()
-_secrets: weakref.WeakKeyDictionary[Program, bytes] = weakref.WeakKeyDictionary()
+_secrets: weakref.WeakKeyDictionary[Runtime, bytes] = weakref.WeakKeyDictionary()
 
 
-def place(owner: Program) -> Place:
+def place(owner: Runtime) -> ServerInfo:
     """This process's. Raises RDMAError if the main program does not answer."""
     if owner.root is None:
         found = _place_of(owner, owner.router.token)
     else:
-        found = msgspec.msgpack.decode(ask(owner, owner.root, "place"), type=Place)
+        found = msgspec.msgpack.decode(ask(owner, owner.root, "place"), type=ServerInfo)
     if os.environ.get("MONARCH_TLS") == "0":  # in this process alone
-        found = Place(found.secret, found.addresses, False)
+        found = ServerInfo(found.secret, found.addresses, False)
     return found
 
 
-def _place_of(root: Program, token: str) -> Place:
+def _place_of(root: Runtime, token: str) -> ServerInfo:
     from monarch_backend._hosts.tls_config import tls_for
 
     with _lock:
         secret = _secrets.setdefault(root, secrets.token_bytes(32))
     host = root.host(token)
     addresses = tuple(dict.fromkeys(_own_addresses(root))) if host is None else (host.address[0],)
-    return Place(secret, addresses or (LOOPBACK,), tls_for() is not None)
+    return ServerInfo(secret, addresses or (LOOPBACK,), tls_for() is not None)
 
 
-def _own_addresses(root: Program) -> Iterator[str]:
+def _own_addresses(root: Runtime) -> Iterator[str]:
     """Of the main program's host, as others see it: those from which it would talk to them."""
     for host in [] if root.hosts is None else list(root.hosts.hosts.values()):
         if host.lost is not None or host.through is not None:
@@ -63,7 +63,7 @@ def _own_addresses(root: Program) -> Iterator[str]:
         yield from local_addresses(host.address[0])
 
 
-def _answer(root: Program, peer: Peer, _: bytes) -> bytes:
+def _answer(root: Runtime, peer: Peer, _: bytes) -> bytes:
     return msgspec.msgpack.encode(_place_of(root, peer.token))
 
 

@@ -2,7 +2,7 @@
 
 Arithmetic only: integers in, integers out. No torch, no memory and no message here.
 
-A tensor is cut by `Split`s, one after the other. What one rank holds is then a list of `Piece`s: boxes of the whole
+A tensor is cut by `ShardSpec`s, one after the other. What one rank holds is then a list of `Overlap`s: boxes of the whole
 tensor, and where each begins in the rank's own. With torch's `Shard` it is a single box; only `_StridedShard` can
 make more of them.
 """
@@ -20,7 +20,7 @@ Segment = tuple[int, int, int]  # where it is read, where it goes, how many byte
 Level = tuple[int, int, int]  # of a nest of loops: stride where it is read, stride where it goes, how often
 
 
-class Box(NamedTuple):
+class Region(NamedTuple):
     """A rectangular part of a tensor, one number of each per dimension."""
 
     offset: tuple[int, ...]
@@ -31,14 +31,14 @@ class Box(NamedTuple):
         return f"[{', '.join(spans)}]"
 
 
-class Piece(NamedTuple):
+class Overlap(NamedTuple):
     """A box of the whole tensor, and the index in the local tensor at which it begins."""
 
-    box: Box
+    box: Region
     at: tuple[int, ...]
 
 
-class Split(NamedTuple):
+class ShardSpec(NamedTuple):
     """One dimension is cut like `torch.chunk` does, into `ways` parts, of which this rank has the one at
     `place`.
 
@@ -53,26 +53,26 @@ class Split(NamedTuple):
 
 
 class UnevenError(ValueError):
-    """A dimension that `Split`s with a factor cut unevenly, which has no one meaning."""
+    """A dimension that `ShardSpec`s with a factor cut unevenly, which has no one meaning."""
 
 
 # ---- shards
 
 
 @functools.lru_cache(maxsize=65536)  # a model has few kinds of tensors and many of each
-def pieces(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[Piece, ...]:
+def pieces(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[Overlap, ...]:
     """What a rank holds of a tensor of this shape; nothing where its part is empty.
 
     Raises UnevenError.
 
-    >>> pieces((5, 4), (Split(0, 2, 1), Split(1, 4, 3)))
+    >>> pieces((5, 4), (ShardSpec(0, 2, 1), ShardSpec(1, 4, 3)))
     (Piece(box=Box(offset=(3, 3), sizes=(2, 1)), at=(0, 0)),)
     """
     if 0 in shape:
         return ()
     return tuple(
-        Piece(
-            Box(tuple(span[0] for span, _ in parts), tuple(span[1] - span[0] for span, _ in parts)),
+        Overlap(
+            Region(tuple(span[0] for span, _ in parts), tuple(span[1] - span[0] for span, _ in parts)),
             tuple(at for _, at in parts),
         )
         for parts in itertools.product(*(_placed(spans) for spans in _spans_by_dim(shape, splits)))
@@ -80,12 +80,12 @@ def pieces(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[Piece, ..
 
 
 @functools.lru_cache(maxsize=65536)
-def local_shape(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[int, ...]:
+def local_shape(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[int, ...]:
     """The shape of what a rank holds. Raises UnevenError."""
     return tuple(sum(stop - start for start, stop in spans) for spans in _spans_by_dim(shape, splits))
 
 
-def _spans_by_dim(shape: tuple[int, ...], splits: tuple[Split, ...]) -> list[list[Span]]:
+def _spans_by_dim(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> list[list[Span]]:
     return [_spans(size, [split for split in splits if split.dim == dim]) for dim, size in enumerate(shape)]
 
 
@@ -95,7 +95,7 @@ def _placed(spans: list[Span]) -> Iterable[tuple[Span, int]]:
     return zip(spans, starts, strict=False)
 
 
-def _spans(size: int, splits: list[Split]) -> list[Span]:
+def _spans(size: int, splits: list[ShardSpec]) -> list[Span]:
     """The parts of 0:size that are left after these splits, in the order in which a rank has them."""
     found = _cut(size, splits)
     if all(split.factor == 1 for split in splits):
@@ -114,14 +114,14 @@ def _spans(size: int, splits: list[Split]) -> list[Span]:
     )
 
 
-def _told(splits: list[Split]) -> str:
+def _told(splits: list[ShardSpec]) -> str:
     return " and ".join(
         f"_StridedShard(split_factor={s.factor}) into {s.ways}" if s.factor > 1 else f"Shard into {s.ways}"
         for s in splits
     )
 
 
-def _cut(size: int, splits: Iterable[Split]) -> list[Span]:
+def _cut(size: int, splits: Iterable[ShardSpec]) -> list[Span]:
     spans: list[Span] = [(0, size)]
     for split in splits:
         total = sum(stop - start for start, stop in spans)
@@ -131,9 +131,9 @@ def _cut(size: int, splits: Iterable[Split]) -> list[Span]:
     return spans
 
 
-def _order(splits: list[Split]) -> list[Split] | None:
+def _order(splits: list[ShardSpec]) -> list[ShardSpec] | None:
     """The same cuts as a sequence without factors, if there is one: a factor counts the parts that are made before."""
-    order: list[Split] = []
+    order: list[ShardSpec] = []
     for split in reversed(splits):
         made = list(itertools.accumulate((other.ways for other in order), lambda a, b: a * b, initial=1))
         if split.factor not in made:
@@ -174,17 +174,17 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 # ---- boxes
 
 
-def shared(one: Box, other: Box) -> Box | None:
+def shared(one: Region, other: Region) -> Region | None:
     """What both have, or None."""
     offset = tuple(map(max, one.offset, other.offset))
     sizes = tuple(
         min(a + m, b + n) - start
         for a, m, b, n, start in zip(one.offset, one.sizes, other.offset, other.sizes, offset, strict=True)
     )
-    return Box(offset, sizes) if all(size > 0 for size in sizes) else None
+    return Region(offset, sizes) if all(size > 0 for size in sizes) else None
 
 
-def without(box: Box, other: Box) -> list[Box]:
+def without(box: Region, other: Region) -> list[Region]:
     """What of a box is not in the other, in boxes that do not overlap."""
     common = shared(box, other)
     if common is None:
@@ -194,20 +194,20 @@ def without(box: Box, other: Box) -> list[Box]:
     for dim, (start, size) in enumerate(zip(common.offset, common.sizes, strict=True)):
         before, after = start - offset[dim], offset[dim] + sizes[dim] - start - size
         if before:
-            rest.append(Box(tuple(offset), (*sizes[:dim], before, *sizes[dim + 1 :])))
+            rest.append(Region(tuple(offset), (*sizes[:dim], before, *sizes[dim + 1 :])))
         if after:
             rest.append(
-                Box((*offset[:dim], start + size, *offset[dim + 1 :]), (*sizes[:dim], after, *sizes[dim + 1 :]))
+                Region((*offset[:dim], start + size, *offset[dim + 1 :]), (*sizes[:dim], after, *sizes[dim + 1 :]))
             )
         offset[dim], sizes[dim] = start, size  # what is left to look at is inside the other in this dimension
     return rest
 
 
 @functools.lru_cache(maxsize=4096)
-def uncovered(whole: Box, boxes: tuple[Box, ...]) -> tuple[Box, ...]:
+def uncovered(whole: Region, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
     """What of a whole is in none of these boxes.
 
-    >>> uncovered(Box((0,), (6,)), (Box((0,), (2,)), Box((3,), (3,))))
+    >>> uncovered(Region((0,), (6,)), (Region((0,), (2,)), Region((3,), (3,))))
     (Box(offset=(2,), sizes=(1,)),)
     """
     left = [whole] if all(whole.sizes) else []

@@ -21,11 +21,11 @@ from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma import gpu_memory
 from monarch_backend._rdma.buffer import RDMABuffer
 from monarch_backend._rdma.local_memory import CPU
-from monarch_backend._rdma.local_shards import Leaf, Local, check_value, leaves, local, offset_in
+from monarch_backend._rdma.local_shards import LocalShard, StateEntry, check_value, leaves, local, offset_in
 from monarch_backend._rdma.shard_geometry import (
-    Box,
     LayoutError,
-    Piece,
+    Overlap,
+    Region,
     Segment,
     merged,
     segments,
@@ -33,7 +33,7 @@ from monarch_backend._rdma.shard_geometry import (
     uncovered,
     without,
 )
-from monarch_backend._rdma.transfer_engine import Part, engine
+from monarch_backend._rdma.transfer_engine import ReadWriteOp, engine
 from monarch_backend._transport.network.envelope import host_of
 from monarch_backend.actor import Future, ValueMesh, current_rank
 
@@ -45,7 +45,7 @@ class TensorPart(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Overlap, ...]
     strides: tuple[int, ...]  # bytes
     address: int  # of the first element, in its owner
     buffer: int  # index into the buffers
@@ -107,10 +107,10 @@ class Plan:
 
     def __init__(
         self,
-        parts: list[Part],
+        parts: list[ReadWriteOp],
         bytes_by_rank: dict[int, int],
         keep: list[Any],
-        values: list[tuple[Leaf, Any]],
+        values: list[tuple[StateEntry, Any]],
         missing: list[str],
         unexpected: list[str],
     ) -> None:
@@ -195,7 +195,7 @@ class ShardedState:
         Raises ValueError, with the name, for tensors without memory that can be shared, expanded, a `Partial` sum, or
         cut as no placement says.
         """
-        tensors: dict[str, tuple[torch.dtype, Local]] = {}
+        tensors: dict[str, tuple[torch.dtype, LocalShard]] = {}
         values = {}
         for name, leaf in leaves(state_dict).items():
             if isinstance(leaf.value, Tensor):
@@ -282,7 +282,7 @@ def _restored(
 # ---- owners
 
 
-def _tensor_part(dtype: torch.dtype, held: Local) -> TensorPart:
+def _tensor_part(dtype: torch.dtype, held: LocalShard) -> TensorPart:
     address = held.tensor.data_ptr() if held.pieces else 0
     return TensorPart(dtype, held.shape, held.pieces, held.strides, address, -1, 0)
 
@@ -293,7 +293,7 @@ def _moved(part: TensorPart, name: str, now: Mapping[str, Any]) -> TensorPart:
     return _tensor_part(tensor.dtype, local(name, tensor))._replace(buffer=part.buffer, start=part.start)
 
 
-def _memory(held: Iterable[Local]) -> dict[int, tuple[Tensor, int]]:
+def _memory(held: Iterable[LocalShard]) -> dict[int, tuple[Tensor, int]]:
     """For each storage that they lie in: the bytes from the first of them to the last, and their address."""
     spans: dict[int, tuple[int, int]] = {}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -326,7 +326,7 @@ def _buffers(memory: Iterable[Tensor]) -> list[RDMABuffer]:
     return buffers
 
 
-def _extent(held: Local) -> tuple[int, int]:
+def _extent(held: LocalShard) -> tuple[int, int]:
     """The addresses of its first byte, and of the one after its last."""
     first, itemsize = held.tensor.data_ptr(), held.tensor.element_size()
     length = sum((size - 1) * stride for size, stride in zip(held.tensor.shape, held.strides, strict=True))
@@ -368,7 +368,7 @@ def _check_agreement(name: str, by_rank: Mapping[int, TensorPart]) -> None:
 def _check_coverage(name: str, by_rank: Mapping[int, TensorPart]) -> None:
     shape = next(iter(by_rank.values())).shape
     boxes = {piece.box: None for part in by_rank.values() for piece in part.pieces}
-    left = uncovered(Box((0,) * len(shape), shape), tuple(boxes))
+    left = uncovered(Region((0,) * len(shape), shape), tuple(boxes))
     if left:
         raise ValueError(
             f"{name}: no owner has {_some(map(str, left))} of its shape {shape}; {_ranks(by_rank)} have parts of it. "
@@ -388,12 +388,12 @@ class _Reading:
         host = host_of(engine().program.router.token)
         self._near = {rank for rank, part in enumerate(state._parts) if _is_on(host, part)}
         self._runs: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # by rank and buffer
-        self._values: list[tuple[Leaf, Any]] = []
+        self._values: list[tuple[StateEntry, Any]] = []
         self._filled: dict[tuple[object, ...], str] = {}  # destinations, and the names they have
         self._extents: list[tuple[int, int, str]] = []
         self._keep: list[Any] = []  # storages: a parameter may get another one
 
-    def add(self, leaf: Leaf) -> None:
+    def add(self, leaf: StateEntry) -> None:
         if leaf.name in self._state._values:
             if isinstance(leaf.value, Tensor):
                 raise ValueError(f"{leaf.name}: a tensor here, and a value that is none at its owners")
@@ -411,7 +411,7 @@ class _Reading:
             self._keep.append(here.tensor.untyped_storage())
             self._add_tensor(leaf.name, here, owned)
 
-    def _is_filled(self, name: str, here: Local, owned: dict[int, TensorPart]) -> bool:
+    def _is_filled(self, name: str, here: LocalShard, owned: dict[int, TensorPart]) -> bool:
         """Whether another name has the same memory here and, as with tied weights, at the owners."""
         place = here.tensor.data_ptr(), here.shape, here.pieces, here.strides, here.tensor.dtype
         first = self._filled.setdefault(place, name)
@@ -421,7 +421,7 @@ class _Reading:
             raise ValueError(f"{first} and {name} are the same memory here, and two tensors at their owners")
         return True
 
-    def _add_tensor(self, name: str, here: Local, owned: dict[int, TensorPart]) -> None:
+    def _add_tensor(self, name: str, here: LocalShard, owned: dict[int, TensorPart]) -> None:
         sources = list(self._sources(owned, len(self._keep)))
         for piece in here.pieces:
             left = [piece.box]
@@ -434,9 +434,9 @@ class _Reading:
                 if not left:
                     break
 
-    def _sources(self, owned: dict[int, TensorPart], turn: int) -> Iterator[tuple[int, TensorPart, Piece]]:
+    def _sources(self, owned: dict[int, TensorPart], turn: int) -> Iterator[tuple[int, TensorPart, Overlap]]:
         """One owner of each box: on this host if there is one, and another one for other readers and tensors."""
-        replicas: dict[Box, list[tuple[int, TensorPart, Piece]]] = defaultdict(list)
+        replicas: dict[Region, list[tuple[int, TensorPart, Overlap]]] = defaultdict(list)
         for rank, part in owned.items():
             for piece in part.pieces:
                 replicas[piece.box].append((rank, part, piece))
@@ -452,7 +452,7 @@ class _Reading:
         yield from far
 
     def _add_box(
-        self, name: str, box: Box, here: Local, piece: Piece, rank: int, part: TensorPart, source: Piece
+        self, name: str, box: Region, here: LocalShard, piece: Overlap, rank: int, part: TensorPart, source: Overlap
     ) -> None:
         kind = self._state._parts[rank]._buffers[part.buffer].device
         if (kind == CPU) != here.tensor.is_cpu:
@@ -474,7 +474,7 @@ class _Reading:
     def plan(self, missing: list[str], unexpected: list[str]) -> Plan:
         parts, by_rank = [], defaultdict[int, int](int)
         for (rank, buffer), runs in sorted(self._runs.items()):
-            parts.append(Part(self._state._parts[rank]._buffers[buffer]._handle, False, merged(runs)))
+            parts.append(ReadWriteOp(self._state._parts[rank]._buffers[buffer]._handle, False, merged(runs)))
             by_rank[rank] += sum(size for _, _, size in runs)
         self._refuse_overlaps()
         return Plan(parts, dict(by_rank), self._keep, self._values, missing, unexpected)

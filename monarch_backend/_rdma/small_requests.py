@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.routes.base import CANCELLED, LATE, Result
 
 PATIENCE = 0.002
@@ -20,13 +20,18 @@ PATIENCE = 0.002
 SWEEP = 0.02
 
 
-class Errand:
+class SmallRequest:
     """See _route.Flight."""
 
     __slots__ = ("_done", "_handed_over", "_native", "_office", "_patient", "token")
 
     def __init__(
-        self, office: Office, token: str, patient: Any, done: Callable[[Result], None], native: _native.Errand
+        self,
+        office: SmallRequestClient,
+        token: str,
+        patient: Any,
+        done: Callable[[Result], None],
+        native: _native.Errand,
     ) -> None:
         self._office, self.token, self._patient, self._done, self._native = office, token, patient, done, native
         self._handed_over = False
@@ -62,17 +67,17 @@ class Errand:
         """See _route.Flight. Whoever is at it has a socket that he can close: it has ended, or does so now."""
 
 
-class Office:
+class SmallRequestClient:
     """The errands of this process that are not over. ``submit``: have it done by a thread that may wait."""
 
-    def __init__(self, owner: Program, submit: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, owner: Runtime, submit: Callable[[Callable[[], None]], None]) -> None:
         self.submit, self._pump = submit, owner.pump
         self._lock = threading.Lock()
-        self._out: set[Errand] = set()
-        self._old: set[Errand] = set()  # those that were there at the last sweep
+        self._out: set[SmallRequest] = set()
+        self._old: set[SmallRequest] = set()  # those that were there at the last sweep
         self._sweeps = False
 
-    def add(self, errand: Errand) -> None:
+    def add(self, errand: SmallRequest) -> None:
         """It may be over already."""
         with self._lock:
             self._out.add(errand)
@@ -80,7 +85,7 @@ class Office:
         if begin:
             self._pump.later(SWEEP, self._sweep)
 
-    def forget(self, errand: Errand) -> None:
+    def forget(self, errand: SmallRequest) -> None:
         """It is over."""
         with self._lock:
             self._out.discard(errand)

@@ -13,21 +13,23 @@ from typing import Any
 import torch
 
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
-from monarch_backend._rdma.routes.base import Part, of_nics
+from monarch_backend._rdma.routes.base import ReadWriteOp, of_nics
 from monarch_backend._rdma.transfer_engine import Engine, nothing
 from monarch_backend.actor import Future
 
 
-def after(last: Again | None, mover: Engine, part: Part, local: Any, memory: LocalMemory) -> Again | None:
+def after(
+    last: TransferPlanCache | None, mover: Engine, part: ReadWriteOp, local: Any, memory: LocalMemory
+) -> TransferPlanCache | None:
     """What to keep when NICs have begun a part that ``last`` did not begin."""
     if last is not None and last.is_of(local):
         last.learn(mover, part, memory)
         return last
     # Memory of a GPU has more to be asked each time.
-    return Again(local) if isinstance(local, torch.Tensor) and memory.device == CPU else None
+    return TransferPlanCache(local) if isinstance(local, torch.Tensor) and memory.device == CPU else None
 
 
-class Again:
+class TransferPlanCache:
     """Of one tensor. When its transfer comes for the second time it learns how that is done, and begins the third."""
 
     __slots__ = ("_known", "_local")
@@ -40,7 +42,7 @@ class Again:
         """This is the tensor."""
         return self._local() is local
 
-    def learn(self, mover: Engine, part: Part, memory: LocalMemory) -> None:
+    def learn(self, mover: Engine, part: ReadWriteOp, memory: LocalMemory) -> None:
         """How it is done; nothing, if it is not done like this."""
         route = of_nics(mover.routes.to(part.handle))
         plan = None if route is None else route.planned(part, (memory,))

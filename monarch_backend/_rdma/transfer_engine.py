@@ -19,7 +19,7 @@ import msgspec
 
 from monarch_backend import _native
 from monarch_backend._actor.future import DoneFuture
-from monarch_backend._actor.runtime import Program, program
+from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._rdma import cuda_ipc
 from monarch_backend._rdma.control_rpc import DROP, TOPICS
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
@@ -36,11 +36,11 @@ from monarch_backend._rdma.routes.base import (
     LOST,
     REFUSED,
     UNREACHABLE,
-    Change,
-    Flight,
-    FlyingRoute,
+    AsyncRoute,
+    AtomicOp,
+    InFlightTransfer,
     NicRoute,
-    Part,
+    ReadWriteOp,
     Result,
     Route,
     flying,
@@ -85,7 +85,7 @@ def nothing() -> None:
 class Engine:
     """Moves bytes for one program."""
 
-    def __init__(self, owner: Program, registered: Registry) -> None:
+    def __init__(self, owner: Runtime, registered: Registry) -> None:
         self.program, self.registry = owner, registered
         self.movers, self.menders = Workers(MOST_THREADS), Workers(MOST_THREADS)
         # A connection has one errand at a time, so these are not many.
@@ -93,7 +93,7 @@ class Engine:
 
     def start(
         self,
-        parts: Sequence[Part | Change],
+        parts: Sequence[ReadWriteOp | AtomicOp],
         keep: Any,
         timeout: float | None,
         result: Callable[[], Any] = nothing,
@@ -127,7 +127,7 @@ class Engine:
         return transfer.future
 
     def single(
-        self, part: Part | Change, route: NicRoute, keep: Any, result: Callable[[], T], plan: Any = None
+        self, part: ReadWriteOp | AtomicOp, route: NicRoute, keep: Any, result: Callable[[], T], plan: Any = None
     ) -> Future[T] | None:
         """By NICs, begun on the caller's thread; None if it takes another one. ``plan``: the route's, if it has one."""
         self.guard()
@@ -144,7 +144,12 @@ class Engine:
         return peer is not None and peer.gone is not None
 
     def taking_over(
-        self, future: TransferFuture[Any], part: Part | Change, flight: Flight | None, keep: Any, result: Any
+        self,
+        future: TransferFuture[Any],
+        part: ReadWriteOp | AtomicOp,
+        flight: InFlightTransfer | None,
+        keep: Any,
+        result: Any,
     ) -> _Transfer:
         """A transfer in the place of a SingleFuture."""
         made = _Transfer(self, 1, keep, None, result, future)
@@ -170,7 +175,7 @@ class Engine:
         )
 
     def again(
-        self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]
+        self, parts: Sequence[ReadWriteOp | AtomicOp], memories: Sequence[LocalMemory]
     ) -> Callable[[float | None], Future[None] | None] | None:
         """What does all of it as `start` would, given a timeout, again and again as long as the memory is where it is.
         It gives None where it can't any more; None in its place where nothing is spared by it.
@@ -181,7 +186,7 @@ class Engine:
         if copies is not None:
             run = copies.run
             return lambda timeout: DoneFuture() if (timeout is None or timeout > 0) and run() else None
-        if len(parts) != 1 or not isinstance(parts[0], Part):
+        if len(parts) != 1 or not isinstance(parts[0], ReadWriteOp):
             return None
         part, keep = parts[0], tuple(memories)
         route = of_nics(self.routes.to(part.handle))
@@ -190,11 +195,11 @@ class Engine:
             return None
         return lambda timeout: self.single(part, route, keep, nothing, plan) if timeout is None else None
 
-    def _copies(self, parts: Sequence[Part | Change], memories: Sequence[LocalMemory]) -> Any:
+    def _copies(self, parts: Sequence[ReadWriteOp | AtomicOp], memories: Sequence[LocalMemory]) -> Any:
         """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them."""
         copies = []
         for part, memory in zip(parts, memories, strict=True):
-            if not isinstance(part, Part) or part.handle.token not in self.routes.near:
+            if not isinstance(part, ReadWriteOp) or part.handle.token not in self.routes.near:
                 return None
             if memory.device != CPU or memory.hold is not None:  # what is held can't be resized between two submits
                 return None
@@ -205,7 +210,7 @@ class Engine:
         return _native.Copies(self.registry.native, copies)
 
     def _at_once(
-        self, part: Part | Change, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
+        self, part: ReadWriteOp | AtomicOp, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
     ) -> Future[Any]:
         """As `at_once`, on every route where it is quick. Nobody waits for it, so nothing is made to wait with."""
         ended = _moved(part, route, patient(timeout), keep)
@@ -215,7 +220,7 @@ class Engine:
         transfer.end_with(part.handle, ended)
         return transfer.future
 
-    def change(self, change: Change, timeout: float | None) -> Future[int]:
+    def change(self, change: AtomicOp, timeout: float | None) -> Future[int]:
         """An atomic operation; a Future of what was found."""
         found: list[int] = []
         return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
@@ -246,17 +251,17 @@ class Engine:
             self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
 
 
-def _is_quick(part: Part | Change, route: Route) -> bool:
-    return route.is_quick(part.handle, _nbytes(part), isinstance(part, Change))
+def _is_quick(part: ReadWriteOp | AtomicOp, route: Route) -> bool:
+    return route.is_quick(part.handle, _nbytes(part), isinstance(part, AtomicOp))
 
 
-def _nbytes(part: Part | Change) -> int:
-    return 8 if isinstance(part, Change) else sum(segment[2] for segment in part.segments)
+def _nbytes(part: ReadWriteOp | AtomicOp) -> int:
+    return 8 if isinstance(part, AtomicOp) else sum(segment[2] for segment in part.segments)
 
 
-def _moved(part: Part | Change, route: Route, until: Any, keep: Any) -> Result:
+def _moved(part: ReadWriteOp | AtomicOp, route: Route, until: Any, keep: Any) -> Result:
     result = moved(part, route, until, keep)
-    if result.outcome == DONE and isinstance(part, Change):
+    if result.outcome == DONE and isinstance(part, AtomicOp):
         part.take(result.found)
     return result
 
@@ -281,7 +286,7 @@ class _Transfer:
         self._unfinished, self._untold = _held(), _held()  # until it has ended; until a process is known to be gone
         self._queued: set[int] = set()  # parts that wait for a thread
         self._closed: BaseException | None = None  # why no part waits for a thread any more
-        self._flights: dict[int, Flight | None] = {}  # of parts that no thread does; None: it has landed
+        self._flights: dict[int, InFlightTransfer | None] = {}  # of parts that no thread does; None: it has landed
         self._unwanted = 0  # the outcome of those that have not landed yet
         self._given_up: CancelledError | None = None  # by its user
         self._error: BaseException | None = None
@@ -305,7 +310,7 @@ class _Transfer:
         """It has ended, or has not begun and never will."""
         self._engine.program.pending.pop(self._number, None)
 
-    def adopt(self, part: Part | Change, flight: Flight | None) -> None:
+    def adopt(self, part: ReadWriteOp | AtomicOp, flight: InFlightTransfer | None) -> None:
         """Its only part, which was begun by another one, for whose end somebody may sleep already."""
         self._tokens.add(part.handle.token)
         self._flights[0], self._awaited = flight, True
@@ -333,7 +338,7 @@ class _Transfer:
 
     # ---- parts that a route does by itself
 
-    def fly(self, number: int, part: Part | Change, route: FlyingRoute | None) -> bool:
+    def fly(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute | None) -> bool:
         """Set this part going; False if it takes a thread."""
         if route is None or self._unwanted or self._engine.is_gone(part.handle.token):
             return False
@@ -346,17 +351,17 @@ class _Transfer:
         self._end_if_unwanted(flight)
         return True
 
-    def _end_if_unwanted(self, flight: Flight) -> None:
+    def _end_if_unwanted(self, flight: InFlightTransfer) -> None:
         """Since a moment ago: nobody may have seen it then."""
         if self._unwanted:
             flight.end(self._unwanted)
 
-    def landed(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+    def landed(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute, result: Result) -> None:
         """Perhaps before it was noted that it flies. Must not wait."""
         with self._lock:
             self._flights[number] = None
         if result.outcome == DONE:
-            if isinstance(part, Change):
+            if isinstance(part, AtomicOp):
                 part.take(result.found)
             self._part_over(None)
         elif result.outcome == CANCELLED and self._given_up is not None:
@@ -366,7 +371,7 @@ class _Transfer:
         elif self.queue(number):  # to find out why, or to try again, takes its time
             self._engine.menders.submit(lambda: self._mend(number, part, route, result))
 
-    def _mend(self, number: int, part: Part | Change, route: FlyingRoute, result: Result) -> None:
+    def _mend(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute, result: Result) -> None:
         if not self._begins(number):
             return
         error: BaseException | None = None
@@ -375,7 +380,7 @@ class _Transfer:
                 error = lost(self._engine.program, part.handle, None)
             elif (result := route.mend(part, result, self._patient, self._keep)).outcome != DONE:
                 error = self._failure(part.handle, result)
-            elif isinstance(part, Change):
+            elif isinstance(part, AtomicOp):
                 part.take(result.found)
         except BaseException as unexpected:
             error = unexpected
@@ -386,7 +391,7 @@ class _Transfer:
         for flight in self._under_way():
             flight.end(outcome)
 
-    def _under_way(self) -> list[Flight]:
+    def _under_way(self) -> list[InFlightTransfer]:
         """Those that have not landed; none in a fork of this process, which must not touch them."""
         if self._engine.program.disowned:
             return []
@@ -404,7 +409,7 @@ class _Transfer:
         self.listen()
 
     def _look(self, spins: float, waits: float) -> None:
-        """At all that are under way: seconds for all of them together, see Flight.help."""
+        """At all that are under way: seconds for all of them together, see InFlightTransfer.help."""
         self._engine.guard()
         flights = self._under_way()
         began = (
@@ -444,7 +449,7 @@ class _Transfer:
             self._queued.discard(number)
         return waits
 
-    def run_queued(self, number: int, part: Part | Change, route: Route) -> None:
+    def run_queued(self, number: int, part: ReadWriteOp | AtomicOp, route: Route) -> None:
         """As `run`, unless somebody has given it up meanwhile."""
         if self._begins(number):
             self.run(part, route)
@@ -463,7 +468,7 @@ class _Transfer:
                 return
         self._finish()
 
-    def run(self, part: Part | Change, route: Route) -> None:
+    def run(self, part: ReadWriteOp | AtomicOp, route: Route) -> None:
         """Do one part. Never raises."""
         self._tokens.add(part.handle.token)
         error: BaseException | None = None
@@ -495,7 +500,7 @@ class _Transfer:
         self._error = self._failure(handle, result)
         self._finish()
 
-    def _do(self, part: Part | Change, route: Route) -> BaseException | None:
+    def _do(self, part: ReadWriteOp | AtomicOp, route: Route) -> BaseException | None:
         if self._engine.is_gone(part.handle.token):
             return lost(self._engine.program, part.handle, None)
         result = _moved(part, route, self._patient, self._keep)
@@ -584,7 +589,7 @@ def _release(lock: threading.Lock) -> None:
         return
 
 
-def lost(owner: Program, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:
+def lost(owner: Runtime, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:
     """What is said of a transfer whose other side is gone."""
     peer = owner.router.peers.get(handle.token)
     if failure is None and peer is not None and peer.gone is not None:
@@ -596,23 +601,23 @@ def lost(owner: Program, handle: Handle, failure: MeshFailure | None) -> OwnerLo
 _making = threading.Lock()
 
 
-def _ways(_: Program, __: Any, ___: bytes) -> bytes:
+def _ways(_: Runtime, __: Any, ___: bytes) -> bytes:
     return msgspec.msgpack.encode(engine().routes.ways())
 
 
-def _accept(_: Program, peer: Peer, offer: bytes) -> bytes:
+def _accept(_: Runtime, peer: Peer, offer: bytes) -> bytes:
     return engine().routes.verbs.accept(peer, offer)
 
 
-def _stage(_: Program, peer: Peer, question: bytes) -> bytes:
+def _stage(_: Runtime, peer: Peer, question: bytes) -> bytes:
     return gpu_staged.answer(engine().routes.lender, peer.token, question)
 
 
-def _refusal(_: Program, __: Peer, question: bytes) -> bytes:
+def _refusal(_: Runtime, __: Peer, question: bytes) -> bytes:
     return refusal_of(registry(), question)
 
 
-def _torch_shares(_: Program, __: Peer, question: bytes) -> bytes:
+def _torch_shares(_: Runtime, __: Peer, question: bytes) -> bytes:
     return cuda_ipc.answer(registry(), question)
 
 
@@ -633,4 +638,4 @@ def engine() -> Engine:
     return made  # type: ignore[no-any-return]
 
 
-__all__ = ["Change", "Engine", "Part", "TransferFuture", "engine", "lost"]
+__all__ = ["AtomicOp", "Engine", "ReadWriteOp", "TransferFuture", "engine", "lost"]

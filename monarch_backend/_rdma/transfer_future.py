@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch_backend._actor.future import no_wait
-from monarch_backend._actor.runtime import Program
-from monarch_backend._rdma.routes.base import DONE, Change, Flight, NicRoute, Part, Result
+from monarch_backend._actor.runtime import Runtime
+from monarch_backend._rdma.routes.base import DONE, AtomicOp, InFlightTransfer, NicRoute, ReadWriteOp, Result
 from monarch_backend._verbs import hears
 from monarch_backend.actor import CancelledError, Future
 
@@ -77,7 +77,9 @@ class SingleFuture(TransferFuture[T]):
 
     __slots__ = ("_awaited", "_ends", "_flight", "_keep", "_mover", "_part", "_result", "_route")
 
-    def __init__(self, mover: Engine, part: Part | Change, route: NicRoute, keep: Any, result: Callable[[], T]) -> None:
+    def __init__(
+        self, mover: Engine, part: ReadWriteOp | AtomicOp, route: NicRoute, keep: Any, result: Callable[[], T]
+    ) -> None:
         self.ready = False
         self.gate = self._value = self._error = self._raw = self._cancel = self._callbacks = self._lock = None
         self._transfer, self._wait = None, _wait
@@ -86,11 +88,11 @@ class SingleFuture(TransferFuture[T]):
         self._route: Any = route
         self._keep: Any = keep
         self._result: Any = result
-        self._flight: Flight | None = None
+        self._flight: InFlightTransfer | None = None
         self._ends: dict[str, _Transfer | None] = {}  # "by" whom: None is itself, and the first to say it is right
         self._awaited = False  # somebody sleeps, or has slept, until it is done
 
-    def flies(self, flight: Flight) -> SingleFuture[T]:
+    def flies(self, flight: InFlightTransfer) -> SingleFuture[T]:
         """Itself, which may be done already."""
         self._flight = flight
         if self.ready:
@@ -103,7 +105,7 @@ class SingleFuture(TransferFuture[T]):
         if seen_to_by is not None:
             seen_to_by.landed(0, self._part, self._route, result)
             return
-        if isinstance(self._part, Change):
+        if isinstance(self._part, AtomicOp):
             self._part.take(result.found)
         mover = self._mover
         self._set(self._result())
@@ -178,7 +180,7 @@ def _wait(what: Any, seconds: float | None) -> bool:
 
 
 def look_and_sleep(
-    program: Program, what: Any, seconds: float | None, look: Callable[[float], object], listen: Callable[[], object]
+    program: Runtime, what: Any, seconds: float | None, look: Callable[[float], object], listen: Callable[[], object]
 ) -> bool:
     """Until it is ready, and for so long at most in all. Whoever waits looks himself, ``look(most)``, before he sleeps;
     ``listen`` has him woken. Who may not wait is told so also where it would be a short time.
@@ -192,7 +194,7 @@ def look_and_sleep(
     return bool(program.wait(what, None if until is None else max(0.0, until - time.monotonic())))
 
 
-def refuse_to_wait(program: Program) -> None:
+def refuse_to_wait(program: Runtime) -> None:
     """On a thread that has to notice what would be waited for, or in a fork, where nobody does: that is for ever."""
     if program.disowned:
         program.wait(None)  # raises, and says whose it is

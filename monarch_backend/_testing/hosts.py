@@ -214,7 +214,7 @@ class SimulatedHosts:
 
         changes: list[tuple[Any, str, Any]] = [
             (agent_module, "LocalLinks", lambda *_, **__: SimulatedLocalLinks(simulation.running.links)),
-            (agent_module, "Pump", lambda *_: simulation.running.pump),
+            (agent_module, "ProgressLoop", lambda *_: simulation.running.pump),
             (agent_module, "OutputReader", _NoOutput),
             (agent_module, "linux", _Linux),
             (agent_module, "time", clock),

@@ -10,7 +10,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._transport.network.connection_manager import ANYBODY, CLOSED_SECONDS, Address, Bounds, Remote
+from monarch_backend._transport.network.connection_manager import (
+    ANYBODY,
+    CLOSED_SECONDS,
+    Address,
+    PeerConnection,
+    Timeouts,
+)
 from monarch_backend._transport.network.session import BYE, DATA, HEAD_BYTES, read_head
 
 if TYPE_CHECKING:
@@ -63,21 +69,21 @@ class SimulatedTcp:
         network: Network,
         who: bytes,
         _secrets: Any,
-        on_frame: Callable[[Remote, bytes, memoryview], None],
-        on_up: Callable[[Remote], None],
-        on_lost: Callable[[Remote], None],
+        on_frame: Callable[[PeerConnection, bytes, memoryview], None],
+        on_up: Callable[[PeerConnection], None],
+        on_lost: Callable[[PeerConnection], None],
         *,
-        bounds: Bounds | None = None,
+        bounds: Timeouts | None = None,
         tls: Any = None,  # noqa: ARG002 (as Tcp)
         hand_over: Any = None,  # noqa: ARG002
         lends: bool = False,  # noqa: ARG002 (there are no NICs)
         max_frame_bytes: int = 0,  # noqa: ARG002 (its hosts keep to the protocol)
         max_sessions: int | None = None,  # noqa: ARG002
     ) -> None:
-        self.process, self.who, self.bounds = process, who, bounds or Bounds()
+        self.process, self.who, self.bounds = process, who, bounds or Timeouts()
         self._network = network
         self._on_frame, self._on_up, self._on_lost = on_frame, on_up, on_lost
-        self._remotes: dict[bytes, Remote] = {}  # by session
+        self._remotes: dict[bytes, PeerConnection] = {}  # by session
         self._over: set[bytes] = set()  # sessions that were lost
         self._told: set[bytes] = set()  # sessions in which a word is due
         self.later = process.pump.later
@@ -99,17 +105,19 @@ class SimulatedTcp:
         """In a moment."""
         self.later(0.0, call)
 
-    def call(self, address: Address, secret: bytes, whom: bytes = ANYBODY, *, patience: float | None = None) -> Remote:
+    def call(
+        self, address: Address, secret: bytes, whom: bytes = ANYBODY, *, patience: float | None = None
+    ) -> PeerConnection:
         """As Tcp.call."""
         session = self.process.simulation.random.getrandbits(128).to_bytes(16, "little")
-        remote = Remote(session, address, secret, self.process.simulation.now)
+        remote = PeerConnection(session, address, secret, self.process.simulation.now)
         remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
         self._remotes[session] = remote
         self.later(self._network.travel(), lambda: self.connect(remote))
         self.later(remote.silence, lambda: None if remote.up else self._lose_the_silent(remote))
         return remote
 
-    def send(self, remote: Remote, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
+    def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
         """As Tcp.send."""
         if remote.lost is not None:
             return
@@ -121,7 +129,7 @@ class SimulatedTcp:
         if line is not None:
             line.put(self, parts)
 
-    def hang_up(self, remote: Remote) -> None:
+    def hang_up(self, remote: PeerConnection) -> None:
         """As Tcp.hang_up."""
         self.soon(lambda: self._hang_up(remote))
 
@@ -130,7 +138,7 @@ class SimulatedTcp:
         for remote in list(self._remotes.values()):
             self._hang_up(remote)
 
-    def _hang_up(self, remote: Remote) -> None:
+    def _hang_up(self, remote: PeerConnection) -> None:
         if self._forget(remote):
             remote.lost = "we have said goodbye"
             line = self._network.lines.get(remote.id)
@@ -143,7 +151,7 @@ class SimulatedTcp:
         """For this side the session is not over."""
         return self.process.alive and line.id in self._remotes
 
-    def connect(self, remote: Remote) -> None:
+    def connect(self, remote: PeerConnection) -> None:
         """To whom it is for: for the first time, or again, to go on."""
         if self._remotes.get(remote.id) is not remote:
             return
@@ -168,15 +176,15 @@ class SimulatedTcp:
             line = network.lines.setdefault(remote.id, Line(remote.id, self, other))
             self._open(line, remote, other._remotes[remote.id])
 
-    def _accepts(self, caller: Remote) -> bool:
+    def _accepts(self, caller: PeerConnection) -> bool:
         """A session that goes on here, or a new one; not one that is over."""
         if caller.id not in self._remotes:
             if caller.up or caller.id in self._over:
                 return False
-            self._remotes[caller.id] = Remote(caller.id, None, caller.secret, self.process.simulation.now)
+            self._remotes[caller.id] = PeerConnection(caller.id, None, caller.secret, self.process.simulation.now)
         return True
 
-    def _open(self, line: Line, mine: Remote, theirs: Remote) -> None:
+    def _open(self, line: Line, mine: PeerConnection, theirs: PeerConnection) -> None:
         line.open = True
         line.number += 1
         ends = (line.called, theirs, mine), (line.caller, mine, theirs)
@@ -200,11 +208,11 @@ class SimulatedTcp:
 
         self.later(seconds, look)
 
-    def _lose_the_silent(self, remote: Remote) -> None:
+    def _lose_the_silent(self, remote: PeerConnection) -> None:
         why = f" ({remote.trouble})" if remote.trouble else ""
         self._lose(remote, f"it did not answer for {remote.silence:.1f} s{why}")
 
-    def _lose(self, remote: Remote, why: str) -> None:
+    def _lose(self, remote: PeerConnection, why: str) -> None:
         if not self._forget(remote):
             return
         remote.lost = why
@@ -213,7 +221,7 @@ class SimulatedTcp:
             self._network.closed(line, self)
         self._on_lost(remote)
 
-    def _forget(self, remote: Remote) -> bool:
+    def _forget(self, remote: PeerConnection) -> bool:
         """False if it was forgotten before."""
         self._over.add(remote.id)
         return self._remotes.pop(remote.id, None) is not None
@@ -293,11 +301,11 @@ class SimulatedTcp:
             self._on_frame(remote, first[HEAD_BYTES:], memoryview(scratch))
             scratch[:] = bytes(len(scratch))  # whoever still looks at it sees that it is gone
 
-    def _send_waiting(self, line: Line, remote: Remote) -> None:
+    def _send_waiting(self, line: Line, remote: PeerConnection) -> None:
         while remote.waiting and not remote.session.full:
             line.put(self, remote.session.send(*remote.waiting.popleft()[:2]))
 
-    def _tell(self, line: Line, remote: Remote) -> None:
+    def _tell(self, line: Line, remote: PeerConnection) -> None:
         """What has come, with the next heartbeat. Others would change nothing, and go on for ever."""
         self._told.discard(line.id)
         line.put(self, [remote.session.word()])

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from monarch_backend._actor import context, runtime
 from monarch_backend._actor.actor import blueprint
 from monarch_backend._actor.errors import CancelledError, in_words
-from monarch_backend._actor.runner import Cell
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runner import ActorRunner
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._hosts.attach import go_through
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._testing.links import SimulatedLinks, SimulatedLocalLinks
@@ -64,7 +64,7 @@ class SimulatedPump:
         return self._process.simulation.wait(self._process, what, seconds, given_up)
 
 
-class SimulatedProgram(Program):
+class SimulatedProgram(Runtime):
     """The Program of a simulated process: its threads are turns, its death is not the test's."""
 
     def __init__(self, process: SimulatedProcess) -> None:
@@ -117,7 +117,7 @@ class SimulatedProgram(Program):
 class Doorbell:
     """Stands where a waiting actor's lock would be: released, it gives the actor a turn."""
 
-    def __init__(self, process: SimulatedProcess, cell: Cell) -> None:
+    def __init__(self, process: SimulatedProcess, cell: ActorRunner) -> None:
         self.cell = cell
         self.busy = False
         self._process = process
@@ -212,7 +212,7 @@ class SimulatedProcess:
         self.spawners.append(spawner)
         return spawner
 
-    def run_cell(self, cell: Cell) -> None:
+    def run_cell(self, cell: ActorRunner) -> None:
         """Give an actor its turns."""
         bell = Doorbell(self, cell)
         self.doorbells.append(bell)
@@ -253,7 +253,9 @@ class SimulatedProcess:
 
     # ---- its turns
 
-    def run(self, call: Callable[..., object], *args: Any, cell: Cell | None = None, reading: bool = False) -> None:
+    def run(
+        self, call: Callable[..., object], *args: Any, cell: ActorRunner | None = None, reading: bool = False
+    ) -> None:
         """Now, as code of this process; nothing if it is dead."""
         if not self.alive:
             return
@@ -271,7 +273,7 @@ class SimulatedProcess:
             self.reading, simulation.running = was_reading, before
             runtime._program = before.program
 
-    def soon(self, call: Callable[[], object], cell: Cell | None = None) -> None:
+    def soon(self, call: Callable[[], object], cell: ActorRunner | None = None) -> None:
         """In a turn of its own, after a moment."""
         simulation = self.simulation
         simulation.agenda.add(

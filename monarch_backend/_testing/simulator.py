@@ -16,7 +16,7 @@ from monarch_backend._testing.fault_model import Conditions
 from monarch_backend._testing.process import ProcessDied, SimulatedProcess
 from monarch_backend._testing.substitutions import logged_errors, simulated_seams
 from monarch_backend._testing.trace import Trace
-from monarch_backend._transport.local.peer import Room
+from monarch_backend._transport.local.peer import CreditWaiter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -261,7 +261,7 @@ class Simulation:
             raise RuntimeError(
                 "a callback runs on the thread that reads messages, and can't wait for one: use another thread"
             )
-        if self._looping and seconds is not None and isinstance(what, Room):
+        if self._looping and seconds is not None and isinstance(what, CreditWaiter):
             return False  # a look whether there is room by now; the next one is another chance
         end = None if seconds is None else self.now + seconds
         self._waits.append((process, what))

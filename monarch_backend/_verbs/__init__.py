@@ -21,7 +21,7 @@ errors.py       what is raised
 
 from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._verbs.config import Settings, from_environment
-from monarch_backend._verbs.discovery import Fact, available, describe
+from monarch_backend._verbs.discovery import Diagnostic, available, describe
 from monarch_backend._verbs.engine import Engine, Region, hears, plan_atomic, plan_transfer
 from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
 from monarch_backend._verbs.registration_cache import Allocation, allocation_of
@@ -29,8 +29,8 @@ from monarch_backend._verbs.work_requests import Plan
 
 __all__ = [
     "Allocation",
+    "Diagnostic",
     "Engine",
-    "Fact",
     "NoConnectionError",
     "Plan",
     "Region",

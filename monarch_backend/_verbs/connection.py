@@ -25,8 +25,8 @@ from monarch_backend._verbs.errors import (
     stuck_error,
 )
 from monarch_backend._verbs.open_device import Device
-from monarch_backend._verbs.queue_pair import Lane, Posted
-from monarch_backend._verbs.wire_format import Answer, Offer
+from monarch_backend._verbs.queue_pair import Posted, SendQueuePair
+from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest
 
 if TYPE_CHECKING:
     from monarch_backend._verbs.config import Settings
@@ -78,16 +78,16 @@ class Host(Protocol):
         """Seconds."""
 
 
-class Link:
+class PeerConnection:
     """Everything in here happens under the engine's lock."""
 
     def __init__(self, peer: Hashable, host: Host) -> None:
         self.peer, self._host = peer, host
         self.state = State.IDLE
-        self.lanes: list[Lane] = []
+        self.lanes: list[SendQueuePair] = []
         self.rebuilds = 0
         self._waiting: dict[Request, None] = {}  # those that have pieces which are not posted
-        self._offered: list[Lane] = []
+        self._offered: list[SendQueuePair] = []
         self._nonce = b""
         self._deadline: float | None = None
         self._next_look = 0.0  # at lanes that may be silent
@@ -119,7 +119,7 @@ class Link:
             self._refused(lane, error)
         return True
 
-    def _refused(self, lane: Lane, error: OSError) -> None:
+    def _refused(self, lane: SendQueuePair, error: OSError) -> None:
         """It takes no work request."""
         self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
 
@@ -144,7 +144,7 @@ class Link:
                     if not self._waiting:
                         return
 
-    def _for(self, lane: Lane) -> list[Request]:
+    def _for(self, lane: SendQueuePair) -> list[Request]:
         first = itertools.islice(self._waiting, _LOOK_AHEAD)
         return [r for r in first if r.may_use(lane) and lane.their_nic < len(r.record.keys)]
 
@@ -191,7 +191,7 @@ class Link:
         by_index = {device.index: device for device in self._host.devices()}
         for endpoint in endpoints * min(settings.queue_pairs, messages.MOST_LANES // len(endpoints)):
             try:
-                lane = Lane(self, by_index[endpoint.nic], endpoint, len(self._offered), secrets.randbits(24))
+                lane = SendQueuePair(self, by_index[endpoint.nic], endpoint, len(self._offered), secrets.randbits(24))
             except OSError as error:
                 if not self._offered:
                     raise VerbsError(f"{endpoint.device} gives no queue pair: {error}", "", endpoint.device) from error
@@ -200,9 +200,9 @@ class Link:
         self._nonce = os.urandom(8)
         ends = [lane.end(endpoints.index(lane.endpoint)) for lane in self._offered]
         self.state, self._deadline = State.DIALING, self._host.now() + DIAL_SECONDS
-        return messages.pack(Offer(self._nonce, endpoints, ends))
+        return messages.pack(ConnectRequest(self._nonce, endpoints, ends))
 
-    def connect(self, answer: Answer) -> None:
+    def connect(self, answer: ConnectReply) -> None:
         """As the peer has answered. Raises VerbsError."""
         if not self._offered or answer.nonce != self._nonce:
             raise VerbsError(f"this answer of {self.peer} is not to the last offer: offer again")
@@ -233,7 +233,7 @@ class Link:
         """See Engine."""
         if self.state not in (State.IDLE, State.DIALING):
             return False
-        if offer and self._nonce not in (b"", messages.unpack(Offer, offer).nonce):
+        if offer and self._nonce not in (b"", messages.unpack(ConnectRequest, offer).nonce):
             return False
         self.fail(error)
         return True
@@ -285,7 +285,7 @@ class Link:
 
     # ---- completions
 
-    def completed(self, lane: Lane, id_: int) -> None:
+    def completed(self, lane: SendQueuePair, id_: int) -> None:
         """All on this lane up to there."""
         for posted in lane.retire(id_):
             if posted.request is None:
@@ -298,13 +298,13 @@ class Link:
         if self._waiting:
             self.pump()
 
-    def _proved(self, lane: Lane) -> None:
+    def _proved(self, lane: SendQueuePair) -> None:
         lane.proved = True
         if self.state is State.PROVING:
             self.state, self._trouble = State.UP, None
             self._prepare(list(self._waiting))
 
-    def broke(self, lane: Lane, id_: int, status: int, vendor: int) -> None:
+    def broke(self, lane: SendQueuePair, id_: int, status: int, vendor: int) -> None:
         """This work request has failed, and the queue pair with it."""
         for posted in lane.retire(id_ - 1):
             if posted.request is not None:
@@ -358,7 +358,7 @@ class Link:
         if self._waiting:
             self._want()
 
-    def _close_lanes(self, lanes: list[Lane]) -> None:
+    def _close_lanes(self, lanes: list[SendQueuePair]) -> None:
         for lane in lanes:
             lane.close()
             with contextlib.suppress(ValueError):

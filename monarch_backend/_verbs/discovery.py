@@ -49,7 +49,7 @@ class PortFacts:
 
 
 @dataclass(frozen=True)
-class Fact:
+class Diagnostic:
     """A line about verbs on this machine. ``remedy`` is empty when nothing is missing."""
 
     subject: str
@@ -139,7 +139,7 @@ def locked_memory() -> int | None:
     return soft
 
 
-def describe(root: Path = SYSFS, device_files: Path = _DEVICE_FILES) -> list[Fact]:
+def describe(root: Path = SYSFS, device_files: Path = _DEVICE_FILES) -> list[Diagnostic]:
     """For `monarch-backend doctor`: ports and their addresses, packages, limits."""
     facts = []
     for port in survey(root):
@@ -147,20 +147,24 @@ def describe(root: Path = SYSFS, device_files: Path = _DEVICE_FILES) -> list[Fac
         near = f", memory node {port.node}" if port.node >= 0 else ""
         kind = "Ethernet" if port.ethernet else "InfiniBand"
         remedy = "" if port.active else f"bring the link up: `rdma link show {port.device}`, `ip link`"
-        facts.append(Fact(f"verbs port {port.device}:{port.port}", f"{port.state}, {kind}{near}; {addresses}", remedy))
+        facts.append(
+            Diagnostic(f"verbs port {port.device}:{port.port}", f"{port.state}, {kind}{near}; {addresses}", remedy)
+        )
     nodes = sorted(path.name for path in device_files.glob("uverbs*"))
     if facts and not nodes:
-        facts.append(Fact(str(device_files), "absent", f"give the container its devices: --device={device_files}"))
+        facts.append(
+            Diagnostic(str(device_files), "absent", f"give the container its devices: --device={device_files}")
+        )
     limit = locked_memory()
     facts.append(
-        Fact(
+        Diagnostic(
             "locked memory",
             "unlimited" if limit is None else f"{limit >> 10} KiB",
             "" if limit is None or limit >= 1 << 30 else _MORE_LOCKED_MEMORY,
         )
     )
     reason = available(root, device_files)
-    facts.append(Fact("verbs route", "can be used" if reason is None else "none", reason or ""))
+    facts.append(Diagnostic("verbs route", "can be used" if reason is None else "none", reason or ""))
     return facts
 
 

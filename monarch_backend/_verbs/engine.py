@@ -25,12 +25,12 @@ from monarch_backend import _native
 from monarch_backend._verbs import wire_format as messages
 from monarch_backend._verbs.completion_poller import QUIET, Completions
 from monarch_backend._verbs.config import Settings, from_environment
-from monarch_backend._verbs.connection import Link, State
+from monarch_backend._verbs.connection import PeerConnection, State
 from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.discovery import available, distance, node_of_memory
 from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
 from monarch_backend._verbs.open_device import Device, open_devices
-from monarch_backend._verbs.path_selection import Way, ways
+from monarch_backend._verbs.path_selection import PathCandidate, ways
 from monarch_backend._verbs.provider import (
     LOCAL_WRITE,
     REMOTE_ATOMIC,
@@ -43,7 +43,7 @@ from monarch_backend._verbs.provider import (
     load,
 )
 from monarch_backend._verbs.registration_cache import Allocation, allocation_of, register
-from monarch_backend._verbs.wire_format import Answer, Endpoint, Offer, Pairing, RegionRecord
+from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest, Endpoint, Pairing, RegionRecord
 from monarch_backend._verbs.work_requests import Done, Piece, Plan, Request
 
 log = logging.getLogger("monarch_backend")
@@ -159,7 +159,7 @@ class Engine:
         self._lock = threading.RLock()
         self._opened: list[Device] = []
         self._completions = Completions(self._lock, self._nudge, self._pump_all, self._is_restless)
-        self._links: dict[Peer, Link] = {}
+        self._links: dict[Peer, PeerConnection] = {}
         self._accepted: dict[Peer, list[tuple[QueuePair, str]]] = {}  # and of which device
         self._exposed: dict[int, _Exposed] = {}
         self._regions = itertools.count(1)
@@ -308,7 +308,7 @@ class Engine:
 
     def accept(self, peer: Peer, offer: bytes) -> bytes:
         """Connect what a peer offers to queue pairs here; the answer for it. Raises VerbsError."""
-        wanted = messages.unpack(Offer, offer)
+        wanted = messages.unpack(ConnectRequest, offer)
         with self._in_use() as devices:
             made, answer = self._paired(peer, wanted, devices)
             with self._lock:
@@ -317,7 +317,7 @@ class Engine:
         return answer
 
     def _paired(
-        self, peer: Peer, wanted: Offer, devices: Sequence[Device]
+        self, peer: Peer, wanted: ConnectRequest, devices: Sequence[Device]
     ) -> tuple[list[tuple[QueuePair, str]], bytes]:
         """Queue pairs for what is offered, and the answer."""
         made: list[tuple[QueuePair, str]] = []
@@ -340,10 +340,16 @@ class Engine:
                 break
         if not pairings:
             raise VerbsError(_no_way(peer, wanted.endpoints, devices, problems), "", "", str(peer))
-        return made, messages.pack(Answer(wanted.nonce, pairings))
+        return made, messages.pack(ConnectReply(wanted.nonce, pairings))
 
     def _answer(
-        self, device: Device, endpoint: Endpoint, way: Way, theirs: Endpoint, place: int, end: messages.End
+        self,
+        device: Device,
+        endpoint: Endpoint,
+        way: PathCandidate,
+        theirs: Endpoint,
+        place: int,
+        end: messages.QpEndpoint,
     ) -> tuple[QueuePair, Pairing]:
         mtu = min(endpoint.mtu, theirs.mtu)
         reads = min(theirs.reads_out, endpoint.reads_in)
@@ -402,7 +408,7 @@ class Engine:
 
     def connect(self, peer: Peer, answer: bytes) -> None:
         """With what the peer's :meth:`accept` has returned. Raises VerbsError."""
-        message = messages.unpack(Answer, answer)
+        message = messages.unpack(ConnectReply, answer)
         with self._lock:
             self._completions.arm()  # for the signs of life
             self._link(peer).connect(message)
@@ -531,7 +537,7 @@ class Engine:
         """The same, by the engine's thread: closing a connection takes a moment."""
         self._call_soon(lambda: self.give_up(peer, why))
 
-    def _hand_to(self, link: Link, request: Request, quiet: bool) -> Request:
+    def _hand_to(self, link: PeerConnection, request: Request, quiet: bool) -> Request:
         """Under the lock. Raises what a device does that can't be armed: then it has not begun."""
         request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
         try:
@@ -547,11 +553,11 @@ class Engine:
             self._call_soon(self._look)  # what came before it was armed
         return request
 
-    def _link(self, peer: Peer) -> Link:
+    def _link(self, peer: Peer) -> PeerConnection:
         if self._closed:
             raise VerbsError("the engine is closed")
         link = self._links.get(peer)
-        return self._links.setdefault(peer, Link(peer, self)) if link is None else link
+        return self._links.setdefault(peer, PeerConnection(peer, self)) if link is None else link
 
     def _near(self, what: Plan) -> list[Device]:
         """The devices for a transfer: those nearest to its memory; one of them, if it is small."""
@@ -759,7 +765,7 @@ def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) 
 
 def _candidates(
     devices: Sequence[Device], theirs: Endpoint, used: dict[tuple[int, int], int]
-) -> list[tuple[Device, Endpoint, Way]]:
+) -> list[tuple[Device, Endpoint, PathCandidate]]:
     """Ways to a port of the peer, the most promising first; among equals the port that is used least so far."""
     found = [
         (device, endpoint, way) for device in devices for endpoint in device.endpoints for way in ways(endpoint, theirs)

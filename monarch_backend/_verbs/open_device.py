@@ -16,11 +16,11 @@ from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.discovery import PortFacts
 from monarch_backend._verbs.provider import LOCAL_WRITE, Binding, Registration
 from monarch_backend._verbs.registration_cache import MemoryCache, register
-from monarch_backend._verbs.rkey_quarantine import Retired
+from monarch_backend._verbs.rkey_quarantine import RkeyQuarantine
 from monarch_backend._verbs.wire_format import Endpoint
 
 if TYPE_CHECKING:
-    from monarch_backend._verbs.queue_pair import Lane
+    from monarch_backend._verbs.queue_pair import SendQueuePair
 
 log = logging.getLogger("monarch_backend")
 
@@ -74,8 +74,8 @@ class Device:
         self.pace = FIRST_PACE
         self.untimed = 0  # transfers that need not be timed
         self.looked_promptly = False  # who looks now finds what has come a moment ago
-        self.lanes: dict[int, Lane] = {}  # by their queue pairs' numbers
-        self.retired = Retired()
+        self.lanes: dict[int, SendQueuePair] = {}  # by their queue pairs' numbers
+        self.retired = RkeyQuarantine()
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []
         self._slots: list[Slot] = []

@@ -12,7 +12,7 @@ NO_GID = Gid(0, INFINIBAND, bytes(16))
 
 
 @dataclass(frozen=True)
-class Way:
+class PathCandidate:
     """From a port of ours to one of theirs."""
 
     cost: tuple[int, int]  # the class of addresses; less for more leading bytes in common, as in one subnet
@@ -22,7 +22,7 @@ class Way:
     is_global: bool
 
 
-def ways(ours: Endpoint, theirs: Endpoint) -> list[Way]:
+def ways(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
     """The best first; empty where there is none."""
     if ours.ethernet != theirs.ethernet:
         return []
@@ -30,16 +30,16 @@ def ways(ours: Endpoint, theirs: Endpoint) -> list[Way]:
     return sorted(found, key=lambda way: (way.cost, -way.common))
 
 
-def _infiniband(ours: Endpoint, theirs: Endpoint) -> list[Way]:
+def _infiniband(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
     if not (ours.lid and theirs.lid):
         return []
     mine, other = (next(iter(e.gids), NO_GID) for e in (ours, theirs))
     if mine.raw[:8] == other.raw[:8]:  # one subnet: its manager has given both LIDs
-        return [Way((0, 0), 0, mine, other, is_global=False)]
+        return [PathCandidate((0, 0), 0, mine, other, is_global=False)]
     return [_global_way(1, mine, other)]
 
 
-def _roce(ours: Endpoint, theirs: Endpoint) -> list[Way]:
+def _roce(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
     return [
         _global_way(_class(mine), mine, other)
         for mine in ours.gids
@@ -48,10 +48,10 @@ def _roce(ours: Endpoint, theirs: Endpoint) -> list[Way]:
     ]
 
 
-def _global_way(cost: int, mine: Gid, other: Gid) -> Way:
+def _global_way(cost: int, mine: Gid, other: Gid) -> PathCandidate:
     # Nobody knows the netmask here: /24 or nearer counts as one subnet for IPv4, /64 for IPv6.
     common = _common_bits(mine.raw, other.raw)
-    return Way(
+    return PathCandidate(
         (cost, -min(common // 8, 15 if mine.raw.startswith(_MAPPED) else 8)), common, mine, other, is_global=True
     )
 

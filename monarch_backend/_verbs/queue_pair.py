@@ -16,11 +16,11 @@ from monarch_backend._verbs.config import Settings
 from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.open_device import Device
 from monarch_backend._verbs.provider import WRITE, Path, Work
-from monarch_backend._verbs.wire_format import End, Endpoint, Pairing
+from monarch_backend._verbs.wire_format import Endpoint, Pairing, QpEndpoint
 from monarch_backend._verbs.work_requests import Piece, Request
 
 if TYPE_CHECKING:
-    from monarch_backend._verbs.connection import Link
+    from monarch_backend._verbs.connection import PeerConnection
 
 DEPTH = 128
 """Work requests under way on a queue pair."""
@@ -45,12 +45,12 @@ class Posted(NamedTuple):
     piece: Piece | None
 
 
-class Lane:
+class SendQueuePair:
     """``place``: in the offer."""
 
     is_stuck = False  # closed, but its queue pair was not destroyed
 
-    def __init__(self, link: Link, device: Device, endpoint: Endpoint, place: int, psn: int) -> None:
+    def __init__(self, link: PeerConnection, device: Device, endpoint: Endpoint, place: int, psn: int) -> None:
         self.link, self.device, self.endpoint, self.place = link, device, endpoint, place
         if len(device.lanes) >= device.most_lanes:
             raise OSError(errno.EMFILE, f"{len(device.lanes)} queue pairs are as many as its completion queue serves")
@@ -70,9 +70,9 @@ class Lane:
         self.proved = False
         device.lanes[self.number] = self
 
-    def end(self, endpoint: int) -> End:
+    def end(self, endpoint: int) -> QpEndpoint:
         """For the offer."""
-        return End(endpoint, self.number, self.psn)
+        return QpEndpoint(endpoint, self.number, self.psn)
 
     def connect(self, pairing: Pairing, settings: Settings) -> None:
         """To the other end, and ask it for a sign of life. Raises OSError."""

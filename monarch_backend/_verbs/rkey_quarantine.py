@@ -23,7 +23,7 @@ TRIES = 16
 """Then any key is taken: a driver that has so few is better than none."""
 
 
-class Retired:
+class RkeyQuarantine:
     """Of one device: those of the last registrations that ended, and what was behind each of them."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     gids: Annotated[list[Gid], Meta(max_length=64)]
 
 
-class End(msgspec.Struct, frozen=True, array_like=True):
+class QpEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """A queue pair that waits for another."""
 
     endpoint: _U8
@@ -62,12 +62,12 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     psn: _U24
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True):
+class ConnectRequest(msgspec.Struct, frozen=True, array_like=True):
     """Queue pairs of the side that will ask."""
 
     nonce: _Nonce
     endpoints: Annotated[list[Endpoint], Meta(min_length=1, max_length=MOST_ENDPOINTS)]
-    ends: Annotated[list[End], Meta(min_length=1, max_length=MOST_LANES)]
+    ends: Annotated[list[QpEndpoint], Meta(min_length=1, max_length=MOST_LANES)]
 
 
 class Pairing(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +85,7 @@ class Pairing(msgspec.Struct, frozen=True, array_like=True):
     is_global: bool
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class ConnectReply(msgspec.Struct, frozen=True, array_like=True):
     """To an offer."""
 
     nonce: _Nonce
@@ -102,10 +102,10 @@ class RegionRecord(msgspec.Struct, frozen=True, array_like=True):
     keys: Annotated[list[_U32], Meta(min_length=1, max_length=MOST_ENDPOINTS)]
 
 
-_MAGIC = {Offer: b"mvof", Answer: b"mvan", RegionRecord: b"mvre"}
+_MAGIC = {ConnectRequest: b"mvof", ConnectReply: b"mvan", RegionRecord: b"mvre"}
 _DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in _MAGIC}
 _encode = msgspec.msgpack.Encoder().encode
-_M = TypeVar("_M", Offer, Answer, RegionRecord)
+_M = TypeVar("_M", ConnectRequest, ConnectReply, RegionRecord)
 
 
 def pack(message: _M) -> bytes:
@@ -115,7 +115,7 @@ def pack(message: _M) -> bytes:
 
 def unpack(kind: type[_M], data: bytes) -> _M:
     """Raises VerbsError for bytes that are no such message of this version."""
-    name = {Offer: "offer", Answer: "answer", RegionRecord: "region"}[kind]
+    name = {ConnectRequest: "offer", ConnectReply: "answer", RegionRecord: "region"}[kind]
     if not 5 < len(data) <= MOST_BYTES:
         raise VerbsError(f"{len(data)} bytes are no {name}: they were cut off, or are something else")
     if data[:4] != _MAGIC[kind]:

@@ -12,7 +12,7 @@ from monarch_backend._verbs.registration_cache import Allocation, Entry
 from monarch_backend._verbs.wire_format import RegionRecord
 
 if TYPE_CHECKING:
-    from monarch_backend._verbs.queue_pair import Lane
+    from monarch_backend._verbs.queue_pair import SendQueuePair
 
 OPCODES = {"read": READ, "write": WRITE, "fetch_add": FETCH_ADD, "compare_swap": COMPARE_SWAP}
 
@@ -134,7 +134,7 @@ class Request:
         self.done = done
         self.kind, self.opcode, self.record, self.operands = plan.kind, plan.opcode, plan.record, plan.operands
         self.nbytes = plan.nbytes
-        self._lanes: set[Lane] = set()  # that have had pieces of it
+        self._lanes: set[SendQueuePair] = set()  # that have had pieces of it
         self._entries: dict[int, list[Entry]] = {}  # by device
         self._devices: dict[int, Device] = {}
 
@@ -198,7 +198,7 @@ class Request:
         """The devices that can do it, by index."""
         return set(self._devices)
 
-    def begin(self, lanes: Sequence[Lane]) -> None:
+    def begin(self, lanes: Sequence[SendQueuePair]) -> None:
         """Pieces can be taken, by these."""
         self._lanes = set()  # it may have begun on others, which are gone
         if not self._began:
@@ -209,7 +209,7 @@ class Request:
             longest = min(lane.device.max_message for lane in lanes)
             self._cut = cut(pieces, 8 if self.is_atomic else piece_size(self.nbytes, most, longest))
 
-    def begin_on(self, lane: Lane) -> bool:
+    def begin_on(self, lane: SendQueuePair) -> bool:
         """As `begin`, if it is a single work request, and not more, for this one; else False."""
         plan = self._planned
         if self._began or not plan.is_one_piece or self.nbytes > lane.device.max_message:
@@ -217,7 +217,7 @@ class Request:
         self._began, self._next = True, plan.pieces[0]
         return True
 
-    def may_use(self, lane: Lane) -> bool:
+    def may_use(self, lane: SendQueuePair) -> bool:
         """What one queue pair can do stays on it: several only take turns then."""
         if lane.device.index not in self._devices:
             return False
@@ -236,7 +236,7 @@ class Request:
             self._next = next(self._cut, None)
         return self._next is not None
 
-    def take(self, lane: Lane) -> Piece:
+    def take(self, lane: SendQueuePair) -> Piece:
         """The next one, while it `has_more`."""
         self.under_way += 1
         self._lanes.add(lane)

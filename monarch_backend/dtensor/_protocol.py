@@ -123,7 +123,7 @@ class Number(int):
     """An int that each record has of its own, as all floats are."""
 
 
-class Held:
+class RemoteRef:
     """In the arguments of a message to workers: the tensor that they have under this id."""
 
     def __init__(self, number: int) -> None:

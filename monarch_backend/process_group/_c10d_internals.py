@@ -188,7 +188,7 @@ def through_dispatcher() -> AbstractContextManager[Any]:
 class _Beneath(UntracedMode):
     """Takes the c10d operators that reach it and does ``run(name, args)`` instead of what torch's kernel would do."""
 
-    def __init__(self, run: Callable[[str, tuple[Any, ...]], Any], kernel: Kernel | None) -> None:
+    def __init__(self, run: Callable[[str, tuple[Any, ...]], Any], kernel: DispatcherShimBackend | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run, self._kernel = run, kernel
         self._works: list[Any] = []  # C++ keeps a boxed work alive, but not its Python side
@@ -208,7 +208,7 @@ class _Beneath(UntracedMode):
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
-class Kernel(C10DBackend):
+class DispatcherShimBackend(C10DBackend):
     """What torch >= 2.14 finds as the CPU's backend while its kernels call hooks before and after an operation.
 
     The kernel of a c10d operator calls the hooks and, in between, a method of the backend: here that runs what `call`
@@ -247,7 +247,7 @@ class Kernel(C10DBackend):
 
 
 def _answering(name: str) -> Callable[..., Any]:
-    def method(self: Kernel, *args: Any) -> Any:
+    def method(self: DispatcherShimBackend, *args: Any) -> Any:
         return self._answer(name, args)
 
     return method
@@ -275,7 +275,7 @@ _BACKEND_METHODS = (
     "send",
 )
 for _name in _BACKEND_METHODS:
-    setattr(Kernel, _name, _answering(_name))
+    setattr(DispatcherShimBackend, _name, _answering(_name))
 
 
 def free_backend_type(taken: set[Any]) -> Any:
@@ -284,7 +284,9 @@ def free_backend_type(taken: set[Any]) -> Any:
 
 
 @contextmanager
-def beneath_dispatch_modes(run: Callable[[str, tuple[Any, ...]], Any], kernel: Kernel | None = None) -> Iterator[None]:
+def beneath_dispatch_modes(
+    run: Callable[[str, tuple[Any, ...]], Any], kernel: DispatcherShimBackend | None = None
+) -> Iterator[None]:
     """Inside, ``run(name, args)`` takes the place of the kernels of c10d's operators on plain tensors.
 
     With a ``kernel`` torch's kernels are called, and it is what they find as the backend.

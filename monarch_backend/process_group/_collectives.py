@@ -43,9 +43,9 @@ from monarch_backend._core import torch_version
 from monarch_backend.process_group import _c10d_internals, _cpu_validation, _overlap, _tensor_lists
 from monarch_backend.process_group._argument_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
-from monarch_backend.process_group._hooks import CompletionHooks, GivenWork, LateWork
+from monarch_backend.process_group._hooks import AliasedOutputWork, CompletionHooks, DeferredWork
 from monarch_backend.process_group._rdma import p2p_protocol
-from monarch_backend.process_group._rdma.p2p import Far
+from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm.shm_backend import SharedMemory, call_by_operator
 
 # From torch 2.14 on the C++ base comes from _allgather_base and _reduce_scatter_base to the overrides of
@@ -82,7 +82,7 @@ class Collectives(dist.ProcessGroup):
     _hooks: CompletionHooks
     _kernel: Any = None  # what torch finds for the CPU where its hooks must see operations that are not Gloo's
     _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
-    _far: Far | None  # takes it for large messages where there are NICs between hosts
+    _far: RdmaP2P | None  # takes it for large messages where there are NICs between hosts
 
     @functools.cached_property
     def _own_rank(self) -> int:
@@ -118,7 +118,7 @@ class Collectives(dist.ProcessGroup):
 
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
         """The context of a `super()` call: it comes out at the registered group, or at one of ours instead."""
-        if isinstance(inner, (SharedMemory, Far)):
+        if isinstance(inner, (SharedMemory, RdmaP2P)):
             run = functools.partial(inner.dispatched, opts)
         elif self._kernel is not None and opts is None and inner is self._inner.get("cpu"):
             # The kernel would lose what a receive knows of its sender.
@@ -130,8 +130,8 @@ class Collectives(dist.ProcessGroup):
     def _reduced(self, inner: Any, work: Any, given: list[Tensor], finish: Callable[[], object] | None = None) -> Any:
         """The work of a reduce_scatter on the CPU."""
         if inner is not self._shm:
-            return LateWork(work, given, finish)
-        return GivenWork(work, given, finish) if finish else _cpu_validation.as_given(work, given)
+            return DeferredWork(work, given, finish)
+        return AliasedOutputWork(work, given, finish) if finish else _cpu_validation.as_given(work, given)
 
     def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
         if self._hooks and on_cpu:
@@ -350,7 +350,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().allgather_coalesced(outputs, inputs, opts)
         else:
             work = inner.allgather_coalesced(outputs, inputs, opts)
-        return self._done(GivenWork(work, given, finish) if finish else work, "allgather_coalesced", on_cpu)
+        return self._done(AliasedOutputWork(work, given, finish) if finish else work, "allgather_coalesced", on_cpu)
 
     if not _NEW_NAMES:
 
@@ -386,7 +386,7 @@ class Collectives(dist.ProcessGroup):
 
         def end(work: Any) -> Any:
             if on_cpu:
-                work = GivenWork(work, [given], finish) if finish else _cpu_validation.as_given(work, [given])
+                work = AliasedOutputWork(work, [given], finish) if finish else _cpu_validation.as_given(work, [given])
             return self._done(work, "_allgather_base", on_cpu)
 
         return inner, aside, (output, input, opts), end

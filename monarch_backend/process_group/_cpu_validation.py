@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 
 from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._errors import bad_argument
-from monarch_backend.process_group._hooks import GivenWork
+from monarch_backend.process_group._hooks import AliasedOutputWork
 from monarch_backend.process_group._integer_mean import INTEGERS as INTEGERS_WITH_MEAN
 from monarch_backend.process_group._integer_mean import divide_sum
 
@@ -303,7 +303,7 @@ def as_given(work: Any, outputs: Sequence[Tensor], finish: Callable[[], object] 
     """
     if finish is None and (not outputs or outputs[0].dtype in REDUCIBLE):
         return work
-    return GivenWork(work, list(outputs), finish)
+    return AliasedOutputWork(work, list(outputs), finish)
 
 
 def in_turn(first: Callable[[], object] | None, then: Callable[[], object] | None) -> Callable[[], object] | None:
@@ -370,4 +370,4 @@ def exchange_lists(exchange: Callable[..., Any], outputs: list[Tensor], inputs: 
         for output, piece in zip(outputs, torch.split(received, sizes), strict=True):
             output.copy_(piece.view(output.shape))
 
-    return GivenWork(exchange(received, sent, sizes, [t.numel() for t in inputs], opts), list(outputs), copy)
+    return AliasedOutputWork(exchange(received, sent, sizes, [t.numel() for t in inputs], opts), list(outputs), copy)

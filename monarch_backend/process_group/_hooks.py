@@ -24,7 +24,7 @@ _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's 
 
 
 @_c10d_internals.hide_from_dynamo
-class LateWork(dist.Work):
+class DeferredWork(dist.Work):
     """The work of a reduce_scatter on Gloo, which copies its result in wait(): else complete never, future none.
 
     `get_future` waits, because nobody else would finish the work. A second wait() does nothing; Gloo's would
@@ -74,7 +74,7 @@ class LateWork(dist.Work):
 
 
 @_c10d_internals.hide_from_dynamo
-class GivenWork(dist.Work):
+class AliasedOutputWork(dist.Work):
     """A work on views or copies of the caller's tensors; its future and result are the tensors that were given.
 
     ``finish`` is called once the operation has ended well, and before anybody hears of it: to copy results back.
@@ -142,7 +142,7 @@ class CompletionHooks:
 
     def __init__(self) -> None:
         self._hooks: list[Callable[[Any], None]] = []
-        self._late: list[LateWork] = []
+        self._late: list[DeferredWork] = []
         self._pending = 0
         self._sequence = 0
         self._idle = threading.Condition()
@@ -173,7 +173,7 @@ class CompletionHooks:
                     self._pending -= 1
                     self._idle.notify_all()
 
-        if isinstance(work, LateWork):
+        if isinstance(work, DeferredWork):
             with self._idle:
                 self._late = [late for late in self._late if not late.is_completed()] + [work]
             work.finished.add_done_callback(finished)

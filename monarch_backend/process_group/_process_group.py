@@ -281,7 +281,9 @@ class MonarchProcessGroup(Collectives):
         self._end_shortcuts()
         if (self._shm is not None or self._far is not None) and self._kernel is None:
             taken = {_c10d_internals.backend_type(backend) for backend in self._backends.values()}
-            self._kernel = _c10d_internals.Kernel(self.rank(), self.size(), self._inner["cpu"], self.group_name)
+            self._kernel = _c10d_internals.DispatcherShimBackend(
+                self.rank(), self.size(), self._inner["cpu"], self.group_name
+            )
             self._register_backend(torch.device("cpu"), _c10d_internals.free_backend_type(taken), self._kernel)
 
     if hasattr(dist.ProcessGroup, "register_pre_hook"):

@@ -36,7 +36,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two attempts to con
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreAddress:
     """Where the ranks of a default group meet, and which of them this process is."""
 
     host: str
@@ -62,7 +62,7 @@ class Place:
         return "torchrun's agent on node 0" if self.agent else "rank 0"
 
 
-def place(url: object, rank: int, size: int) -> Place | None:
+def place(url: object, rank: int, size: int) -> StoreAddress | None:
     """Read ``tcp://`` and ``env://`` as torch's rendezvous does; None for all else, and for what it will refuse."""
     if not isinstance(url, str):
         return None
@@ -86,7 +86,7 @@ def place(url: object, rank: int, size: int) -> Place | None:
         return None
     if not host or not port or not 0 < port < 1 << 16 or not 0 <= number < of:
         return None
-    return Place(host, port, number, of, _get_use_libuv_from_query_dict(query), _agent_hosts_store(host, port))
+    return StoreAddress(host, port, number, of, _get_use_libuv_from_query_dict(query), _agent_hosts_store(host, port))
 
 
 def _agent_hosts_store(host: str, port: int) -> bool:
@@ -139,7 +139,7 @@ def take_arrival(store: Store) -> Arrival | None:
 _USED = "used"  # in a server's store once a group has met there: its end then tells nothing about the next group
 
 
-def _serve(here: Place, deadline: Deadline) -> Arrival:
+def _serve(here: StoreAddress, deadline: Deadline) -> Arrival:
     """Host the store and wait for all others there."""
     listener = _ipv4_listener(here)
     # As `_create_c10d_store` does, which would wait here for as many clients as there are ranks.
@@ -159,7 +159,7 @@ def _serve(here: Place, deadline: Deadline) -> Arrival:
     return Arrival(server, name, here.rank, here.size, deadline, hosted=True)
 
 
-def _ipv4_listener(here: Place) -> socket.socket | None:
+def _ipv4_listener(here: StoreAddress) -> socket.socket | None:
     """A socket for the server where its address is an IPv4 one; None where torch makes it, or has it already.
 
     torch's own is an IPv6 one, too. The server asks the resolver for the name of each client and serves nothing
@@ -172,7 +172,7 @@ def _ipv4_listener(here: Place) -> socket.socket | None:
         return None
 
 
-def _join(here: Place, deadline: Deadline, client: Callable[[timedelta], Store]) -> Arrival:
+def _join(here: StoreAddress, deadline: Deadline, client: Callable[[timedelta], Store]) -> Arrival:
     """Connect to the store and wait for all others there; again where the store was of the group before."""
     while True:
         _wait_for_server(here, deadline)
@@ -192,14 +192,14 @@ def _join(here: Place, deadline: Deadline, client: Callable[[timedelta], Store])
                 ) from error
 
 
-def _agree(here: Place, store: Store, deadline: Deadline) -> str:
+def _agree(here: StoreAddress, store: Store, deadline: Deadline) -> str:
     return _handshake.agree(store, here.rank, here.size, deadline, f"at the store {here.address}", here.who)
 
 
 # A client's way to the store --------------------------------------------------------------------------------
 
 
-def _wait_for_server(here: Place, deadline: Deadline) -> None:
+def _wait_for_server(here: StoreAddress, deadline: Deadline) -> None:
     """Return once somebody accepts connections there; raise at the deadline, with the last attempt's reason."""
     pause, tries = _FIRST_PAUSE, 0
     problem: Exception | None = None
@@ -222,7 +222,7 @@ def _wait_for_server(here: Place, deadline: Deadline) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _knock(here: Place, deadline: Deadline) -> None:
+def _knock(here: StoreAddress, deadline: Deadline) -> None:
     """Connect to one of the addresses and hang up: the server sees a client that came and went."""
     try:
         found = socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -250,7 +250,7 @@ def _reason(error: Exception) -> str:
     return said.lower()
 
 
-def _connect(here: Place, deadline: Deadline, client: Callable[[timedelta], Store]) -> Store:
+def _connect(here: StoreAddress, deadline: Deadline, client: Callable[[timedelta], Store]) -> Store:
     """torch's client, which itself waits for ever where the other side accepts and does not speak."""
     seconds, timeout = max(deadline.seconds(), GRACE_S), deadline.timeout.total_seconds()
     try:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from monarch_backend.process_group import _cpu_validation, _overlap
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hierarchical.reduction import combine
-from monarch_backend.process_group._hooks import GivenWork
+from monarch_backend.process_group._hooks import AliasedOutputWork
 from monarch_backend.process_group._shm import shm_backend
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def all_reduce(group: Collectives, run_one: _Method, tensors: list[Tensor], opts
     parts = [value.view(-1) for value in _cpu_validation.readable(values)]
     total = torch.empty_like(parts[0])
     combine(parts, total, shm_backend.op_code(opts.reduceOp), [1] * len(parts))
-    return GivenWork(
+    return AliasedOutputWork(
         run_one(group, [total], opts), tensors, _cpu_validation.copies([(tensor, total) for tensor in tensors])
     )
 
@@ -73,7 +73,7 @@ def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts:
     single = BroadcastOptions()
     single.rootRank, single.timeout, single.asyncOp = opts.rootRank, opts.timeout, opts.asyncOp
     others = [(tensor, one) for tensor in tensors if tensor is not one]
-    return GivenWork(run_one(group, [one], single), tensors, _cpu_validation.copies(others))
+    return AliasedOutputWork(run_one(group, [one], single), tensors, _cpu_validation.copies(others))
 
 
 def check_root_tensor(group: Collectives, collective: str, tensors: Sequence[Tensor], opts: Any) -> None:
@@ -101,7 +101,7 @@ def all_gather(
     parts = [part for one in received for part in one.unbind()]
     pairs = [pair for row in outputs for pair in zip(row, parts, strict=True)]
     shown = [tensor for row in outputs for tensor in row]
-    return GivenWork(run_one(group, [received], [sent], opts), shown, _cpu_validation.copies(pairs))
+    return AliasedOutputWork(run_one(group, [received], [sent], opts), shown, _cpu_validation.copies(pairs))
 
 
 def _check_alike(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend.dtensor._controller import command_stream
 
@@ -47,7 +47,7 @@ class _Program:
 
     def __init__(self) -> None:
         self.pump = self.clock = _Pump()
-        self.interrupts = Interrupts(cast(Program, self))
+        self.interrupts = Interrupts(cast(Runtime, self))
 
     def note(self, file: str = Interrupts.guard.__code__.co_filename) -> None:
         """Ctrl-C comes where nothing may be left half done."""

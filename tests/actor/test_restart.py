@@ -16,7 +16,7 @@ import pytest
 
 from monarch_backend._actor.runtime import program
 from monarch_backend._mesh.extent import Extent
-from monarch_backend._mesh.proc_mesh import ProcCore
+from monarch_backend._mesh.proc_mesh import ProcMeshState
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend.actor import (
     Actor,
@@ -503,14 +503,14 @@ def test_whoever_was_called_by_a_process_finds_its_successor(faults: Faults, tmp
 
 
 def test_a_successor_is_expected_before_anybody_can_send_to_it(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace, expected = ProcCore.replace, []
+    replace, expected = ProcMeshState.replace, []
 
-    def replaced(core: ProcCore, rank: int, token: str) -> None:
+    def replaced(core: ProcMeshState, rank: int, token: str) -> None:
         peer = program().router.peers.get(token)
         expected.append(peer is not None and peer.expected)
         replace(core, rank, token)
 
-    monkeypatch.setattr(ProcCore, "replace", replaced)
+    monkeypatch.setattr(ProcMeshState, "replace", replaced)
     with this_host().spawn_procs({"gpus": 1}, restart=SOON) as procs:
         victim = procs.spawn("victim", Victim)
         victim.end_process.call_one("SIGKILL").exception(PATIENCE)
@@ -519,13 +519,13 @@ def test_a_successor_is_expected_before_anybody_can_send_to_it(faults: Faults, m
 
 
 def test_a_process_that_is_replaced_while_it_is_looked_up() -> None:
-    def find(core: ProcCore, rank: int) -> Peer:
+    def find(core: ProcMeshState, rank: int) -> Peer:
         found = Peer(core.tokens[rank], 1)
         if found.token == "former":
             core.replace(rank, "successor")
         return found
 
-    core = ProcCore("id", "name", Extent(("gpus",), (2,)), Peer("owner", 1), ["former", "other"], find)
+    core = ProcMeshState("id", "name", Extent(("gpus",), (2,)), Peer("owner", 1), ["former", "other"], find)
     assert core.peer(0).token == "successor"
     assert core.peer(0) is core.known[0]
     assert [core.rank_of(token) for token in ("former", "successor", "other", "stranger")] == [0, 0, 1, None]

@@ -86,7 +86,7 @@ def verbs_findings() -> dict[str, doctor.Finding]:
 
 def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONARCH_RDMA", raising=False)
-    monkeypatch.setattr(_verbs, "describe", lambda: [_verbs.Fact("verbs route", "none", "no verbs device")])
+    monkeypatch.setattr(_verbs, "describe", lambda: [_verbs.Diagnostic("verbs route", "none", "no verbs device")])
     monkeypatch.setattr(availability, "available", lambda: "no verbs device")
     monkeypatch.setattr(doctor, "_library", lambda name: f"does not load: {name}")
     found = verbs_findings()
@@ -97,9 +97,9 @@ def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatc
 
 def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = [
-        _verbs.Fact("verbs port rxe0:1", "ACTIVE, Ethernet; 3: RoCEv2 10.77.0.1"),
-        _verbs.Fact("locked memory", "64 KiB", "ulimit -l unlimited"),
-        _verbs.Fact("verbs route", "can be used"),
+        _verbs.Diagnostic("verbs port rxe0:1", "ACTIVE, Ethernet; 3: RoCEv2 10.77.0.1"),
+        _verbs.Diagnostic("locked memory", "64 KiB", "ulimit -l unlimited"),
+        _verbs.Diagnostic("verbs route", "can be used"),
     ]
     monkeypatch.delenv("MONARCH_RDMA", raising=False)
     monkeypatch.setattr(_verbs, "describe", lambda: facts)

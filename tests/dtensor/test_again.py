@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from monarch_backend.dtensor import MeshMismatchError, simulated_mesh
 from monarch_backend.dtensor._torch_patches import redispatch_cache, scalar_spec_cache
-from monarch_backend.dtensor._torch_patches.redispatch_cache import Way
+from monarch_backend.dtensor._torch_patches.redispatch_cache import RedispatchPlan
 from tests.dtensor.values import same, value
 
 NUMBERS: list[Any] = [
@@ -40,14 +40,14 @@ NOT_COMPLEX = ("rsub", "gt", "eq")
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The operators that were done in a remembered way."""
     done: list[Any] = []
-    own = Way.results
+    own = RedispatchPlan.results
 
-    def results(self: Way, args: Any, kwargs: Any) -> Any:
+    def results(self: RedispatchPlan, args: Any, kwargs: Any) -> Any:
         found = own(self, args, kwargs)
         done.append(self.call)
         return found
 
-    monkeypatch.setattr(Way, "results", results)
+    monkeypatch.setattr(RedispatchPlan, "results", results)
     return done
 
 

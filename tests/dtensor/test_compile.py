@@ -107,8 +107,8 @@ def test_the_entry_point_is_declared_and_resolves() -> None:
 
 
 def test_what_is_replaced_of_torch_is_there() -> None:
-    assert dynamo_and_aot.REPLACED
-    for where, name, _ in dynamo_and_aot.REPLACED:
+    assert dynamo_and_aot.PATCHES
+    for where, name, _ in dynamo_and_aot.PATCHES:
         assert getattr(where, name).__wrapped__.__name__ == name
 
 

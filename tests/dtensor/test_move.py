@@ -15,7 +15,7 @@ from monarch_backend._actor import pending_calls
 from monarch_backend._transport.local.buffers import size_of
 from monarch_backend._transport.local.router import Router
 from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run
-from monarch_backend.dtensor._worker.control_actor import MOST_FORGOTTEN, Board
+from monarch_backend.dtensor._worker.control_actor import MOST_FORGOTTEN, ControlInbox
 from tests.dtensor import failing, on_workers
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same, value
@@ -124,7 +124,7 @@ def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[s
 
 
 def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
-    board, released, gone = Board(), [], threading.Event()
+    board, released, gone = ControlInbox(), [], threading.Event()
     board.deliver(1, 0, "a part")
     board.refuse(1, "the other part has failed")
     board.keep(1, 2, lambda: (released.append(1), gone.set()))

@@ -233,7 +233,7 @@ def name_of(where: Any, name: str) -> str:
     return f"{where.__name__}.{name}"
 
 
-PLACES = {name_of(where, name): (where, name) for where, name, _ in device_mesh_and_api.REPLACED}
+PLACES = {name_of(where, name): (where, name) for where, name, _ in device_mesh_and_api.PATCHES}
 
 
 def test_this_list_is_complete() -> None:
@@ -285,7 +285,7 @@ def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:
 def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
     forms = {
         function.__name__: " ".join(inspect.signature(function).parameters)
-        for function, _ in device_mesh_and_api.DIVERTED
+        for function, _ in device_mesh_and_api.CODE_SWAPS
     }
     assert forms == {
         "distribute_tensor": "tensor device_mesh placements src_data_rank",
@@ -339,7 +339,7 @@ def test_a_mesh_names_its_groups_by_dimension_and_a_slice_has_those_of_its_root(
 
 def test_parallelize_module_calls_itself_for_each_style() -> None:
     """So only the outermost call is the user's."""
-    make = dict(device_mesh_and_api.DIVERTED)[parallelize_module]
+    make = dict(device_mesh_and_api.CODE_SWAPS)[parallelize_module]
     seen: list[bool] = []
 
     def own(module: Any, mesh: Any, plan: Any) -> Any:
@@ -461,7 +461,7 @@ FORMS_OF_COMPILE = {
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
 def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(name: str) -> None:
     dynamo_and_aot.install()  # one of them is a classmethod, whose form depends on it
-    (own,) = [getattr(where, of) for where, of, _ in dynamo_and_aot.REPLACED if name_of(where, of) == name]
+    (own,) = [getattr(where, of) for where, of, _ in dynamo_and_aot.PATCHES if name_of(where, of) == name]
     assert " ".join(inspect.signature(inspect.unwrap(own)).parameters) == FORMS_OF_COMPILE[name]
 
 
@@ -577,14 +577,14 @@ def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
 import monarch_backend.dtensor.{first}
 from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 device_mesh_and_api.install()
-placed = len(device_mesh_and_api.REPLACED)
+placed = len(device_mesh_and_api.PATCHES)
 import monarch_backend.dtensor._controller.device_mesh
 from torch.distributed.tensor._dispatch import OpDispatcher
-assert len(device_mesh_and_api.REPLACED) == placed, "registered too late"
+assert len(device_mesh_and_api.PATCHES) == placed, "registered too late"
 print(placed, OpDispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
     count, file = said.stdout.split()
-    assert int(count) == len(device_mesh_and_api.REPLACED)
+    assert int(count) == len(device_mesh_and_api.PATCHES)
     assert "monarch_backend" in file

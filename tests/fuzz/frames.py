@@ -131,10 +131,10 @@ def _seeds() -> dict[str, bytes]:
     controls = [
         frames.CastArrived(1, ["t" * 32]),
         frames.CastLost(1, ["t" * 32]),
-        frames.Where("t" * 32),
-        frames.There("t" * 32, None),
+        frames.LookupRequest("t" * 32),
+        frames.LookupReply("t" * 32, None),
         frames.Cancel(1, 2, "why"),
-        frames.More(1, 2, 3),
+        frames.MoreCredit(1, 2, 3),
         frames.Construct(1, "name", 0, ("gpus",), (2,), 0, "creator"),
         frames.Constructed(1, 0),
         frames.Stop(1, "stop", "why"),

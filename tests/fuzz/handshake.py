@@ -14,10 +14,10 @@ from monarch_backend._transport.network.auth import (
     ANSWER_BYTES,
     HELLO_BYTES,
     PROOF_BYTES,
-    Called,
-    Caller,
-    Greeting,
+    HandshakeClient,
     HandshakeError,
+    HandshakeServer,
+    Hello,
     Refusal,
     name_of,
 )
@@ -35,8 +35,8 @@ from monarch_backend._transport.network.session import (
 )
 
 SECRET = bytes(range(32))
-ONE = Greeting(b"a" * 16, b"s" * 16, 7, nonce=b"1" * 32)
-OTHER = Greeting(b"b" * 16, b"s" * 16, 9, nonce=b"2" * 32)
+ONE = Hello(b"a" * 16, b"s" * 16, 7, nonce=b"1" * 32)
+OTHER = Hello(b"b" * 16, b"s" * 16, 9, nonce=b"2" * 32)
 
 
 def one(data: bytes) -> None:
@@ -46,7 +46,7 @@ def one(data: bytes) -> None:
 
 
 def _raw_hello(data: bytes) -> None:
-    called = Called({name_of(SECRET): SECRET}, b"binding")
+    called = HandshakeServer({name_of(SECRET): SECRET}, b"binding")
     try:
         refusal = called.hear(data[:HELLO_BYTES])
     except HandshakeError:
@@ -63,7 +63,7 @@ def _raw_hello(data: bytes) -> None:
 
 def _raw_answer(data: bytes) -> None:
     try:
-        Caller(SECRET, ONE, b"binding").hear(data)
+        HandshakeClient(SECRET, ONE, b"binding").hear(data)
     except HandshakeError:
         return
     raise AssertionError("somebody without the secret got through")
@@ -71,7 +71,7 @@ def _raw_answer(data: bytes) -> None:
 
 def _patched(data: bytes) -> None:
     """Whole handshakes: each byte pair is a change, of a byte of one of the three messages."""
-    caller, called = Caller(SECRET, ONE), Called({name_of(SECRET): SECRET})
+    caller, called = HandshakeClient(SECRET, ONE), HandshakeServer({name_of(SECRET): SECRET})
     changes = dict(zip(data[::2], data[1::2], strict=False))
     changed = False
 
@@ -162,7 +162,7 @@ _TARGETS = (_raw_hello, _raw_answer, _patched, _raw_heads, _small_heads, _raw_pa
 
 
 def _seeds() -> dict[str, bytes]:
-    caller, called = Caller(SECRET, ONE, b"binding"), Called({name_of(SECRET): SECRET}, b"binding")
+    caller, called = HandshakeClient(SECRET, ONE, b"binding"), HandshakeServer({name_of(SECRET): SECRET}, b"binding")
     hello = caller.hello()
     called.hear(hello)
     answer = called.answer(OTHER)
@@ -172,7 +172,7 @@ def _seeds() -> dict[str, bytes]:
         "unknown-secret": b"\0" + hello[:8] + bytes(8) + hello[16:],
         "other-protocol": b"\0" + hello[:5] + b"\2" + hello[6:],
         "answer": b"\1" + answer[:-1],
-        "refusals": b"\1" + Called.refuse(Refusal.SESSION),
+        "refusals": b"\1" + HandshakeServer.refuse(Refusal.SESSION),
         "unchanged": b"\2",
         "changed": b"\2\0\1\x80\x20\xf0\3",
         "parts": b"\5\0\0\1\0"

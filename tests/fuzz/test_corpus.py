@@ -55,7 +55,7 @@ def test_targets_notice(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyError):
             frames.one(b"\0\xc1")
     with monkeypatch.context() as patch:
-        patch.setattr(handshake.Called, "check", lambda *_: None)
+        patch.setattr(handshake.HandshakeServer, "check", lambda *_: None)
         with pytest.raises(AssertionError, match="got through"):
             handshake.one(handshake.SEEDS["hello"])
     with monkeypatch.context() as patch:

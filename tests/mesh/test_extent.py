@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_backend._mesh.extent import Extent, MeshTrait, Point, Shape, ranks_in_words
+from monarch_backend._mesh.extent import Extent, MeshBase, Point, Shape, ranks_in_words
 
 LABELS = ("hosts", "numa", "gpus", "tp", "cp")
 BOTH = Extent.of({"hosts": 2, "gpus": 4})
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 
 
-class Mesh(MeshTrait):
+class Mesh(MeshBase):
     """The least that a mesh is; `name` stands for what a real one carries along."""
 
     def __init__(self, shape: Shape, name: str = "m") -> None:
@@ -412,7 +412,7 @@ def test_bad_operations(make: Any, error: type[Exception], says: str) -> None:
 
 def test_a_mesh_without_its_constructor_cannot_be_made() -> None:
     with pytest.raises(TypeError, match="_new_with_shape"):
-        MeshTrait()  # type: ignore[abstract]
+        MeshBase()  # type: ignore[abstract]
 
 
 # Ranks in words

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import pytest
 
 from monarch_backend._logs import dedup
-from monarch_backend._logs.dedup import Dropped, Fold, RateLimit, ranks_of
+from monarch_backend._logs.dedup import Dropped, LineDeduplicator, RateLimit, ranks_of
 
 Shown = list[tuple[list[int], bytes]]
 
 
-def _fold_of(ranks: int, window: float = 1.0) -> Fold:
-    fold = Fold(window)
+def _fold_of(ranks: int, window: float = 1.0) -> LineDeduplicator:
+    fold = LineDeduplicator(window)
     for rank in range(ranks):
         fold.join(rank)
     return fold

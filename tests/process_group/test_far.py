@@ -40,7 +40,7 @@ from monarch_backend._verbs import eligibility, engine, shared_engine
 from monarch_backend.process_group._process_group import MonarchProcessGroup
 from monarch_backend.process_group._rdma import p2p as far_module
 from monarch_backend.process_group._rdma import p2p_protocol, peer_reads
-from monarch_backend.process_group._rdma.p2p_protocol import Announcement, LetterError, Word
+from monarch_backend.process_group._rdma.p2p_protocol import ControlMessage, ProtocolError, SendHeader
 from tests.process_group import reference, wires
 from tests.process_group.test_groups import set_timeout
 from tests.rdma.verbs.peers import two_devices, until
@@ -489,7 +489,7 @@ def test_what_gloo_ends_early_is_late_all_the_same(monkeypatch: pytest.MonkeyPat
         clock.begin()
         now += seconds / 7  # something took a while before
         with pytest.raises(far_module._Fault) as caught:
-            far_module._Talk(far, 1, 0, clock).wait(Late())  # type: ignore[arg-type]
+            far_module._PeerExchange(far, 1, 0, clock).wait(Late())  # type: ignore[arg-type]
         assert caught.value.args[0][:2] == ("late", 1)
 
 
@@ -938,16 +938,22 @@ def test_a_cable_is_cut(run: Run, request: pytest.FixtureRequest) -> None:
 
 
 def test_letters() -> None:
-    announcement = Announcement(7, 1 << 40, 5, b"where")
-    assert Announcement.unpack(announcement.pack()) == announcement
+    announcement = SendHeader(7, 1 << 40, 5, b"where")
+    assert SendHeader.unpack(announcement.pack()) == announcement
     assert len(announcement.pack()) == p2p_protocol.ANNOUNCEMENT
-    assert Word.unpack(Word(p2p_protocol.DONE, 3, 0).pack()) == Word(p2p_protocol.DONE, 3, 0)
+    assert ControlMessage.unpack(ControlMessage(p2p_protocol.DONE, 3, 0).pack()) == ControlMessage(
+        p2p_protocol.DONE, 3, 0
+    )
     for data in (bytes(p2p_protocol.ANNOUNCEMENT), b"mfa1" + b"\xff" * (p2p_protocol.ANNOUNCEMENT - 4)):
-        with pytest.raises(LetterError):
-            Announcement.unpack(data)
-    for data in (bytes(p2p_protocol.WORD), Word(9, 0, 0).pack(), Word(p2p_protocol.OFFER, 0, 1 << 30).pack()):
-        with pytest.raises(LetterError):
-            Word.unpack(data)
+        with pytest.raises(ProtocolError):
+            SendHeader.unpack(data)
+    for data in (
+        bytes(p2p_protocol.WORD),
+        ControlMessage(9, 0, 0).pack(),
+        ControlMessage(p2p_protocol.OFFER, 0, 1 << 30).pack(),
+    ):
+        with pytest.raises(ProtocolError):
+            ControlMessage.unpack(data)
     assert p2p_protocol.fits(bytes(200))
     assert not p2p_protocol.fits(bytes(p2p_protocol.ANNOUNCEMENT))
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from monarch_backend._rdma import local_shards
-from monarch_backend._rdma.shard_geometry import Piece
+from monarch_backend._rdma.shard_geometry import Overlap
 from tests.support.ranks import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -33,7 +33,7 @@ def numbered(*shape: int) -> Tensor:
     return torch.arange(math.prod(shape)).reshape(shape)
 
 
-def assert_described(name: str, tensor: Tensor, whole: Tensor) -> tuple[Piece, ...]:
+def assert_described(name: str, tensor: Tensor, whole: Tensor) -> tuple[Overlap, ...]:
     """The pieces that we find make its local tensor."""
     held = local_shards.local(name, tensor)
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor

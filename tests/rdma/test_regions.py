@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from monarch_backend._rdma.shard_geometry import (
-    Box,
     LayoutError,
-    Piece,
-    Split,
+    Overlap,
+    Region,
+    ShardSpec,
     UnevenError,
     local_shape,
     merged,
@@ -31,7 +31,7 @@ MESHES = [(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (3, 1, 2)]
 SHAPES = [(), (1,), (4,), (7,), (13,), (6, 4), (5, 7), (1, 9), (0, 3), (4, 3, 5)]
 
 
-def chunk(tensor: Tensor, split: Split) -> Tensor:
+def chunk(tensor: Tensor, split: ShardSpec) -> Tensor:
     """What torch does with a tensor for `Shard`, and for `_StridedShard`."""
 
     def part(tensor: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(math.prod(shape)).reshape(shape)
 
 
-def filled(whole: Tensor, held: tuple[Piece, ...], shape: tuple[int, ...]) -> Tensor:
+def filled(whole: Tensor, held: tuple[Overlap, ...], shape: tuple[int, ...]) -> Tensor:
     """The local tensor that these pieces make."""
     local = torch.full(shape, -1)
     for box, at in held:
@@ -60,11 +60,11 @@ def placements(mesh: tuple[int, ...], ndim: int) -> Iterator[tuple[int | None, .
     return itertools.product([None, *range(ndim)], repeat=len(mesh))
 
 
-def splits_of(mesh: tuple[int, ...], chosen: tuple[int | None, ...]) -> Iterator[tuple[Split, ...]]:
+def splits_of(mesh: tuple[int, ...], chosen: tuple[int | None, ...]) -> Iterator[tuple[ShardSpec, ...]]:
     """Those of each rank."""
     for coordinate in itertools.product(*map(range, mesh)):
         yield tuple(
-            Split(dim, ways, place)
+            ShardSpec(dim, ways, place)
             for dim, ways, place in zip(chosen, mesh, coordinate, strict=True)
             if dim is not None
         )
@@ -107,8 +107,8 @@ def test_strided_shards_are_what_fsdp_after_tensor_parallelism_makes(dp: int, tp
     for size in range(1, 40):
         whole = numbered((size, 2))
         for d, t in itertools.product(range(dp), range(tp)):
-            splits = (Split(0, dp, d, factor=tp), Split(0, tp, t))
-            expected = chunk(chunk(whole, Split(0, tp, t)), Split(0, dp, d))
+            splits = (ShardSpec(0, dp, d, factor=tp), ShardSpec(0, tp, t))
+            expected = chunk(chunk(whole, ShardSpec(0, tp, t)), ShardSpec(0, dp, d))
             as_torch_says = chunk(chunk(whole, splits[0]), splits[1])
             if torch.equal(expected, as_torch_says):
                 held = pieces((size, 2), splits)
@@ -123,7 +123,7 @@ def test_strided_shards_are_what_fsdp_after_tensor_parallelism_makes(dp: int, tp
 
 
 def test_a_strided_shard_alone_has_several_boxes() -> None:
-    splits = (Split(0, 2, 1, factor=3),)
+    splits = (ShardSpec(0, 2, 1, factor=3),)
     whole = numbered((12, 2))
     held = pieces((12, 2), splits)
     assert [(box.offset, box.sizes, at) for box, at in held] == [
@@ -140,20 +140,20 @@ def test_three_cuts_of_one_dimension() -> None:
     """Pipeline by hand first, then tensor parallelism, FSDP2 last: on meshes (x, dp, tp)."""
     whole = numbered((48,))
     for x, d, t in itertools.product(range(2), range(3), range(4)):
-        splits = (Split(0, 2, x), Split(0, 3, d, factor=4), Split(0, 4, t))
-        expected = chunk(chunk(chunk(whole, Split(0, 2, x)), Split(0, 4, t)), Split(0, 3, d))
+        splits = (ShardSpec(0, 2, x), ShardSpec(0, 3, d, factor=4), ShardSpec(0, 4, t))
+        expected = chunk(chunk(chunk(whole, ShardSpec(0, 2, x)), ShardSpec(0, 4, t)), ShardSpec(0, 3, d))
         assert torch.equal(filled(whole, pieces((48,), splits), (2,)), expected)
 
 
 # boxes -------------------------------------------------------------------------------------------------------------
 
 
-def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
+def random_box(rng: random.Random, shape: tuple[int, ...]) -> Region:
     offset = tuple(rng.randrange(size) for size in shape)
-    return Box(offset, tuple(rng.randint(1, size - start) for size, start in zip(shape, offset, strict=True)))
+    return Region(offset, tuple(rng.randint(1, size - start) for size, start in zip(shape, offset, strict=True)))
 
 
-def marked(shape: tuple[int, ...], boxes: list[Box]) -> Tensor:
+def marked(shape: tuple[int, ...], boxes: list[Region]) -> Tensor:
     found = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         found[tuple(slice(o, o + n) for o, n in zip(box.offset, box.sizes, strict=True))] += 1
@@ -173,14 +173,14 @@ def test_what_boxes_share_and_what_is_left_of_them(seed: int) -> None:
         rest = without(one, other)
         assert torch.equal(marked(shape, rest), marked(shape, [one]) - both)  # 0 and 1 only: none of them overlap
         many = [random_box(rng, shape) for _ in range(5)]
-        left = uncovered(Box((0,) * len(shape), shape), tuple(many))
+        left = uncovered(Region((0,) * len(shape), shape), tuple(many))
         assert torch.equal(marked(shape, list(left)), (marked(shape, many) == 0).long())
 
 
 def test_nothing_of_nothing_is_uncovered() -> None:
-    assert uncovered(Box((0, 0), (0, 4)), ()) == ()
-    assert uncovered(Box((), ()), ()) == (Box((), ()),)
-    assert uncovered(Box((), ()), (Box((), ()),)) == ()
+    assert uncovered(Region((0, 0), (0, 4)), ()) == ()
+    assert uncovered(Region((), ()), ()) == (Region((), ()),)
+    assert uncovered(Region((), ()), (Region((), ()),)) == ()
 
 
 # bytes -------------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from monarch_backend._actor import pending_calls, runner
-from monarch_backend._actor.runner import Cell
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runner import ActorRunner
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._actor.supervision import Supervision
-from monarch_backend._transport.local.broadcast_tree import Combiner
+from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 from monarch_backend._transport.local.router import Router
 from monarch_backend.testing import SimulationError
 from tests.testing import world
@@ -99,19 +99,19 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "twice": (Router, "_in_order", _taken_twice, "promise 2"),
     "delivery": (pending_calls, "supervision_error", _always_not_sent, "promise 2"),
     "recast": (Router, "_recast", _nothing, WAITS),
-    "replies of a lost child": (Combiner, "lost", _nothing, f"that are over|{WAITS}"),
+    "replies of a lost child": (ReplyAggregator, "lost", _nothing, f"that are over|{WAITS}"),
     "no room": (Router, "_unstick", _nothing, f"{WAITS}|steps, and no end|nobody whom it was for had died"),
     "where": (Router, "_there", _nothing, WAITS),
     "met": (Router, "_where", _nothing, WAITS),
-    "gone, one call": (pending_calls.OneCall, "on_gone", _nothing, WAITS),
-    "gone, many": (pending_calls.ManyCall, "on_gone", _nothing, WAITS),
+    "gone, one call": (pending_calls.UnaryCall, "on_gone", _nothing, WAITS),
+    "gone, many": (pending_calls.BroadcastCall, "on_gone", _nothing, WAITS),
     "gone, a stream": (pending_calls.Stream, "on_gone", _nothing, WAITS),
-    "the queue of a restarted actor": (Cell, "take_over", _nothing, WAITS),
-    "refusals": (Cell, "_refuse", _nothing, WAITS),
+    "the queue of a restarted actor": (ActorRunner, "take_over", _nothing, WAITS),
+    "refusals": (ActorRunner, "_refuse", _nothing, WAITS),
     "not told": (Supervision, "_reached_program", _nothing, "promise 7"),
     "told twice": (Supervision, "failed", _told_twice, "promise 7"),
     "the root cause": (runner, "pack_failure", _without_cause, "promise 7"),
-    "an owner's death": (Program, "lost_process", _nothing, WAITS),
+    "an owner's death": (Runtime, "lost_process", _nothing, WAITS),
 }
 
 

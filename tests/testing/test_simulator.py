@@ -25,7 +25,7 @@ from monarch_backend._actor import context as actor_context
 from monarch_backend._actor import ownership, runtime
 from monarch_backend._transport.local import router as router_module
 from monarch_backend._transport.local.frames import Kind, Replaced
-from monarch_backend._transport.local.peer import Room
+from monarch_backend._transport.local.peer import CreditWaiter
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -188,7 +188,7 @@ def _fail_in(simulation: Simulation, state: Callable[[], list[Any]]) -> None:
     with simulation:
         assert state()[:6] == [2, 6, 5, 7, 3, 4]
         assert runtime.program() is simulation.controller.program
-        simulation.controller.program.wait(Room(), 0.0)  # Ctrl-C is its own from now on
+        simulation.controller.program.wait(CreditWaiter(), 0.0)  # Ctrl-C is its own from now on
         raise ZeroDivisionError
 
 

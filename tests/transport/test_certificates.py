@@ -19,7 +19,14 @@ from cryptography.x509.oid import NameOID
 
 from monarch_backend._hosts.tls_config import FILES, tls_for
 from monarch_backend._transport.network import tls as _tls
-from monarch_backend._transport.network.auth import Called, Caller, Greeting, HandshakeError, name_of, new_secret
+from monarch_backend._transport.network.auth import (
+    HandshakeClient,
+    HandshakeError,
+    HandshakeServer,
+    Hello,
+    name_of,
+    new_secret,
+)
 from monarch_backend._transport.network.tls import CertificateError, Tls, binding
 
 DAY = datetime.timedelta(days=1)
@@ -242,11 +249,11 @@ def test_nobody_stands_in_between_even_with_a_certificate_of_the_job() -> None:
     left, right = Meeting(one.client, middle.server), Meeting(middle.client, other.server)
     here, there = binding(left.caller, False, one), binding(right.called, True, other)
     assert here != there
-    caller = Caller(secret, Greeting(b"a" * 16, b"s" * 16), binding=here)
-    called = Called({name_of(secret): secret}, binding=there)
+    caller = HandshakeClient(secret, Hello(b"a" * 16, b"s" * 16), binding=here)
+    called = HandshakeServer({name_of(secret): secret}, binding=there)
     called.hear(caller.hello())
     with pytest.raises(HandshakeError, match="in between"):
-        caller.hear(called.answer(Greeting(b"b" * 16, b"s" * 16)))
+        caller.hear(called.answer(Hello(b"b" * 16, b"s" * 16)))
 
 
 # Of files -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from monarch_backend._transport.local.frames import FrameError, Kind
 from monarch_backend._transport.local.links import FAR, SILENT
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import Carried, host_of
+from monarch_backend._transport.network.envelope import Envelope, host_of
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import BRANCHES
 from monarch_backend._transport.network.remote_links import FarLinks
@@ -33,7 +33,7 @@ class Process:
         self.events: list[tuple[Any, ...]] = []
         self.links = FarLinks(self, self.pid, host.token, 0, self._to_gateway, self.host.world.soon.append)
 
-    def _to_gateway(self, frame: Carried) -> bool:
+    def _to_gateway(self, frame: Envelope) -> bool:
         body = frame.body if isinstance(frame.body, bytes) else b"".join(frame.body)
         self.host.inbox.append((self.host.links[self.token], *frame._replace(body=body)))
         return True
@@ -69,7 +69,7 @@ class Host:
         self.links: dict[str, int] = {}
         self.processes: dict[int, Process] = {}
         self.inbox: deque[tuple[Any, ...]] = deque()
-        self.mine: list[Carried] = []
+        self.mine: list[Envelope] = []
         self.full = 0  # times that there is no room
         self.dropped: list[int] = []
         self.gateway = Gateway(
@@ -86,7 +86,7 @@ class Host:
         self.inbox.append((link, int(Kind.MET), process.token, process.pid))
         return process
 
-    def _to_host(self, host: str, frame: Carried) -> bool:
+    def _to_host(self, host: str, frame: Envelope) -> bool:
         host = self.world.way(self.number, host)
         if host not in self.world.by_id or host in self.world.lost or frozenset((self.id, host)) in self.world.cuts:
             return False

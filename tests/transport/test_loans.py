@@ -21,7 +21,7 @@ import pytest
 from monarch_backend._rdma import availability
 from monarch_backend._transport.network import rdma_frame_header, rdma_reader, rdma_send
 from monarch_backend._transport.network.auth import new_secret
-from monarch_backend._transport.network.connection_manager import Bounds, Remote, Tcp
+from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts
 from monarch_backend._transport.network.rdma_frame_header import Part
 from monarch_backend._transport.network.session import HEAD_BYTES, LENT, SessionError, read_head
 from monarch_backend._transport.network.tls import Tls
@@ -33,9 +33,9 @@ from tests.rdma.verbs.peers import until
 from tests.transport.sides import Side, reset, together
 
 KIB, MIB = 1 << 10, 1 << 20
-PATIENT = Bounds(heartbeat=0.1, silence=20.0, patience=10.0, pause=0.01)
+PATIENT = Timeouts(heartbeat=0.1, silence=20.0, patience=10.0, pause=0.01)
 
-Make = Callable[..., tuple[Side, Side, Remote, Remote]]
+Make = Callable[..., tuple[Side, Side, PeerConnection, PeerConnection]]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def make(fabric: Fabric, sides: Callable[..., Side]) -> Iterator[Make]:
     """Two hosts with NICs, that have met over them; in the end nothing is registered and no engine is there."""
     made: list[Side] = []
 
-    def meet(**options: Any) -> tuple[Side, Side, Remote, Remote]:
+    def meet(**options: Any) -> tuple[Side, Side, PeerConnection, PeerConnection]:
         here, there, out, back = together(sides, **{"bounds": PATIENT, "lends": True, **options})
         made.extend((here, there))
         connect(here, there, out)
@@ -75,7 +75,7 @@ def make(fabric: Fabric, sides: Callable[..., Side]) -> Iterator[Make]:
     assert all(nic.opened == nic.closed for nic in fabric.nics)
 
 
-def connect(here: Side, there: Side, out: Remote, nbytes: int = 2 * MIB) -> None:
+def connect(here: Side, there: Side, out: PeerConnection, nbytes: int = 2 * MIB) -> None:
     """Before it is connected a frame goes as ever."""
     here.tcp.send(out, b"first", [bytes(nbytes)], 1)
     assert there.frames.get(timeout=20) == (b"first", bytes(nbytes))
@@ -283,7 +283,7 @@ def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.
     again(here, there, out)
 
 
-def again(here: Side, there: Side, out: Remote) -> None:
+def again(here: Side, there: Side, out: PeerConnection) -> None:
     """By NICs, soon after one frame has asked for it."""
     before = out.nics.lent
     connected = False
@@ -336,7 +336,7 @@ def test_a_read_that_never_ends(make: Make, fabric: Fabric, monkeypatch: pytest.
 
 def test_words_of_life_go_on_while_it_is_read(make: Make, fabric: Fabric) -> None:
     """For longer than either may be silent; frames behind it wait, and those of the other direction do not."""
-    here, there, out, back = make(bounds=Bounds(heartbeat=0.05, silence=0.6, patience=5.0, pause=0.01))
+    here, there, out, back = make(bounds=Timeouts(heartbeat=0.05, silence=0.6, patience=5.0, pause=0.01))
     fabric.at_once = False
     here.tcp.send(out, b"large", [numbers(2 * MIB, 1)], 1)
     here.tcp.send(out, b"behind", [])
@@ -372,7 +372,7 @@ def test_goodbye_while_it_is_read(make: Make, fabric: Fabric) -> None:
 @pytest.mark.parametrize("who", ["here", "there"])
 def test_one_is_lost_while_it_is_read(make: Make, fabric: Fabric, who: str) -> None:
     """What was lent is given back on both sides, and nothing is taken afterwards."""
-    here, there, out, back = make(bounds=Bounds(heartbeat=0.05, silence=0.5, patience=5.0, pause=0.01))
+    here, there, out, back = make(bounds=Timeouts(heartbeat=0.05, silence=0.5, patience=5.0, pause=0.01))
     fabric.at_once = False
     here.tcp.send(out, b"lost", [numbers(2 * MIB, 1)], 1)
     assert until(lambda: back.nics.reading is not None)

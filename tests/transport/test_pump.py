@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._transport.local import event_loop
-from monarch_backend._transport.local.event_loop import Pump
+from monarch_backend._transport.local.event_loop import ProgressLoop
 
 
 class ReadByAnother:
@@ -49,5 +49,5 @@ def test_a_gate_that_another_one_opens_first_is_open(monkeypatch: pytest.MonkeyP
             self._lock.release()
 
     monkeypatch.setattr(event_loop.threading, "Lock", Overtaken)
-    assert Pump(ReadByAnother(), lambda _: None).wait(what)
+    assert ProgressLoop(ReadByAnother(), lambda _: None).wait(what)
     assert not what.gate.locked()

@@ -8,7 +8,7 @@ import pytest
 
 from monarch_backend._transport.local.frames import FrameError, Kind, decode_replies
 from monarch_backend._transport.network import envelope, reply_aggregation
-from monarch_backend._transport.network.envelope import CARRIED, PASS, Passed
+from monarch_backend._transport.network.envelope import CARRIED, PASS, RelayHeader
 from monarch_backend._transport.network.multicast import split
 from tests.transport.test_gateway import Process, World, token
 
@@ -371,16 +371,16 @@ def test_what_is_no_frame_of_a_tree(what: str) -> None:
     row = envelope.pack_rows([(token(1, 1), 1, 0, 0)])
     hosts = [] if what == "nobody" else [("00000002" if what == "of another host" else "00000001", row)]
     kind = Kind.CALL | (CARRIED if what == "not for many" else envelope.MANY)
-    passed = Passed("00000002", "00000002", kind, 0 if what == "no branches" else 2, 1, 0, hosts, b"")
+    passed = RelayHeader("00000002", "00000002", kind, 0 if what == "no branches" else 2, 1, 0, hosts, b"")
     prefix = passed.pack()
-    frame = envelope.Carried(PASS, 0, 0, 0, 0, 0, prefix[:-9] if what == "short" else prefix, b"", None)
+    frame = envelope.Envelope(PASS, 0, 0, 0, 0, 0, prefix[:-9] if what == "short" else prefix, b"", None)
     with pytest.raises(FrameError):
         world.by_id["00000001"].gateway.arrived(envelope.pack(frame)[0], memoryview(b""))
 
 
 @pytest.mark.parametrize("text", ["", "00000001", "00000001" * 2 + "0"])
 def test_what_is_no_word_of_a_tree(text: str) -> None:
-    frame = envelope.Carried(envelope.ARRIVED, 0, 0, 1, 1, 0, text.encode(), b"", None)
+    frame = envelope.Envelope(envelope.ARRIVED, 0, 0, 1, 1, 0, text.encode(), b"", None)
     with pytest.raises(FrameError):
         World(2).by_id["00000001"].gateway.arrived(envelope.pack(frame)[0], memoryview(b""))
 

@@ -15,7 +15,7 @@ import pytest
 from monarch_backend._transport.local import router as router_module
 from monarch_backend._transport.local.frames import Kind
 from monarch_backend._transport.local.links import Links
-from monarch_backend._transport.local.peer import Peer, PeerGoneError, Room
+from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneError
 from monarch_backend._transport.local.router import Router
 
 PATIENCE = 10.0
@@ -35,10 +35,10 @@ class _WaitsForEverError(Exception):
     """Nobody would tell it any more."""
 
 
-def _router_with(wait: Callable[[Room], object]) -> tuple[Router, Peer]:
+def _router_with(wait: Callable[[CreditWaiter], object]) -> tuple[Router, Peer]:
     """And another process, to which all places are taken."""
 
-    def waited(room: Room, _seconds: float | None, _whole: bool) -> bool:
+    def waited(room: CreditWaiter, _seconds: float | None, _whole: bool) -> bool:
         if not room.ready:
             wait(room)
         return room.ready
@@ -50,7 +50,7 @@ def _router_with(wait: Callable[[Room], object]) -> tuple[Router, Peer]:
     return router, peer
 
 
-def _forever(_room: Room) -> None:
+def _forever(_room: CreditWaiter) -> None:
     raise _WaitsForEverError
 
 
@@ -82,7 +82,7 @@ def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch)
     """The second begins where the first has made what it waits for, and has not said so yet."""
     second_waits, ends = threading.Event(), []
 
-    def wait(room: Room) -> None:
+    def wait(room: CreditWaiter) -> None:
         if threading.current_thread() is second:
             room.gate = threading.Lock()
             room.gate.acquire()
@@ -95,13 +95,13 @@ def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch)
     second = threading.Thread(target=router.wait_for_credit, args=(peer, Kind.CALL, 0))
 
     def make() -> Any:
-        made = Room()
+        made = CreditWaiter()
         if not second.ident:
             second.start()
             assert second_waits.wait(PATIENCE)
         return made
 
-    monkeypatch.setattr(router_module, "Room", make)
+    monkeypatch.setattr(router_module, "CreditWaiter", make)
     router.wait_for_credit(peer, Kind.CALL, 0)
     second.join()
     assert ends == [True], "the second one was never told"

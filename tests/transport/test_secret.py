@@ -14,10 +14,10 @@ from monarch_backend._transport.network.auth import (
     ANSWER_BYTES,
     HELLO_BYTES,
     PROOF_BYTES,
-    Called,
-    Caller,
-    Greeting,
+    HandshakeClient,
     HandshakeError,
+    HandshakeServer,
+    Hello,
     Refusal,
     name_of,
     new_secret,
@@ -34,12 +34,12 @@ ONE, OTHER = b"a" * 16, b"b" * 16
 SESSION = b"s" * 16
 
 
-def _pair(binding: bytes = b"") -> tuple[Caller, Called]:
-    return Caller(SECRET, Greeting(ONE, SESSION, 7), binding), Called({name_of(SECRET): SECRET}, binding)
+def _pair(binding: bytes = b"") -> tuple[HandshakeClient, HandshakeServer]:
+    return HandshakeClient(SECRET, Hello(ONE, SESSION, 7), binding), HandshakeServer({name_of(SECRET): SECRET}, binding)
 
 
-def _mine() -> Greeting:
-    return Greeting(OTHER, SESSION, 9)
+def _mine() -> Hello:
+    return Hello(OTHER, SESSION, 9)
 
 
 # Where it comes from --------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_both_that_know_it_get_through_and_know_of_each_other(binding: bytes) ->
 def test_one_of_two_jobs_is_meant() -> None:
     both = [new_secret(), new_secret()]
     for secret in both:
-        caller, called = Caller(secret, _mine()), Called({name_of(known): known for known in both})
+        caller, called = HandshakeClient(secret, _mine()), HandshakeServer({name_of(known): known for known in both})
         called.hear(caller.hello())
         called.check(caller.hear(called.answer(_mine())))
         assert called.secret == secret
@@ -190,10 +190,10 @@ def test_one_of_two_jobs_is_meant() -> None:
 
 
 def test_an_unknown_secret_is_refused_with_a_reason() -> None:
-    caller, called = Caller(new_secret(), _mine()), Called({name_of(SECRET): SECRET})
+    caller, called = HandshakeClient(new_secret(), _mine()), HandshakeServer({name_of(SECRET): SECRET})
     assert called.hear(caller.hello()) == Refusal.SECRET
     with pytest.raises(HandshakeError, match="does not know this job's secret: give both sides the same"):
-        caller.hear(Called.refuse(Refusal.SECRET))
+        caller.hear(HandshakeServer.refuse(Refusal.SECRET))
     with pytest.raises(HandshakeError):
         called.check(bytes(PROOF_BYTES))
 
@@ -203,7 +203,7 @@ def test_another_protocol_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPat
     hello = caller.hello()
     monkeypatch.setattr(auth, "PROTOCOL", 2)
     assert called.hear(hello) == Refusal.PROTOCOL
-    answer = Called.refuse(Refusal.PROTOCOL)
+    answer = HandshakeServer.refuse(Refusal.PROTOCOL)
     monkeypatch.undo()
     with pytest.raises(HandshakeError, match="speaks protocol 2 between hosts, and this side 1: install the same"):
         caller.hear(answer)
@@ -212,13 +212,13 @@ def test_another_protocol_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPat
 def test_a_session_that_was_given_up_is_refused_with_a_reason() -> None:
     caller, _ = _pair()
     with pytest.raises(HandshakeError, match="has given up this connection"):
-        caller.hear(Called.refuse(Refusal.SESSION))
+        caller.hear(HandshakeServer.refuse(Refusal.SESSION))
 
 
 def test_a_refusal_that_nobody_knows_is_no_welcome() -> None:
     caller, _ = _pair()
     with pytest.raises(HandshakeError, match="could not prove"):
-        caller.hear(Called.refuse(77))
+        caller.hear(HandshakeServer.refuse(77))
 
 
 def test_a_stranger_is_told_apart() -> None:
@@ -231,7 +231,7 @@ def test_a_stranger_is_told_apart() -> None:
 
 def test_whoever_only_knows_the_name_of_the_secret_proves_nothing() -> None:
     caller, called = _pair()
-    liar = Caller(new_secret(), _mine())
+    liar = HandshakeClient(new_secret(), _mine())
     lied = bytearray(liar.hello())
     lied[8:16] = name_of(SECRET)
     assert called.hear(bytes(lied)) == Refusal.NONE
@@ -240,7 +240,7 @@ def test_whoever_only_knows_the_name_of_the_secret_proves_nothing() -> None:
         liar.hear(answer)
     with pytest.raises(HandshakeError, match="could not prove"):
         called.check(bytes(PROOF_BYTES))
-    imposter = Called({name_of(SECRET): new_secret()})  # and the other way round
+    imposter = HandshakeServer({name_of(SECRET): new_secret()})  # and the other way round
     imposter.hear(caller.hello())
     with pytest.raises(HandshakeError, match="somebody stands in between"):
         caller.hear(imposter.answer(_mine()))
@@ -274,9 +274,9 @@ def test_what_is_sent_back_proves_nothing() -> None:
     with pytest.raises(HandshakeError):
         called.hear(answer[:HELLO_BYTES]) and called.check(answer[-PROOF_BYTES:])
     # Two calls of the same host, one used to answer the other.
-    oracle = Called({name_of(SECRET): SECRET})
+    oracle = HandshakeServer({name_of(SECRET): SECRET})
     oracle.hear(caller.hello())
-    proof = oracle.answer(Greeting(ONE, SESSION))[-PROOF_BYTES:]
+    proof = oracle.answer(Hello(ONE, SESSION))[-PROOF_BYTES:]
     with pytest.raises(HandshakeError):
         called.check(proof)
 
@@ -320,11 +320,14 @@ def test_every_byte_counts() -> None:
 
 
 def test_another_channel_below_is_refused_by_both() -> None:
-    caller, called = Caller(SECRET, _mine(), b"one" * 10), Called({name_of(SECRET): SECRET}, b"two" * 10)
+    caller, called = (
+        HandshakeClient(SECRET, _mine(), b"one" * 10),
+        HandshakeServer({name_of(SECRET): SECRET}, b"two" * 10),
+    )
     called.hear(caller.hello())
     with pytest.raises(HandshakeError, match="in between"):
         caller.hear(called.answer(_mine()))
-    caller, called = Caller(SECRET, _mine()), Called({name_of(SECRET): SECRET})
+    caller, called = HandshakeClient(SECRET, _mine()), HandshakeServer({name_of(SECRET): SECRET})
     called.hear(caller.hello())
     proof = caller.hear(called.answer(_mine()))
     called._binding = b"another"
@@ -337,7 +340,7 @@ def test_what_is_cut_off_or_too_long_is_an_error_of_the_handshake() -> None:
     hello = caller.hello()
     for wrong in [hello[:n] for n in range(HELLO_BYTES)] + [hello + b"\0"]:
         with pytest.raises(HandshakeError):
-            Called({name_of(SECRET): SECRET}).hear(wrong)
+            HandshakeServer({name_of(SECRET): SECRET}).hear(wrong)
     called.hear(hello)
     answer = called.answer(_mine())
     for wrong in [answer[:n] for n in range(ANSWER_BYTES)] + [answer + b"\0"]:

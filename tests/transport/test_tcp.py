@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from monarch_backend._transport.network import session
-from monarch_backend._transport.network.auth import Called, new_secret
-from monarch_backend._transport.network.connection_manager import Bounds, Remote
+from monarch_backend._transport.network.auth import HandshakeServer, new_secret
+from monarch_backend._transport.network.connection_manager import PeerConnection, Timeouts
 from tests.transport.sides import QUICK, Side, reset, together
 
 
@@ -29,7 +29,7 @@ def test_both_ways(sides: Callable[..., Side]) -> None:
 
 
 def test_more_than_may_be_under_way(sides: Callable[..., Side]) -> None:
-    here, there, out, _ = together(sides, bounds=Bounds())
+    here, there, out, _ = together(sides, bounds=Timeouts())
     block = bytes(8 << 20)
     for number in range(20):
         here.tcp.send(out, b"%d" % number, [block])
@@ -52,15 +52,15 @@ def test_connections_that_break_lose_nothing_and_repeat_nothing(sides: Callable[
 
 def test_a_proof_that_is_lost(sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
     """One side takes the session as agreed upon, the other has never heard of it: it begins on the next connection."""
-    check, failed = Called.check, threading.Event()
+    check, failed = HandshakeServer.check, threading.Event()
 
-    def fails_once(called: Called, proof: bytes) -> None:
+    def fails_once(called: HandshakeServer, proof: bytes) -> None:
         if not failed.is_set():
             failed.set()
             raise ConnectionResetError("in the middle of it")
         check(called, proof)
 
-    monkeypatch.setattr(Called, "check", fails_once)
+    monkeypatch.setattr(HandshakeServer, "check", fails_once)
     here, there, out, _ = together(sides)
     here.tcp.send(out, b"once", [])
     assert there.frames.get(timeout=10) == (b"once", b"")
@@ -69,7 +69,7 @@ def test_a_proof_that_is_lost(sides: Callable[..., Side], monkeypatch: pytest.Mo
 
 def test_a_session_that_is_over_does_not_begin_anew(sides: Callable[..., Side]) -> None:
     """Also where the caller has never heard a word in it: what it has sent may have come."""
-    here, there, out, back = together(sides, bounds=Bounds(heartbeat=60.0, silence=180.0))
+    here, there, out, back = together(sides, bounds=Timeouts(heartbeat=60.0, silence=180.0))
     here.tcp.send(out, b"once", [])
     assert there.frames.get(timeout=10) == (b"once", b"")
     there.tcp.soon(lambda: there.tcp._lose(back, "of its own"))
@@ -86,7 +86,7 @@ def test_goodbye(sides: Callable[..., Side]) -> None:
 
 def test_one_that_closes_and_does_not_come_back(sides: Callable[..., Side]) -> None:
     """As the kernel does it for a process that is killed."""
-    here, there, out, back = together(sides, bounds=Bounds(silence=60.0))
+    here, there, out, back = together(sides, bounds=Timeouts(silence=60.0))
     assert out.connection is not None
     assert there.tcp is not here.tcp
     begun = time.monotonic()
@@ -120,7 +120,7 @@ def test_a_wrong_secret_is_told(sides: Callable[..., Side]) -> None:
 
 
 def test_nobody_there(sides: Callable[..., Side]) -> None:
-    here = sides(new_secret(), bounds=Bounds(heartbeat=0.05, silence=1.0, patience=0.3, pause=0.01))
+    here = sides(new_secret(), bounds=Timeouts(heartbeat=0.05, silence=1.0, patience=0.3, pause=0.01))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     remote = here.tcp.call(address, new_secret())
@@ -131,7 +131,7 @@ def test_nobody_there(sides: Callable[..., Side]) -> None:
 
 def test_a_connection_that_nobody_answers_is_given_up_for_another(sides: Callable[..., Side]) -> None:
     """As when its other end was reset while the network was cut: nothing ever comes, and nothing says so."""
-    secret, bounds = new_secret(), Bounds(heartbeat=0.05, silence=0.3, patience=10.0, pause=0.01)
+    secret, bounds = new_secret(), Timeouts(heartbeat=0.05, silence=0.3, patience=10.0, pause=0.01)
     here, there = sides(secret, bounds=bounds), sides(secret, bounds=bounds)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(10)
@@ -171,7 +171,7 @@ def _resident() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _announce(remote: Remote, prefix: int, body: int) -> None:
+def _announce(remote: PeerConnection, prefix: int, body: int) -> None:
     """The head of the next frame, and nothing of the frame."""
     with remote.lock:
         assert remote.connection is not None
@@ -180,7 +180,7 @@ def _announce(remote: Remote, prefix: int, body: int) -> None:
 
 
 def test_announced_body_that_never_comes_commits_no_memory(sides: Callable[..., Side]) -> None:
-    here, there, out, back = together(sides, bounds=Bounds())
+    here, there, out, back = together(sides, bounds=Timeouts())
     before = _resident()
     _announce(out, 0, session.MOST_BODY)
     deadline = time.monotonic() + 20

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._transport.network import connection_manager, rdma_reader
-from monarch_backend._transport.network.connection_manager import Bounds, Remote
+from monarch_backend._transport.network.connection_manager import PeerConnection, Timeouts
 from monarch_backend._transport.network.tls import Tls
 from tests.process_group import wires
 from tests.process_group.test_far import CABLE
@@ -28,7 +28,7 @@ from tests.transport.sides import Side, reset
 
 MIB = 1 << 20
 SECRET = bytes(range(32))
-BOUNDS = Bounds(heartbeat=0.2, silence=10.0, patience=30.0, pause=0.05)
+BOUNDS = Timeouts(heartbeat=0.2, silence=10.0, patience=30.0, pause=0.05)
 
 Run = Callable[..., list[Any]]
 
@@ -36,7 +36,7 @@ Run = Callable[..., list[Any]]
 class End:
     """A rank's: its side, the session with the other one, and the pretended NIC, if it is one."""
 
-    def __init__(self, side: Side, remote: Remote, fabric: Any) -> None:
+    def __init__(self, side: Side, remote: PeerConnection, fabric: Any) -> None:
         self.side, self.remote, self.fabric = side, remote, fabric
 
     def __repr__(self) -> str:

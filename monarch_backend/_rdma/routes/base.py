@@ -20,7 +20,7 @@ DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED, DEVICE, NO_ATOMICS, NO_
 """As enum Refusal (csrc/memory/table.h)."""
 
 
-class Part(NamedTuple):
+class ReadWriteOp(NamedTuple):
     """A piece of a transfer: with one registration. Offsets count from its beginning."""
 
     handle: Handle
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     segments: Sequence[Segment]
 
 
-class Change(NamedTuple):
+class AtomicOp(NamedTuple):
     """An atomic operation; ``take`` gets what was found."""
 
     handle: Handle
@@ -77,7 +77,7 @@ class Route(Protocol):
         ...
 
 
-class Flight(Protocol):
+class InFlightTransfer(Protocol):
     """A part under way that no thread of ours waits for. All of it may be called from any thread, and never waits."""
 
     def help(self, spins: float, waits: float) -> None:
@@ -99,10 +99,12 @@ class Flight(Protocol):
         ...
 
 
-class FlyingRoute(Route, Protocol):
+class AsyncRoute(Route, Protocol):
     """A route that can do parts by itself."""
 
-    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+    ) -> InFlightTransfer | None:
         """Set it going on the caller's thread, without waiting for anybody. ``done`` is called once, on any thread,
         when nobody touches the local memory any more; perhaps before this returns, and it must not wait.
 
@@ -110,12 +112,12 @@ class FlyingRoute(Route, Protocol):
         """
         ...
 
-    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
         """What becomes of one that was begun and not DONE. On a thread that may wait: it may be tried again."""
         ...
 
 
-class NicRoute(FlyingRoute, Protocol):
+class NicRoute(AsyncRoute, Protocol):
     """One whose flights NICs do: they need no ``patient``, and end when their owner does."""
 
     def is_ready(self, handle: Handle) -> bool:
@@ -126,7 +128,7 @@ class NicRoute(FlyingRoute, Protocol):
         """Try to have that. On a thread that may wait; nothing is moved. Never raises for an owner that says no."""
         ...
 
-    def planned(self, part: Part | Change, keep: Any) -> Any:
+    def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
         """What `begin` finds out, for `begin_planned` as long as the local memory is where it is. None: it can't."""
         ...
 
@@ -136,12 +138,14 @@ class NicRoute(FlyingRoute, Protocol):
         """
         ...
 
-    def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin_planned(
+        self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
+    ) -> InFlightTransfer | None:
         """As `begin`."""
         ...
 
 
-def flying(route: Route) -> FlyingRoute | None:
+def flying(route: Route) -> AsyncRoute | None:
     """The same, if it is one of those."""
     return route if hasattr(route, "begin") else None  # type: ignore[return-value]
 
@@ -151,9 +155,9 @@ def of_nics(route: Route) -> NicRoute | None:
     return route if hasattr(route, "begin_planned") else None  # type: ignore[return-value]
 
 
-def moved(part: Part | Change, route: Route, patient: Any, keep: Any) -> Result:
+def moved(part: ReadWriteOp | AtomicOp, route: Route, patient: Any, keep: Any) -> Result:
     """What becomes of it on this route; an atomic's value is not taken yet."""
-    if isinstance(part, Part):
+    if isinstance(part, ReadWriteOp):
         return route.move(part.handle, part.write, part.segments, patient, keep)
     return route.change(part.handle, part.access, part.offset, part.operand, part.expected, patient)
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from monarch_backend import _native
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.pinned_pool import Borrowed, Lender, Pins
+from monarch_backend._rdma.pinned_pool import PinnedLease, PinnedPool, PinnedPoolClient
 from monarch_backend._rdma.routes.base import (
     DONE,
     FAILED,
@@ -30,7 +30,7 @@ from monarch_backend._rdma.routes.base import (
     NO_STAGING,
     REFUSED,
     UNREACHABLE,
-    Part,
+    ReadWriteOp,
     Result,
     Segment,
     patient,
@@ -107,7 +107,9 @@ class _Slot(NamedTuple):
 class _Pipeline:
     """One transfer, by one thread, through slots which it gives back when it is over."""
 
-    def __init__(self, part: Part, verbs: Verbs, borrowed: Borrowed, line: Any, memory: Any, patient: Any) -> None:
+    def __init__(
+        self, part: ReadWriteOp, verbs: Verbs, borrowed: PinnedLease, line: Any, memory: Any, patient: Any
+    ) -> None:
         """``memory``: of this process, pinned, with a place for each slot."""
         self._part, self._verbs, self._borrowed, self._patient = part, verbs, borrowed, patient
         self._line, self._memory = line, memory
@@ -274,11 +276,11 @@ class Staged:
 
     name = "verbs"
 
-    def __init__(self, owner: Program, verbs: Verbs, tcp: Tcp, say: Callable[[Handle, str], None]) -> None:
+    def __init__(self, owner: Runtime, verbs: Verbs, tcp: Tcp, say: Callable[[Handle, str], None]) -> None:
         self._program, self._verbs, self._tcp, self._say = owner, verbs, tcp, say
         self._lock = threading.Lock()
-        self._borrowed: dict[str, Borrowed] = {}  # by the owner's token
-        self._pins = Pins()
+        self._borrowed: dict[str, PinnedLease] = {}  # by the owner's token
+        self._pins = PinnedPoolClient()
         self.why_here = ""
         """Why our NICs did not reach our own memory, where they did not."""
 
@@ -288,7 +290,7 @@ class Staged:
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route. Once more where a connection has broken, but not to write where it is that of the words."""
-        part = Part(handle, write, segments)
+        part = ReadWriteOp(handle, write, segments)
         try:
             return self._move(part, patient)
         except _Ended as ended:
@@ -305,7 +307,7 @@ class Staged:
         """See Route. Its owner says why not: no NIC reaches that memory, and no processor does."""
         return self._tcp.change(handle, access, offset, operand, expected, patient)
 
-    def _move(self, part: Part, patient: Any) -> Result:
+    def _move(self, part: ReadWriteOp, patient: Any) -> Result:
         """Raises _Ended."""
         borrowed = self._borrow(part.handle, patient)
         line, result = self._tcp.line(part.handle, patient)
@@ -331,14 +333,14 @@ class Staged:
 
     # ---- what owners lend
 
-    def _borrow(self, handle: Handle, patient: Any) -> Borrowed:
+    def _borrow(self, handle: Handle, patient: Any) -> PinnedLease:
         with self._lock:
             known = self._borrowed.get(handle.token)
         if known is not None:
             return known
         peer = self._program.router.peer(handle.token)
         try:
-            borrowed = Borrowed(ask(self._program, peer, TOPIC, _question(handle, wanted=True), patient.over))
+            borrowed = PinnedLease(ask(self._program, peer, TOPIC, _question(handle, wanted=True), patient.over))
         except (RDMAError, VerbsError) as error:
             outcome = patient.over() or (LOST if peer.gone is not None else UNREACHABLE)
             raise _Ended(Result(outcome, 0, 0, 0, str(error))) from None
@@ -375,7 +377,7 @@ class Staged:
         self._pins.close()
 
 
-def _number(part: Part) -> int:
+def _number(part: ReadWriteOp) -> int:
     """Of the GPU that has this process's side."""
     return _native.gpu_device_of(part.segments[0][1])
 
@@ -384,8 +386,8 @@ def _question(handle: Handle, *, wanted: bool) -> bytes:
     return msgspec.msgpack.encode((int(handle.device.rpartition(":")[2]), wanted))
 
 
-def answer(lender: Lender, token: str, question: bytes) -> bytes:
-    """For another process, that wants staging memory, or wants it no more. Raises as Lender.lend."""
+def answer(lender: PinnedPool, token: str, question: bytes) -> bytes:
+    """For another process, that wants staging memory, or wants it no more. Raises as PinnedPool.lend."""
     device, wanted = msgspec.msgpack.decode(question, type=tuple[int, bool])
     if wanted:
         return lender.lend(token, device)

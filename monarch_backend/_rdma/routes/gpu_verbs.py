@@ -7,8 +7,8 @@ from typing import Any
 
 from monarch_backend import _native
 from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.inflight import Flight
-from monarch_backend._rdma.routes.base import UNREACHABLE, Change, Part, Result, Route, Segment, moved, of_nics
+from monarch_backend._rdma.inflight import VerbsInFlight
+from monarch_backend._rdma.routes.base import UNREACHABLE, AtomicOp, ReadWriteOp, Result, Route, Segment, moved, of_nics
 from monarch_backend._rdma.routes.gpu_staged import Staged
 from monarch_backend._rdma.routes.verbs import Verbs
 
@@ -25,7 +25,9 @@ class GpuNics:
         """See Route."""
         return False
 
-    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+    ) -> VerbsInFlight | None:
         """See FlyingRoute. What is staged a thread does."""
         return self._verbs.begin(part, patient, keep, done) if part.handle.verbs else None
 
@@ -39,7 +41,7 @@ class GpuNics:
         if not handle.verbs:
             self._staged.prepare(handle)
 
-    def planned(self, part: Part | Change, keep: Any) -> Any:
+    def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
         """See NicRoute."""
         return self._verbs.planned(part, keep) if part.handle.verbs else None
 
@@ -47,17 +49,19 @@ class GpuNics:
         """See NicRoute."""
         return self._verbs.planned_for(plan, memory)
 
-    def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin_planned(
+        self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
+    ) -> VerbsInFlight | None:
         """See NicRoute."""
         return self._verbs.begin_planned(part, plan, done)
 
-    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
         """See FlyingRoute."""
         return self._verbs.mend(part, result, patient, keep)
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
-        part = Part(handle, write, segments)
+        part = ReadWriteOp(handle, write, segments)
         if handle.verbs:
             result = moved(part, self._verbs, patient, keep)
             if result.outcome != UNREACHABLE or self._verbs.has_no_way(handle.token):
@@ -74,14 +78,14 @@ class GpuNics:
         return route.change(handle, access, offset, operand, expected, patient)
 
 
-def gathered(routed: Sequence[tuple[Part | Change, Route]]) -> list[tuple[Part | Change, Route]]:
+def gathered(routed: Sequence[tuple[ReadWriteOp | AtomicOp, Route]]) -> list[tuple[ReadWriteOp | AtomicOp, Route]]:
     """The same, with one part for all that are staged, of one registration and one GPU here: each part of a transfer
     costs a round to its owner, and many small ones fit into a slot.
     """
-    made: list[tuple[Part | Change, Route]] = []
+    made: list[tuple[ReadWriteOp | AtomicOp, Route]] = []
     segments: dict[tuple[Any, ...], list[Segment]] = {}
     for part, route in routed:
-        if not isinstance(part, Part) or not part.handle.staged or of_nics(route) is None:
+        if not isinstance(part, ReadWriteOp) or not part.handle.staged or of_nics(route) is None:
             made.append((part, route))
             continue
         handle, gpu = part.handle, _native.gpu_device_of(part.segments[0][1])

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma import gpu_memory
 from monarch_backend._rdma.cuda_ipc import Lent
 from monarch_backend._rdma.handle import Handle
@@ -21,7 +21,7 @@ MAPPED, KERNEL, THREAD, GPU, LENT, UNSEEN = range(6)
 """As enum Way (csrc/memory/near.h)."""
 
 
-class Here:
+class LocalRoute:
     """To memory of this very process."""
 
     name = "this process"
@@ -59,7 +59,7 @@ class SameHost:
 
     name = "same host"
 
-    def __init__(self, owner: Program, registry: Registry, say: Callable[[Handle, str], None]) -> None:
+    def __init__(self, owner: Runtime, registry: Registry, say: Callable[[Handle, str], None]) -> None:
         self._native, self._say = registry.native, say
         self._lent = Lent(owner, registry) if registry.maps_gpus else None
         self._asks_kernel = registry.asks_kernel

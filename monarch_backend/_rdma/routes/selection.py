@@ -14,18 +14,28 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend._actor.runtime import Program, is_of_parent
+from monarch_backend._actor.runtime import Runtime, is_of_parent
 from monarch_backend._core import env
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
-from monarch_backend._rdma.pinned_pool import Lender
+from monarch_backend._rdma.pinned_pool import PinnedPool
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.routes.base import UNREACHABLE, Change, Flight, NicRoute, Part, Result, Route, Segment, moved
+from monarch_backend._rdma.routes.base import (
+    UNREACHABLE,
+    AtomicOp,
+    InFlightTransfer,
+    NicRoute,
+    ReadWriteOp,
+    Result,
+    Route,
+    Segment,
+    moved,
+)
 from monarch_backend._rdma.routes.gpu_staged import Staged
 from monarch_backend._rdma.routes.gpu_verbs import GpuNics
-from monarch_backend._rdma.routes.same_host import Here, SameHost
-from monarch_backend._rdma.routes.tcp import Tcp, Ways
+from monarch_backend._rdma.routes.same_host import LocalRoute, SameHost
+from monarch_backend._rdma.routes.tcp import Endpoints, Tcp
 from monarch_backend._rdma.routes.verbs import Verbs
 from monarch_backend._transport.network.envelope import host_of
 from monarch_backend._verbs import VerbsError
@@ -60,13 +70,13 @@ def refuse_the_parents(handle: Handle) -> None:
 class Routes:
     """Those of one process."""
 
-    def __init__(self, owner: Program, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit``: have it done by a thread that may wait."""
         self._program, self._registry = owner, registry
-        self._here, self._near = Here(registry), SameHost(owner, registry, _say)
+        self._here, self._near = LocalRoute(registry), SameHost(owner, registry, _say)
         self._tcp = Tcp(owner, registry, submit)
         self.verbs = Verbs(owner, registry)
-        self.lender = Lender(self.verbs, self._tcp)
+        self.lender = PinnedPool(self.verbs, self._tcp)
         self._staged = Staged(owner, self.verbs, self._tcp, _say)
         self._gpu_nics = GpuNics(self.verbs, self._staged)
         registry.on_drop.append(self.verbs.dropped)
@@ -108,7 +118,7 @@ class Routes:
             log.warning("memory can't be registered with the NICs of this host, so others take TCP to it: %s", error)
             return b""
 
-    def ways(self) -> tuple[Ways, bool]:
+    def ways(self) -> tuple[Endpoints, bool]:
         """Where this process's memory is served, from now on, and whether that is encrypted."""
         return self._tcp.ways()
 
@@ -151,7 +161,11 @@ class Routes:
             if handle.verbs:
                 _say(handle, "verbs")  # else the first transfer says how
             nics: NicRoute = self.verbs if handle.device == CPU else self._gpu_nics
-            return nics if self._forced == "verbs" else Far(nics, self._tcp, self._warn_of_tcp, self._program.aside)
+            return (
+                nics
+                if self._forced == "verbs"
+                else VerbsWithTcpFallback(nics, self._tcp, self._warn_of_tcp, self._program.aside)
+            )
         why = why or "its owner has not registered it with a NIC"
         if self._forced == "verbs":
             raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA wants it: {why}")
@@ -172,7 +186,7 @@ class Routes:
         log.warning("memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why)
 
 
-class Far:
+class VerbsWithTcpFallback:
     """Verbs, or TCP where the two NICs do not reach each other: then they are tried again later, beside transfers.
 
     A transfer takes one of the two. Only one that has not begun over verbs, and never will there, goes to the other: an
@@ -227,7 +241,9 @@ class Far:
         """See Route."""
         return False
 
-    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+    ) -> InFlightTransfer | None:
         """See FlyingRoute. Over TCP a thread does it: which of the two has begun it `mend` would not know."""
         return None if self._takes_tcp(part.handle) else self._verbs.begin(part, patient, keep, done)
 
@@ -239,7 +255,7 @@ class Far:
         """See NicRoute."""
         self._verbs.prepare(handle)
 
-    def planned(self, part: Part | Change, keep: Any) -> Any:
+    def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
         """See NicRoute."""
         return self._verbs.planned(part, keep)
 
@@ -247,29 +263,31 @@ class Far:
         """See NicRoute."""
         return self._verbs.planned_for(plan, memory)
 
-    def begin_planned(self, part: Part | Change, plan: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin_planned(
+        self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
+    ) -> InFlightTransfer | None:
         """See NicRoute."""
         return None if self._takes_tcp(part.handle) else self._verbs.begin_planned(part, plan, done)
 
-    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
         """See FlyingRoute."""
         return self._or_tcp(part, self._verbs.mend(part, result, patient, keep), patient, keep)
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
-        part = Part(handle, write, segments)
+        part = ReadWriteOp(handle, write, segments)
         return self._moved(part, patient, keep)
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route."""
-        part = Change(handle, access, offset, operand, expected, lambda _: None)
+        part = AtomicOp(handle, access, offset, operand, expected, lambda _: None)
         return self._moved(part, patient, None)
 
-    def _moved(self, part: Part | Change, patient: Any, keep: Any) -> Result:
+    def _moved(self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any) -> Result:
         tried = None if self._takes_tcp(part.handle) else moved(part, self._verbs, patient, keep)
         return self._or_tcp(part, tried, patient, keep)
 
-    def _or_tcp(self, part: Part | Change, result: Result | None, patient: Any, keep: Any) -> Result:
+    def _or_tcp(self, part: ReadWriteOp | AtomicOp, result: Result | None, patient: Any, keep: Any) -> Result:
         """``result``: over verbs, if that was tried."""
         if result is not None and not self._falls_back(part.handle, result):
             return result

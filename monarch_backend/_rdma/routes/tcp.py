@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from monarch_backend import _native
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
@@ -27,16 +27,16 @@ from monarch_backend._rdma.routes.base import (
     READ,
     UNREACHABLE,
     WRITE,
-    Change,
-    Part,
+    AtomicOp,
+    ReadWriteOp,
     Result,
     Segment,
 )
-from monarch_backend._rdma.server_address import Place, place
-from monarch_backend._rdma.small_requests import Errand, Office
+from monarch_backend._rdma.server_address import ServerInfo, place
+from monarch_backend._rdma.small_requests import SmallRequest, SmallRequestClient
 from monarch_backend._transport.local.frames import KNOCK, Setting
 
-Ways = tuple[tuple[str, int], ...]
+Endpoints = tuple[tuple[str, int], ...]
 """Addresses and ports."""
 
 STREAMS = 4
@@ -48,13 +48,13 @@ class Tcp:
 
     name = "tcp"
 
-    def __init__(self, owner: Program, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit``: have it done by a thread that may wait."""
         self._program, self._registry = owner, registry
-        self._errands = Office(owner, submit)
+        self._errands = SmallRequestClient(owner, submit)
         self._lock = threading.Lock()  # what is kept; nobody waits for others with it
         self._serving = threading.RLock()  # the server, and what it needs: whoever has it may wait for the main program
-        self._place: Place | None = None
+        self._place: ServerInfo | None = None
         self._gateway = ""  # of the program, when the place was asked for: there were no other hosts before
         self._server: Any = None
         self._ports: dict[str, int] = {}  # by the address where it listens
@@ -63,7 +63,7 @@ class Tcp:
 
     # ---- for others
 
-    def ways(self) -> tuple[Ways, bool]:
+    def ways(self) -> tuple[Endpoints, bool]:
         """Where others reach this process's memory, and whether that is encrypted. It is served from now on."""
         with self._serving:
             where = self._where()
@@ -87,7 +87,7 @@ class Tcp:
         except OSError:
             return int(self._server.listen("::" if family == socket.AF_INET6 else "0.0.0.0"))
 
-    def _where(self) -> Place:
+    def _where(self) -> ServerInfo:
         """With the lock for serving."""
         if self._place is None or self._gateway != self._program.gateway:
             self._gateway = self._program.gateway
@@ -125,12 +125,14 @@ class Tcp:
     def _move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
         return self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
 
-    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Errand | None:
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+    ) -> SmallRequest | None:
         """See FlyingRoute: what is small, where a connection is idle."""
         clients = self._clients.get(part.handle.token)
         if not clients:
             return None
-        if isinstance(part, Change):
+        if isinstance(part, AtomicOp):
             access, segments, numbers = part.access, ((part.offset, 0, 8),), (part.operand, part.expected)
         else:
             access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
@@ -142,13 +144,13 @@ class Tcp:
             return None
         if sent is None:
             return None
-        errand = Errand(self._errands, part.handle.token, patient, done, sent)
+        errand = SmallRequest(self._errands, part.handle.token, patient, done, sent)
         self._errands.add(errand)
         return errand
 
-    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
         """See FlyingRoute and `move`."""
-        if result.outcome == LOST and isinstance(part, Part) and not part.write:
+        if result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write:
             return self._move(part.handle, False, part.segments, patient)
         return result
 
@@ -199,7 +201,7 @@ class Tcp:
         ways, encrypted = handle.ways, handle.encrypted
         if not ways:  # it was sent when there were no other hosts yet
             answer = ask(self._program, peer, "ways", over=patient.over)
-            ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Ways, bool])
+            ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Endpoints, bool])
         identity = self._identity(encrypted)
         fresh = [
             _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from monarch_backend._actor.runtime import Program
+from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import TICK, ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
-from monarch_backend._rdma.inflight import MERCY, Flight, result_of
+from monarch_backend._rdma.inflight import MERCY, VerbsInFlight, result_of
 from monarch_backend._rdma.local_memory import LocalMemory
 from monarch_backend._rdma.registrations import Registry
 from monarch_backend._rdma.routes.base import (
@@ -35,8 +35,8 @@ from monarch_backend._rdma.routes.base import (
     REFUSED,
     UNREACHABLE,
     WRITE,
-    Change,
-    Part,
+    AtomicOp,
+    ReadWriteOp,
     Result,
     Segment,
 )
@@ -92,7 +92,7 @@ class Verbs:
 
     name = "verbs"
 
-    def __init__(self, owner: Program, registry: Registry) -> None:
+    def __init__(self, owner: Runtime, registry: Registry) -> None:
         self._program, self._registry = owner, registry
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -224,12 +224,14 @@ class Verbs:
         """See Route."""
         return False
 
-    def begin(self, part: Part | Change, patient: Any, keep: Any, done: Callable[[Result], None]) -> Flight | None:
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+    ) -> VerbsInFlight | None:
         """See FlyingRoute."""
         plan = self.planned(part, keep)
         return None if plan is None else self.begin_planned(part, plan, done)
 
-    def planned(self, part: Part | Change, keep: Any) -> Plan | None:
+    def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Plan | None:
         """See NicRoute."""
         try:
             region = _region(part.handle.verbs)
@@ -241,34 +243,36 @@ class Verbs:
         """See NicRoute."""
         return plan.over((Allocation(*memory),) if memory else ())
 
-    def begin_planned(self, part: Part | Change, plan: Plan, done: Callable[[Result], None]) -> Flight | None:
+    def begin_planned(
+        self, part: ReadWriteOp | AtomicOp, plan: Plan, done: Callable[[Result], None]
+    ) -> VerbsInFlight | None:
         """See NicRoute."""
         token, engine = part.handle.token, self._engine
         if engine is None:
             return None
-        flight = Flight(self._program, engine, token, done)
+        flight = VerbsInFlight(self._program, engine, token, done)
         try:
             return flight.took_off(engine.start(token, plan, flight.landed, at_once=True))
         except VerbsError:
             return None
 
-    def mend(self, part: Part | Change, result: Result, patient: Any, keep: Any) -> Result:
+    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
         """See FlyingRoute."""
-        if result.outcome == LOST and isinstance(part, Part):  # the same bytes may be read and written twice
+        if result.outcome == LOST and isinstance(part, ReadWriteOp):  # the same bytes may be read and written twice
             result = self._wait(part, keep, patient)
         return self._explained(part, result, patient)
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
-        part = Part(handle, write, segments)
+        part = ReadWriteOp(handle, write, segments)
         return self.mend(part, self._wait(part, keep, patient), patient, keep)
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
         """See Route."""
-        part = Change(handle, access, offset, operand, expected, lambda _: None)
+        part = AtomicOp(handle, access, offset, operand, expected, lambda _: None)
         return self.mend(part, self._wait(part, None, patient), patient, None)
 
-    def _wait(self, part: Part | Change, keep: Any, patient: Any) -> Result:
+    def _wait(self, part: ReadWriteOp | AtomicOp, keep: Any, patient: Any) -> Result:
         """Until the NIC has done it, or nobody wants it any more and it touches no memory."""
         engine = self._started()
         try:
@@ -284,11 +288,11 @@ class Verbs:
             return Result(UNREACHABLE, 0, 0, 0, str(error))
         return awaited.wait(patient)
 
-    def _explained(self, part: Part | Change, result: Result, patient: Any) -> Result:
+    def _explained(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any) -> Result:
         """A NIC says that it may not, and not why: its owner knows."""
         if result.text is None or _NO_ACCESS not in result.text:
             return result
-        if isinstance(part, Part):
+        if isinstance(part, ReadWriteOp):
             ranges, access = [(s[0], s[2]) for s in part.segments[:1024]], WRITE if part.write else READ
         else:
             ranges, access = [(part.offset, 8)], part.access
@@ -337,9 +341,9 @@ def _region(packed: bytes) -> Region:
     return Region.from_bytes(packed)
 
 
-def _refusal(part: Part | Change, region: Region) -> int:
+def _refusal(part: ReadWriteOp | AtomicOp, region: Region) -> int:
     """What the NIC would refuse without a good word, as a Refusal; 0 if nothing is wrong that can be seen here."""
-    if isinstance(part, Part):
+    if isinstance(part, ReadWriteOp):
         for offset, _, size in part.segments:
             if not 0 <= offset <= region.nbytes or size > region.nbytes - offset:
                 return OUT_OF_RANGE
@@ -351,9 +355,9 @@ def _refusal(part: Part | Change, region: Region) -> int:
     return MISALIGNED if (region.address + part.offset) % 8 else 0
 
 
-def _plan(part: Part | Change, region: Region, keep: Any) -> Plan:
+def _plan(part: ReadWriteOp | AtomicOp, region: Region, keep: Any) -> Plan:
     """See verbs. Raises ValueError and TypeError."""
-    if isinstance(part, Part):
+    if isinstance(part, ReadWriteOp):
         return plan_transfer("write" if part.write else "read", region, part.segments, _owners(part.segments, keep))
     kind: Literal["fetch_add", "compare_swap"] = "fetch_add" if part.access == FETCH_ADD else "compare_swap"
     return plan_atomic(kind, region, part.offset, part.operand, part.expected)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Cast:
+class Multicast:
     """A cast that its root has not heard the end of."""
 
     number: int
@@ -30,11 +30,11 @@ class Cast:
     prefix: bytes
     body: Any
     peers: list[Peer]
-    hops: list[frames.Hop]
+    hops: list[frames.RelayHop]
     missing: set[int] = field(default_factory=set)
 
 
-class Combiner:
+class ReplyAggregator:
     """Replies of the processes below this one, on their way up."""
 
     def __init__(self, router: Router, parent: int, root: Peer, route: Route, children: dict[str, int]) -> None:

@@ -91,7 +91,7 @@ class Timers:
             heapq.heappush(self._heap, entry)
 
 
-class Pump:
+class ProgressLoop:
     """Reads a post office's events, on whichever thread has time.
 
     ``handle(events)`` is called with a list of events, by one thread at a time, in the order in which they came. It

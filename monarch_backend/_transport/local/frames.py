@@ -59,7 +59,7 @@ MOST_CONTROL = 1 << 20
 """Bytes of a control message, what the user gave left out."""
 
 
-class Hop(NamedTuple):
+class RelayHop(NamedTuple):
     """One receiver of a cast: its process, its place in the order of the sender's messages, its rank in the mesh."""
 
     token: str
@@ -91,9 +91,9 @@ class Route(msgspec.Struct, array_like=True, gc=False):
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def hop(self, index: int) -> Hop:
+    def hop(self, index: int) -> RelayHop:
         """The receiver at this place."""
-        return Hop(self.tokens[TOKEN * index : TOKEN * (index + 1)], self.seqs[index], self.ranks[index])
+        return RelayHop(self.tokens[TOKEN * index : TOKEN * (index + 1)], self.seqs[index], self.ranks[index])
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):
@@ -127,13 +127,13 @@ class CastLost(msgspec.Struct, tag="lost", array_like=True, gc=False):
     tokens: list[str]
 
 
-class Where(msgspec.Struct, tag="where", array_like=True, gc=False):
+class LookupRequest(msgspec.Struct, tag="where", array_like=True, gc=False):
     """To an owner: can the process with this token be reached by now?"""
 
     token: str
 
 
-class There(msgspec.Struct, tag="there", array_like=True, gc=False):
+class LookupReply(msgspec.Struct, tag="there", array_like=True, gc=False):
     """The answer to Where: it is up, or how it ended."""
 
     token: str
@@ -148,7 +148,7 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, gc=False):
     reason: str
 
 
-class More(msgspec.Struct, tag="more", array_like=True, gc=False):
+class MoreCredit(msgspec.Struct, tag="more", array_like=True, gc=False):
     """To an actor: its caller has taken this many values of the generator."""
 
     actor: int
@@ -236,10 +236,10 @@ class Agent(msgspec.Struct, tag="agent", array_like=True, gc=False):
 Control = (
     CastArrived
     | CastLost
-    | Where
-    | There
+    | LookupRequest
+    | LookupReply
     | Cancel
-    | More
+    | MoreCredit
     | Construct
     | Constructed
     | Stop

@@ -11,7 +11,7 @@ from monarch_backend._transport.local.frames import Frame
 from monarch_backend._transport.local.links import epoch_of
 
 if TYPE_CHECKING:
-    from monarch_backend._transport.local.broadcast_tree import Combiner
+    from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 
 
 def short(token: str) -> str:
@@ -28,7 +28,7 @@ class PeerGoneError(ConnectionError):
         return cls(f"process {peer.pid or short(peer.token)} is gone: {peer.gone}")
 
 
-class Room:
+class CreditWaiter:
     """What a sender waits for."""
 
     __slots__ = ("gate", "ready")
@@ -74,11 +74,11 @@ class Peer:
         self.credit = credit  # places left in the window
         self.received = 0  # the last sequence number that was delivered
         self.done = 0  # processed messages of which the sender does not know yet
-        self.held: dict[int, tuple[Frame, Combiner | None]] = {}
+        self.held: dict[int, tuple[Frame, ReplyAggregator | None]] = {}
         self.backlog: deque[Callable[[], None]] = deque()
         self.asked_by: list[Peer] = []  # who wants to know when it is there
         self.asking = False  # its owner has been asked for it, and has not answered
-        self.room: Room | None = None
+        self.room: CreditWaiter | None = None
         self.expected = False  # it will come to us
         self.believed = False  # its owner says that it is there, and it is being called
         self.refusals = 0  # how often it could not be reached though its owner thought so

@@ -17,7 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend._transport.local import frames
-from monarch_backend._transport.local.broadcast_tree import Cast, Combiner, children, count_below, descendants
+from monarch_backend._transport.local.broadcast_tree import (
+    Multicast,
+    ReplyAggregator,
+    children,
+    count_below,
+    descendants,
+)
 from monarch_backend._transport.local.buffers import Assembly, cut, own, own_all, size_of
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import (
@@ -26,13 +32,13 @@ from monarch_backend._transport.local.frames import (
     Frame,
     FrameError,
     Kind,
+    LookupReply,
+    LookupRequest,
     Route,
     Status,
-    There,
-    Where,
 )
 from monarch_backend._transport.local.links import FAR, MOST_IN_ONE, SILENT, Links, Receiver, epoch_of
-from monarch_backend._transport.local.peer import Peer, PeerGoneError, Room
+from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneError
 from monarch_backend._transport.network.envelope import host_of
 
 log = logging.getLogger("monarch_backend")
@@ -87,7 +93,7 @@ class _FullMemory:
             why = self._why()
             self._router.on_full(why)
             self._report = self._router.report(why, "who does not read holds up others")
-        self._router._wait(Room(), 0.001, self._whole)
+        self._router._wait(CreditWaiter(), 0.001, self._whole)
 
     def _why(self) -> str:
         router = self._router
@@ -103,7 +109,7 @@ class _FullMemory:
             self._report.cancel()
 
 
-Handler = Callable[[Peer, Frame, Combiner | None], None]
+Handler = Callable[[Peer, Frame, ReplyAggregator | None], None]
 
 
 class Router:
@@ -113,7 +119,7 @@ class Router:
     what a process sends to itself. They must not wait.
     """
 
-    def __init__(self, links: Links, wait: Callable[[Room, float | None, bool], bool]) -> None:
+    def __init__(self, links: Links, wait: Callable[[CreditWaiter, float | None, bool], bool]) -> None:
         self.links = links
         self.token = links.token
         self.epoch = epoch_of(links.token)
@@ -124,15 +130,15 @@ class Router:
         self.control: dict[type, Callable[[Peer, Any, Frame], None]] = {
             CastArrived: self._cast_arrived,
             CastLost: self._cast_lost,
-            Where: self._where,
-            There: self._there,
+            LookupRequest: self._where,
+            LookupReply: self._there,
         }
         self.on_gone: Callable[[Peer], None] = lambda _: None
         self.on_met: Callable[[Peer], None] = lambda _: None
         self.on_asked: Callable[[Peer, str], None] = lambda _peer, _token: None
         self.on_wait: Callable[[Peer, int, int, str], None] = lambda _peer, _kind, _target, _why: None
         self.on_full: Callable[[str], None] = lambda _why: None
-        self.combiners: dict[tuple[str, int], Combiner] = {}
+        self.combiners: dict[tuple[str, int], ReplyAggregator] = {}
         self.before_host_gone: Callable[[str], None] = lambda _: None
         self._told = {
             Kind.MET: self._met,
@@ -142,7 +148,7 @@ class Router:
         }
         self._wait = wait
         self._by_link: dict[int, Peer] = {}
-        self._casts: dict[int, Cast] = {}
+        self._casts: dict[int, Multicast] = {}
         self._ids = itertools.count(1)
         self._stuck: deque[tuple[int, Callable[[], bool]]] = deque()  # what found no room in shared memory
         self._whole: dict[tuple[int, int], Assembly] = {}  # by link and the sender's number of it
@@ -292,9 +298,9 @@ class Router:
         finally:
             report.cancel()
 
-    def _room(self, peer: Peer) -> Room:
+    def _room(self, peer: Peer) -> CreditWaiter:
         """What all who wait for this process wait for: with one for each, only the last would hear of it."""
-        new = Room()
+        new = CreditWaiter()
         with self.lock:
             room = peer.room = peer.room or new  # no call here: a signal's handler may send to it, too
         return room
@@ -509,10 +515,10 @@ class Router:
         for peer, rank in to:
             peer.sent = seq = peer.sent + 1
             peer.credit -= places
-            hops.append(frames.Hop(peer.token, seq, rank))
+            hops.append(frames.RelayHop(peer.token, seq, rank))
         number = next(self._ids)
         peers = [peer for peer, _ in to]
-        cast = Cast(number, kind, target, ref, prefix, own(body), peers, hops, set(range(len(hops))))
+        cast = Multicast(number, kind, target, ref, prefix, own(body), peers, hops, set(range(len(hops))))
         self._casts[number] = cast
         tokens = "".join(hop.token for hop in hops)
         seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
@@ -524,7 +530,7 @@ class Router:
                 self._recast(cast, index)
         self._mark(number, ())  # those of them that have ended while this was waited with
 
-    def _passed_down(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+    def _passed_down(self, peer: Peer, frame: Frame, _: ReplyAggregator | None) -> None:
         route = frames.decode_route(frame.prefix)
         if frame.rank >= len(route) or route.hop(frame.rank).token != self.token:
             raise FrameError("a cast for somebody else")
@@ -534,7 +540,9 @@ class Router:
         with self.lock:
             if route.combine and root.gone is None:  # else nobody waits for replies
                 counts = {route.hop(i).token: count_below(i, len(route), FANOUT) for i in below}
-                combiner = self.combiners[route.root, route.cast] = Combiner(self, frame.link, root, route, counts)
+                combiner = self.combiners[route.root, route.cast] = ReplyAggregator(
+                    self, frame.link, root, route, counts
+                )
             self._pass_on(route, root, frame, below)
             if not route.combine:
                 self.tell(root, CastArrived(route.cast, [self.token]))
@@ -575,13 +583,13 @@ class Router:
             for link, _, index, _ in to:
                 self.send_or_keep(link, Kind.CAST, 0, 0, route, body, buffers, rank=index)
 
-    def _recast(self, cast: Cast, index: int) -> None:
+    def _recast(self, cast: Multicast, index: int) -> None:
         """The process at this place of the tree is lost to it: those below it get the message straight."""
         for below in descendants(index, len(cast.hops), FANOUT):
             if below in cast.missing and cast.peers[below].gone is None:
                 self._emit_hop(cast, below)
 
-    def _emit_hop(self, cast: Cast, index: int) -> None:
+    def _emit_hop(self, cast: Multicast, index: int) -> None:
         hop, peer = cast.hops[index], cast.peers[index]
         cast.missing.discard(index)  # nothing is lost on the straight way
         if not cast.missing:
@@ -615,7 +623,7 @@ class Router:
                         self._emit_hop(cast, index)
                     self._recast(cast, index)
 
-    def _combined(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+    def _combined(self, peer: Peer, frame: Frame, _: ReplyAggregator | None) -> None:
         """Replies of many: pass them up, or, at the root, hand them out one by one."""
         replies = frames.decode_replies(frame.prefix)
         parts, buffers = replies.parts, frame.buffers or []
@@ -692,7 +700,7 @@ class Router:
         else:
             self._in_order(peer, frame, None)
 
-    def _in_order(self, peer: Peer, frame: Frame, combiner: Combiner | None) -> bool:
+    def _in_order(self, peer: Peer, frame: Frame, combiner: ReplyAggregator | None) -> bool:
         """Take it when its turn has come. False if that is over: it came before, or it will never come."""
         if frame.seq != peer.received + 1:
             if frame.seq <= peer.received or frame.seq in peer.held or peer.gone is not None:
@@ -706,7 +714,7 @@ class Router:
             self._take(peer, *following)
         return True
 
-    def _take(self, peer: Peer, frame: Frame, combiner: Combiner | None) -> None:
+    def _take(self, peer: Peer, frame: Frame, combiner: ReplyAggregator | None) -> None:
         kind = frame.kind
         if kind in (Kind.CALL, Kind.REPLY, Kind.PORT):
             self.handlers[kind](peer, frame, combiner)
@@ -723,7 +731,7 @@ class Router:
         else:
             raise FrameError(f"a frame of kind {kind}, which this version does not know")
 
-    def _controlled(self, peer: Peer, frame: Frame, _: Combiner | None) -> None:
+    def _controlled(self, peer: Peer, frame: Frame, _: ReplyAggregator | None) -> None:
         message = frames.decode_control(frame.prefix)
         handler = self.control.get(type(message))
         if handler is None:
@@ -805,7 +813,7 @@ class Router:
             if not peer.asking:
                 peer.asking = True
                 try:
-                    self.tell(peer.owner, Where(peer.token))
+                    self.tell(peer.owner, LookupRequest(peer.token))
                 except (RuntimeError, OSError):  # no descriptors, no shared memory: later perhaps
                     peer.asking = False
                     self._ask_again(peer)
@@ -820,7 +828,7 @@ class Router:
         owner = peer.owner
         if owner is not None and owner is not self.me and owner.gone is None:
             with contextlib.suppress(RuntimeError, OSError):  # no room for a link: it is as if we had never asked
-                self.tell(owner, Where(peer.token))
+                self.tell(owner, LookupRequest(peer.token))
 
     def link_to(self, peer: Peer) -> int:
         """The link to this process, or -1."""
@@ -900,22 +908,22 @@ class Router:
                     self.tell(self.peer(root), CastLost(number, [peer.token]))
         self.on_gone(peer)
 
-    def _where(self, peer: Peer, message: Where, _: Frame) -> None:
+    def _where(self, peer: Peer, message: LookupRequest, _: Frame) -> None:
         asked = self.peers.get(message.token)
         self.on_asked(peer, message.token)
         if asked is not None and (asked.gone is not None or asked.link >= 0):
-            self.tell(peer, There(message.token, asked.gone))
+            self.tell(peer, LookupReply(message.token, asked.gone))
         elif asked is None or not asked.expected:
-            self.tell(peer, There(message.token, "its mesh has ended"))
+            self.tell(peer, LookupReply(message.token, "its mesh has ended"))
         else:
             asked.asked_by.append(peer)
 
     def _answer_where(self, asked: Peer) -> None:
         askers, asked.asked_by = asked.asked_by, []
         for peer in askers:
-            self.tell(peer, There(asked.token, asked.gone))
+            self.tell(peer, LookupReply(asked.token, asked.gone))
 
-    def _there(self, peer: Peer, message: There, _: Frame) -> None:
+    def _there(self, peer: Peer, message: LookupReply, _: Frame) -> None:
         asked = self.peer(message.token)
         asked.asking = False
         if asked.gone is not None:

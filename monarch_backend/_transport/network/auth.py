@@ -105,7 +105,7 @@ def parse_secret(text: str, source: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Greeting:
+class Hello:
     """What each side says of itself. ``who``: the token of its gateway. ``received``: of this session, so far.
 
     ``resumes``: this session has been agreed upon before; who does not know it any more refuses.
@@ -131,22 +131,22 @@ def _proof(secret: bytes, role: bytes, *said: bytes) -> bytes:
     return hmac.digest(secret, b"monarch " + role + b"\0" + b"".join(said), "sha256")
 
 
-class Caller:
+class HandshakeClient:
     """The side that connects. ``binding``: what both sides know of the encrypted channel below, b"" without one.
 
     >>> secret = new_secret()
-    >>> caller = Caller(secret, Greeting(b"a" * 16, b"s" * 16))
-    >>> called = Called({name_of(secret): secret})
+    >>> caller = HandshakeClient(secret, Hello(b"a" * 16, b"s" * 16))
+    >>> called = HandshakeServer({name_of(secret): secret})
     >>> hello = called.hear(caller.hello())
-    >>> proof = caller.hear(called.answer(Greeting(b"b" * 16, b"s" * 16)))
+    >>> proof = caller.hear(called.answer(Hello(b"b" * 16, b"s" * 16)))
     >>> called.check(proof)
     >>> caller.other.who, called.other.who
     (b'bbbbbbbbbbbbbbbb', b'aaaaaaaaaaaaaaaa')
     """
 
-    def __init__(self, secret: bytes, mine: Greeting, binding: bytes = b"") -> None:
+    def __init__(self, secret: bytes, mine: Hello, binding: bytes = b"") -> None:
         self._secret, self._mine, self._binding = secret, mine, binding
-        self.other: Greeting
+        self.other: Hello
 
     def hello(self) -> bytes:
         """The first HELLO_BYTES."""
@@ -179,11 +179,11 @@ class Caller:
         said = (self.hello(), head, self._binding)
         if refusal or not hmac.compare_digest(proof, _proof(self._secret, b"called", *said)):
             raise HandshakeError("it could not prove that it knows this job's secret: somebody stands in between?")
-        self.other = Greeting(who, session, received, lends=bool(lends), nonce=nonce)
+        self.other = Hello(who, session, received, lends=bool(lends), nonce=nonce)
         return _proof(self._secret, b"caller", *said)
 
 
-class Called:
+class HandshakeServer:
     """The side that listens, and knows the secrets of one or more jobs.
 
     ``other`` is what a caller says of itself: nothing may follow from it before :meth:`check` has returned.
@@ -193,7 +193,7 @@ class Called:
         self._known, self._binding = known, binding
         self._hello = self._head = b""
         self.secret: bytes
-        self.other: Greeting
+        self.other: Hello
 
     def hear(self, hello: bytes) -> int:
         """Of HELLO_BYTES; the reason to refuse it, or Refusal.NONE. Raises HandshakeError for bytes of a stranger."""
@@ -206,10 +206,10 @@ class Called:
         if secret is None:
             return Refusal.SECRET
         self._hello, self.secret = hello, secret
-        self.other = Greeting(who, session, received, bool(resumes), bool(lends), nonce)
+        self.other = Hello(who, session, received, bool(resumes), bool(lends), nonce)
         return Refusal.NONE
 
-    def answer(self, mine: Greeting) -> bytes:
+    def answer(self, mine: Hello) -> bytes:
         """For one that is not refused."""
         said = (MAGIC, PROTOCOL, Refusal.NONE, mine.lends, mine.nonce, mine.who, mine.session, mine.received)
         self._head = _ANSWER.pack(*said)

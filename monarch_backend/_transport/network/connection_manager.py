@@ -29,14 +29,14 @@ from monarch_backend._transport.network.auth import (
     ANSWER_BYTES,
     HELLO_BYTES,
     PROOF_BYTES,
-    Called,
-    Caller,
-    Greeting,
+    HandshakeClient,
     HandshakeError,
+    HandshakeServer,
+    Hello,
     Refusal,
     name_of,
 )
-from monarch_backend._transport.network.rdma_send import Loans, Reading, Standing, loans
+from monarch_backend._transport.network.rdma_send import PeerState, RdmaRead, RdmaSender, loans
 from monarch_backend._transport.network.session import (
     BYE,
     DATA,
@@ -102,7 +102,7 @@ Reader = Generator[int | memoryview, Any, None]
 
 
 @dataclass
-class Bounds:
+class Timeouts:
     """Seconds."""
 
     heartbeat: float = 1.0
@@ -111,7 +111,7 @@ class Bounds:
     pause: float = 0.05  # before a broken connection is tried again; twice as long each time, up to ten times
 
 
-class Remote:
+class PeerConnection:
     """A process on another host, and the session with it."""
 
     def __init__(self, session: bytes, address: Address | None, secret: bytes, until: float) -> None:
@@ -120,7 +120,7 @@ class Remote:
         self.wanted = ANYBODY  # whom we have called
         self.session = Session()
         self.lock = threading.RLock()  # session, waiting, connection, nics
-        self.nics = Standing()
+        self.nics = PeerState()
         self.waiting: deque[tuple[bytes, Sequence[Any], int]] = deque()  # while the session is full, or a frame is lent
         self.connection: _Connection | None = None
         self.attempt: _Connection | None = None  # to become that: nobody has proved anything on it yet
@@ -146,7 +146,7 @@ class _Connection:
     socket: socket.socket
     reader: Reader
     name: str | None = None  # whom we have called; None where we were
-    remote: Remote | None = None
+    remote: PeerConnection | None = None
     since: float = field(default_factory=time.monotonic)
     out: deque[memoryview] = field(default_factory=deque)
     into: memoryview = field(default_factory=lambda: memoryview(b""))
@@ -211,11 +211,11 @@ class Tcp:
         self,
         who: bytes,
         secrets: Mapping[bytes, bytes],
-        on_frame: Callable[[Remote, bytes, memoryview], None],
-        on_up: Callable[[Remote], None],
-        on_lost: Callable[[Remote], None],
+        on_frame: Callable[[PeerConnection, bytes, memoryview], None],
+        on_up: Callable[[PeerConnection], None],
+        on_lost: Callable[[PeerConnection], None],
         *,
-        bounds: Bounds | None = None,
+        bounds: Timeouts | None = None,
         tls: Callable[[bytes], Tls] | None = None,
         hand_over: Callable[[bytes, socket.socket, bytes], bool] | None = None,
         lends: bool = False,
@@ -224,11 +224,11 @@ class Tcp:
     ) -> None:
         self.who, self._secrets = who, secrets
         self._on_frame, self._on_up, self._on_lost = on_frame, on_up, on_lost
-        self.bounds = bounds or Bounds()
+        self.bounds = bounds or Timeouts()
         self._tls, self._hand_over = tls, hand_over
         self._max_frame_bytes, self._max_sessions = max_frame_bytes, max_sessions
-        self._loans: Loans | None = loans(self) if lends else None
-        self._remotes: dict[bytes, Remote] = {}  # by session
+        self._loans: RdmaSender | None = loans(self) if lends else None
+        self._remotes: dict[bytes, PeerConnection] = {}  # by session
         self._over: dict[bytes, None] = {}  # sessions that were lost, the oldest first
         self._refusals, self._quiet = 0, 0.0  # of strangers, and until when nothing is said of them
         self._strangers: dict[_Connection, None] = {}  # the oldest first
@@ -265,9 +265,11 @@ class Tcp:
         name: Address = listener.getsockname()[:2]
         return name
 
-    def call(self, address: Address, secret: bytes, whom: bytes = ANYBODY, *, patience: float | None = None) -> Remote:
+    def call(
+        self, address: Address, secret: bytes, whom: bytes = ANYBODY, *, patience: float | None = None
+    ) -> PeerConnection:
         """Connect to a host, and try again until ``patience`` is over; then ``on_up`` or ``on_lost`` is called."""
-        remote = Remote(os.urandom(16), address, secret, time.monotonic())
+        remote = PeerConnection(os.urandom(16), address, secret, time.monotonic())
         remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
         self._remotes[remote.id] = remote
         self.soon(lambda: self._call(remote))
@@ -278,7 +280,7 @@ class Tcp:
         """A connection that somebody else has accepted, and read a part of."""
         self.soon(lambda: self._adopt(accepted, None, knock))
 
-    def send(self, remote: Remote, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
+    def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
         """A frame, in its order, when there is room. What ``body`` shows must not change until it has arrived.
 
         ``lendable``: how many of its last parts may be seen in the network, and so be carried by NICs.
@@ -291,14 +293,14 @@ class Tcp:
             else:
                 self._send(remote, prefix, body, lendable)
 
-    def _send(self, remote: Remote, prefix: bytes, body: Sequence[Any], lendable: int) -> None:
+    def _send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int) -> None:
         if lendable and self._loans is not None and self._loans.lend(remote, prefix, body, lendable):
             return
         parts = remote.session.send(prefix, body)
         if remote.connection is not None:
             self._write(remote.connection, parts)
 
-    def hang_up(self, remote: Remote) -> None:
+    def hang_up(self, remote: PeerConnection) -> None:
         """Say goodbye to this one; nothing is told of it any more."""
         self.soon(lambda: self._hang_up(remote))
 
@@ -416,19 +418,19 @@ class Tcp:
                 if remote.connection is not None and remote.up:
                     self._write(remote.connection, [remote.session.word()])
 
-    def _give_up_attempt(self, remote: Remote, now: float) -> None:
+    def _give_up_attempt(self, remote: PeerConnection, now: float) -> None:
         """Where the end of a connection was lost on its way nothing is sent, and nothing ever comes: call again."""
         attempt, most = remote.attempt, self.bounds.silence / (2 if remote.up else 1)
         if attempt is not None and not attempt.gone and now - attempt.since > most:
             remote.trouble = f"it did not answer a connection for {now - attempt.since:.1f} s"
             self._drop(attempt)
 
-    def _lose_the_silent(self, remote: Remote, now: float) -> None:
+    def _lose_the_silent(self, remote: PeerConnection, now: float) -> None:
         how = "nothing was heard from it" if remote.up else "it did not answer"
         why = f" ({remote.trouble})" if remote.trouble else ""
         self._lose(remote, f"{how} for {now - remote.heard:.1f} s{why}")
 
-    def _lose(self, remote: Remote, why: str) -> None:
+    def _lose(self, remote: PeerConnection, why: str) -> None:
         if self._remotes.pop(remote.id, None) is None:
             return
         self._forget(remote)
@@ -441,17 +443,17 @@ class Tcp:
             self._drop(connection)
         self._on_lost(remote)
 
-    def _forget(self, remote: Remote) -> None:
+    def _forget(self, remote: PeerConnection) -> None:
         """Not quite: its session does not begin anew, with frames that have come before."""
         self._over[remote.id] = None
         while len(self._over) > MOST_OVER:
             del self._over[next(iter(self._over))]
 
-    def _lend_no_more(self, remote: Remote) -> None:
+    def _lend_no_more(self, remote: PeerConnection) -> None:
         if self._loans is not None:
             self._loans.forget(remote)
 
-    def _hang_up(self, remote: Remote) -> None:
+    def _hang_up(self, remote: PeerConnection) -> None:
         if self._remotes.pop(remote.id, None) is None:
             return
         self._forget(remote)
@@ -478,7 +480,7 @@ class Tcp:
             return
         self._adopt(accepted, None, b"")
 
-    def _adopt(self, plain: socket.socket, remote: Remote | None, knock: bytes) -> None:
+    def _adopt(self, plain: socket.socket, remote: PeerConnection | None, knock: bytes) -> None:
         """Read what comes here; of ``remote``, if we have called it, else of a stranger."""
         plain.setblocking(False)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -499,7 +501,7 @@ class Tcp:
         if remote is None:
             self._guarded(connection, lambda: self._advance(connection, None))
 
-    def _call(self, remote: Remote) -> None:
+    def _call(self, remote: PeerConnection) -> None:
         if remote.lost is not None or remote.address is None or self._closed:
             return
         host, port = remote.address
@@ -508,7 +510,7 @@ class Tcp:
         except (socket.gaierror, UnicodeError):  # a name: who knows it may take long to answer
             threading.Thread(target=self._look_up, args=(remote, host, port), name="monarch-names", daemon=True).start()
 
-    def _look_up(self, remote: Remote, host: str, port: int) -> None:
+    def _look_up(self, remote: PeerConnection, host: str, port: int) -> None:
         """On a thread of its own."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -518,11 +520,11 @@ class Tcp:
         else:
             self.soon(lambda: self._connect(remote, found))
 
-    def _failed(self, remote: Remote, trouble: str) -> None:
+    def _failed(self, remote: PeerConnection, trouble: str) -> None:
         remote.trouble = trouble
         self._call_again(remote)
 
-    def _connect(self, remote: Remote, found: Sequence[Any]) -> None:
+    def _connect(self, remote: PeerConnection, found: Sequence[Any]) -> None:
         """To one of its addresses; next time to the next one."""
         if remote.lost is not None or self._closed:
             return
@@ -544,7 +546,7 @@ class Tcp:
             return
         self._adopt(plain, remote, b"")
 
-    def _call_again(self, remote: Remote) -> None:
+    def _call_again(self, remote: PeerConnection) -> None:
         first = self.bounds.pause
         remote.pause = min(remote.pause * 2, first * 10) if remote.pause else first
         pause = remote.pause * random.uniform(0.5, 1.0)  # many may have been broken off at once
@@ -598,7 +600,7 @@ class Tcp:
             if remote is not None and remote.up:
                 self._broken(remote, error, ended)
 
-    def _broken(self, remote: Remote, error: Exception, ended: bool) -> None:
+    def _broken(self, remote: PeerConnection, error: Exception, ended: bool) -> None:
         """A network breaks connections, and does not close them: a process that ends does, or its system for it."""
         if ended:
             remote.closed = True
@@ -607,7 +609,7 @@ class Tcp:
         elif remote.closed and isinstance(error, ConnectionRefusedError):
             self._lose(remote, "its process has closed the connection, and nobody listens there any more")
 
-    def _still_closed(self, remote: Remote, times: int) -> None:
+    def _still_closed(self, remote: PeerConnection, times: int) -> None:
         if remote.times == times and remote.lost is None:
             self._lose(remote, "its process has closed the connection and does not come back")
 
@@ -787,13 +789,13 @@ class Tcp:
                 raise _HandOverError
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)
         binding = yield from self._secured(connection, self._secrets.get(which, b""))
-        called = Called(dict(self._secrets), binding)
+        called = HandshakeServer(dict(self._secrets), binding)
         refusal = called.hear(bytes((yield HELLO_BYTES)))
         remote = None if refusal or whom not in (ANYBODY, self.who) else self._session_of(called)
         if remote is not None and remote.id not in self._remotes and self._is_full():
             remote, refusal = None, Refusal.FULL
         if remote is None:
-            self._write(connection, [Called.refuse(refusal or Refusal.SESSION)])
+            self._write(connection, [HandshakeServer.refuse(refusal or Refusal.SESSION)])
             raise HandshakeError("it was told why")
         self._write(connection, [called.answer(self._greeting(remote))])
         called.check(bytes((yield PROOF_BYTES)))
@@ -806,23 +808,23 @@ class Tcp:
     def _is_full(self) -> bool:
         return self._max_sessions is not None and len(self._remotes) >= self._max_sessions
 
-    def _greeting(self, remote: Remote) -> Greeting:
-        return Greeting(self.who, remote.id, remote.session.received, remote.knows, self._loans is not None)
+    def _greeting(self, remote: PeerConnection) -> Hello:
+        return Hello(self.who, remote.id, remote.session.received, remote.knows, self._loans is not None)
 
-    def _session_of(self, called: Called) -> Remote | None:
+    def _session_of(self, called: HandshakeServer) -> PeerConnection | None:
         """The session that goes on, or a new one; None for one that is over."""
         known = self._remotes.get(called.other.session)
         if known is not None:
             return known if known.secret == called.secret and known.who == called.other.who else None
         if called.other.received or called.other.resumes or called.other.session in self._over:
             return None
-        return Remote(called.other.session, None, called.secret, time.monotonic())
+        return PeerConnection(called.other.session, None, called.secret, time.monotonic())
 
-    def _caller(self, connection: _Connection, remote: Remote) -> Reader:
+    def _caller(self, connection: _Connection, remote: PeerConnection) -> Reader:
         knock = _KNOCK.pack(_KNOCK_MAGIC, self._tls is not None, remote.wanted, name_of(remote.secret))
         self._write(connection, [knock])
         binding = yield from self._secured(connection, remote.secret)
-        caller = Caller(remote.secret, self._greeting(remote), binding)
+        caller = HandshakeClient(remote.secret, self._greeting(remote), binding)
         self._write(connection, [caller.hello()])
         self._write(connection, [caller.hear(bytes((yield ANSWER_BYTES)))])
         if remote.wanted not in (ANYBODY, caller.other.who):
@@ -830,7 +832,7 @@ class Tcp:
         self._begin(connection, remote, caller.other)
         yield from self._frames(connection, remote)
 
-    def _begin(self, connection: _Connection, remote: Remote, other: Greeting) -> None:
+    def _begin(self, connection: _Connection, remote: PeerConnection, other: Hello) -> None:
         """It has proved that it knows the secret: its session goes on here."""
         if other.who == self.who:
             raise HandshakeError("this is the address of the very process that calls")
@@ -855,7 +857,7 @@ class Tcp:
         if first:
             self._on_up(remote)
 
-    def _frames(self, connection: _Connection, remote: Remote) -> Reader:
+    def _frames(self, connection: _Connection, remote: PeerConnection) -> Reader:
         scratch = _Scratch()
         while True:
             head = read_head(bytes((yield HEAD_BYTES)))
@@ -886,14 +888,14 @@ class Tcp:
             if head.body > SCRATCH:
                 scratch.tidy()
 
-    def _hear(self, remote: Remote, head: Head, said: bytes) -> None:
+    def _hear(self, remote: PeerConnection, head: Head, said: bytes) -> None:
         with remote.lock:
             remote.session.hear(head)
             self.go_on(remote)
         if head.kind == SAY and self._loans is not None:
             self._loans.hear(remote, said)
 
-    def _take(self, remote: Remote, head: Head, prefix: bytes, body: memoryview) -> None:
+    def _take(self, remote: PeerConnection, head: Head, prefix: bytes, body: memoryview) -> None:
         """A frame is there, with the last byte of its body."""
         with remote.lock:
             session = remote.session
@@ -905,7 +907,13 @@ class Tcp:
             self._on_frame(remote, prefix, body)
 
     def _lent(
-        self, connection: _Connection, remote: Remote, head: Head, prefix: bytes, body: memoryview, scratch: _Scratch
+        self,
+        connection: _Connection,
+        remote: PeerConnection,
+        head: Head,
+        prefix: bytes,
+        body: memoryview,
+        scratch: _Scratch,
     ) -> Reader:
         """What of it is on this connection; what is not is read from there meanwhile, and then it is taken."""
         if self._loans is None:
@@ -916,23 +924,23 @@ class Tcp:
         with remote.lock:
             wanted = remote.session.is_next(head)
         if wanted:
-            reading = Reading(head, prefix, body, lambda: not connection.gone, scratch.tidy)
+            reading = RdmaRead(head, prefix, body, lambda: not connection.gone, scratch.tidy)
             self._loans.read(remote, reading, parts, scratch.whole)
 
-    def have_read(self, remote: Remote, reading: Reading) -> None:
+    def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
         """As Carrier: a frame of which a part was lent is all there."""
         if (connection := remote.connection) is not None:
             self._guarded(connection, lambda: self._take(remote, reading.head, reading.prefix, reading.body))
         reading.over()
 
-    def go_on(self, remote: Remote) -> None:
+    def go_on(self, remote: PeerConnection) -> None:
         """As Carrier: what has waited, as far as there is room now."""
         if self._loans is not None:
             self._loans.heard(remote)
         while remote.waiting and not remote.session.full and remote.nics.loan is None:
             self._send(remote, *remote.waiting.popleft())
 
-    def put(self, remote: Remote, parts: Sequence[Any]) -> None:
+    def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
         """As Carrier: on its connection, if it has one; what it lacks comes with the next one."""
         if remote.connection is not None:
             self._write(remote.connection, parts)

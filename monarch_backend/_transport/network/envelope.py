@@ -52,7 +52,7 @@ def is_for_many(kind: int) -> bool:
     return bool(kind & MANY) and not is_word(kind)
 
 
-def to_host(frame: Carried) -> str:
+def to_host(frame: Envelope) -> str:
     """Where it is for: those of a frame for many that goes between gateways are on the same host. Raises FrameError."""
     if not is_for_many(frame.kind):
         return host_of(frame.to)
@@ -62,7 +62,7 @@ def to_host(frame: Carried) -> str:
     return str(text, "ascii")
 
 
-class Carried(NamedTuple):
+class Envelope(NamedTuple):
     """A frame, as it travels. ``prefix`` begins with the tokens of its receiver and its sender."""
 
     kind: int
@@ -90,9 +90,9 @@ HOST_LOST = 2
 """Flag in the rank of a GONE word: the whole host of its sender is lost. Bit 0 says that the end was orderly."""
 
 
-def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Carried:
+def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Envelope:
     """A frame between gateways and processes that is not a process's own."""
-    return Carried(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)
+    return Envelope(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)
 
 
 def tokens(to: str, sender: str) -> bytes:
@@ -116,7 +116,7 @@ def unpack_receivers(prefix: bytes) -> tuple[list[tuple[str, int, int, int]], by
         raise FrameError(f"a frame for many whose receivers can't be read: {error}") from None
 
 
-def pack(frame: Carried) -> tuple[bytes, list[Any]]:
+def pack(frame: Envelope) -> tuple[bytes, list[Any]]:
     """Prefix and body of a session's frame."""
     body = [frame.body] if isinstance(frame.body, (bytes, bytearray, memoryview)) else list(frame.body)
     buffers = [memoryview(buffer) for buffer in frame.buffers or ()]
@@ -128,7 +128,7 @@ def pack(frame: Carried) -> tuple[bytes, list[Any]]:
     return head + sizes + frame.prefix, [*body, *(buffer.cast("B") for buffer in buffers)]
 
 
-def unpack(prefix: bytes, view: memoryview) -> Carried:
+def unpack(prefix: bytes, view: memoryview) -> Envelope:
     """A frame of another gateway, of which everything may be wrong; its parts are views. Raises FrameError."""
     try:
         kind, count, rank, epoch, target, ref, seq, size = _HEAD.unpack_from(prefix)
@@ -145,10 +145,10 @@ def unpack(prefix: bytes, view: memoryview) -> Carried:
     named = is_for_many(kind) or kind in (PASS, ARRIVED) or (len(rest) >= 2 * TOKEN and rest[: 2 * TOKEN].isascii())
     if kind < CARRIED or not named:
         raise FrameError(f"a frame of another host of kind {kind}")
-    return Carried(kind, target, ref, seq, rank, epoch, rest, view[:size], buffers or None)
+    return Envelope(kind, target, ref, seq, rank, epoch, rest, view[:size], buffers or None)
 
 
-class Passed(NamedTuple):
+class RelayHeader(NamedTuple):
     """The prefix of a PASS. ``hosts``: this one, and those below it, each with its receivers as they are packed.
 
     ``over``: the root has all replies to its casts before this number.
@@ -172,7 +172,7 @@ class Passed(NamedTuple):
         return b"".join((head, table, *(rows for _, rows in self.hosts), self.rest))
 
     @classmethod
-    def unpack(cls, prefix: bytes) -> Passed:
+    def unpack(cls, prefix: bytes) -> RelayHeader:
         """Raises FrameError."""
         try:
             root, parent, kind, branches, number, over, count = _PASS.unpack_from(prefix)
@@ -205,12 +205,12 @@ def for_many(rows: bytes, rest: bytes) -> bytes:
     return _COUNT.pack(count_of(rows)) + rows + rest
 
 
-def arrived(root: str, number: int, who: str, done: bool, lost: Sequence[str] = ()) -> Carried:
+def arrived(root: str, number: int, who: str, done: bool, lost: Sequence[str] = ()) -> Envelope:
     """To the one above in a tree: these could not be reached; and, with ``done``, all others have it."""
-    return Carried(ARRIVED, 0, 0, number, int(done), 0, "".join((root, who, *lost)).encode(), b"", None)
+    return Envelope(ARRIVED, 0, 0, number, int(done), 0, "".join((root, who, *lost)).encode(), b"", None)
 
 
-def unpack_arrived(frame: Carried) -> tuple[str, str, list[str]]:
+def unpack_arrived(frame: Envelope) -> tuple[str, str, list[str]]:
     """Root, who says it, who could not be reached. Raises FrameError."""
     try:
         text = str(frame.prefix, "ascii")

@@ -24,7 +24,7 @@ from monarch_backend._transport.network.envelope import (
     MANY,
     MET,
     REFUSED,
-    Carried,
+    Envelope,
     host_of,
     is_for_many,
     is_relayed,
@@ -54,8 +54,8 @@ class Gateway:
         links: Any,
         token: str,
         pid: int,
-        to_host: Callable[[str, Carried], bool],
-        to_me: Callable[[Carried], None],
+        to_host: Callable[[str, Envelope], bool],
+        to_me: Callable[[Envelope], None],
         later: Callable[[float, Callable[[], None]], object],
         *,
         branches: int = BRANCHES,
@@ -89,7 +89,7 @@ class Gateway:
                     self._told(event)
                 elif event[1] >= CARRIED:
                     with self._lock:
-                        self._leaves(Carried(*event[1:]), self._by_link[event[0]][0])
+                        self._leaves(Envelope(*event[1:]), self._by_link[event[0]][0])
             except FrameError as error:
                 log.error("process %s: %s; it is not listened to any more", self._by_link.get(event[0]), error)
                 self._links.drop(event[0])
@@ -97,13 +97,13 @@ class Gateway:
                 log.exception("a frame for another host could not be handled; the gateway goes on without it")
         return rest
 
-    def send(self, frame: Carried) -> bool:
+    def send(self, frame: Envelope) -> bool:
         """Of the gateway's own process."""
         with self._lock:
             self._leaves(_owned(frame), self.token)
         return True
 
-    def _leaves(self, frame: Carried, sender: str) -> None:
+    def _leaves(self, frame: Envelope, sender: str) -> None:
         if is_word(frame.kind):
             if frame.kind != CALL or frame.sender != sender:
                 raise FrameError(f"a word of kind {frame.kind} that it may not say")
@@ -113,14 +113,14 @@ class Gateway:
         elif not self._relay.replies.reply(frame):
             self._to_host(host_of(frame.to), frame)
 
-    def _calls(self, frame: Carried) -> None:
+    def _calls(self, frame: Envelope) -> None:
         to, sender = frame.to, frame.sender
         if self._to_host(host_of(to), frame):
             self._calling.setdefault(to, set()).add(sender)
         else:
             self._to_process(envelope.word(REFUSED, sender, to))
 
-    def _leaves_for_many(self, frame: Carried) -> None:
+    def _leaves_for_many(self, frame: Envelope) -> None:
         """One frame for each host, or down a tree of them."""
         receivers, rest = envelope.unpack_receivers(frame.prefix)
         by_host: defaultdict[str, list[tuple[str, int, int, int]]] = defaultdict(list)
@@ -200,14 +200,14 @@ class Gateway:
                 self._relay.replies.saw(frame)
                 self._to_process(frame)
 
-    def _goes_on(self, frame: Carried, host: str) -> None:
+    def _goes_on(self, frame: Envelope, host: str) -> None:
         """It is for another host, which its sender reaches through this one."""
         if frame.kind == GONE:
             self._relay.replies.hurry()
         if not self._to_host(host, _owned(frame)) and frame.kind == CALL:
             self._to_host(host_of(frame.sender), envelope.word(REFUSED, frame.sender, frame.to))
 
-    def _heard(self, frame: Carried) -> None:
+    def _heard(self, frame: Envelope) -> None:
         to, sender = frame.to, frame.sender
         if frame.kind == CALL:
             self._is_called(to, sender, frame.ref)
@@ -249,7 +249,7 @@ class Gateway:
         self._to_process(envelope.word(MET, token, caller, pid))
         self._to_host(host_of(caller), envelope.word(MET, caller, token, mine))
 
-    def _for_many(self, frame: Carried) -> int:
+    def _for_many(self, frame: Envelope) -> int:
         """One copy in shared memory for all receivers of this host; how many of them are there."""
         rows, rest = envelope.unpack_receivers(frame.prefix)
         kind = frame.kind & ~MANY | CARRIED
@@ -269,7 +269,7 @@ class Gateway:
                 self._put(link, one)
         return len(there) + mine
 
-    def _answer(self, token: str, frame: Carried) -> None:
+    def _answer(self, token: str, frame: Envelope) -> None:
         """A frame of the gateway's own, to a process of this host."""
         if (link := self._by_token.get(token)) is not None:
             self._put(link, frame)
@@ -281,14 +281,14 @@ class Gateway:
 
         self._later(seconds, locked)
 
-    def _to_process(self, frame: Carried) -> None:
+    def _to_process(self, frame: Envelope) -> None:
         token = frame.to
         if token == self.token:
             self._to_me(_owned(frame))
         elif (link := self._by_token.get(token)) is not None:
             self._put(link, frame)
 
-    def _put(self, link: int, frame: Carried) -> None:
+    def _put(self, link: int, frame: Envelope) -> None:
         """In order; when there is room."""
         kept = self._kept.get(link)
         if kept is None and self._links.send(link, *frame._replace(body=[frame.body])):
@@ -341,6 +341,6 @@ class Gateway:
                     del self._asked[token]
 
 
-def _owned(frame: Carried) -> Carried:
+def _owned(frame: Envelope) -> Envelope:
     """With memory of its own."""
     return frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from monarch_backend._transport.local.buffers import own, own_all
 from monarch_backend._transport.local.frames import TOKEN, FrameError, Kind
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY, PASS, Carried, Passed, host_of
+from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY, PASS, Envelope, RelayHeader, host_of
 from monarch_backend._transport.network.reply_aggregation import Gatherer
 
 BRANCHES = 8
@@ -32,7 +32,7 @@ class _Cast:
     number: int
     sender: str
     ref: int
-    frame: Carried | None  # at the root, which may have to send it again
+    frame: Envelope | None  # at the root, which may have to send it again
     above: tuple[str, int] | None  # what those above call it
     parents: list[str]  # those above, who wait for this branch: several, if one of them was lost to another
     rows: dict[str, bytes]  # receivers, by host below this one
@@ -59,9 +59,9 @@ class Relay:
         self,
         token: str,
         branches: int,
-        to_host: Callable[[str, Carried], bool],
-        deliver: Callable[[Carried], int],
-        answer: Callable[[str, Carried], None],
+        to_host: Callable[[str, Envelope], bool],
+        deliver: Callable[[Envelope], int],
+        answer: Callable[[str, Envelope], None],
         later: Callable[[float, Callable[[], None]], object],
         way: Callable[[str], str],
     ) -> None:
@@ -77,11 +77,11 @@ class Relay:
 
     # ---- down
 
-    def send(self, frame: Carried, rows: Mapping[str, bytes], rest: bytes) -> None:
+    def send(self, frame: Envelope, rows: Mapping[str, bytes], rest: bytes) -> None:
         """A frame for receivers on these hosts, of a process of this one."""
         self._begin(frame._replace(prefix=rest), rows, None, 0)
 
-    def _begin(self, frame: Carried, rows: Mapping[str, bytes], above: tuple[str, int] | None, here: int) -> None:
+    def _begin(self, frame: Envelope, rows: Mapping[str, bytes], above: tuple[str, int] | None, here: int) -> None:
         """As the root; ``above``: for another one, who can't reach these hosts, and its number of it."""
         frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
         sender = str(frame.prefix[TOKEN : 2 * TOKEN], "ascii")
@@ -93,8 +93,8 @@ class Relay:
         self._hand_out(cast, frame, list(rows), self.branches)
         self._finish_if_done(cast)
 
-    def _pass_on(self, frame: Carried) -> None:
-        passed = Passed.unpack(frame.prefix)
+    def _pass_on(self, frame: Envelope) -> None:
+        passed = RelayHeader.unpack(frame.prefix)
         (here, mine), *below = passed.hosts
         if here != self._here:
             raise FrameError(f"a frame for host {here}")
@@ -114,7 +114,7 @@ class Relay:
             self._report(cast, lost)
         self._finish_if_done(cast)
 
-    def _joined(self, frame: Carried, many: Carried, passed: Passed) -> _Cast:
+    def _joined(self, frame: Envelope, many: Envelope, passed: RelayHeader) -> _Cast:
         """It has come for the first time; or again, and whoever was above is lost."""
         key, parent = (passed.root, passed.number), passed.parent
         sender = str(passed.rest[TOKEN : 2 * TOKEN], "ascii")
@@ -131,7 +131,7 @@ class Relay:
                 self._to_host(parent, envelope.arrived(*key, self._here, False, cast.lost))
         return cast
 
-    def _hand_out(self, cast: _Cast, frame: Carried, hosts: Sequence[str], branches: int) -> list[str]:
+    def _hand_out(self, cast: _Cast, frame: Envelope, hosts: Sequence[str], branches: int) -> list[str]:
         """To the first one of each branch; those that can't be reached are returned."""
         near = [host for host in hosts if self._way(host) == host]
         far = [host for host in hosts if self._way(host) != host]
@@ -151,17 +151,17 @@ class Relay:
                 lost.append(branch.pop(0))
         return lost
 
-    def _pass(self, cast: _Cast, frame: Carried, root: str, parts: list[tuple[str, bytes]], branches: int) -> bool:
+    def _pass(self, cast: _Cast, frame: Envelope, root: str, parts: list[tuple[str, bytes]], branches: int) -> bool:
         """Who is its own root keeps it, and tells us only that all of these have it."""
         over = self.replies.over(cast.root, cast.number)
-        passed = Passed(root, self._here, frame.kind, branches, cast.number, over, parts, frame.prefix)
+        passed = RelayHeader(root, self._here, frame.kind, branches, cast.number, over, parts, frame.prefix)
         head = parts[0][0]
         if not self._to_host(head, frame._replace(kind=PASS, prefix=passed.pack())):
             return False
         cast.turns[head] = cast.turns.get(head, 0) + 1
         return True
 
-    def _has_arrived(self, frame: Carried) -> None:
+    def _has_arrived(self, frame: Envelope) -> None:
         root, who, lost = envelope.unpack_arrived(frame)
         cast = self._casts.get((root, frame.seq))
         if cast is None:
@@ -221,7 +221,7 @@ class Relay:
 
     # ---- what comes, and who goes
 
-    def handle(self, frame: Carried) -> None:
+    def handle(self, frame: Envelope) -> None:
         """A frame of another gateway, of the tree. Raises FrameError."""
         {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self.replies.come_up}[frame.kind](frame)
 

@@ -30,7 +30,7 @@ Done = Callable[[BaseException | None], None]
 
 
 @dataclass(frozen=True)
-class Gate:
+class PeerLink:
     """A gateway on another host, as the engine knows it: a session of one of this process's; ``name`` is for people."""
 
     who: bytes
@@ -58,13 +58,13 @@ class Nics:
     has an offer taken there and the answer back, or gives up. ``who`` is the gateway's own token.
     """
 
-    def __init__(self, who: bytes, dial: Callable[[Gate], None]) -> None:
+    def __init__(self, who: bytes, dial: Callable[[PeerLink], None]) -> None:
         self._who, self._dial = who, dial
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None
         self._exposed: dict[Key, _Exposed] = {}
-        self._gates: set[Gate] = set()
+        self._gates: set[PeerLink] = set()
         self._closed = False
         self._starting = threading.Lock()
 
@@ -120,32 +120,32 @@ class Nics:
 
     # ---- connecting
 
-    def offer(self, gate: Gate) -> bytes:
+    def offer(self, gate: PeerLink) -> bytes:
         """For the other side's `accept`: we want to read from there. Raises VerbsError and its like."""
         self._gates.add(gate)
         return self._started().offer(gate)
 
-    def renew(self, gate: Gate) -> None:
+    def renew(self, gate: PeerLink) -> None:
         """What was said about a connection was lost, if there is none that works."""
         if self._engine is not None and not self._engine.connected(gate):
             self._engine.give_up(gate, f"the connection to {gate} broke")
 
-    def accept(self, gate: Gate, offer: bytes) -> bytes:
+    def accept(self, gate: PeerLink, offer: bytes) -> bytes:
         """The answer to one that wants to read from here."""
         self._gates.add(gate)
         return self._started().accept(gate, offer)
 
-    def connect(self, gate: Gate, answer: bytes) -> None:
+    def connect(self, gate: PeerLink, answer: bytes) -> None:
         """We may read from there."""
         self._started().connect(gate, answer)
 
-    def forget(self, gate: Gate, why: str) -> None:
+    def forget(self, gate: PeerLink, why: str) -> None:
         """Its session is over: what is read of it fails now, and it reads nothing."""
         self._gates.discard(gate)
         if self._engine is not None:
             self._engine.peer_gone(gate, why)
 
-    def give_up(self, gate: Gate, why: str) -> None:
+    def give_up(self, gate: PeerLink, why: str) -> None:
         """What is read of it fails now."""
         if self._engine is not None:
             self._engine.give_up(gate, why)
@@ -194,7 +194,7 @@ class Nics:
 
     # ---- others' memory
 
-    def read(self, gate: Gate, parts: Sequence[Part], body: memoryview, whole: memoryview, done: Done) -> None:
+    def read(self, gate: PeerLink, parts: Sequence[Part], body: memoryview, whole: memoryview, done: Done) -> None:
         """Into their places in ``body``, which lies in ``whole``: that is registered for as long as it lives.
 
         ``done`` is called once, from any thread, with None or the error, when nothing writes there any more.
@@ -235,17 +235,17 @@ class _Together:
 # ---- the engine, which all gateways of this process share
 
 _lock = threading.Lock()
-_dials: dict[bytes, Callable[[Gate], None]] = {}  # by gateway
+_dials: dict[bytes, Callable[[PeerLink], None]] = {}  # by gateway
 _engine: Engine | None = None
 
 
-def _join(who: bytes, dial: Callable[[Gate], None]) -> Engine:
+def _join(who: bytes, dial: Callable[[PeerLink], None]) -> Engine:
     global _engine
     from monarch_backend._verbs import shared_engine
 
     with _lock:
         if _engine is None:
-            _engine = shared_engine.borrow(Gate, _dial)
+            _engine = shared_engine.borrow(PeerLink, _dial)
         _dials[who] = dial
         return _engine
 
@@ -258,10 +258,10 @@ def _leave(who: bytes) -> None:
         del _dials[who]
         if not _dials:
             _engine = None
-            shared_engine.give_back(Gate)
+            shared_engine.give_back(PeerLink)
 
 
-def _dial(gate: Gate) -> None:
+def _dial(gate: PeerLink) -> None:
     dial = _dials.get(gate.who)
     if dial is not None:  # else it has closed, and all of its gates are gone
         dial(gate)

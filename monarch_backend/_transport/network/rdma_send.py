@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from monarch_backend._core import env
 from monarch_backend._transport.network import rdma_frame_header
 from monarch_backend._transport.network.rdma_frame_header import Part
-from monarch_backend._transport.network.rdma_reader import Gate, Key, Nics, UnusableError
+from monarch_backend._transport.network.rdma_reader import Key, Nics, PeerLink, UnusableError
 from monarch_backend._transport.network.session import MOST_BODY, MOST_PREFIX, MOST_SAID, Head
 from monarch_backend._verbs import eligibility
 
 if TYPE_CHECKING:
-    from monarch_backend._transport.network.connection_manager import Remote
+    from monarch_backend._transport.network.connection_manager import PeerConnection
 
 log = logging.getLogger("monarch_backend")
 
@@ -46,7 +46,7 @@ _NUMBER = struct.Struct("!Q")
 
 
 @dataclass(eq=False)
-class Loan:
+class RdmaSend:
     """A frame that is being registered, or, once it has a number, read by the other side."""
 
     prefix: bytes
@@ -58,7 +58,7 @@ class Loan:
 
 
 @dataclass(eq=False)
-class Reading:
+class RdmaRead:
     """A frame that is read out of the other side's memory.
 
     ``current``: the connection that it came by is there. ``over``: its memory may be used again. ``until``: when it is
@@ -74,15 +74,15 @@ class Reading:
 
 
 @dataclass
-class Standing:
+class PeerState:
     """Of one remote, what NICs are to it."""
 
     able: bool = False  # it may have NICs, too
     ready: bool = False  # it can read from here, as far as anybody knows
     asked: float = float("-inf")  # when it was asked last
     warned: bool = False
-    loan: Loan | None = None  # all other frames wait for it
-    reading: Reading | None = None
+    loan: RdmaSend | None = None  # all other frames wait for it
+    reading: RdmaRead | None = None
     lent: int = 0  # frames that it has read
     read: int = 0  # frames of its that were read here
 
@@ -95,45 +95,45 @@ class Carrier(Protocol):
     def soon(self, call: Callable[[], None]) -> None:
         """On the thread."""
 
-    def put(self, remote: Remote, parts: Sequence[Any]) -> None:
+    def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
         """With the remote's lock: on its connection, if there is one."""
 
-    def go_on(self, remote: Remote) -> None:
+    def go_on(self, remote: PeerConnection) -> None:
         """With the remote's lock: send what waits."""
 
-    def have_read(self, remote: Remote, reading: Reading) -> None:
+    def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
         """The frame is there."""
 
 
-def loans(carrier: Carrier) -> Loans | None:
+def loans(carrier: Carrier) -> RdmaSender | None:
     """For a gateway on a machine that may have NICs, if it may use them."""
     if os.environ.get("MONARCH_RDMA") == "tcp" or not eligibility.there():
         return None
     try:
-        return Loans(carrier, eligibility.wanted_least())
+        return RdmaSender(carrier, eligibility.wanted_least())
     except ValueError as error:
         log.warning("frames between hosts do without NICs in pid %d: %s", os.getpid(), error)
         return None
 
 
-class Loans:
+class RdmaSender:
     """Those of one Tcp."""
 
     def __init__(self, carrier: Carrier, least: int) -> None:
         self._carrier, self._least = carrier, least
         self._nics = Nics(carrier.who, self._dial)
-        self._met: dict[bytes, Remote] = {}  # by session: those that are, or were, to be connected
+        self._met: dict[bytes, PeerConnection] = {}  # by session: those that are, or were, to be connected
 
     def close(self) -> None:
         """Nobody reads from here any more."""
         self._nics.close()
 
-    def _gate(self, remote: Remote) -> Gate:
-        return Gate(self._carrier.who, remote.id, str(remote))
+    def _gate(self, remote: PeerConnection) -> PeerLink:
+        return PeerLink(self._carrier.who, remote.id, str(remote))
 
     # ---- the side that has the frame
 
-    def lend(self, remote: Remote, prefix: bytes, body: Sequence[Any], lendable: int) -> bool:
+    def lend(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int) -> bool:
         """True if this frame, and the last so many parts of its body, are in these hands; False: send it as ever."""
         nics = remote.nics
         if not nics.able or len(prefix) > MOST_PREFIX // 2 or sum(map(_nbytes, body)) > MOST_BODY:
@@ -144,17 +144,17 @@ class Loans:
         if not nics.ready:
             self._ask(remote)
             return False
-        loan = nics.loan = Loan(prefix, body, lent)
+        loan = nics.loan = RdmaSend(prefix, body, lent)
         self._nics.do(lambda: self._register(remote, loan))
         return True
 
-    def _ask(self, remote: Remote) -> None:
+    def _ask(self, remote: PeerConnection) -> None:
         now = time.monotonic()
         if now - remote.nics.asked > AGAIN_SECONDS and self._nics.start():
             remote.nics.asked = now
             self._say(remote, WANT)
 
-    def _register(self, remote: Remote, loan: Loan) -> None:
+    def _register(self, remote: PeerConnection, loan: RdmaSend) -> None:
         """On the thread of the NICs."""
         try:
             parts, keys = self._nics.expose(loan.lent)
@@ -164,7 +164,7 @@ class Loans:
         else:
             self._carrier.soon(lambda: self._send(remote, loan, parts, keys))
 
-    def _send_plainly(self, remote: Remote, loan: Loan, why: str) -> None:
+    def _send_plainly(self, remote: PeerConnection, loan: RdmaSend, why: str) -> None:
         with remote.lock:
             if remote.nics.loan is not loan:
                 return
@@ -173,7 +173,7 @@ class Loans:
             self._carrier.put(remote, remote.session.send(loan.prefix, loan.body))
             self._carrier.go_on(remote)
 
-    def _send(self, remote: Remote, loan: Loan, parts: list[Part], keys: list[Key]) -> None:
+    def _send(self, remote: PeerConnection, loan: RdmaSend, parts: list[Part], keys: list[Key]) -> None:
         loan.parts, loan.keys = parts, keys
         with remote.lock:
             if remote.nics.loan is not loan:  # the session is over
@@ -181,13 +181,13 @@ class Loans:
             elif remote.connection is not None:
                 self._announce(remote, loan)
 
-    def _announce(self, remote: Remote, loan: Loan) -> None:
+    def _announce(self, remote: PeerConnection, loan: RdmaSend) -> None:
         rest = rdma_frame_header.rest(loan.body, loan.lent)
         frame = remote.session.lend(rdma_frame_header.pack(loan.parts), loan.prefix, loan.body, rest)
         loan.number = remote.session.sent
         self._carrier.put(remote, frame)
 
-    def heard(self, remote: Remote) -> None:
+    def heard(self, remote: PeerConnection) -> None:
         """With the lock: the other side has said what it has received."""
         loan = remote.nics.loan
         if loan is not None and 0 < loan.number <= remote.session.acknowledged:
@@ -196,7 +196,7 @@ class Loans:
                 _debug(f"large frames to {remote}: verbs")
             self._end(remote)
 
-    def connected(self, remote: Remote, able: bool) -> None:
+    def connected(self, remote: PeerConnection, able: bool) -> None:
         """With the lock: on a new connection all that was kept is sent as ever, also what was lent on the last one."""
         remote.nics.able, remote.nics.reading = able, None
         gate, loan = self._gate(remote), remote.nics.loan
@@ -208,7 +208,7 @@ class Loans:
         elif loan is not None and loan.parts:
             self._announce(remote, loan)
 
-    def settle(self, remote: Remote) -> None:
+    def settle(self, remote: PeerConnection) -> None:
         """With the lock: nothing is lent from now on, and what is sent is sent as ever."""
         remote.nics.able, loan = False, remote.nics.loan
         if loan is None:
@@ -219,7 +219,7 @@ class Loans:
         self._end(remote)
         self._carrier.go_on(remote)
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, remote: PeerConnection) -> None:
         """Its session is over."""
         with remote.lock:
             remote.nics.able, remote.nics.reading = False, None
@@ -228,21 +228,21 @@ class Loans:
         self._met.pop(remote.id, None)
         self._nics.do(lambda: self._nics.forget(gate, f"the session with {gate} is over"))
 
-    def _end(self, remote: Remote) -> None:
+    def _end(self, remote: PeerConnection) -> None:
         loan, remote.nics.loan = remote.nics.loan, None
         if loan is not None:
             self._give_back(loan)
 
-    def _give_back(self, loan: Loan) -> None:
+    def _give_back(self, loan: RdmaSend) -> None:
         keys, loan.keys = loan.keys, []
         if keys:  # the loan is held until then: its memory may not become somebody else's, under the same keys
             self._nics.do(lambda: self._released(loan, keys))
 
-    def _released(self, loan: Loan, keys: list[Key]) -> None:
+    def _released(self, loan: RdmaSend, keys: list[Key]) -> None:
         self._nics.release(keys)
         loan.lent.clear()
 
-    def _refused(self, remote: Remote, number: int, why: str) -> None:
+    def _refused(self, remote: PeerConnection, number: int, why: str) -> None:
         with remote.lock:
             remote.nics.ready = False
             self._fell_back(remote, f"it could not read a frame from here: {why}")
@@ -255,7 +255,7 @@ class Loans:
 
     # ---- the side that reads
 
-    def read(self, remote: Remote, reading: Reading, parts: list[Part], whole: memoryview) -> None:
+    def read(self, remote: PeerConnection, reading: RdmaRead, parts: list[Part], whole: memoryview) -> None:
         """Into their places in the frame's body, which lies in ``whole``; then it is taken, or refused."""
         remote.nics.reading = reading
         gate = self._gate(remote)
@@ -266,7 +266,7 @@ class Loans:
         self._nics.do(lambda: self._nics.read(gate, parts, reading.body, whole, done))
         reading.until = time.monotonic() + READ_SECONDS + reading.head.body / READ_RATE
 
-    def _have_read(self, remote: Remote, reading: Reading, error: BaseException | None) -> None:
+    def _have_read(self, remote: PeerConnection, reading: RdmaRead, error: BaseException | None) -> None:
         if remote.nics.reading is not reading or not reading.current():
             return  # it comes, or has come, by another connection
         remote.nics.reading = None
@@ -277,7 +277,7 @@ class Loans:
         self._fell_back(remote, f"a frame of {reading.head.body} bytes could not be read from there: {error}")
         self._say(remote, REFUSED, _NUMBER.pack(reading.head.number) + str(error).encode()[:1024])
 
-    def beat(self, remote: Remote, now: float) -> None:
+    def beat(self, remote: PeerConnection, now: float) -> None:
         """Now and then: a NIC that never says how a read ended is not waited for."""
         reading = remote.nics.reading
         if reading is not None and now > reading.until:
@@ -287,7 +287,7 @@ class Loans:
 
     # ---- what is said
 
-    def hear(self, remote: Remote, said: bytes) -> None:
+    def hear(self, remote: PeerConnection, said: bytes) -> None:
         """Of the other side."""
         what, data, gate = said[0], said[1:], self._gate(remote)
         nics = self._nics
@@ -300,15 +300,15 @@ class Loans:
             self._met[remote.id] = remote
             nics.do(lambda: self._step(remote, gate, what, data))
 
-    def _dial(self, gate: Gate) -> None:
+    def _dial(self, gate: PeerLink) -> None:
         self._nics.do(lambda: self._dial_again(gate))
 
-    def _dial_again(self, gate: Gate) -> None:
+    def _dial_again(self, gate: PeerLink) -> None:
         remote = self._met.get(gate.session)
         if remote is None or not self._try(remote, OFFER, lambda: self._nics.offer(gate)):
             self._nics.give_up(gate, f"{gate} can't be connected with")
 
-    def _step(self, remote: Remote, gate: Gate, heard: int, data: bytes) -> None:
+    def _step(self, remote: PeerConnection, gate: PeerLink, heard: int, data: bytes) -> None:
         """On the thread of the NICs: towards a connection, by which we read from there, or it from here."""
         nics = self._nics
         if heard == WANT:
@@ -321,7 +321,7 @@ class Loans:
         elif heard == NO:
             nics.give_up(gate, f"{gate} can't be connected with: its log says why")
 
-    def _try(self, remote: Remote, then: int, call: Callable[[], bytes | None]) -> bool:
+    def _try(self, remote: PeerConnection, then: int, call: Callable[[], bytes | None]) -> bool:
         """What is said next, if that is possible."""
         if remote.lost is not None:
             return False
@@ -337,14 +337,14 @@ class Loans:
         self._carrier.soon(lambda: self._say(remote, then, data))
         return True
 
-    def _say(self, remote: Remote, what: int, data: bytes = b"") -> None:
+    def _say(self, remote: PeerConnection, what: int, data: bytes = b"") -> None:
         if len(data) >= MOST_SAID:
             self._fell_back(remote, f"what is to be said has {len(data)} bytes: name fewer ports, MONARCH_RDMA_DEVICES")
             return
         with remote.lock:
             self._carrier.put(remote, [remote.session.say(bytes([what]) + data)])
 
-    def _fell_back(self, remote: Remote, why: str) -> None:
+    def _fell_back(self, remote: PeerConnection, why: str) -> None:
         """The first time it is a warning."""
         if remote.nics.warned:
             _debug(f"large frames between here and {remote}: TCP, since {why}")

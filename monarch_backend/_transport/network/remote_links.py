@@ -23,7 +23,7 @@ from monarch_backend._transport.network.envelope import (
     MANY,
     MET,
     REFUSED,
-    Carried,
+    Envelope,
     host_of,
 )
 
@@ -45,7 +45,7 @@ class FarLinks:
         pid: int,
         gateway: str,
         gateway_link: int,
-        to_gateway: Callable[[Carried], bool],
+        to_gateway: Callable[[Envelope], bool],
         keep: Callable[[Callable[[], bool]], None],
     ) -> None:
         self.token: str = native.token
@@ -87,7 +87,7 @@ class FarLinks:
             self._known.add(token)
         return number
 
-    def _put(self, frame: Carried) -> None:
+    def _put(self, frame: Envelope) -> None:
         if not self._to_gateway(frame):
             self._keep(lambda: self._to_gateway(frame))
 
@@ -99,7 +99,7 @@ class FarLinks:
         if link < FAR:
             return bool(self.native.send(link, kind, target, ref, seq, rank, epoch, prefix, body, buffers))
         prefix = envelope.tokens(self._tokens[link - FAR], self.token) + prefix
-        return self._to_gateway(Carried(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
+        return self._to_gateway(Envelope(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
 
     def cast(
         self, to: list[Receiver], kind: int, target: int, ref: int, prefix: bytes, body: Any,
@@ -114,7 +114,7 @@ class FarLinks:
             return False
         rows = [(self._tokens[link - FAR], seq, rank, epoch) for link, seq, rank, epoch in far]
         prefix = envelope.pack_receivers(rows) + envelope.tokens("0" * TOKEN, self.token) + prefix
-        frame = Carried(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
+        frame = Envelope(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
         if self._to_gateway(frame):
             return True
         if not near:
@@ -141,7 +141,7 @@ class FarLinks:
         for event in events:
             if event[1] >= CARRIED and event[0] in self._gateways:
                 try:
-                    self._far(Carried(*event[1:]), result)
+                    self._far(Envelope(*event[1:]), result)
                 except (FrameError, ValueError) as error:
                     log.error("a frame of the gateway of this host is left out: %s", error)
                 continue
@@ -154,7 +154,7 @@ class FarLinks:
             result.append(event)
         return result
 
-    def _far(self, frame: Carried, result: list[Event]) -> None:
+    def _far(self, frame: Envelope, result: list[Event]) -> None:
         sender, kind = frame.sender, frame.kind
         with self._lock:
             if kind == MET:

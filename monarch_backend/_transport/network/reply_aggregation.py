@@ -15,7 +15,7 @@ from monarch_backend._transport.local.buffers import own, own_all
 from monarch_backend._transport.local.frames import TOKEN, Kind, Part, Replies, Status
 from monarch_backend._transport.local.links import epoch_of
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import CARRIED, COMBINED, HOST, Carried, host_of
+from monarch_backend._transport.network.envelope import CARRIED, COMBINED, HOST, Envelope, host_of
 
 MOMENT = 0.005
 """Seconds that replies wait for others, if not all that are to come are there."""
@@ -59,8 +59,8 @@ class Gatherer:
     def __init__(
         self,
         token: str,
-        to_host: Callable[[str, Carried], bool],
-        answer: Callable[[str, Carried], None],
+        to_host: Callable[[str, Envelope], bool],
+        answer: Callable[[str, Envelope], None],
         later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._token, self._here = token, host_of(token)
@@ -69,7 +69,7 @@ class Gatherer:
         self._waiting: dict[_Gather, Call] = {}  # those with replies
         self._open: dict[int, Call] = {}  # by number: casts of this root of which replies are missing
         self._over: dict[str, int] = {}  # by root: of casts before this one nobody keeps replies
-        self._kept: dict[tuple[str, int], list[tuple[str, Carried]]] = {}  # by cast: what was sent to whom
+        self._kept: dict[tuple[str, int], list[tuple[str, Envelope]]] = {}  # by cast: what was sent to whom
         self._size = 0  # of these
 
     # ---- calls
@@ -120,7 +120,7 @@ class Gatherer:
 
     # ---- replies
 
-    def reply(self, frame: Carried) -> bool:
+    def reply(self, frame: Envelope) -> bool:
         """One of a process of this host; False if it is to go straight."""
         if frame.kind != Kind.REPLY | CARRIED:
             return False
@@ -137,7 +137,7 @@ class Gatherer:
         self._add(call, gather, Replies("", [Part(frame.rank, status, len(body), len(buffers))]), body, buffers)
         return True
 
-    def saw(self, frame: Carried) -> None:
+    def saw(self, frame: Envelope) -> None:
         """A reply has come straight, to a process of this host."""
         if frame.kind == Kind.REPLY | CARRIED and frame.prefix[2 * TOKEN :] != Status.ITEM:
             call = frame.to, frame.ref
@@ -146,7 +146,7 @@ class Gatherer:
                 gather.seen.add(frame.rank)
                 self._came(call, gather, 1)
 
-    def come_up(self, frame: Carried) -> None:
+    def come_up(self, frame: Envelope) -> None:
         """Replies of hosts below; or ours to give to whom they are for. Raises FrameError."""
         rest = frame.prefix[2 * TOKEN :]
         root, replies = str(rest[:HOST], "ascii", "replace"), frames.decode_replies(rest[HOST:])
@@ -209,10 +209,10 @@ class Gatherer:
         gather.parts, gather.bodies, gather.buffers, gather.size, gather.missing = [], [], [], 0, 0
         if gather.parent is None:
             if parts:
-                self._answer(caller, Carried(Kind.REPLIES, 0, ref, 0, 0, epoch_of(caller), replies, body, buffers))
+                self._answer(caller, Envelope(Kind.REPLIES, 0, ref, 0, 0, epoch_of(caller), replies, body, buffers))
             return
         prefix = envelope.tokens(caller, self._token) + gather.root.encode() + replies
-        frame = Carried(COMBINED, 0, ref, 0, 0, 0, prefix, body, buffers)
+        frame = Envelope(COMBINED, 0, ref, 0, 0, 0, prefix, body, buffers)
         to = gather.parent
         if to != gather.root and gather.seen is None and (straight or not self._keep(gather, frame)):
             to = gather.root
@@ -220,7 +220,7 @@ class Gatherer:
 
     # ---- what is kept
 
-    def _keep(self, gather: _Gather, frame: Carried) -> bool:
+    def _keep(self, gather: _Gather, frame: Envelope) -> bool:
         """Until the root has all replies to this call; False if there is no room, or the root has not kept count."""
         number, size = gather.number, _size(frame)
         if not number or number < self._over.get(gather.root, 0) or self._size + size > MOST_KEPT:
@@ -249,5 +249,5 @@ class Gatherer:
                     self._to_host(root, frame)
 
 
-def _size(frame: Carried) -> int:
+def _size(frame: Envelope) -> int:
     return len(frame.prefix) + len(frame.body) + sum(map(len, frame.buffers or ()))

@@ -15,13 +15,13 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor._compile import lowering, merge_graphs, rank_classes
-from monarch_backend.dtensor._compile.lowering import Capture, Capturer
+from monarch_backend.dtensor._compile.lowering import Capture, GraphLowering
 from monarch_backend.dtensor._compile.rank_classes import Classes
 from monarch_backend.dtensor._controller import call_sites
-from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor, on_the_cpu
 from monarch_backend.dtensor._controller.tensor_meta import Meta
-from monarch_backend.dtensor._controller.worker_set import Workers
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._torch_patches import aot_tangents, dynamo_and_aot
@@ -85,7 +85,7 @@ def _meta_of(value: Any) -> Meta | None:
     return local._meta if type(local) is RemoteTensor else None
 
 
-def _one_graph(workers: Workers | None, graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
+def _one_graph(workers: WorkerSet | None, graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
     def compiler(traced: fx.GraphModule, _inputs: Any) -> Any:
         lowering.check(traced, workers)
         return _Graph([traced], None, inductor=inductor)
@@ -134,7 +134,7 @@ class _Graph:
 
     def __init__(self, graphs: list[fx.GraphModule], classes: Classes | None, *, inductor: bool) -> None:
         self.graphs, self._classes, self._inductor = graphs, classes, inductor
-        self._captures: weakref.WeakKeyDictionary[Workers, dict[Any, Capture]] = weakref.WeakKeyDictionary()
+        self._captures: weakref.WeakKeyDictionary[WorkerSet, dict[Any, Capture]] = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: Any) -> list[Any]:
         workers = _workers_of(args)
@@ -153,7 +153,7 @@ class _Graph:
             captures[key] = capture
         return _run(workers, capture, args)
 
-    def _capture(self, workers: Workers, args: list[Any]) -> Capture:
+    def _capture(self, workers: WorkerSet, args: list[Any]) -> Capture:
         """For these arguments; ranks of one class are of several where they have other metadata of one of them."""
         classes = rank_classes.of(workers, [each._meta for each in args if type(each) is RemoteTensor])
         # Of one graph the arguments alone say who takes part: dynamo knows plain tensors by their sizes, and takes it
@@ -162,13 +162,13 @@ class _Graph:
         if several is not None:
             classes = several.parted(classes.of_rank).without(classes)
         elif classes.is_one:
-            return Capturer(workers, self.graphs[0], args, inductor=self._inductor).make()
+            return GraphLowering(workers, self.graphs[0], args, inductor=self._inductor).make()
         returned, by_rank = merge_graphs.made_of_arguments(self.graphs), merge_graphs.by_rank(self.graphs)
         constants = merge_graphs.constants(workers, self.graphs)
         captures = []
         for rank, *_ in classes.members:
             graph = self.graphs[0 if several is None else several.of_rank[rank]]
-            capturer = Capturer(
+            capturer = GraphLowering(
                 workers, graph, args, inductor=self._inductor, rank=rank, returned=returned, by_rank=by_rank,
                 constants=constants,
             )  # fmt: skip
@@ -180,8 +180,8 @@ class _Graph:
         return merge_graphs.combine(workers, captures, classes.of_rank)
 
 
-def _workers_of(args: Any) -> Workers | None:
-    found: Workers | None = None
+def _workers_of(args: Any) -> WorkerSet | None:
+    found: WorkerSet | None = None
     for each in args:
         if type(each) is RemoteTensor:
             mine = each._meta.workers
@@ -202,7 +202,7 @@ def _kind(value: Any) -> Any:
     return float if type(value) is float else (type(value), value)
 
 
-def _run(workers: Workers, capture: Capture, args: Any) -> list[Any]:
+def _run(workers: WorkerSet, capture: Capture, args: Any) -> list[Any]:
     here: Any = ()
     if capture.here is not None:
         with torch.no_grad():
@@ -219,7 +219,9 @@ def _run(workers: Workers, capture: Capture, args: Any) -> list[Any]:
                     f"a captured step changes argument {at}, and has the same tensor as another argument: torch "
                     "could not see that they are one. Give it once, or leave this step to eager code"
                 )
-        sent = [each.sent(workers) if type(each) is HostByRank else workers.put(each) for each in here[: capture.sent]]
+        sent = [
+            each.sent(workers) if type(each) is PerRankTensor else workers.put(each) for each in here[: capture.sent]
+        ]
         numbers = [float(each) for each in here[capture.sent : capture.sent + capture.numbers]]
         statistics["calls"] += 1
         ids = [each._ref.id for each in sent]

@@ -24,12 +24,12 @@ from monarch_backend.dtensor._dispatch import op_signatures, output_strides
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._rng import random_ops, shard_origins, traced_random_op
 from monarch_backend.dtensor._rng.shard_origins import Operand, Origin
-from monarch_backend.dtensor._rng.traced_random_op import Draw
+from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._torch_patches import tracing_state
 from monarch_backend.dtensor._worker.random_ops import dropped
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MEETS = ("wait_tensor", "_wrap_tensor_autograd")
 """Functional collectives in which nobody meets anybody."""
@@ -64,7 +64,7 @@ class Capture(NamedTuple):
     created: int
     writes: list[int]
     """Positions among the record's tensors of what is changed."""
-    draws: random_ops.Draws | None
+    draws: random_ops.RandomOps | None
     nbytes: int
     """Of the results, on a worker."""
 
@@ -93,7 +93,7 @@ class _Factory:
     node: fx.Node
 
 
-class Capturer:
+class GraphLowering:
     """Makes one `Capture`, of a graph for arguments like these, as this rank has them.
 
     ``returned``: positions of results that are arguments and are given back as such; None: of all that are arguments.
@@ -103,7 +103,7 @@ class Capturer:
     """
 
     def __init__(
-        self, workers: Workers, graph: fx.GraphModule, args: list[Any], *, inductor: bool, rank: int = 0,
+        self, workers: WorkerSet, graph: fx.GraphModule, args: list[Any], *, inductor: bool, rank: int = 0,
         returned: Sequence[int] | None = None, by_rank: Sequence[int] = (),
         constants: Sequence[tuple[torch.Tensor, RemoteTensor]] = (),
     ) -> None:  # fmt: skip
@@ -119,7 +119,7 @@ class Capturer:
         self.numbers: list[tuple[fx.Node, str]] = []
         self.steps: list[tuple[Any, Any, Any, fx.Node, Any]] = []
         self.writes: list[int] = []
-        self.draws: list[Draw] = []
+        self.draws: list[TracedRandomOp] = []
         self.here = fx.Graph()
         self.here_nodes: dict[fx.Node, fx.Node] = {}
         self.arguments: dict[fx.Node, int] = {}
@@ -233,7 +233,7 @@ class Capturer:
             return False
         return True
 
-    def _draw(self, draw: Draw, like: Any) -> _There:
+    def _draw(self, draw: TracedRandomOp, like: Any) -> _There:
         self.draws.append(draw)
         return _There(("drawn", len(self.draws) - 1), op_signatures.propagate(torch.empty_like, (like,), {}))
 
@@ -347,7 +347,7 @@ class Capturer:
         return Capture(
             number, self.tensors, self.kept, self.own, self._function_here(wanted), len(self.sent), len(self.numbers),
             outs, len(created), sorted(set(self.writes)),
-            random_ops.Draws(self.workers, self.draws) if self.draws else None, nbytes_of(outs),
+            random_ops.RandomOps(self.workers, self.draws) if self.draws else None, nbytes_of(outs),
         )  # fmt: skip
 
     def _function_here(self, wanted: list[fx.Node]) -> Callable[..., Any] | None:
@@ -445,7 +445,7 @@ def _makes_tensor(node: fx.Node) -> bool:
     return any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(node.meta.get("val")))
 
 
-def check(graph: fx.GraphModule, workers: Workers | None) -> None:
+def check(graph: fx.GraphModule, workers: WorkerSet | None) -> None:
     """Raises RemoteTensorError where a capture would, or a call of it."""
     origins = {} if workers is None else _origins_in(graph, workers)
     for node in graph.graph.nodes:
@@ -457,7 +457,7 @@ def check(graph: fx.GraphModule, workers: Workers | None) -> None:
             _check(node)
 
 
-def _origins_in(graph: fx.GraphModule, workers: Workers) -> dict[fx.Node, Any]:
+def _origins_in(graph: fx.GraphModule, workers: WorkerSet) -> dict[fx.Node, Any]:
     """By node the origin of its tensor, or of each of its tensors, as far as a trace knows them."""
     found: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
@@ -469,7 +469,7 @@ def _origins_in(graph: fx.GraphModule, workers: Workers) -> dict[fx.Node, Any]:
 
 
 def _note_origin(
-    node: fx.Node, workers: Workers, found: dict[fx.Node, Any], tensor_of: Callable[[fx.Node], Any]
+    node: fx.Node, workers: WorkerSet, found: dict[fx.Node, Any], tensor_of: Callable[[fx.Node], Any]
 ) -> None:
     found[node] = node.meta.get(shard_origins.MARK)
     if found[node] is not None:

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._compile.lowering import MEETS, Capture, Result, attribute, is_same, nbytes_of
-from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-from monarch_backend.dtensor._controller.worker_set import Workers
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._rng import traced_random_op
 
@@ -65,7 +65,7 @@ def _ways(graph: fx.Graph, known: dict[Any, int]) -> list[Any]:
     return []
 
 
-def constants(workers: Workers, graphs: Sequence[fx.GraphModule]) -> list[tuple[torch.Tensor, RemoteTensor]]:
+def constants(workers: WorkerSet, graphs: Sequence[fx.GraphModule]) -> list[tuple[torch.Tensor, RemoteTensor]]:
     """The tensors in any of these graphs, and where they have been put: each record has all of them."""
     found: list[tuple[torch.Tensor, RemoteTensor]] = []
     for graph in graphs:
@@ -76,7 +76,7 @@ def constants(workers: Workers, graphs: Sequence[fx.GraphModule]) -> list[tuple[
     return found
 
 
-def combine(workers: Workers, captures: Sequence[Capture], of_rank: Sequence[int]) -> Capture:
+def combine(workers: WorkerSet, captures: Sequence[Capture], of_rank: Sequence[int]) -> Capture:
     """One whose record each rank reads as its own class's; ``of_rank``: -1 of ranks that take no part."""
     first = captures[0]
     for each in captures[1:]:
@@ -100,7 +100,7 @@ def _form(capture: Capture) -> Any:
     return bool(capture.number), capture.tensors, kept, capture.own, capture.sent, capture.numbers, capture.created
 
 
-def _here(workers: Workers, captures: Sequence[Capture], of_rank: Sequence[int]) -> Any:
+def _here(workers: WorkerSet, captures: Sequence[Capture], of_rank: Sequence[int]) -> Any:
     """What this process does, for all classes: once, but for what it does for some of them in another way."""
     functions: list[Any] = [each.here for each in captures]
     first = functions[0]
@@ -124,14 +124,14 @@ def _here(workers: Workers, captures: Sequence[Capture], of_rank: Sequence[int])
         for place, *rest in zip(differ, *ways, strict=True):
             values = [made[place], *rest]
             each = [None if number < 0 else _of_rank(values[number], rank) for rank, number in enumerate(of_rank)]
-            made[place] = HostByRank(each, workers)
+            made[place] = PerRankTensor(each, workers)
         return made
 
     return each_way
 
 
 def _of_rank(value: torch.Tensor, rank: int) -> torch.Tensor | None:
-    return value.by_rank[rank] if type(value) is HostByRank else value
+    return value.by_rank[rank] if type(value) is PerRankTensor else value
 
 
 def _only(function: fx.GraphModule, places: Sequence[int]) -> fx.GraphModule:
@@ -154,7 +154,7 @@ def _only(function: fx.GraphModule, places: Sequence[int]) -> fx.GraphModule:
     return fx.GraphModule(function, graph)
 
 
-def _result(workers: Workers, results: Sequence[Result], of_rank: Sequence[int]) -> Result:
+def _result(workers: WorkerSet, results: Sequence[Result], of_rank: Sequence[int]) -> Result:
     first = results[0]
     if first.meta is not None and all(each.meta is not None for each in results):
         metas = [None if number < 0 else results[number].meta for number in of_rank]

@@ -17,7 +17,7 @@ from monarch_backend.dtensor._torch_patches import tracing_state
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MOST = 32
 """So many graphs of one step; with more classes it is left to eager code."""
@@ -26,7 +26,7 @@ MOST = 32
 class _Trace(threading.local):
     """``members``: the ranks that it stands for; ``parted``: by rank what has turned out to differ between them."""
 
-    workers: Workers | None = None
+    workers: WorkerSet | None = None
     members: tuple[int, ...] = ()
     parted: Sequence[Hashable] | None = None
     unseen: bool = False
@@ -38,7 +38,7 @@ _trace = _Trace()
 class Classes:
     """``of_rank``: the number of each rank's class, or -1 where a rank takes no part. Numbers are in order of ranks."""
 
-    def __init__(self, workers: Workers, keys: Sequence[Hashable]) -> None:
+    def __init__(self, workers: WorkerSet, keys: Sequence[Hashable]) -> None:
         self.workers = workers
         numbers = {key: number for number, key in enumerate(dict.fromkeys(key for key in keys if key is not None))}
         self.of_rank = [-1 if key is None else numbers[key] for key in keys]
@@ -62,7 +62,7 @@ class Classes:
         return Classes(self.workers, [None if its < 0 or theirs < 0 else its for its, theirs in both])
 
 
-def of(workers: Workers, metas: Sequence[Meta]) -> Classes:
+def of(workers: WorkerSet, metas: Sequence[Meta]) -> Classes:
     """The classes of ranks whose shards have the same metadata; a rank that has nothing of one takes no part."""
     varied = list(dict.fromkeys(each for each in metas if each.classes is not None))
     columns = zip(*[each.of_rank for each in varied], strict=True) if varied else [()] * workers.size
@@ -70,7 +70,7 @@ def of(workers: Workers, metas: Sequence[Meta]) -> Classes:
 
 
 @contextlib.contextmanager
-def standing_for(workers: Workers, members: Sequence[int]) -> Iterator[_Trace]:
+def standing_for(workers: WorkerSet, members: Sequence[int]) -> Iterator[_Trace]:
     """Inside, what this thread traces is for these ranks."""
     before = _trace.workers, _trace.members
     _trace.workers, _trace.members, _trace.parted = workers, tuple(members), None
@@ -105,7 +105,7 @@ def is_tracing() -> bool:
     return _trace.workers is not None or tracing_state.is_dynamos()
 
 
-def seen(number: Any, workers: Workers) -> Any:
+def seen(number: Any, workers: WorkerSet) -> Any:
     """An int that may differ by rank, as the trace that is under way has it."""
     values = per_rank_int.values_of(number)
     if values is None or _trace.unseen:

@@ -33,7 +33,7 @@ MOMENT = 1.0
 """Seconds in which who sends a batch is done with it, unless workers hold that up."""
 
 
-class Line(Protocol):
+class CommandChannel(Protocol):
     """The way to all workers of a set."""
 
     def send(self, batch: bytes) -> None:
@@ -60,7 +60,7 @@ class Line(Protocol):
 class Stream:
     """Everything that is sent to one set of workers."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: CommandChannel) -> None:
         self._line = line
         self.words: list[Any] = []  # never replaced: other threads add to it while a batch is taken from its front
         self.unreachable: list[int] = []

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller import host_collectives, per_rank_int
-from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import MeshClosedError, MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._torch_patches import c10d_registry
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _names = itertools.count()
 _DEFAULT = "0"
@@ -39,7 +39,7 @@ class ControllerGroup(dist.ProcessGroup):
         self.rows = [list(row) for row in rows]
         self._place: Any = 0
 
-    def belong(self, workers: Workers) -> None:
+    def belong(self, workers: WorkerSet) -> None:
         """It is a group of these."""
         places: list[int | None] = [None] * workers.size
         for row in self.rows:
@@ -158,7 +158,7 @@ def _are_of_workers(name: str, given: Any) -> bool:
                 f"{name}() of a DTensor: a collective is of what each rank has of it, x.to_local(), or it is "
                 "x.redistribute(...)"
             )
-        if isinstance(each, HostByRank) or len(own) < len(tensors):
+        if isinstance(each, PerRankTensor) or len(own) < len(tensors):
             raise RemoteTensorError(
                 f"{name}() of a tensor of the controller beside tensors of workers: give all of them as one kind. "
                 "Distribute the tensor first (distribute_tensor), make the one that the result goes into from one that "
@@ -187,7 +187,7 @@ class _Universe(ControllerGroup):
 
 
 _universe: _Universe | None = None
-_owners: list[Workers] = []
+_owners: list[WorkerSet] = []
 _made: weakref.WeakSet[ControllerGroup] = weakref.WeakSet()
 """Of Workers that there are, or that a tensor or mesh still has after their end."""
 
@@ -219,12 +219,12 @@ def is_controller() -> bool:
     return _universe is not None and dist.is_initialized() and c10d_registry.default() is _universe
 
 
-def add_owner(workers: Workers) -> None:
+def add_owner(workers: WorkerSet) -> None:
     """Its ranks are in the universe."""
     _owners.append(workers)
 
 
-def remove_owner(workers: Workers) -> None:
+def remove_owner(workers: WorkerSet) -> None:
     """Its ranks have ended. Without any that are not simulated, torch has no default group any more.
 
     It still finds the others by their names: an operation on what is left of them says, by itself, that it has ended.
@@ -242,13 +242,13 @@ def remove_owner(workers: Workers) -> None:
         _universe = None
 
 
-def owners() -> list[Workers]:
+def owners() -> list[WorkerSet]:
     """All, of real processes if there are any."""
     real = [each for each in _owners if not each.is_simulated]
     return real or list(_owners)
 
 
-def owner_of(ranks: Sequence[int]) -> Workers | None:
+def owner_of(ranks: Sequence[int]) -> WorkerSet | None:
     """The Workers that all these global ranks belong to; None in a process that is no controller.
 
     Raises ValueError if they are several's, or none's at all; MeshClosedError if their processes have ended.
@@ -277,7 +277,7 @@ def _refuse_ranks(ranks: Sequence[int]) -> None:
     )
 
 
-def check_group(workers: Workers, group: Any, name: str) -> None:
+def check_group(workers: WorkerSet, group: Any, name: str) -> None:
     """Raises MeshMismatchError if this is a group of others than these: by its name, or itself."""
     if name == _DEFAULT:
         if is_controller() and universe().size() != workers.size:

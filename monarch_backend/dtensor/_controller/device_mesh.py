@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend.dtensor._controller import controller_process_group
-from monarch_backend.dtensor._controller.worker_set import ActorLine, Workers
+from monarch_backend.dtensor._controller.worker_set import ActorCommandChannel, WorkerSet
 from monarch_backend.dtensor._dispatch import collectives, dispatch
 from monarch_backend.dtensor._dispatch import special_ops as special_ops
 from monarch_backend.dtensor._errors import RemoteTensorError
@@ -32,11 +32,11 @@ from monarch_backend.dtensor._torch_patches import submesh_shapes as submesh_sha
 from monarch_backend.dtensor._torch_patches import view_writeback as view_writeback  # these register what they know
 
 if TYPE_CHECKING:
-    from monarch_backend._mesh.proc_mesh import ProcCore
+    from monarch_backend._mesh.proc_mesh import ProcMeshState
 
 DEVICE_TYPES = ("cpu", "cuda", "xla")
 
-_made: weakref.WeakKeyDictionary[ProcCore, dict[str, Workers]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[ProcMeshState, dict[str, WorkerSet]] = weakref.WeakKeyDictionary()
 
 
 def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.0) -> DeviceMesh:
@@ -62,7 +62,7 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
     return found
 
 
-def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
+def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> WorkerSet:
     """Those of the whole mesh that this is, or is a slice of."""
     core = procs._core
     made = _made.setdefault(core, {})
@@ -78,7 +78,7 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> Workers:
         executors = whole.spawn("dtensor", Executor, device_type, timeout)
         if device_type == "xla":
             _begin(core.name, executors)
-        line = ActorLine(whole, executors, program(), device_type, made)
+        line = ActorCommandChannel(whole, executors, program(), device_type, made)
         workers = new_workers(core.name, len(whole), device_type, line)
         made[device_type] = workers
         core.before_stop.append(workers.before_stop)
@@ -138,13 +138,13 @@ def _each(missing: dict[int, str]) -> str:
     return "; ".join(f"rank {rank}: {why}" for rank, why in missing.items())
 
 
-def new_workers(name: str, size: int, device_type: str, line: Any) -> Workers:
+def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
     """Workers at the other end of this line."""
     invalid_access.prepare()
     first = controller_process_group.universe().grow(size)
     # Each has a GPU of its own, which is its first for whoever asks, as with one GPU visible in each process.
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
-    workers = Workers(name, size, first, device, line)
+    workers = WorkerSet(name, size, first, device, line)
     controller_process_group.add_owner(workers)
     if device_type != "cpu":
         device_queries.register_factories(device_type)

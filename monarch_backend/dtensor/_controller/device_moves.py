@@ -20,12 +20,12 @@ from monarch_backend.dtensor._torch_patches import c10d_registry
 from monarch_backend.dtensor._worker import device_moves as there
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _THERE = "monarch_backend.dtensor._worker.device_moves:"
 
 
-def workers_of_factory(device: torch.device) -> Workers:
+def workers_of_factory(device: torch.device) -> WorkerSet:
     """Those on which a program makes a tensor that names a device and no mesh: of ``with mesh:``, or the only ones.
 
     Raises RemoteTensorError if that could be several, or none.

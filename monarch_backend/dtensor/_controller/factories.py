@@ -16,7 +16,7 @@ from monarch_backend.dtensor._dispatch import dispatch, local_results
 from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _aten = torch.ops.aten
 _OPERATORS = {
@@ -29,7 +29,7 @@ _OPERATORS = {
 }
 
 
-def make(workers: Workers, init_op: Any, size: Any, mesh: Any, placements: Any, options: dict[str, Any]) -> DTensor:
+def make(workers: WorkerSet, init_op: Any, size: Any, mesh: Any, placements: Any, options: dict[str, Any]) -> DTensor:
     """As torch's `_dtensor_init_helper`: a DTensor of this global size, each shard made by its worker."""
     placements = tuple(placements or [Replicate()] * mesh.ndim)
     if len(placements) != mesh.ndim:

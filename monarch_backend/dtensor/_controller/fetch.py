@@ -9,12 +9,12 @@ from torch import _tensor_str
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
-from monarch_backend.dtensor._protocol import Held
+from monarch_backend.dtensor._protocol import RemoteRef
 from monarch_backend.dtensor._rng import shard_origins
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
     from monarch_backend.dtensor._rng.shard_origins import Origin
 
 MOST_RESULTS = 4
@@ -37,11 +37,11 @@ def ask_of(tensor: RemoteTensor, what: str, *others: Any) -> list[Any]:
     return tensor._meta.workers.ask(what, tensor._ref.id, *[each._ref.id for each in others])
 
 
-def run_and_measure(workers: Workers, name: str, args: Any, kwargs: Any) -> Any:
+def run_and_measure(workers: WorkerSet, name: str, args: Any, kwargs: Any) -> Any:
     """The results of an operator whose sizes only its values tell: it waits for them, and only for them."""
 
     def by_id(value: Any) -> Any:
-        return Held(value._ref.id) if isinstance(value, RemoteTensor) else value
+        return RemoteRef(value._ref.id) if isinstance(value, RemoteTensor) else value
 
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     streams = [each._meta.origin.streams for each in tensors if each._meta.origin is not None]
@@ -59,7 +59,7 @@ def run_and_measure(workers: Workers, name: str, args: Any, kwargs: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _meta_of(workers: Workers, origin: Origin | None, sizes: Any, strides: Any, dtype: str) -> Meta:
+def _meta_of(workers: WorkerSet, origin: Origin | None, sizes: Any, strides: Any, dtype: str) -> Meta:
     return workers.metas.same(tuple(sizes), tuple(strides), 0, getattr(torch, dtype), workers.device, origin)
 
 

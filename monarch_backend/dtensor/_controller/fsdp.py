@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller import per_rank_host_tensor, per_rank_int
-from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._torch_patches.device_mesh_and_api import outside, workers_of
@@ -22,7 +22,7 @@ from monarch_backend.dtensor._torch_patches.device_mesh_and_api import outside, 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:
@@ -48,7 +48,7 @@ def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         rows = Chunks(per_rank_host_tensor.belonging(value.detach(), workers, outside(mesh)), mesh.size(), 0)[place]
-        return rows.sent() if isinstance(rows, HostByRank) else rows
+        return rows.sent() if isinstance(rows, PerRankTensor) else rows
 
     return pytree.tree_map(mine, batch)
 
@@ -75,7 +75,7 @@ class Chunks:
         total = self._tensor.size(self._dim)
         start = torch.sym_min(index * self._size, total)
         length = torch.sym_min(total - start, self._size)
-        if isinstance(self._tensor, HostByRank):
+        if isinstance(self._tensor, PerRankTensor):
             chunk = self._of_host(self._tensor.by_rank, start, length)
         elif isinstance(self._tensor, RemoteTensor) or isinstance(index, int):
             chunk = self._tensor.narrow(self._dim, start, length)
@@ -85,12 +85,12 @@ class Chunks:
         chunk.numel = lambda: 1 if total else 0
         return chunk
 
-    def _of_host(self, tensors: Sequence[Any], start: Any, length: Any) -> HostByRank:
+    def _of_host(self, tensors: Sequence[Any], start: Any, length: Any) -> PerRankTensor:
         """Views of it."""
         starts = per_rank_int.values_of(start) or [start] * len(tensors)
         lengths = per_rank_int.values_of(length) or [length] * len(tensors)
         parts = zip(tensors, starts, lengths, strict=True)
-        return HostByRank(
+        return PerRankTensor(
             [None if each is None or at is None else each.narrow(self._dim, at, size) for each, at, size in parts],
             getattr(self._tensor, "workers", None),
         )
@@ -108,7 +108,7 @@ class Sizes(tuple[Any, ...]):
         return math.prod(self)
 
 
-def put_inputs(inputs: Any, workers: Workers) -> Any:
+def put_inputs(inputs: Any, workers: WorkerSet) -> Any:
     """Tensors of this process among them, sent once: the same to all."""
     return pytree.tree_map(
         lambda value: workers.put(value) if type(value) is torch.Tensor and not value.requires_grad else value, inputs

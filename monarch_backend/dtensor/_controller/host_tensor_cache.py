@@ -20,7 +20,7 @@ from monarch_backend.dtensor._torch_patches import autograd_node
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MOST = 128 << 20
 """Bytes of what is kept for a thread's backward, besides the last one: there may never be any."""
@@ -66,7 +66,7 @@ class _OfWorkers(threading.local):
         self.copies = _Copies()
 
 
-def _of(workers: Workers) -> _Copies:
+def _of(workers: WorkerSet) -> _Copies:
     known: _OfWorkers | None = workers.kept.get("host copies")
     if known is None:
         known = workers.kept.setdefault("host copies", _OfWorkers())
@@ -93,7 +93,7 @@ def source(value: torch.Tensor) -> Source | None:
     return Source(value.untyped_storage(), value._version, of, value.numel() * value.element_size())
 
 
-def put(workers: Workers, schema: Any, source: Source | None, send: Callable[[], RemoteTensor]) -> RemoteTensor:
+def put(workers: WorkerSet, schema: Any, source: Source | None, send: Callable[[], RemoteTensor]) -> RemoteTensor:
     """An operator's argument on the workers: a copy that its forward has sent, or what ``send`` makes."""
     backward = autograd_node.backward_of()
     keeps = torch.is_grad_enabled()

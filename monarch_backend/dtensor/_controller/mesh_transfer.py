@@ -79,7 +79,7 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     # Of a mesh that was sliced each slice has a tensor of its own; that of the first is what reading would show.
     senders = (device_mesh_and_api.rows_of(x.device_mesh)[0].flatten() - source.first).tolist()
     readers = (device_mesh_and_api.rows_of(device_mesh_and_api.root_of(mesh)).flatten() - target.first).tolist()
-    desk = there.Desk(parcel, senders, source.line.sides_of(senders), readers, target.line.sides_of(readers))
+    desk = there.TransferBuffers(parcel, senders, source.line.sides_of(senders), readers, target.line.sides_of(readers))
     offered = remote_call.run(x.device_mesh, there.offer, x, desk)
     frame = empty(x.shape, dtype=x.dtype, device_mesh=mesh, placements=placements)
     filled = remote_call.run(mesh, there.fill, frame, desk)

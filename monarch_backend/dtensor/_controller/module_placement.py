@@ -20,7 +20,7 @@ from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 log = logging.getLogger("monarch_backend")
 
@@ -125,7 +125,7 @@ class _Sent(torch.autograd.Function):
     """The way of a value to the workers, and of its gradient, which stays there, through what was calculated here."""
 
     @staticmethod
-    def forward(_ctx: Any, value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> torch.Tensor:
+    def forward(_ctx: Any, value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> torch.Tensor:
         return workers.put_on(value, outside)
 
     @staticmethod
@@ -133,7 +133,7 @@ class _Sent(torch.autograd.Function):
         return gradient, None, None
 
 
-def sent(value: torch.Tensor, workers: Workers, outside: frozenset[int]) -> Any:
+def sent(value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> Any:
     """A tensor of the controller, or of workers, with its history; the same on all of these but who is ``outside``."""
     if isinstance(value, RemoteTensor) and outside <= value._meta.outside:
         return value

@@ -17,18 +17,18 @@ from monarch_backend.dtensor._controller.remote_tensor import no_pointer
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.host_tensor_cache import Source
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 
-class HostByRank(torch.Tensor):
+class PerRankTensor(torch.Tensor):
     """A tensor of this process for each rank; None for who takes no part."""
 
     by_rank: tuple[torch.Tensor | None, ...]
-    workers: Workers | None
+    workers: WorkerSet | None
     source: Source | None = None  # of the values that differ by rank
 
     @staticmethod
-    def __new__(cls, values: Sequence[torch.Tensor | None], workers: Workers | None = None) -> HostByRank:
+    def __new__(cls, values: Sequence[torch.Tensor | None], workers: WorkerSet | None = None) -> PerRankTensor:
         first = next(each for each in values if each is not None)
 
         def each(of: Callable[[torch.Tensor, int], int]) -> tuple[Any, ...]:
@@ -73,11 +73,11 @@ class HostByRank(torch.Tensor):
         kwargs: Any = None,
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            return HostByRank(args[0].by_rank, args[0].workers)
+            return PerRankTensor(args[0].by_rank, args[0].workers)
         if func is torch.ops.aten.sym_size.default:
-            return HostByRank._sizes(args[0], "size")
+            return PerRankTensor._sizes(args[0], "size")
         if func is torch.ops.aten.sym_stride.default:
-            return HostByRank._sizes(args[0], "stride")
+            return PerRankTensor._sizes(args[0], "stride")
         if func is torch.ops.aten.dim.default:
             return next(each for each in args[0].by_rank if each is not None).ndim
         if func is torch.ops.aten.new_zeros.default and args[0].workers is not None:  # needs none of the values
@@ -104,7 +104,7 @@ class HostByRank(torch.Tensor):
             for d in range(first.ndim)
         )
 
-    def sent(self, workers: Workers | None = None, schema: Any = None) -> Any:
+    def sent(self, workers: WorkerSet | None = None, schema: Any = None) -> Any:
         """On the workers. ``schema``: of the operator that gets it, and nobody else does."""
         owner = self.workers or workers
         if owner is None:
@@ -121,17 +121,17 @@ class HostByRank(torch.Tensor):
         return self.sent().requires_grad_(requires_grad)
 
 
-def belonging(tensor: Any, workers: Workers, outside: frozenset[int]) -> Any:
+def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
     """The tensor, to be sent to these; what is there already stays. ``outside``: the ranks that get nothing."""
     from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 
     if isinstance(tensor, RemoteTensor):
         return workers.without(tensor, outside)
-    if isinstance(tensor, HostByRank):
+    if isinstance(tensor, PerRankTensor):
         tensor.workers = workers
         return tensor
     detached = tensor.detach()
-    made = HostByRank([None if rank in outside else detached for rank in range(workers.size)], workers)
+    made = PerRankTensor([None if rank in outside else detached for rank in range(workers.size)], workers)
     return torch.Tensor.requires_grad_(made, tensor.requires_grad)  # its own would send it
 
 
@@ -159,7 +159,7 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     leaves = zip(*[each[0] if each is not None else [None] * form.num_leaves for each in results], strict=True)
     merged = [_merged(list(each)) for each in leaves]
     for number, each in enumerate(merged):
-        if source is not None and isinstance(each, HostByRank):
+        if source is not None and isinstance(each, PerRankTensor):
             each.source = source._replace(what=(number, source.what))
     return pytree.tree_unflatten(merged, form)
 
@@ -172,7 +172,7 @@ def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
         if isinstance(each, torch.Tensor):
             if found is not None:
                 return None
-            found = each.source if isinstance(each, HostByRank) else host_tensor_cache.source(each)
+            found = each.source if isinstance(each, PerRankTensor) else host_tensor_cache.source(each)
             if found is None:
                 return None
             what.append(found.what)
@@ -189,13 +189,13 @@ def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
 
 
 def _by_rank(value: Any) -> Sequence[Any] | None:
-    return value.by_rank if isinstance(value, HostByRank) else per_rank_int.values_of(value)
+    return value.by_rank if isinstance(value, PerRankTensor) else per_rank_int.values_of(value)
 
 
 def _merged(column: list[Any]) -> Any:
     first = next(each for each in column if each is not None) if any(each is not None for each in column) else None
     if isinstance(first, torch.Tensor):
-        return HostByRank(column)
+        return PerRankTensor(column)
     if type(first) is bool:
         return all(each for each in column if each is not None)
     if type(first) is int:

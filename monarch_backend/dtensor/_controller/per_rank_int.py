@@ -36,13 +36,13 @@ def by_rank(values: Sequence[int | None], *, sizes: bool = False) -> int | torch
     {0 4}
     """
     node = _node(tuple(values), sizes)
-    return torch.SymInt(node) if isinstance(node, RankInts) else node.val
+    return torch.SymInt(node) if isinstance(node, PerRankInt) else node.val
 
 
 def values_of(number: Any) -> Values | None:
     """By rank, of what `by_rank` made; None for any other int."""
     node = number.node if isinstance(number, torch.SymInt) else None
-    return node.values if isinstance(node, RankInts) else None
+    return node.values if isinstance(node, PerRankInt) else None
 
 
 INSTEAD = (
@@ -54,7 +54,7 @@ REMEMBERED = 1024
 """So many results of calculations with one of these."""
 
 
-class RankInts:
+class PerRankInt:
     """What torch calls the node of a SymInt. Interned: the same values are the same object."""
 
     __slots__ = ("__weakref__", "_known", "are_sizes", "values")
@@ -77,10 +77,10 @@ class RankInts:
     def maybe_as_int(self) -> None:
         """Not one."""
 
-    def __deepcopy__(self, _memo: Any) -> RankInts:
+    def __deepcopy__(self, _memo: Any) -> PerRankInt:
         return self
 
-    def clone(self) -> RankInts:
+    def clone(self) -> PerRankInt:
         """Nobody changes it."""
         return self
 
@@ -97,14 +97,14 @@ class RankInts:
 
     def _each(self, name: str, other: Any, of: Callable[[int, int], int]) -> Any:
         """The node of ``of(mine, theirs)``, rank by rank."""
-        theirs = other if isinstance(other, RankInts) else _constant(other)
+        theirs = other if isinstance(other, PerRankInt) else _constant(other)
         found = self._known.get((name, theirs))
         if found is None:
             are_sizes = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
             found = self._remember(name, theirs, _node(_zip(self, theirs, of), are_sizes))
         return found
 
-    def _remember(self, name: str, theirs: RankInts | int, found: Any) -> Any:
+    def _remember(self, name: str, theirs: PerRankInt | int, found: Any) -> Any:
         """A loop over all ranks, once. A program that counts asks with ever new numbers: not for ever."""
         if len(self._known) >= REMEMBERED:
             self._known.clear()
@@ -133,9 +133,9 @@ class RankInts:
         """As add."""
         return self._each("mod", other, operator.mod)
 
-    def int_truediv(self, other: Any) -> RankRatio:
+    def int_truediv(self, other: Any) -> PerRankFloat:
         """Of which torch takes the next int."""
-        return RankRatio(self, other)
+        return PerRankFloat(self, other)
 
     def sym_max(self, other: Any) -> Any:
         """As add."""
@@ -153,24 +153,24 @@ class RankInts:
         """The sum of these."""
         total: Any = ConstantIntNode(0)
         for each in others:
-            total = each.add(total) if isinstance(each, RankInts) else total.add(each)
+            total = each.add(total) if isinstance(each, PerRankInt) else total.add(each)
         return total
 
     # Asking -----------------------------------------------------------------------------------------------------
 
     def _agreed(self, sign: str, other: Any, of: Callable[[int, int], bool]) -> Any:
         """The answer that all ranks give; where they don't agree, one that raises RankDependentError when used."""
-        theirs = other if isinstance(other, RankInts) else _constant(other)
+        theirs = other if isinstance(other, PerRankInt) else _constant(other)
         found = self._known.get((sign, theirs))
         if found is None:
             found = self._remember(sign, theirs, self._answer(sign, theirs, of))
         return found
 
-    def _answer(self, sign: str, theirs: RankInts | int, of: Callable[[int, int], bool]) -> Any:
+    def _answer(self, sign: str, theirs: PerRankInt | int, of: Callable[[int, int], bool]) -> Any:
         answers = {bool(each) for each in _zip(self, theirs, of) if each is not None}
         if len(answers) > 1:
             both = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
-            return RankBool(f"{self} {sign} {theirs}", _LONG_WAYS.get(sign) if both else None)
+            return PerRankBool(f"{self} {sign} {theirs}", _LONG_WAYS.get(sign) if both else None)
         return AgreedBool(True in answers)
 
     def eq(self, other: Any) -> Any:
@@ -217,12 +217,12 @@ class RankInts:
         return self.int_()
 
 
-class RankRatio:
+class PerRankFloat:
     """What torch calls the node of a SymFloat: an int that differs by rank, divided. It can be rounded, and no more."""
 
     __slots__ = ("_above", "_below")
 
-    def __init__(self, above: RankInts, below: Any) -> None:
+    def __init__(self, above: PerRankInt, below: Any) -> None:
         self._above, self._below = above, below
 
     def is_float(self) -> bool:
@@ -267,7 +267,7 @@ class RankRatio:
 
 
 class AgreedBool:
-    """As RankBool, where all ranks say the same: torch's own constants go with no answer on which they don't."""
+    """As PerRankBool, where all ranks say the same: torch's own constants go with no answer on which they don't."""
 
     __slots__ = ("value",)
 
@@ -330,7 +330,7 @@ class AgreedBool:
     or_ = sym_or
 
 
-class RankBool:
+class PerRankBool:
     """What torch calls the node of a SymBool: true on some ranks and false on others, so nobody may branch on it.
 
     Where torch itself asks for what is only a hint (is a tensor of no elements contiguous?), it gets what it takes for
@@ -355,7 +355,7 @@ class RankBool:
     def maybe_as_bool(self) -> None:
         """Not one."""
 
-    def clone(self) -> RankBool:
+    def clone(self) -> PerRankBool:
         """Nobody changes it."""
         return self
 
@@ -368,9 +368,9 @@ class RankBool:
         """As torch wants the other side of a combination."""
         return AgreedBool(value)
 
-    def sym_not(self) -> RankBool:
+    def sym_not(self) -> PerRankBool:
         """As undecided as it is."""
-        return RankBool(f"not ({self.what})", None if self.long_way is None else not self.long_way)
+        return PerRankBool(f"not ({self.what})", None if self.long_way is None else not self.long_way)
 
     not_ = sym_not
 
@@ -419,10 +419,10 @@ class RankBool:
 
 
 for _kind in (
-    RankInts,
-    RankRatio,
+    PerRankInt,
+    PerRankFloat,
     AgreedBool,
-    RankBool,
+    PerRankBool,
 ):  # torch's C++ asks for it; inside a class it would hide Python's own
     setattr(_kind, "str", _kind._str)  # noqa: B010  (mypy knows of no such attribute)
 
@@ -442,7 +442,7 @@ def _asked_by_torch() -> bool:
 _LONG_WAYS = {"==": False, "!=": True}
 """What torch itself is answered of sizes that are equal on some ranks only."""
 
-_interned: weakref.WeakValueDictionary[tuple[Values, bool], RankInts] = weakref.WeakValueDictionary()
+_interned: weakref.WeakValueDictionary[tuple[Values, bool], PerRankInt] = weakref.WeakValueDictionary()
 _wrapped = functools.lru_cache(1024)(ConstantIntNode)
 
 
@@ -452,7 +452,7 @@ def _node(values: Values, are_sizes: bool) -> Any:
         present = {each for each in values if each is not None}
         if len(present) <= 1:
             return ConstantIntNode(present.pop() if present else 0)
-        found = _interned[values, are_sizes] = RankInts(values, are_sizes)
+        found = _interned[values, are_sizes] = PerRankInt(values, are_sizes)
     return found
 
 
@@ -460,7 +460,7 @@ def _constant(other: Any) -> int:
     return other if isinstance(other, int) else other.maybe_as_int()
 
 
-def _zip(mine: RankInts, theirs: RankInts | int, of: Callable[[int, int], int]) -> Values:
+def _zip(mine: PerRankInt, theirs: PerRankInt | int, of: Callable[[int, int], int]) -> Values:
     if isinstance(theirs, int):
         return tuple(None if a is None else of(a, theirs) for a in mine.values)
     if len(theirs.values) != len(mine.values):

@@ -22,7 +22,7 @@ from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 from monarch_backend.dtensor._worker.remote_call import RunFailed
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _numbers = itertools.count(1)
 
@@ -74,7 +74,7 @@ def run(mesh: DeviceMesh | ProcMesh, function: Callable[..., Any], /, *args: Any
     return _start(workers, device_mesh_and_api.root_of(mesh), function, args, kwargs)
 
 
-def _start(workers: Workers, mesh: DeviceMesh, function: Callable[..., Any], args: Any, kwargs: Any) -> Run:
+def _start(workers: WorkerSet, mesh: DeviceMesh, function: Callable[..., Any], args: Any, kwargs: Any) -> Run:
     number, held = next(_numbers), Ref(workers, next(workers.ids))
     packer = Packer(workers, mesh)
     body, buffers, meshes = packer.pack((function, args, kwargs))
@@ -101,7 +101,7 @@ def _start(workers: Workers, mesh: DeviceMesh, function: Callable[..., Any], arg
     return done
 
 
-def _settle(workers: Workers, ranks: Sequence[int], number: int, call: Any, done: Run, take: Any) -> None:
+def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, done: Run, take: Any) -> None:
     """All workers go on; then whoever waits."""
     error = call.exception()
     if isinstance(error, ActorError) and isinstance(error.__cause__, RunFailed):

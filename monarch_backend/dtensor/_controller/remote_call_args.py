@@ -25,7 +25,7 @@ from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 from monarch_backend.dtensor._worker import remote_call_args as there
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 
 class Packed(NamedTuple):
@@ -39,7 +39,7 @@ class Packed(NamedTuple):
 class Packer:
     """Of one call: its meshes have numbers, by which results name theirs, too."""
 
-    def __init__(self, workers: Workers, mesh: DeviceMesh) -> None:
+    def __init__(self, workers: WorkerSet, mesh: DeviceMesh) -> None:
         self.workers = workers
         self.meshes: list[DeviceMesh] = []
         self._described: list[Any] = []
@@ -178,4 +178,4 @@ def _part(held: Ref, index: int, meta: Meta) -> RemoteTensor:
     return RemoteTensor(meta, ref)
 
 
-_parts: weakref.WeakKeyDictionary[Workers, dict[int, int]] = weakref.WeakKeyDictionary()
+_parts: weakref.WeakKeyDictionary[WorkerSet, dict[int, int]] = weakref.WeakKeyDictionary()

@@ -16,7 +16,7 @@ from monarch_backend.dtensor._controller import per_rank_int, remote_tensor
 from monarch_backend.dtensor._errors import RemoteTensorError
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
     from monarch_backend.dtensor._rng.shard_origins import Origin
 
 Sizes = tuple[Any, ...]
@@ -46,7 +46,7 @@ class Meta:
         "workers",
     )  # fmt: skip
 
-    workers: Workers
+    workers: WorkerSet
     shape: Sizes
     stride: Sizes
     offset: Any
@@ -79,10 +79,10 @@ class Meta:
         return f"Meta({self.shape}, {self.dtype}, {self.device})"
 
 
-class Metas:
+class MetaCache:
     """All of one set of workers."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: WorkerSet) -> None:
         self._workers = workers
         # Whoever has a tensor of it, or a signature with it, keeps it.
         self._same: weakref.WeakValueDictionary[Any, Meta] = weakref.WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""`Workers`: the processes of one ProcMesh that hold tensors for this controller, and everything that is sent to them.
+"""`WorkerSet`: the processes of one ProcMesh that hold tensors for this controller, and everything that is sent to them.
 
 One for each ProcMesh, made by its first device mesh; slices share it. What torch calls global ranks are numbers of this
 controller's: the ranks of the first Workers, then those of the second, and so on.
@@ -23,7 +23,7 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.command_stream import DEAD, FIRST, MOST, Stream
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
-from monarch_backend.dtensor._controller.tensor_meta import Metas, refuse_sparse
+from monarch_backend.dtensor._controller.tensor_meta import MetaCache, refuse_sparse
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
 from monarch_backend.dtensor._protocol import Define, Graph, Signature, Step
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _serials = itertools.count(1)
 
 
-class Workers:
+class WorkerSet:
     """Where tensors are, for the controller. ``line``: the way there; ``first``: the first one's global rank."""
 
     def __init__(self, name: str, size: int, first: int, device: torch.device, line: Any) -> None:
@@ -42,7 +42,7 @@ class Workers:
         self.meshes: dict[Any, Any] = {}  # that were made of them, by ranks, sizes and names
         self.serial = next(_serials)  # no other in this program has it, ever
         self.line = line
-        self.metas = Metas(self)
+        self.metas = MetaCache(self)
         self.ids = itertools.count(1)
         self.kept: dict[Any, Any] = {}  # what a room knows of these workers, for as long as there are any
         self.stream = Stream(line)
@@ -78,7 +78,7 @@ class Workers:
     def debug(self, wanted: bool) -> None:
         self.sink.debug = wanted
 
-    def __deepcopy__(self, _memo: Any) -> Workers:
+    def __deepcopy__(self, _memo: Any) -> WorkerSet:
         return self  # a copy of a DTensor, or of its mesh, is on the same processes
 
     def __reduce__(self) -> Any:
@@ -361,11 +361,11 @@ def _has_checks(reply: Any) -> bool:
     return isinstance(reply, dict) and "checks" in reply
 
 
-class ActorLine:
+class ActorCommandChannel:
     """The way to the executors in the processes of a mesh: messages to actors."""
 
     def __init__(
-        self, procs: ProcMesh, executors: Any, program: Any, device_type: str, made: dict[str, Workers]
+        self, procs: ProcMesh, executors: Any, program: Any, device_type: str, made: dict[str, WorkerSet]
     ) -> None:
         self.procs, self._executors, self._program, self._device_type = procs, executors, program, device_type
         self._made = made  # in these processes, by the type of their devices
@@ -417,10 +417,10 @@ class ActorLine:
     @functools.cached_property
     def sides(self) -> Any:
         """The actors beside the executors; see worker/_side.py."""
-        from monarch_backend.dtensor._worker import Side
+        from monarch_backend.dtensor._worker import ControlActor
 
         self._executors.initialized.get()  # two threads that import these modules at once would wait for each other
-        return self.procs.spawn("dtensor_side", Side, self._device_type)
+        return self.procs.spawn("dtensor_side", ControlActor, self._device_type)
 
     def sides_of(self, ranks: Sequence[int]) -> Any:
         """Those beside these ranks."""

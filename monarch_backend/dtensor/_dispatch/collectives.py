@@ -23,7 +23,7 @@ from monarch_backend.dtensor._worker import collectives as there
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 KEPT = 1024
 """So many signatures of one set of workers; of more, the older half is forgotten."""
@@ -40,10 +40,10 @@ class _Known(NamedTuple):
     origin: shard_origins.Origin | None
 
 
-_known: dict[Workers, dict[Any, _Known]] = {}
+_known: dict[WorkerSet, dict[Any, _Known]] = {}
 
 
-def forget(workers: Workers) -> None:
+def forget(workers: WorkerSet) -> None:
     """They have ended."""
     _known.pop(workers, None)
 
@@ -103,7 +103,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _signature(
-    workers: Workers, name: str, places: dict[str, Any], writes: list[int], metas: list[Meta], given: dict[str, Any]
+    workers: WorkerSet, name: str, places: dict[str, Any], writes: list[int], metas: list[Meta], given: dict[str, Any]
 ) -> _Known:
     key = (name, repr(places), *metas)
     known = _known.setdefault(workers, {})
@@ -119,7 +119,7 @@ def _signature(
     return found
 
 
-def _define(workers: Workers, target: str, places: dict[str, Any], writes: list[int], metas: list[Meta]) -> list[int]:
+def _define(workers: WorkerSet, target: str, places: dict[str, Any], writes: list[int], metas: list[Meta]) -> list[int]:
     """A rank for which an operand is not there takes part with zeros of its sizes, others on each rank perhaps."""
     by_rank = [[_form(meta.on(rank)) for meta in metas] for rank in range(workers.size)]
     classes = [form for form, _ in itertools.groupby(sorted(by_rank, key=repr)) if None not in form]
@@ -132,7 +132,7 @@ def _form(meta: Meta | None) -> list[Any] | None:
     return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
 
 
-def _forget_half(workers: Workers) -> None:
+def _forget_half(workers: WorkerSet) -> None:
     known = _known[workers]
     for key in list(known)[: len(known) // 2]:
         workers.forget(known.pop(key).numbers)

@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
 from monarch_backend.dtensor._controller import fetch, host_tensor_cache, per_rank_int, remote_tensor
-from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
 from monarch_backend.dtensor._torch_patches import decompositions
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 KEPT = 8192
 """So many signatures of one set of workers; of more, the half that was not used for the longest time is forgotten."""
@@ -41,7 +41,7 @@ special: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 specials: list[Callable[[Any], Callable[[Any, Any, Any], Any] | None]] = []
 """As `special`, for whole kinds of operators."""
 statistics = {"misses": 0}
-_known: dict[Workers, int] = {}
+_known: dict[WorkerSet, int] = {}
 """How many signatures there are of them."""
 
 
@@ -50,14 +50,14 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     return _native.dispatch(func, args, kwargs)
 
 
-def forget(workers: Workers) -> None:
+def forget(workers: WorkerSet) -> None:
     """They have ended: no signature of theirs is used again."""
     for _, plan, key in _entries_of(workers):
         plan.entries.pop(key, None)
     _known.pop(workers, None)
 
 
-def _entries_of(workers: Workers) -> list[tuple[Entry, _native.Plan, Any]]:
+def _entries_of(workers: WorkerSet) -> list[tuple[Entry, _native.Plan, Any]]:
     return [
         (entry, plan, key)
         for plan in list(_plans.values())
@@ -66,7 +66,7 @@ def _entries_of(workers: Workers) -> list[tuple[Entry, _native.Plan, Any]]:
     ]
 
 
-def _forget_half(workers: Workers) -> None:
+def _forget_half(workers: WorkerSet) -> None:
     """What has not been used for the longest time, here and there. Used again, it is found out again."""
     entries = sorted(_entries_of(workers), key=lambda each: each[0].used)
     for entry, plan, key in entries[: len(entries) // 2]:
@@ -106,7 +106,7 @@ heard = _Heard()
 """``note``: who is told, in this thread, of each `call` and of what came of it."""
 
 
-def create(workers: Workers, func: Any, args: Any, kwargs: Any) -> Any:
+def create(workers: WorkerSet, func: Any, args: Any, kwargs: Any) -> Any:
     """The result, on these workers, of an operator that has no tensor among its arguments."""
     return _native.issue(_plan(func), args, kwargs, workers)
 
@@ -165,7 +165,7 @@ def _part(value: Any) -> Any:
     """What stands in the key for an argument of a rare kind."""
     kind = type(value)
     if kind is torch.SymInt:
-        return value.node if isinstance(value.node, per_rank_int.RankInts) else int(value)
+        return value.node if isinstance(value.node, per_rank_int.PerRankInt) else int(value)
     if isinstance(value, torch.Tensor):
         raise _NotPlainError
     if kind is complex:
@@ -194,10 +194,10 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
-            return value if isinstance(value.node, per_rank_int.RankInts) else int(value)
+            return value if isinstance(value.node, per_rank_int.PerRankInt) else int(value)
         if type(value) is RemoteTensor or not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, HostByRank):
+        if isinstance(value, PerRankTensor):
             return value.sent(workers, schema)
         inner = getattr(value, "elem", None)  # of an AsyncCollectiveTensor
         if isinstance(inner, RemoteTensor):
@@ -207,13 +207,13 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
     return plain
 
 
-def _missing(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: Workers | None) -> Entry:
+def _missing(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerSet | None) -> Entry:
     """The entry for a signature that is not known yet."""
     with op_signatures.one_at_a_time:
         return plan.entries.get(key) or _make(plan, key, args, kwargs, workers)
 
 
-def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: Workers | None) -> Entry:
+def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerSet | None) -> Entry:
     statistics["misses"] += 1
     kwargs = kwargs or {}
     if workers is None:
@@ -255,9 +255,9 @@ def _one_by_one(target: Target, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _workers_of(plan: _native.Plan, args: Any, kwargs: Any) -> Workers:
+def _workers_of(plan: _native.Plan, args: Any, kwargs: Any) -> WorkerSet:
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
-    workers: Workers = tensors[0]._meta.workers
+    workers: WorkerSet = tensors[0]._meta.workers
     for each in tensors:
         if each._meta.workers is not workers:
             raise op_signatures.other_workers(plan.target.name, workers, each._meta.workers)

@@ -27,7 +27,7 @@ from monarch_backend.dtensor._rng import shard_origins
 from monarch_backend.dtensor._torch_patches import tracing_state
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
     from monarch_backend.dtensor._rng.shard_origins import Origin
 
 
@@ -83,13 +83,13 @@ def with_numbers(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     )
 
 
-def make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
+def make(workers: WorkerSet, target: Target, args: Any, kwargs: Any) -> Entry:
     """A new signature, defined on the workers."""
     with one_at_a_time:
         return _make(workers, target, args, kwargs)
 
 
-def _make(workers: Workers, target: Target, args: Any, kwargs: Any) -> Entry:
+def _make(workers: WorkerSet, target: Target, args: Any, kwargs: Any) -> Entry:
     flat, spec = pytree.tree_flatten((args, kwargs))
     classes = _classes(workers, flat)
     if target.name.startswith(_protocol.COLLECTIVES):
@@ -179,7 +179,7 @@ class Operand:
         self.meta = meta
 
 
-def other_workers(what: str, one: Workers, other: Workers) -> MeshMismatchError:
+def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchError:
     """For who has to do with tensors of both."""
     return MeshMismatchError(
         f"{what} got a tensor of {one.name} and one of {other.name}: move one of them first: "
@@ -187,7 +187,7 @@ def other_workers(what: str, one: Workers, other: Workers) -> MeshMismatchError:
     )
 
 
-def _classes(workers: Workers, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+def _classes(workers: WorkerSet, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
     """For each rank its class, -1 for who takes no part, and the first rank of each class; None if all are alike."""
     varied: list[Sequence[int | None]] = []
     for each in flat:
@@ -238,7 +238,7 @@ def _without(
     return [which if which < 0 else kept.index(which) for which in of_rank], members
 
 
-def _combine(workers: Workers, entries: list[Entry], of_rank: list[int]) -> Entry:
+def _combine(workers: WorkerSet, entries: list[Entry], of_rank: list[int]) -> Entry:
     first = entries[0]
     if len({len(each.outs) for each in entries}) > 1:
         raise RemoteTensorError(
@@ -285,7 +285,7 @@ Place = tuple[int, str, int]
 
 
 def _make_same(
-    workers: Workers, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
+    workers: WorkerSet, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
 ) -> tuple[Entry, dict[Place, Origin | None]]:
     """For ranks that are all alike. Also returns the origins of the arguments that are changed.
 
@@ -480,7 +480,7 @@ def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> lis
     return found
 
 
-def propagate_there(workers: Workers, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def propagate_there(workers: WorkerSet, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """As propagate, of fake tensors on the workers' device, where the results are, too."""
     metas = workers.metas
     result, device = _propagated(workers, call, args, kwargs)
@@ -489,7 +489,9 @@ def propagate_there(workers: Workers, call: Callable[..., Any], args: Any, kwarg
     return pytree.tree_map_only(torch.Tensor, lambda each: fake_of(metas.like(each, device)), result)
 
 
-def _propagated(workers: Workers, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, torch.device | None]:
+def _propagated(
+    workers: WorkerSet, call: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, torch.device | None]:
     """What it returns on fake tensors, and where that is, if not where it says."""
     try:
         return propagate(call, args, kwargs), None
@@ -514,7 +516,7 @@ def _meta_of(value: Any) -> Meta | None:
 
 
 def _origins_of(
-    workers: Workers, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
+    workers: WorkerSet, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
 ) -> shard_origins.OfResult:
     """Return what finds the origin of a result, or of what is changed."""
     if target.name.startswith(_protocol.COLLECTIVES):
@@ -533,7 +535,7 @@ def _origins_of(
 
 
 def _shape_results(
-    workers: Workers, entry: Entry, result: Any, device: torch.device | None, origin: shard_origins.OfResult
+    workers: WorkerSet, entry: Entry, result: Any, device: torch.device | None, origin: shard_origins.OfResult
 ) -> None:
     """``device``: where the results are, if that is not where they say."""
 

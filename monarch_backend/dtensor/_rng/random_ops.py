@@ -32,14 +32,14 @@ from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch, local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._rng import cpu_generator, philox, shard_origins, traced_random_op
-from monarch_backend.dtensor._rng.traced_random_op import Draw
+from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._torch_patches import tracing_state
 from monarch_backend.dtensor._worker import random_ops as _worker
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from monarch_backend.dtensor._controller.worker_set import Workers
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
     from monarch_backend.dtensor._rng.shard_origins import Origin
 
 _aten = torch.ops.aten
@@ -54,7 +54,7 @@ Handler = Callable[[Any, Any, Any], Any]
 class _Step:
     """How the generators of some workers keep step with the controller's."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: WorkerSet) -> None:
         self.workers = workers
         self.fills: dict[Any, _Fill] = {}
         places = [[_protocol.Tag.OPERAND, 0, 1], [_protocol.Tag.DEVICE, workers.device.type]]
@@ -111,7 +111,7 @@ def _step_of(local: RemoteTensor) -> _Step:
     return _step_of_workers(local._meta.workers)
 
 
-def _step_of_workers(workers: Workers) -> _Step:
+def _step_of_workers(workers: WorkerSet) -> _Step:
     step: _Step | None = workers.kept.get("random")
     if step is None:
         step = workers.kept["random"] = _Step(workers)
@@ -123,7 +123,7 @@ def _local(tensor: Any) -> RemoteTensor:
     return tensor if type(tensor) is RemoteTensor else tensor._local_tensor
 
 
-def _workers(tensor: Any) -> Workers:
+def _workers(tensor: Any) -> WorkerSet:
     local = _local(tensor)
     if type(local) is RemoteTensor:
         return local._meta.workers
@@ -132,7 +132,7 @@ def _workers(tensor: Any) -> Workers:
     return workers_of(tensor.device_mesh)  # type: ignore[return-value]
 
 
-def _on_cpu(workers: Workers) -> bool:
+def _on_cpu(workers: WorkerSet) -> bool:
     """Whether the workers' CPUs draw: XLA's own numbers would be others, and nobody knows how far its generator is."""
     return workers.device.type in _worker.DRAWN_ON_THE_CPU
 
@@ -142,7 +142,7 @@ def _members(local: RemoteTensor) -> Members:
     return tuple(each >= 0 for each in of_rank) if -1 in of_rank else None
 
 
-def _generator_of(workers: Workers, kwargs: dict[str, Any]) -> Generator:
+def _generator_of(workers: WorkerSet, kwargs: dict[str, Any]) -> Generator:
     """Takes the argument out. Raises RemoteTensorError for the generator of another device than the numbers'."""
     found = kwargs.pop("generator", None)
     if found is None:
@@ -195,7 +195,7 @@ class _Fill:
                 return [_protocol.Tag.OPERAND, len(floats) - 1, 1]
             return _protocol.place(value, lambda _: None, lambda _: None)
 
-        draw = Draw(
+        draw = TracedRandomOp(
             func, tuple(whole.shape), tuple(whole.stride), whole.dtype, shards.cuts, shards.keeps, args, tensor is local
         )
         places = [[_protocol.Tag.OPERAND, 0], *_places(workers, draw, place)]
@@ -205,7 +205,7 @@ class _Fill:
         self.number = number
 
 
-def _places(workers: Workers, draw: Draw, place: Callable[[Any], Any]) -> list[Any]:
+def _places(workers: WorkerSet, draw: TracedRandomOp, place: Callable[[Any], Any]) -> list[Any]:
     """The arguments of `worker/_random.py`'s functions that draw."""
     return [
         str(draw.func), *map(place, (draw.shape, draw.stride, draw.dtype)),
@@ -289,7 +289,9 @@ def _fill_in_a_trace(func: Any, tensor: Any, args: tuple[Any, ...], generator: G
         shards = _shards(tensor._spec)
     if shards is None:
         return tensor.copy_(_fill_in_a_trace(func, local_results.everywhere(torch.empty_like(tensor)), args, generator))
-    draw = Draw(func, tuple(whole.shape), tuple(whole.stride), whole.dtype, shards.cuts, shards.keeps, args, False)
+    draw = TracedRandomOp(
+        func, tuple(whole.shape), tuple(whole.stride), whole.dtype, shards.cuts, shards.keeps, args, False
+    )
     tensor._local_tensor.copy_(traced_random_op.draw(tensor._local_tensor, draw))
     return tensor
 
@@ -308,10 +310,10 @@ def is_bernoulli_on_a_cpu(func: Any, args: Any, kwargs: Any) -> bool:
     return known and p.dtype in (torch.float32, torch.float64) and p.is_contiguous() and not _is_partial(p)
 
 
-class Draws:
+class RandomOps:
     """What a captured step draws at each call. ``members``: as `_Fill`'s, the ranks that do."""
 
-    def __init__(self, workers: Workers, draws: list[Draw], members: Members = None) -> None:
+    def __init__(self, workers: WorkerSet, draws: list[TracedRandomOp], members: Members = None) -> None:
         self.members = members
         self._step, self._draws = _step_of_workers(workers), draws
         self._on_cpu = _on_cpu(workers)
@@ -336,7 +338,7 @@ class Draws:
             self._step.left(cpu_generator.state_of(generator), self.members)
 
 
-def check_streams(workers: Workers) -> None:
+def check_streams(workers: WorkerSet) -> None:
     """Raises RemoteTensorError where a captured step can't draw numbers of plain tensors."""
     if _step_of_workers(workers).streams is not None:
         raise RemoteTensorError(
@@ -345,16 +347,16 @@ def check_streams(workers: Workers) -> None:
         )
 
 
-def _filling(draw: Draw, generator: Generator) -> Callable[[torch.Tensor], object]:
+def _filling(draw: TracedRandomOp, generator: Generator) -> Callable[[torch.Tensor], object]:
     return lambda part: draw.func(part, *draw.args, generator=generator)
 
 
-def places(workers: Workers, draw: Draw) -> list[Any]:
+def places(workers: WorkerSet, draw: TracedRandomOp) -> list[Any]:
     """Of `worker/_random.py`'s ``drawn``, in the definition of a graph."""
     return _places(workers, draw, lambda value: _protocol.place(value, lambda _: None, lambda _: None))
 
 
-def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) -> Draw:
+def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) -> TracedRandomOp:
     """Which elements a dropout keeps of a plain tensor; of one that is a shard of another, that one's.
 
     Raises RemoteTensorError where it is not known which elements of the other it has.
@@ -365,7 +367,7 @@ def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) ->
         spec = origin.whole.spec(torch.bool)  # type: ignore[union-attr]
         mask = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, device="meta"))
         shape, stride, shards = mask.shape, mask.stride(), _shards(spec)  # type: ignore[assignment]
-    return Draw(
+    return TracedRandomOp(
         _aten.bernoulli_.float, tuple(shape), tuple(stride), torch.bool, shards.cuts, shards.keeps, (1.0 - p,), True
     )
 

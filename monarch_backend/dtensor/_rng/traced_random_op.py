@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Draw(NamedTuple):
+class TracedRandomOp(NamedTuple):
     """``func`` of a whole tensor of this shape, strides and dtype, with these arguments; no ``cuts``: kept whole.
 
     ``cuts``, ``keeps``: as `_random.Shards`. ``is_plain``: of a tensor that is no DTensor's.
@@ -27,17 +27,17 @@ class Draw(NamedTuple):
     is_plain: bool
 
 
-_draws: list[Draw] = []
+_draws: list[TracedRandomOp] = []
 
 
-def draw(like: torch.Tensor, what: Draw) -> torch.Tensor:
+def draw(like: torch.Tensor, what: TracedRandomOp) -> torch.Tensor:
     """What it draws, in a trace; ``like``: of its shape and dtype on each rank. TypeError: its sizes are symbols."""
     hash((what.shape, what.stride))
     _draws.append(what)
     return torch.ops.monarch_backend.draw(like, len(_draws) - 1)  # type: ignore[no-any-return]
 
 
-def drawn(number: int) -> Draw:
+def drawn(number: int) -> TracedRandomOp:
     """That of this number."""
     return _draws[number]
 

@@ -44,9 +44,9 @@ from torch.utils._mode_utils import no_dispatch
 from monarch_backend import _native
 from monarch_backend.dtensor._compile import per_rank_op, rank_classes
 from monarch_backend.dtensor._controller import controller_process_group, fetch, per_rank_host_tensor, per_rank_int
-from monarch_backend.dtensor._controller.per_rank_host_tensor import HostByRank
+from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
-from monarch_backend.dtensor._controller.worker_set import Workers
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._dispatch import global_shape as _global_shape
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
@@ -66,13 +66,13 @@ _aten = torch.ops.aten
 
 Replacement = Callable[..., Any]
 
-REPLACED: list[tuple[Any, str, Callable[[Any], Replacement]]] = []
+PATCHES: list[tuple[Any, str, Callable[[Any], Replacement]]] = []
 """Where, which name, and what makes the replacement from torch's own."""
 
 
 def _replaces(where: Any, *names: str) -> Callable[[Callable[[Any], Replacement]], Callable[[Any], Replacement]]:
     def note(make: Callable[[Any], Replacement]) -> Callable[[Any], Replacement]:
-        REPLACED.extend((where, name, make) for name in names)
+        PATCHES.extend((where, name, make) for name in names)
         return make
 
     return note
@@ -89,13 +89,13 @@ def install() -> None:
     _installed = True
     from monarch_backend.dtensor._torch_patches import per_rank_int_operands, sharding_fixes  # which need this module
 
-    for replaced in REPLACED:
+    for replaced in PATCHES:
         put_in_place(*replaced)
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _item
     handlers[torch.ops.aten.is_nonzero.default] = lambda func, args, kwargs: bool(_item(func, args, kwargs))
     handlers[torch.ops.aten.equal.default] = _equal
-    for diverted in DIVERTED:
+    for diverted in CODE_SWAPS:
         _divert(*diverted)
     handlers.update({func: _random_operation(handle) for func, handle in random_ops.handlers.items()})
     for operator, ours in {**convolution.HANDLERS, **grad_scaler.HANDLERS}.items():
@@ -148,7 +148,7 @@ def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
 # Meshes ---------------------------------------------------------------------------------------------------------
 
 
-def workers_of(mesh: Any) -> Workers | None:
+def workers_of(mesh: Any) -> WorkerSet | None:
     """Those that a mesh is made of; None if it is no controller's."""
     found = mesh.__dict__.get("_monarch_workers", False)
     if found is False:
@@ -161,7 +161,7 @@ def slices_of(mesh: Any) -> int:
     return len(mesh._layout.remap_to_tensor(mesh._rank_map))
 
 
-def coordinate(mesh: Any, workers: Workers) -> list[Any]:
+def coordinate(mesh: Any, workers: WorkerSet) -> list[Any]:
     """By mesh dimension the coordinate of each rank; in a mesh that was sliced, in that rank's own slice.
 
     In a trace, of the ranks that it stands for.
@@ -170,7 +170,7 @@ def coordinate(mesh: Any, workers: Workers) -> list[Any]:
     return [rank_classes.seen(each, workers) for each in found] if rank_classes.is_tracing() else found
 
 
-def _coordinates(mesh: Any, workers: Workers) -> list[Any]:
+def _coordinates(mesh: Any, workers: WorkerSet) -> list[Any]:
     found = mesh.__dict__.get("_monarch_coordinate")
     if found is None:
         places: list[list[int | None]] = [[None] * workers.size for _ in range(mesh.ndim)]
@@ -390,7 +390,7 @@ def _for_each_rank(own: Any) -> Replacement:
             return per_rank_op.call(func, args, kwargs) if differs else func(*args, **kwargs)
         if any(isinstance(each, RemoteTensor) for each in flat):
             return dispatch.call(func, f"{func.__module__}:{func.__qualname__}", args, kwargs)
-        if any(isinstance(each, HostByRank) or per_rank_int.values_of(each) is not None for each in flat):
+        if any(isinstance(each, PerRankTensor) or per_rank_int.values_of(each) is not None for each in flat):
             return per_rank_host_tensor.run(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -559,7 +559,7 @@ def _distribute_module(own: Any) -> Replacement:
     return distribute_module
 
 
-def _check_workers(what: str, tensor: RemoteTensor, workers: Workers) -> None:
+def _check_workers(what: str, tensor: RemoteTensor, workers: WorkerSet) -> None:
     if tensor._meta.workers is not workers:
         raise MeshMismatchError(
             f"{what} of a tensor of {tensor._meta.workers.name} on a mesh of {workers.name}: make it on its own mesh, "
@@ -616,7 +616,7 @@ def _from_local(own: Any) -> Replacement:
             return own(local, device_mesh, placements, **options)
         if isinstance(local, DTensor):
             raise RemoteTensorError(_NO_PLAIN_TENSOR)
-        if isinstance(local, HostByRank):
+        if isinstance(local, PerRankTensor):
             local = local.sent(workers).requires_grad_(local.requires_grad)
         elif isinstance(local, RemoteTensor):
             _check_workers("DTensor.from_local()", local, workers)
@@ -1276,7 +1276,7 @@ def _on_each_rank(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-DIVERTED = [
+CODE_SWAPS = [
     (api.distribute_tensor, _distribute),
     (api.distribute_module, _distribute_module),
     (c10d.get_rank, _rank_in),

@@ -24,7 +24,7 @@ from monarch_backend.dtensor._controller.device_module import Event, Stream
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._torch_patches.device_mesh_and_api import (
-    DIVERTED,
+    CODE_SWAPS,
     Replacement,
     _is_remote,
     _replaces,
@@ -133,7 +133,7 @@ def _factory(operator: Any, device_type: str) -> Any:
 
 
 # Who calls it has it from here: torch's own is behind a decorator, whose function all others share.
-DIVERTED.append((inspect.unwrap(_foreach_utils._group_tensors_by_device_and_dtype), grouped_by_device))
+CODE_SWAPS.append((inspect.unwrap(_foreach_utils._group_tensors_by_device_and_dtype), grouped_by_device))
 
 
 # Streams, events, the device ------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    for replaced in REPLACED:
+    for replaced in PATCHES:
         device_mesh_and_api.put_in_place(*replaced)
     _leave_alone()
     _have_nothing_captured()
@@ -287,8 +287,8 @@ def _leave_alone() -> None:
                 function = getattr(function, "__wrapped__", None)
 
 
-REPLACED: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = []
-"""As `device_mesh_and_api.REPLACED`."""
+PATCHES: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = []
+"""As `device_mesh_and_api.PATCHES`."""
 
 
 def break_graph(what: str, error: Exception) -> NoReturn:
@@ -706,7 +706,7 @@ def _is_of_workers(value: Any) -> bool:
     )
 
 
-REPLACED += [
+PATCHES += [
     (torch._TorchCompileInductorWrapper, "__call__", _on_workers),
     (MetaConverter, "_backward_error", _with_history),
     (builder, "_automatic_dynamic", _static),

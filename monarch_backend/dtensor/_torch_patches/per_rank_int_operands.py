@@ -89,7 +89,7 @@ def _stand_in(tensor: Any, number: Any) -> None:
 
 def _differs(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and isinstance(
-        value.node, (per_rank_int.RankInts, per_rank_int.RankRatio, per_rank_int.RankBool)
+        value.node, (per_rank_int.PerRankInt, per_rank_int.PerRankFloat, per_rank_int.PerRankBool)
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import distributed as data_parallel
 
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import DIVERTED, Replacement, _is_remote, _replaces
+from monarch_backend.dtensor._torch_patches.device_mesh_and_api import CODE_SWAPS, Replacement, _is_remote, _replaces
 
 
 @_replaces(state_dicts, "_broadcast_state_dict")
@@ -114,4 +114,4 @@ def _drawn_once(own: Any) -> Replacement:
     return stand_in
 
 
-DIVERTED.append((visualize_sharding, _drawn_once))
+CODE_SWAPS.append((visualize_sharding, _drawn_once))

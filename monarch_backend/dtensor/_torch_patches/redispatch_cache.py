@@ -3,7 +3,7 @@
 That is a view (its sizes are a shard's), and whatever is gathered first: ``x[0]``, ``torch.cat``, a product. C++ knows
 the sharding, and has Python take the arguments apart, compare each spec with the one that is wanted, redistribute, and
 put them together again, in 14 us besides the operations. What is to be done with which argument is kept here with the
-sharding, `Way`, and done.
+sharding, `RedispatchPlan`, and done.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from monarch_backend.dtensor._torch_patches import view_writeback
 from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
 
 _ADDED = "_monarch_way"
-"""On an OutputSharding: its `Way`; None where it has none."""
+"""On an OutputSharding: its `RedispatchPlan`; None where it has none."""
 _number_of_modes = torch._C._len_torch_dispatch_stack
 _is_excluded, _VIEWS = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.ADInplaceOrView
 _explicit: Any = ExplicitRedistributionContext._local
 
 
-class NotThisWayError(Exception):
+class NotCacheableError(Exception):
     """Torch's own does it."""
 
 
@@ -52,7 +52,7 @@ class OpInfo:
         return found
 
 
-class Way(NamedTuple):
+class RedispatchPlan(NamedTuple):
     """``call``: the operator that is done. ``wanted``: for each argument, a list's tensors one by one, the spec or the
     value that it is to have; ``has_values``: values, too. ``parts``: how many of them each list has, None of what is
     one. ``rows``: the placements of what is gathered for a view; ``last``: by place, the spec that was last there, and
@@ -67,9 +67,9 @@ class Way(NamedTuple):
     last: dict[int, tuple[Any, bool]]
 
     def results(self, args: Any, kwargs: Any) -> Any:
-        """Of this operation on remote tensors. Raises NotThisWayError where an argument is something else."""
+        """Of this operation on remote tensors. Raises NotCacheableError where an argument is something else."""
         if len(args) != len(self.parts) or (kwargs and _has_tensors(kwargs)):
-            raise NotThisWayError
+            raise NotCacheableError
         at, local = 0, []
         for each, parts in zip(args, self.parts, strict=True):
             if parts is None:
@@ -77,7 +77,7 @@ class Way(NamedTuple):
                 at += 1
                 continue
             if type(each) is not list or len(each) != parts:
-                raise NotThisWayError
+                raise NotCacheableError
             local.append([self._local(part, at + i) for i, part in enumerate(each)])
             at += parts
         local.extend(self.wanted[at:])
@@ -88,7 +88,7 @@ class Way(NamedTuple):
     def _local(self, value: Any, at: int) -> Any:
         if isinstance(value, torch.Tensor):
             if type(value) is not DTensor or type(value._local_tensor) is not RemoteTensor:
-                raise NotThisWayError
+                raise NotCacheableError
             return self._placed(value._local_tensor, value._spec, at)
         return self.wanted[at] if self.has_values else value
 
@@ -100,11 +100,11 @@ class Way(NamedTuple):
         if last[1]:
             return local
         if getattr(_explicit, "_active", None) is not None:  # which torch asks whether this may be
-            raise NotThisWayError
+            raise NotCacheableError
         return op_dispatch.redistribute_local_tensor(local, spec, wanted)
 
 
-def _way(dispatcher: Any, op_call: Any, args: Any, kwargs: Any, info: Any) -> Way | None:
+def _way(dispatcher: Any, op_call: Any, args: Any, kwargs: Any, info: Any) -> RedispatchPlan | None:
     """None: torch's own does it, each time."""
     sharding = info.output_sharding
     schema = sharding.redistribute_schema
@@ -125,7 +125,7 @@ def _way(dispatcher: Any, op_call: Any, args: Any, kwargs: Any, info: Any) -> Wa
     for each, target in zip(leaves, wanted, strict=False):
         if isinstance(each, torch.Tensor) is not isinstance(target, DTensorSpec):
             return None
-    return Way(schema.op, wanted, has_values, parts, _rows(op_call, args, schema), {})
+    return RedispatchPlan(schema.op, wanted, has_values, parts, _rows(op_call, args, schema), {})
 
 
 def _has_tensors(kwargs: Any) -> bool:
@@ -154,14 +154,14 @@ def _again(own: Any) -> Replacement:
         if type(op_info) is not OpInfo:
             return own(self, op_call, args, op_info)
         sharding = op_info.output_sharding
-        way = sharding.__dict__.get(_ADDED, NotThisWayError)
-        if way is NotThisWayError:
+        way = sharding.__dict__.get(_ADDED, NotCacheableError)
+        if way is NotCacheableError:
             way = sharding.__dict__[_ADDED] = _way(self, op_call, args, op_info.kwargs, op_info.torchs())
         if way is None or op_dispatch.get_active_debug_mode() is not None:
             return own(self, op_call, args, op_info.torchs())
         try:
             results = way.results(args, op_info.kwargs)
-        except NotThisWayError:
+        except NotCacheableError:
             return own(self, op_call, args, op_info.torchs())
         if way.rows is not None:
             view_writeback.note(

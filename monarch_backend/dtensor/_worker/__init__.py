@@ -3,7 +3,7 @@
 from monarch_backend.dtensor._worker import (
     mesh_transfer as mesh_transfer,  # now: later the executor's thread and the side's would at once
 )
-from monarch_backend.dtensor._worker.control_actor import Side
+from monarch_backend.dtensor._worker.control_actor import ControlActor
 from monarch_backend.dtensor._worker.executor import Executor
 
-__all__ = ["Executor", "Side"]
+__all__ = ["ControlActor", "Executor"]

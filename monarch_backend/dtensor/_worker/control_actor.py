@@ -1,6 +1,6 @@
-"""`Side`: the actor beside the executor, which hears what can't wait until the executor has time for it.
+"""`ControlActor`: the actor beside the executor, which hears what can't wait until the executor has time for it.
 
-`Board` is where it leaves that for the executor: how a run ended elsewhere, and what other workers have sent. No tensor
+`ControlInbox` is where it leaves that for the executor: how a run ended elsewhere, and what other workers have sent. No tensor
 and no operation here.
 """
 
@@ -27,7 +27,7 @@ class Ended(RuntimeError):
     """A run ended on another rank before it began here."""
 
 
-class Board:
+class ControlInbox:
     """What a process has heard and its executor has not taken yet."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def _release(kept: Callable[[], object]) -> None:
         log.warning("the copy of a tensor that could not be moved is kept: %s", error)
 
 
-boards: defaultdict[str, Board] = defaultdict(Board)
+boards: defaultdict[str, ControlInbox] = defaultdict(ControlInbox)
 """Of this process, by the type of the executor's device."""
 
 
@@ -174,7 +174,7 @@ meetings = Meetings()
 """Of this process, whatever device its executors are for."""
 
 
-class Side(Actor):
+class ControlActor(Actor):
     """One for each executor."""
 
     def __init__(self, device_type: str) -> None:
@@ -182,25 +182,25 @@ class Side(Actor):
 
     @endpoint
     def say(self, run: int, verdict: str, why: str) -> None:
-        """See `Board.say`."""
+        """See `ControlInbox.say`."""
         self._board.say(run, verdict, why)
 
     @endpoint
     def deliver(self, parcel: int, sender: int, content: Any) -> None:
-        """See `Board.deliver`."""
+        """See `ControlInbox.deliver`."""
         self._board.deliver(parcel, sender, content)
 
     @endpoint
     def refuse(self, parcel: int, why: str) -> None:
-        """See `Board.refuse`."""
+        """See `ControlInbox.refuse`."""
         self._board.refuse(parcel, why)
 
     @endpoint
     def let_go(self, parcel: int) -> None:
-        """See `Board.let_go`."""
+        """See `ControlInbox.let_go`."""
         self._board.let_go(parcel)
 
     @endpoint
     def forget(self, parcel: int, why: str) -> None:
-        """See `Board.forget`."""
+        """See `ControlInbox.forget`."""
         self._board.forget(parcel, why)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend import _native
 from monarch_backend.actor import Actor, current_rank, endpoint
 from monarch_backend.dtensor import _protocol
-from monarch_backend.dtensor._protocol import Define, Graph, Held, Signature
+from monarch_backend.dtensor._protocol import Define, Graph, RemoteRef, Signature
 from monarch_backend.dtensor._torch_patches import c10d_registry
 from monarch_backend.dtensor._worker import attention, failures, graph_executor, op_functions, random_ops, remote_call
 from monarch_backend.dtensor._worker import storage as storage_module
@@ -130,13 +130,13 @@ class Executor(Actor):
         return self._failures.beside(self._measure(name, args, kwargs, numbers))
 
     def _measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
-        held = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Held)]
+        held = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteRef)]
         failed = next((found for each in held if isinstance(found := self._settled(each.id), Failure)), None)
         if failed is not None:
             return self.told(failed)
         if any(each.id not in self._tensors for each in held):
             return None
-        args, kwargs = pytree.tree_map(lambda v: self._tensors[v.id] if isinstance(v, Held) else v, (args, kwargs))
+        args, kwargs = pytree.tree_map(lambda v: self._tensors[v.id] if isinstance(v, RemoteRef) else v, (args, kwargs))
         self._sync()
         try:
             result = op_functions.find(name)(*args, **kwargs)

@@ -12,7 +12,7 @@ from monarch_backend.process_group._xla import graph_hash_workaround
 from monarch_backend.rdma import ShardedState
 
 
-class Desk(NamedTuple):
+class TransferBuffers(NamedTuple):
     """Who takes part in a transfer: ranks, and the `Side` of each."""
 
     parcel: int
@@ -22,7 +22,7 @@ class Desk(NamedTuple):
     target: Any
 
 
-def offer(x: DTensor, desk: Desk) -> None:
+def offer(x: DTensor, desk: TransferBuffers) -> None:
     """On the source: tell the readers where a copy of this rank's part is, and keep it until all have read."""
     rank = dist.get_rank()  # of all; that of this call may count those of a slice
     if rank not in desk.senders:
@@ -33,7 +33,7 @@ def offer(x: DTensor, desk: Desk) -> None:
     desk.target.deliver.broadcast(desk.parcel, rank, part)
 
 
-def fill(frame: DTensor, desk: Desk) -> DTensor:
+def fill(frame: DTensor, desk: TransferBuffers) -> DTensor:
     """On the target: read this rank's part. What is left of the copies when the last has read is let go."""
     try:
         parts = boards[frame.device_mesh.device_type].take(desk.parcel, len(desk.senders))

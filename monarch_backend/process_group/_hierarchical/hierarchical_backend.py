@@ -39,10 +39,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from monarch_backend.process_group import _c10d_internals
-from monarch_backend.process_group._hierarchical.inter_host import Between, Call, Cause, Fault, Posted
+from monarch_backend.process_group._hierarchical.inter_host import (
+    Cause,
+    CollectiveCall,
+    GroupFailure,
+    InterHostComm,
+    Posted,
+)
 from monarch_backend.process_group._hierarchical.reduction import combine, op_on_host
-from monarch_backend.process_group._hierarchical.work_queue import InTurn
-from monarch_backend.process_group._rdma.p2p import Far
+from monarch_backend.process_group._hierarchical.work_queue import OperationQueue
+from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm import shm_backend
 from monarch_backend.process_group._shm.shm_backend import SharedMemory, ShmWork
 
@@ -73,14 +79,14 @@ class Hierarchy(SharedMemory):
         timeout: Callable[[], timedelta],
         hosts: Sequence[Sequence[int]],
         gloo: Any,
-        far: Far | None,
+        far: RdmaP2P | None,
         store: Store,
     ) -> None:
-        self._turns = InTurn(f"monarch_hosts_{rank}")
+        self._turns = OperationQueue(f"monarch_hosts_{rank}")
         super().__init__(self._turns, None, members, rank, timeout)
         self._memory = memory
         self._hosts = [tuple(host) for host in hosts]
-        self._between = Between(gloo, far, store, rank, self._hosts, self._break)
+        self._between = InterHostComm(gloo, far, store, rank, self._hosts, self._break)
         self._host = next(h for h, host in enumerate(self._hosts) if rank in host)
         self._here = self._hosts[self._host]
         self._place = self._here.index(rank)
@@ -113,7 +119,7 @@ class Hierarchy(SharedMemory):
         self._turns.sequence += 1
         text = _describe(collective, piece, op, root)
         op_here, seconds = op_on_host(op, piece.dtype), self._seconds(opts)
-        call = Call(collective, text, self._turns.sequence, op, op_here, root, list(ins), list(outs), seconds)
+        call = CollectiveCall(collective, text, self._turns.sequence, op, op_here, root, list(ins), list(outs), seconds)
         work = ShmWork(self, outputs, finish)
         if getattr(opts, "asyncOp", True):
             work._lock, work._keep = threading.RLock(), (ins, outs)
@@ -128,9 +134,9 @@ class Hierarchy(SharedMemory):
             work._end()
         return work
 
-    def _carry_out(self, call: Call) -> None:
+    def _carry_out(self, call: CollectiveCall) -> None:
         if self._cause is not None:
-            raise Fault(*self._cause, witness=False)
+            raise GroupFailure(*self._cause, witness=False)
         try:
             # Whatever mode the caller is in: scratch memory serves later operations, too.
             with torch.inference_mode(False), self._between.watched(call):
@@ -138,30 +144,30 @@ class Hierarchy(SharedMemory):
                 call.ins, call.outs = [_memory(t) for t in call.ins], [_memory(t) for t in call.outs]
                 self._agree(call)
                 _STAGES[call.what](self, call)
-        except Fault as fault:
+        except GroupFailure as fault:
             raise self._break(fault) from None
         except BaseException as error:  # a bug, no memory, an interrupt: the others must not wait for us
-            self._break(Fault("dead", self._rank, f"failed in {call.text}: {error!r}", witness=True))
+            self._break(GroupFailure("dead", self._rank, f"failed in {call.text}: {error!r}", witness=True))
             raise
 
     def error(self, fault: Any) -> Exception:
         """What to raise for what ended an operation."""
-        if isinstance(fault, Fault):
+        if isinstance(fault, GroupFailure):
             return super().error(fault.cause)
         return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
 
-    def _break(self, fault: Fault) -> Fault:
+    def _break(self, fault: GroupFailure) -> GroupFailure:
         """End the group for all ranks; what all of them give as the cause."""
         with self._breaking:
             if self._cause is None:
                 self._cause = self._between.first_cause(fault)
                 self._disconnect()
-        return Fault(*self._cause, witness=False)
+        return GroupFailure(*self._cause, witness=False)
 
     def _leave(self, text: str) -> None:
         """Make this rank's leaving the cause of the group's end, on all hosts."""
         self._cause = ("closed", self._rank, "closed the group")
-        self._between.first_cause(Fault("left", self._rank, text, witness=True))
+        self._between.first_cause(GroupFailure("left", self._rank, text, witness=True))
 
     def _disconnect(self) -> None:
         """Fail the ranks that wait for us: on this host by an operation nobody expects, elsewhere by closing links."""
@@ -198,7 +204,7 @@ class Hierarchy(SharedMemory):
 
     # Inside the host -------------------------------------------------------------------------------------------
 
-    def _agree(self, call: Call) -> None:
+    def _agree(self, call: CollectiveCall) -> None:
         """Wait until every rank of this host has called the operation, and see that they called the same."""
         if len(self._here) == 1:
             return
@@ -211,11 +217,11 @@ class Hierarchy(SharedMemory):
             calls = (bytes(other.tolist()).rstrip(b"\0").decode(errors="replace")[:-10] for other in theirs)
             told = "; ".join(f"rank {rank} called {text}" for rank, text in zip(self._here, calls, strict=True))
             text = f"the ranks disagree about operation {call.number} of the group, which ends it: {told}"
-            raise Fault("mismatch", -1, text, witness=True)
+            raise GroupFailure("mismatch", -1, text, witness=True)
 
     def _local(
         self,
-        call: Call,
+        call: CollectiveCall,
         what: int,
         ins: Sequence[Tensor],
         outs: Sequence[Tensor],
@@ -233,20 +239,20 @@ class Hierarchy(SharedMemory):
         if fault is not None:
             raise self._seen_here(call, *fault)
 
-    def _seen_here(self, call: Call, kind: str, place: int, text: str) -> Fault:
+    def _seen_here(self, call: CollectiveCall, kind: str, place: int, text: str) -> GroupFailure:
         """What the core reports, about ranks instead of places, and told from a rank that only gave up."""
         if kind == "mismatch" or "gave up" in text:  # they have agreed: one has called what nobody expects
             kind = "left" if call.left() else "late"
-            return Fault(kind, -1, f"another rank of this host gave up on {call.text}", witness=False)
+            return GroupFailure(kind, -1, f"another rank of this host gave up on {call.text}", witness=False)
         rank = self._here[place] if place >= 0 else -1
-        return Fault(kind, rank, self._in_ranks(text, call), witness=kind != "late" or not call.left())
+        return GroupFailure(kind, rank, self._in_ranks(text, call), witness=kind != "late" or not call.left())
 
     def _core(self, seconds: float, *operation: Any) -> Any:
         """The fault of an operation of the core's, or None."""
         failed = self._memory.run(*operation, float, seconds)
         return None if failed is None else failed.fault
 
-    def _in_ranks(self, text: str, call: Call) -> str:
+    def _in_ranks(self, text: str, call: CollectiveCall) -> str:
         """What the core says about places and stages, said about ranks and the operation."""
         text = re.sub(r"\brank (\d+)", lambda found: f"rank {self._here[int(found[1])]}", text)
         return re.sub(r"\b(?:barrier\b|[a-z]+_?[a-z_]*\([^()]*\))", call.text, text)
@@ -264,7 +270,7 @@ class Hierarchy(SharedMemory):
 
     # All-reduce ------------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, call: Call) -> None:
+    def _all_reduce(self, call: CollectiveCall) -> None:
         (x,) = call.outs
         if call.ins[0].data_ptr() != x.data_ptr():
             x.copy_(call.ins[0])
@@ -278,7 +284,7 @@ class Hierarchy(SharedMemory):
             self._end_between(call, x, self._begin_between(call, "between", x, self._leaders), self._leaders)
         self._local(call, shm_backend.BROADCAST, [x], [x], root=0)
 
-    def _all_reduce_slices(self, call: Call, x: Tensor) -> None:
+    def _all_reduce_slices(self, call: CollectiveCall, x: Tensor) -> None:
         """Each rank takes its slice of every segment; while one is on its way between hosts, the next is reduced."""
         before: tuple[_Slices, _Sum] | None = None
         step = max(1, SEGMENT // x.element_size())
@@ -295,12 +301,12 @@ class Hierarchy(SharedMemory):
         if before is not None:
             self._finish_slices(call, *before)
 
-    def _finish_slices(self, call: Call, slices: _Slices, under_way: _Sum) -> None:
+    def _finish_slices(self, call: CollectiveCall, slices: _Slices, under_way: _Sum) -> None:
         self._end_between(call, slices.valid, under_way, self._column)
         self._local(call, shm_backend.ALL_GATHER, [slices.mine], slices.pieces)
         slices.write_back()
 
-    def _begin_between(self, call: Call, stage: str, x: Tensor, ranks: Sequence[int], key: int = 0) -> _Sum:
+    def _begin_between(self, call: CollectiveCall, stage: str, x: Tensor, ranks: Sequence[int], key: int = 0) -> _Sum:
         """Begin to reduce ``x`` over ``ranks``, one of each host."""
         me = ranks.index(self._rank)
         at_once = len(ranks) == 2 or x.nbytes < TWO_STEPS_FROM
@@ -310,7 +316,7 @@ class Hierarchy(SharedMemory):
         receives = [(rank, room[h]) for h, rank in enumerate(ranks) if h != me]
         return _Sum(stage, cuts, room, self._between.post(call, stage, sends, receives))
 
-    def _end_between(self, call: Call, x: Tensor, under_way: _Sum, ranks: Sequence[int]) -> None:
+    def _end_between(self, call: CollectiveCall, x: Tensor, under_way: _Sum, ranks: Sequence[int]) -> None:
         me = ranks.index(self._rank)
         cuts, mine = under_way.cuts, under_way.cuts[me]
         self._between.wait(call, under_way.posted)
@@ -323,7 +329,7 @@ class Hierarchy(SharedMemory):
 
     # The others ------------------------------------------------------------------------------------------------
 
-    def _barrier(self, call: Call) -> None:
+    def _barrier(self, call: CollectiveCall) -> None:
         if self._place == 0:
             others = [rank for rank in self._leaders if rank != self._rank]
             byte, *room = self._room(_BYTE, len(others) + 1)
@@ -335,7 +341,7 @@ class Hierarchy(SharedMemory):
         place = next(host.index(rank) for host in self._hosts if rank in host)
         return tuple(host[place] for host in self._hosts) if self._even else self._leaders
 
-    def _reduce(self, call: Call) -> None:
+    def _reduce(self, call: CollectiveCall) -> None:
         agents = self._agents(call.root)
         agent = agents[self._host]
         at_root = call.root in self._here
@@ -353,7 +359,7 @@ class Hierarchy(SharedMemory):
         if at_root and agent != call.root:
             self._local(call, shm_backend.BROADCAST, [result], [result], root=self._here.index(agent))
 
-    def _broadcast(self, call: Call) -> None:
+    def _broadcast(self, call: CollectiveCall) -> None:
         agents = self._agents(call.root)
         agent = agents[self._host]
         (x,) = call.outs
@@ -372,7 +378,7 @@ class Hierarchy(SharedMemory):
             self._local(call, shm_backend.BROADCAST, [x], [x], root=self._here.index(agent))
         self._between.wait(call, posted)
 
-    def _all_gather(self, call: Call) -> None:
+    def _all_gather(self, call: CollectiveCall) -> None:
         (x,), outs = call.ins, call.outs
         others = [host for host in self._hosts if host != self._here]
         posted: Posted = []
@@ -393,7 +399,7 @@ class Hierarchy(SharedMemory):
                 for rank in host:
                     self._local(call, shm_backend.BROADCAST, [outs[rank]], [outs[rank]], root=0)
 
-    def _reduce_scatter(self, call: Call) -> None:
+    def _reduce_scatter(self, call: CollectiveCall) -> None:
         (out,) = call.outs
         if not self._even:
             self._reduce_scatter_by_leaders(call, out)
@@ -410,7 +416,7 @@ class Hierarchy(SharedMemory):
         parts[self._host] = partial[self._host]
         combine(parts, out, call.op, self._sizes)
 
-    def _reduce_scatter_by_leaders(self, call: Call, out: Tensor) -> None:
+    def _reduce_scatter_by_leaders(self, call: CollectiveCall, out: Tensor) -> None:
         """All pieces to the first rank of each host, which gets those of its host from the other first ones."""
         sizes = [out.numel() * len(host) for host in self._hosts]
         whole = torch.cat([call.ins[rank] for host in self._hosts for rank in host])
@@ -427,7 +433,7 @@ class Hierarchy(SharedMemory):
         pieces = list(torch.split(mine, [out.numel()] * len(self._here)))
         self._local(call, shm_backend.SCATTER, pieces if self._place == 0 else [], [out], root=0)
 
-    def _gather(self, call: Call) -> None:
+    def _gather(self, call: CollectiveCall) -> None:
         (x,), outs = call.ins, call.outs
         if call.root not in self._here:
             self._between.exchange(call, "to the root", [(call.root, x)], [])
@@ -438,7 +444,7 @@ class Hierarchy(SharedMemory):
         self._local(call, shm_backend.GATHER, [x], rows, root=self._here.index(call.root))
         self._between.wait(call, posted)
 
-    def _scatter(self, call: Call) -> None:
+    def _scatter(self, call: CollectiveCall) -> None:
         ins, (out,) = call.ins, call.outs
         if call.root not in self._here:
             self._between.exchange(call, "from the root", [], [(call.root, out)])
@@ -449,7 +455,7 @@ class Hierarchy(SharedMemory):
         self._local(call, shm_backend.SCATTER, rows, [out], root=self._here.index(call.root))
         self._between.wait(call, posted)
 
-    def _all_to_all(self, call: Call) -> None:
+    def _all_to_all(self, call: CollectiveCall) -> None:
         ins, outs = call.ins, call.outs
         sends, receives = ([(rank, side[rank]) for rank in self._elsewhere()] for side in (ins, outs))
         posted = self._between.post(call, "rank to rank", sends, receives)
@@ -462,7 +468,7 @@ class Hierarchy(SharedMemory):
         return (rank for rank in range(self._size) if rank not in self._here)
 
 
-_STAGES: dict[int, Callable[[Hierarchy, Call], None]] = {
+_STAGES: dict[int, Callable[[Hierarchy, CollectiveCall], None]] = {
     shm_backend.BARRIER: Hierarchy._barrier,
     shm_backend.ALL_REDUCE: Hierarchy._all_reduce,
     shm_backend.REDUCE: Hierarchy._reduce,

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from monarch_backend._core.limits import start_thread
 from monarch_backend.process_group import _c10d_internals
-from monarch_backend.process_group._rdma.p2p import Far
+from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._rdma.p2p_protocol import STAGES
 
 Mail = Sequence[tuple[int, Tensor]]  # what goes to, or comes from, which rank
@@ -37,7 +37,7 @@ _HEARSAY = 0.1  # seconds for whoever saw a failure happen to tell the ranks tha
 _STORE = 1.0  # seconds for the store to answer: a host that can't be reached any more may have it
 
 
-class Fault(Exception):
+class GroupFailure(Exception):
     """Why an operation failed; ``witness`` is False for what may be an effect of something that others saw."""
 
     def __init__(self, kind: str, rank: int, text: str, *, witness: bool) -> None:
@@ -47,7 +47,7 @@ class Fault(Exception):
 
 
 @dataclass
-class Call:
+class CollectiveCall:
     """One operation; its stages see the memory of the tensors as vectors."""
 
     what: int
@@ -79,7 +79,7 @@ class Call:
 
 
 @_c10d_internals.hide_from_dynamo
-class Between:
+class InterHostComm:
     """The links of ``rank`` to the ranks of other hosts, and the group's word about the first failure.
 
     ``fail`` is called, from another thread, when the group turns out to have failed during a long operation.
@@ -89,24 +89,24 @@ class Between:
     def __init__(
         self,
         gloo: Any,
-        far: Far | None,
+        far: RdmaP2P | None,
         store: Store,
         rank: int,
         hosts: Sequence[Sequence[int]],
-        fail: Callable[[Fault], object],
+        fail: Callable[[GroupFailure], object],
     ) -> None:
         self._gloo, self._far, self._rank, self._hosts = gloo, far, rank, hosts
         self._store = _c10d_internals.own_connection(store)
         self._fail = weakref.WeakMethod(fail)  # the group holds us
         self._elsewhere = next(host[0] for host in hosts if rank not in host)
         self._closed = False
-        self._under_way: tuple[Call, float] | None = None
+        self._under_way: tuple[CollectiveCall, float] | None = None
         self._announced = 0
         _watch.add(self)
 
     # Messages --------------------------------------------------------------------------------------------------
 
-    def post(self, call: Call, stage: str, sends: Mail, receives: Mail) -> Posted:
+    def post(self, call: CollectiveCall, stage: str, sends: Mail, receives: Mail) -> Posted:
         """Begin to send and receive tensors; ranks that disagree about the operation or a size do not meet."""
         posted: Posted = []
         for mail, name in ((receives, "recv"), (sends, "send")):
@@ -128,7 +128,7 @@ class Between:
                     raise self._lost(call, rank, error) from None
         return posted
 
-    def wait(self, call: Call, posted: Posted) -> None:
+    def wait(self, call: CollectiveCall, posted: Posted) -> None:
         """Until these messages have been sent and have arrived."""
         for work, rank in posted:
             try:
@@ -136,23 +136,25 @@ class Between:
             except RuntimeError as error:
                 raise self._lost(call, rank, error) from None
 
-    def exchange(self, call: Call, stage: str, sends: Mail, receives: Mail) -> None:
+    def exchange(self, call: CollectiveCall, stage: str, sends: Mail, receives: Mail) -> None:
         """Post and wait."""
         self.wait(call, self.post(call, stage, sends, receives))
 
-    def _lost(self, call: Call, rank: int, error: RuntimeError) -> Fault:
+    def _lost(self, call: CollectiveCall, rank: int, error: RuntimeError) -> GroupFailure:
         if not call.left():
             alone = (rank,) in self._hosts
             text = f"did not enter {call.text} within {call.seconds:g} s"
-            return Fault("late", rank, text + ("" if alone else ", or another rank of its host did not"), witness=False)
+            return GroupFailure(
+                "late", rank, text + ("" if alone else ", or another rank of its host did not"), witness=False
+            )
         if (cause := getattr(error, "fault", None)) is not None:  # a NIC's message: it has said what happened
-            return Fault(*cause, witness=False)
+            return GroupFailure(*cause, witness=False)
         said = str(error).strip().splitlines()[0]
-        return Fault("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", witness=False)
+        return GroupFailure("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", witness=False)
 
     # Failures --------------------------------------------------------------------------------------------------
 
-    def first_cause(self, fault: Fault) -> Cause:
+    def first_cause(self, fault: GroupFailure) -> Cause:
         """What broke the group, as the first rank wrote it down; who only saw effects lets others go first."""
         found = [fault.cause]
 
@@ -178,7 +180,7 @@ class Between:
         self._closed = True
 
     @contextlib.contextmanager
-    def watched(self, call: Call) -> Any:
+    def watched(self, call: CollectiveCall) -> Any:
         """Inside, somebody looks now and then whether the other ranks are at the same operation."""
         self._under_way = call, time.monotonic()
         try:
@@ -200,12 +202,12 @@ class Between:
                 fail(fault)
         return True
 
-    def _others(self, call: Call) -> Fault | None:
+    def _others(self, call: CollectiveCall) -> GroupFailure | None:
         if self._announced != call.number:
             self._store.set(f"at/{self._rank}", json.dumps([call.number, call.text]))
             self._announced = call.number
         if self._store.check(["cause"]):
-            return Fault("dead", -1, "a rank failed", witness=False)  # what stands there says more
+            return GroupFailure("dead", -1, "a rank failed", witness=False)  # what stands there says more
         for host in self._hosts:
             key = f"at/{host[0]}"
             if not self._store.check([key]):
@@ -214,7 +216,7 @@ class Between:
             if number == call.number and text != call.text:
                 told = f"rank {host[0]} called {text}; rank {self._rank} called {call.text}"
                 text = f"the ranks disagree about operation {number} of the group, which ends it: {told}"
-                return Fault("mismatch", -1, text, witness=True)
+                return GroupFailure("mismatch", -1, text, witness=True)
         return None
 
 
@@ -225,10 +227,10 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: list[weakref.ref[Between]] = []
+        self._groups: list[weakref.ref[InterHostComm]] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, group: Between) -> None:
+    def add(self, group: InterHostComm) -> None:
         with self._lock:
             self._groups.append(weakref.ref(group))
             if self._thread is None:

@@ -45,7 +45,7 @@ class Operation:
         return self._ended.wait(min(seconds, threading.TIMEOUT_MAX))
 
 
-class InTurn:
+class OperationQueue:
     """A queue of operations, whose head is the one under way."""
 
     def __init__(self, name: str) -> None:

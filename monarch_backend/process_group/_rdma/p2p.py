@@ -31,7 +31,15 @@ from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._errors import MonarchError
 from monarch_backend.process_group._hierarchical.work_queue import Operation, in_a_thread
 from monarch_backend.process_group._rdma import p2p_protocol, peer_reads
-from monarch_backend.process_group._rdma.p2p_protocol import ANSWER, DONE, OFFER, PLAIN, REFUSED, Announcement, Word
+from monarch_backend.process_group._rdma.p2p_protocol import (
+    ANSWER,
+    DONE,
+    OFFER,
+    PLAIN,
+    REFUSED,
+    ControlMessage,
+    SendHeader,
+)
 from monarch_backend.process_group._shm.shm_backend import ShmWork, call_by_operator, explained
 
 log = logging.getLogger("monarch_backend")
@@ -65,7 +73,7 @@ class _Clock:
     It begins with the first wait, as Gloo's does: a receive may be posted long before its message.
     """
 
-    def __init__(self, far: Far, seconds: float) -> None:
+    def __init__(self, far: RdmaP2P, seconds: float) -> None:
         self._far, self.seconds = far, seconds
         self.begun = threading.Event()
         self._end = 0.0
@@ -84,7 +92,7 @@ class _Clock:
 
 
 @_c10d_internals.hide_from_dynamo
-class Far:
+class RdmaP2P:
     """``tokens``: of each rank the process, where NICs lead from here to it, else ""; ``members`` say who they are."""
 
     def __init__(
@@ -110,7 +118,7 @@ class Far:
         self.carried: Counter[str] = Counter()  # messages received, by what has carried them
 
     @property
-    def native(self) -> Far:
+    def native(self) -> RdmaP2P:
         """For the works; not an attribute, which would be a cycle that keeps Gloo's threads until a collection."""
         return self
 
@@ -131,7 +139,7 @@ class Far:
         self._check_open()
         (x,) = tensors
         number = next(self._numbers) % p2p_protocol.NUMBERS
-        talk = _Talk(self, rank, p2p_protocol.talk(number, self._rank, rank), clock)
+        talk = _PeerExchange(self, rank, p2p_protocol.talk(number, self._rank, rank), clock)
         lent, announcement = self._announce(x, rank, number, owner)
         try:
             first = talk.listen()
@@ -259,7 +267,7 @@ class Far:
 
     def _announce(
         self, x: Tensor, rank: int, number: int, owner: Tensor | None
-    ) -> tuple[peer_reads.Lent | None, Announcement]:
+    ) -> tuple[peer_reads.ReadableRegion | None, SendHeader]:
         if self._nics is not None and self._tokens[rank] and not self._is_plain(rank):
             try:
                 lent, region, offset = self._nics.lend(x, owner)
@@ -269,15 +277,15 @@ class Far:
                 self._stay_plain(rank, _why(error))
             else:
                 if p2p_protocol.fits(region):
-                    return lent, Announcement(number, x.nbytes, offset, region)
+                    return lent, SendHeader(number, x.nbytes, offset, region)
                 self._take_back(lent)
-        return None, Announcement(number, x.nbytes)
+        return None, SendHeader(number, x.nbytes)
 
-    def _take_back(self, lent: peer_reads.Lent | None) -> None:
+    def _take_back(self, lent: peer_reads.ReadableRegion | None) -> None:
         if lent is not None and self._nics is not None:
             self._nics.give_back(lent)
 
-    def _serve(self, talk: _Talk, x: Tensor, first: tuple[Any, bytearray]) -> None:
+    def _serve(self, talk: _PeerExchange, x: Tensor, first: tuple[Any, bytearray]) -> None:
         """Do what the receiver says, until it has the message."""
         word, rest = talk.hear(first)
         while word.kind == OFFER:
@@ -308,7 +316,7 @@ class Far:
         clock = self._clock(seconds)
         self._check_open()
         (x,) = tensors
-        talk = _Talk(self, rank, p2p_protocol.announced(tag), clock)
+        talk = _PeerExchange(self, rank, p2p_protocol.announced(tag), clock)
         posted = talk.listen(p2p_protocol.ANNOUNCEMENT)
 
         def body(message: _Message) -> None:
@@ -320,12 +328,12 @@ class Far:
             if self.closed:
                 raise _Fault(("closed", -1, ""))
             message.source = rank if rank >= 0 else int(posted[0]._source_rank())
-            self._fetch(message.source, talk.read(Announcement.unpack, posted[1]), x, owner, clock)
+            self._fetch(message.source, talk.read(SendHeader.unpack, posted[1]), x, owner, clock)
 
         return self._start(_Message(body, clock, rank), tensors, sys._getframe(3))
 
-    def _fetch(self, source: int, it: Announcement, x: Tensor, owner: Tensor | None, clock: _Clock) -> None:
-        talk = _Talk(self, source, p2p_protocol.talk(it.number, source, self._rank), clock)
+    def _fetch(self, source: int, it: SendHeader, x: Tensor, owner: Tensor | None, clock: _Clock) -> None:
+        talk = _PeerExchange(self, source, p2p_protocol.talk(it.number, source, self._rank), clock)
         if it.nbytes != x.nbytes:
             talk.say(REFUSED, x.nbytes)
             what = f"rank {source} sent {it.nbytes} bytes, and the receive of rank {self._rank} is of {x.nbytes}"
@@ -340,14 +348,14 @@ class Far:
         talk.wait(posted)
         self._count("gloo", source)
 
-    def _read(self, talk: _Talk, it: Announcement, x: Tensor, owner: Tensor | None) -> str | None:
+    def _read(self, talk: _PeerExchange, it: SendHeader, x: Tensor, owner: Tensor | None) -> str | None:
         """None when it was read, else why not; "" where that is nothing new."""
         if not it.region or self._nics is None or not self._tokens[talk.rank] or self._is_plain(talk.rank):
             return ""
         try:
             token, into = (
                 self._tokens[talk.rank],
-                peer_reads.Into(x.data_ptr(), x.nbytes, x if owner is None else owner),
+                peer_reads.ReadTarget(x.data_ptr(), x.nbytes, x if owner is None else owner),
             )
             self._nics.read(token, it.region, it.offset, into, talk.introduce, talk.clock.left)
         except peer_reads.UnregisteredError as error:
@@ -408,10 +416,10 @@ def _glance(room: bytearray, clock: _Clock) -> None:
         pause = min(2 * pause, _LAST_GLANCE)
 
 
-class _Talk:
+class _PeerExchange:
     """A conversation with a rank, or with whoever begins one: messages of Gloo with a tag of their own."""
 
-    def __init__(self, far: Far, rank: int, tag: int, clock: _Clock) -> None:
+    def __init__(self, far: RdmaP2P, rank: int, tag: int, clock: _Clock) -> None:
         self._far, self._gloo = far, far._gloo
         self.rank, self._tag, self.clock = rank, tag, clock
 
@@ -449,17 +457,17 @@ class _Talk:
 
     def say(self, kind: int, value: int = 0, rest: bytes = b"") -> None:
         """And be heard."""
-        works = [self.post(Word(kind, value, len(rest)).pack(), self._tag)]
+        works = [self.post(ControlMessage(kind, value, len(rest)).pack(), self._tag)]
         if rest:
             works.append(self.post(bytearray(rest), self._tag))
         for work in works:
             self.wait(work)
 
-    def hear(self, first: tuple[Any, bytearray] | None = None) -> tuple[Word, bytes]:
+    def hear(self, first: tuple[Any, bytearray] | None = None) -> tuple[ControlMessage, bytes]:
         """What the other says."""
         work, room = first or self.listen()
         self.wait(work)
-        word = self.read(Word.unpack, room)
+        word = self.read(ControlMessage.unpack, room)
         if not word.size:
             return word, b""
         work, rest = self.listen(word.size)
@@ -475,7 +483,7 @@ class _Talk:
         """Raises what a message fails with."""
         try:
             return unpack(data)
-        except p2p_protocol.LetterError as error:
+        except p2p_protocol.ProtocolError as error:
             raise _Fault(("dead", self.rank, f"sent {error}: install the same release on all hosts")) from None
 
     def late(self) -> _Fault:

@@ -38,11 +38,11 @@ MOST_BYTES = 64 << 10
 """That may follow a word."""
 
 
-class LetterError(ValueError):
+class ProtocolError(ValueError):
     """Bytes that no rank of this release has written."""
 
 
-class Announcement(NamedTuple):
+class SendHeader(NamedTuple):
     """A message, and where its bytes lie; no region where no NIC may reach them."""
 
     number: int
@@ -56,11 +56,11 @@ class Announcement(NamedTuple):
         return bytearray((head + self.region).ljust(ANNOUNCEMENT, b"\0"))
 
     @classmethod
-    def unpack(cls, data: bytes | bytearray) -> Announcement:
-        """Raises LetterError."""
+    def unpack(cls, data: bytes | bytearray) -> SendHeader:
+        """Raises ProtocolError."""
         magic, number, nbytes, offset, size = _HEAD.unpack_from(data)
         if magic != _MAGIC or _HEAD.size + size > len(data):
-            raise LetterError(f"an announcement that begins with {bytes(data[:4])!r}")
+            raise ProtocolError(f"an announcement that begins with {bytes(data[:4])!r}")
         return cls(number, nbytes, offset, bytes(data[_HEAD.size : _HEAD.size + size]))
 
 
@@ -69,7 +69,7 @@ def fits(region: bytes) -> bool:
     return _HEAD.size + len(region) <= ANNOUNCEMENT
 
 
-class Word(NamedTuple):
+class ControlMessage(NamedTuple):
     """What is said in a conversation; ``size`` bytes follow."""
 
     kind: int
@@ -81,11 +81,11 @@ class Word(NamedTuple):
         return bytearray(_WORD.pack(_MAGIC, *self))
 
     @classmethod
-    def unpack(cls, data: bytes | bytearray) -> Word:
-        """Raises LetterError."""
+    def unpack(cls, data: bytes | bytearray) -> ControlMessage:
+        """Raises ProtocolError."""
         magic, kind, value, size = _WORD.unpack(data)
         if magic != _MAGIC or not DONE <= kind <= ANSWER or size > MOST_BYTES:
-            raise LetterError(f"a word that begins with {bytes(data[:8])!r}")
+            raise ProtocolError(f"a word that begins with {bytes(data[:8])!r}")
         return cls(kind, value, size)
 
 

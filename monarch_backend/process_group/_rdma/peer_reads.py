@@ -57,7 +57,7 @@ class _Other:
 
 
 @dataclass
-class Lent:
+class ReadableRegion:
     """A storage that other processes may read, from the first message out of it until it is gone."""
 
     region: Region
@@ -66,7 +66,7 @@ class Lent:
     kept: bool = True
 
 
-class Into(NamedTuple):
+class ReadTarget(NamedTuple):
     """Where to read to, and whose memory that is."""
 
     address: int
@@ -82,14 +82,16 @@ class Nics:
 
         self._engine: Engine = shared_engine.borrow(Rank, self._dial)
         self._others: dict[str, _Other] = {}
-        self._lent: OrderedDict[int, Lent] = OrderedDict()  # by the storage's id; the one used last is the last
+        self._lent: OrderedDict[int, ReadableRegion] = (
+            OrderedDict()
+        )  # by the storage's id; the one used last is the last
         self._nbytes = 0  # of these
         self._gone: deque[int] = deque()
         self._lock = threading.Lock()
 
     # Memory for others ------------------------------------------------------------------------------------------
 
-    def lend(self, tensor: Tensor, owner: Tensor | None = None) -> tuple[Lent, bytes, int]:
+    def lend(self, tensor: Tensor, owner: Tensor | None = None) -> tuple[ReadableRegion, bytes, int]:
         """Others may read it until it is given back; with the region as bytes, and the tensor's offset in it.
 
         The storage is registered as a whole, and stays so while it lives. Raises UnusableError.
@@ -116,10 +118,10 @@ class Nics:
                 region = self._engine.expose(address, nbytes, None, writable=False)
             except VerbsError as error:
                 raise UnregisteredError(str(error)) from None
-            lent = self._keep(key, Lent(region, weakref.ref(storage, self._ended(key)), users=1))
+            lent = self._keep(key, ReadableRegion(region, weakref.ref(storage, self._ended(key)), users=1))
         return lent, lent.region.to_bytes(), tensor.data_ptr() - address
 
-    def give_back(self, lent: Lent) -> None:
+    def give_back(self, lent: ReadableRegion) -> None:
         """This message has no need of it any more."""
         with self._lock:
             lent.users -= 1
@@ -149,7 +151,7 @@ class Nics:
 
         return ended
 
-    def _keep(self, key: int, lent: Lent) -> Lent:
+    def _keep(self, key: int, lent: ReadableRegion) -> ReadableRegion:
         with self._lock:
             other = self._lent.get(key)
             if other is None or other.anchor() is None:  # nobody else has registered it meanwhile
@@ -194,7 +196,7 @@ class Nics:
         token: str,
         region: bytes,
         offset: int,
-        into: Into,
+        into: ReadTarget,
         introduce: Callable[[bytes], bytes],
         left: Callable[[], float],
     ) -> None:
@@ -236,7 +238,9 @@ class Nics:
         finally:
             other.connecting.release()
 
-    def _transfer(self, other: _Other, region: Region, offset: int, into: Into, left: Callable[[], float]) -> None:
+    def _transfer(
+        self, other: _Other, region: Region, offset: int, into: ReadTarget, left: Callable[[], float]
+    ) -> None:
         from monarch_backend._verbs import VerbsError
 
         ended, outcome = threading.Event(), []

@@ -26,7 +26,7 @@ from monarch_backend._verbs import eligibility
 from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._handshake import Deadline, exchange
 from monarch_backend.process_group._hierarchical.hierarchical_backend import Hierarchy
-from monarch_backend.process_group._rdma.p2p import Far
+from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm.segment import read_from, this_process
 from monarch_backend.process_group._shm.shm_backend import SharedMemory
 
@@ -50,13 +50,13 @@ def refusal() -> str:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class BootstrapResult:
     """What came of it: the shared memory for the CPU's tensors, if any, under the name of its route, and why."""
 
     memory: SharedMemory | None
     route: str
     why: str
-    far: Far | None = None  # where NICs carry large messages between hosts
+    far: RdmaP2P | None = None  # where NICs carry large messages between hosts
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def meet(
     gloo: Any,
     who: str,
     label: str = "",
-) -> Meeting:
+) -> BootstrapResult:
     """Find out which ranks share memory, the same on every rank, and what to make of it.
 
     All of them: shared memory. Some: a hierarchy, with ``gloo`` between the hosts. None: nothing but ``gloo``.
@@ -105,12 +105,12 @@ def meet(
     if not why_not and len({said["token"] for said in everyone}) < size:
         why_not = "several ranks are one process"
     if why_not:
-        return Meeting(None, "gloo", why_not)
+        return BootstrapResult(None, "gloo", why_not)
     hosts, peers, remark = _hosts(table, host, everyone)
     far = _nics_between(rank, everyone, hosts, timeout, gloo, label)
     try:
         if len(hosts) == size > 1:
-            met = Meeting(None, "gloo", f"no two ranks share memory{remark}")
+            met = BootstrapResult(None, "gloo", f"no two ranks share memory{remark}")
         else:
             met = _share(table, host, everyone, hosts, peers, timeout, gloo, far, remark, label)
     except BaseException:
@@ -129,7 +129,7 @@ def _nics_between(
     timeout: Callable[[], timedelta],
     gloo: Any,
     label: str,
-) -> Far | None:
+) -> RdmaP2P | None:
     """The way for large messages between hosts, if ranks of two hosts have NICs: all ranks find the same."""
     able = [bool(said["nics"]) for said in everyone]
     if sum(any(able[r] for r in ranks) for ranks in hosts) < 2:
@@ -137,7 +137,7 @@ def _nics_between(
     here = next(ranks for ranks in hosts if rank in ranks)
     tokens = [said["token"] if able[rank] and able[r] and r not in here else "" for r, said in enumerate(everyone)]
     least = max(said["nics"] for said in everyone)
-    return Far(gloo, [said["member"] for said in everyone], rank, timeout, tokens, least, label)
+    return RdmaP2P(gloo, [said["member"] for said in everyone], rank, timeout, tokens, least, label)
 
 
 def _hosts(table: _Table, host: Any, everyone: list[dict[str, Any]]) -> tuple[list[list[int]], dict[int, Any], str]:
@@ -204,10 +204,10 @@ def _share(
     peers: dict[int, Any],
     timeout: Callable[[], timedelta],
     gloo: Any,
-    far: Far | None,
+    far: RdmaP2P | None,
     remark: str,
     label: str,
-) -> Meeting:
+) -> BootstrapResult:
     """Make the memory of each host's ranks, if all can."""
     rank = table.rank
     here = next(ranks for ranks in hosts if rank in ranks)
@@ -217,15 +217,15 @@ def _share(
     if full:
         if mine:
             host.drop_board(mine)
-        return Meeting(None, "gloo", f"rank {full[0]}: MONARCH_SHM_BYTES are used up by other groups")
+        return BootstrapResult(None, "gloo", f"rank {full[0]}: MONARCH_SHM_BYTES are used up by other groups")
     members = [said["member"] for said in everyone]
     others = [peers.get(r) for r in here]
     native = _native.ShmGroup(host, here.index(rank), others, [boards[r] for r in here], read_from(), label)
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
-        return Meeting(memory, "shm", "all ranks share memory")
+        return BootstrapResult(memory, "shm", "all ranks share memory")
     hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, far, table.store)
-    return Meeting(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")
+    return BootstrapResult(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")
 
 
 def _in_words(hosts: list[list[int]]) -> str:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend._core import env
 from monarch_backend.process_group import _c10d_internals, _c10d_patches
 from monarch_backend.process_group._errors import where
-from monarch_backend.process_group._hooks import LateWork
+from monarch_backend.process_group._hooks import DeferredWork
 from monarch_backend.process_group._integer_mean import INTEGERS, divide_sum
 from monarch_backend.process_group._xla import graph_hash_workaround
 
@@ -96,7 +96,7 @@ class StagedGroup(NothingToEnd):
                     mine.copy_(staged)
 
         given = pytree.tree_leaves(outputs)
-        late = LateWork(work, given, finish)
+        late = DeferredWork(work, given, finish)
         if name in ("recv", "recv_anysource"):  # the sender may be this very thread, later
             return late
         late.wait()

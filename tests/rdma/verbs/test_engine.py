@@ -15,7 +15,7 @@ import pytest
 
 from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, connection, open_device
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.rkey_quarantine import MOST, TRIES, Retired
+from monarch_backend._verbs.rkey_quarantine import MOST, TRIES, RkeyQuarantine
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric, FakeNic, FakePair
 from tests.rdma.verbs.peers import Memory, Outcome, until
@@ -162,7 +162,7 @@ def test_what_was_dropped_is_not_reached_by_a_key_that_was_given_out_again(two: 
 
 
 def test_keys_are_remembered_so_long() -> None:
-    retired = Retired()
+    retired = RkeyQuarantine()
     for rkey in range(MOST + 5):
         retired.add(rkey, 4096 * rkey, 4096)
     assert len(retired) == MOST

@@ -28,19 +28,19 @@ from monarch_backend._rdma.routes.base import (
     LATE,
     LOST,
     UNREACHABLE,
-    Change,
-    Part,
+    AtomicOp,
+    ReadWriteOp,
     Result,
     patient,
 )
-from monarch_backend._rdma.routes.selection import Far
+from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
 from monarch_backend._rdma.thread_pool import Workers
 from monarch_backend._verbs import Settings, VerbsError, completion_poller, connection, open_device
 from monarch_backend._verbs import engine as engine_module
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.queue_pair import Lane
-from monarch_backend._verbs.wire_format import ROCE_V2, Gid, Offer, pack
+from monarch_backend._verbs.queue_pair import SendQueuePair
+from monarch_backend._verbs.wire_format import ROCE_V2, ConnectRequest, Gid, pack
 from monarch_backend.actor import CancelledError
 from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError
 from tests.rdma.verbs.fabric import Fabric, FakePair
@@ -517,7 +517,7 @@ def test_get_s_time_is_that_of_looking_and_of_sleeping(
         assert most <= 5.0
         passed[0] += 2.0
 
-    monkeypatch.setattr(inflight.Flight, "help", look)
+    monkeypatch.setattr(inflight.VerbsInFlight, "help", look)
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
     monkeypatch.setattr(program(), "wait", lambda what, seconds=None: (slept.append(seconds), wait(what, 0.0))[1])
     with pytest.raises(TimeoutError):
@@ -703,7 +703,7 @@ def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatc
 
     second = slow.buffer[:8].read_into(bytearray(8))
     looked: list[Any] = []
-    monkeypatch.setattr(inflight.Flight, "help", lambda *args: looked.append(args))
+    monkeypatch.setattr(inflight.VerbsInFlight, "help", lambda *args: looked.append(args))
     raised.clear()
 
     def looking(_: Any) -> None:
@@ -1068,10 +1068,10 @@ def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.M
 def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
     owner = far(Fabric(at_once=False))
-    before, retire, struck = signal.getsignal(signal.SIGINT), Lane.retire, []
+    before, retire, struck = signal.getsignal(signal.SIGINT), SendQueuePair.retire, []
     future = owner.buffer[:8].read_into(bytearray(8))
 
-    def interrupted(lane: Lane, id_: int) -> Any:
+    def interrupted(lane: SendQueuePair, id_: int) -> Any:
         found = retire(lane, id_)
         if not struck and threading.current_thread() is threading.main_thread():
             struck.append(1)
@@ -1082,7 +1082,7 @@ def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) 
         assert until(lambda: future.done() or bool(struck), 10)
         time.sleep(LONG)
 
-    monkeypatch.setattr(Lane, "retire", interrupted)
+    monkeypatch.setattr(SendQueuePair, "retire", interrupted)
     nobody_is_told(owner)
     owner.fabric.run()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -1198,7 +1198,7 @@ class OtherWay:
         self.warned: list[Any] = []
         self.aside: list[Any] = []
         self.handle = owner.buffer._handle._replace(ways=(("there", 1),))
-        self.route = Far(owner.route, self, lambda *of: self.warned.append(of), self.aside.append)  # type: ignore[arg-type]
+        self.route = VerbsWithTcpFallback(owner.route, self, lambda *of: self.warned.append(of), self.aside.append)  # type: ignore[arg-type]
 
     def move(self, *args: Any) -> Result:
         self.tried.append(args)
@@ -1212,7 +1212,7 @@ NO_WAY = Result(UNREACHABLE, 0, 0, 0, "no way")
 
 def test_tcp_is_taken_where_the_devices_stop_to_reach_each_other(far: Make) -> None:
     other = OtherWay(far())
-    route, handle, part = other.route, other.handle, Part(other.handle, False, ((0, 0, 8),))
+    route, handle, part = other.route, other.handle, ReadWriteOp(other.handle, False, ((0, 0, 8),))
     assert route.name == "verbs"
     late = Result(LATE, 0, 0, 0)
     assert route.mend(part, late, patient(None), None) == late
@@ -1229,7 +1229,7 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
     owner = far()
     other = OtherWay(owner)
     route, memory = other.route, torch.zeros(8, dtype=torch.uint8)
-    part, answers = Part(other.handle, False, ((0, memory.data_ptr(), 8),)), [False, True]
+    part, answers = ReadWriteOp(other.handle, False, ((0, memory.data_ptr(), 8),)), [False, True]
 
     def move() -> Result:
         return route.move(other.handle, False, part.segments, patient(10), (memory,))
@@ -1267,13 +1267,16 @@ def test_that_another_one_takes_tcp_does_not_repeat_an_atomic(
     ended = Result(outcome, 0, 0, 7, "it is said why")
 
     def change(*_: Any) -> Result:
-        other.route.mend(Part(other.handle, False, ((0, 0, 8),)), NO_WAY, patient(None), None)  # of another thread
+        other.route.mend(
+            ReadWriteOp(other.handle, False, ((0, 0, 8),)), NO_WAY, patient(None), None
+        )  # of another thread
         return ended
 
     monkeypatch.setattr(owner.route, "change", change)
     assert other.route.change(other.handle, FETCH_ADD, 0, 1, 0, patient(None)) == ended
     assert (
-        other.route.mend(Change(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None), ended, patient(None), None) == ended
+        other.route.mend(AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None), ended, patient(None), None)
+        == ended
     )
     assert len(other.tried) == 1
 
@@ -1320,7 +1323,7 @@ def test_tcp_may_do_what_was_asked_when_no_queue_pair_of_ours_can_be_connected(
     monkeypatch.setattr(owner, "connect", connect)
     ended: list[Result] = []
     memory = torch.zeros(8, dtype=torch.uint8)
-    part = Part(owner.buffer._handle, False, ((0, memory.data_ptr(), 8),))
+    part = ReadWriteOp(owner.buffer._handle, False, ((0, memory.data_ptr(), 8),))
     assert owner.route.begin(part, patient(10), memory, ended.append) is not None
     owner.fabric.dead = True
     owner.fabric.run()
@@ -1336,14 +1339,14 @@ def test_a_question_whose_answer_is_late_ends_nothing(far: Make, monkeypatch: py
     """Another one has led to a connection meanwhile, on which an atomic is under way: TCP would do it again."""
     owner = far(Fabric(at_once=False))
     ended: list[Result] = []
-    part = Change(owner.buffer._handle, FETCH_ADD, 0, 1, 0, lambda _: None)
+    part = AtomicOp(owner.buffer._handle, FETCH_ADD, 0, 1, 0, lambda _: None)
     assert owner.route.begin(part, patient(10), None, ended.append) is not None
     if late == "the answer":
 
         def ask(*_: Any) -> bytes:
             raise RDMAError("it did not answer in time")
 
-        monkeypatch.setattr(owner.asking, "offer", lambda _: pack(Offer(b"12345678", [], [])))
+        monkeypatch.setattr(owner.asking, "offer", lambda _: pack(ConnectRequest(b"12345678", [], [])))
         monkeypatch.setattr(verbs, "ask", ask)
     owner.route._meet(owner.token)
     assert not ended

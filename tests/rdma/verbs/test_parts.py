@@ -19,12 +19,12 @@ from monarch_backend._verbs.wire_format import (
     INFINIBAND,
     ROCE_V1,
     ROCE_V2,
-    Answer,
-    End,
+    ConnectReply,
+    ConnectRequest,
     Endpoint,
     Gid,
-    Offer,
     Pairing,
+    QpEndpoint,
     RegionRecord,
     pack,
     unpack,
@@ -39,8 +39,8 @@ def endpoint(*gids: tuple[int, bytes], ethernet: bool = True, lid: int = 0) -> E
     return Endpoint(0, "nic0", 1, ethernet, lid, 5, 16, 16, [Gid(i, kind, raw) for i, (kind, raw) in enumerate(gids)])
 
 
-OFFER = Offer(bytes(8), [endpoint((ROCE_V2, v4("10.0.0.1")))], [End(0, 17, 5)])
-ANSWER = Answer(bytes(8), [Pairing(0, 0, 17, 5, 5, 16, 1, bytes(16), 0, True)])
+OFFER = ConnectRequest(bytes(8), [endpoint((ROCE_V2, v4("10.0.0.1")))], [QpEndpoint(0, 17, 5)])
+ANSWER = ConnectReply(bytes(8), [Pairing(0, 0, 17, 5, 5, 16, 1, bytes(16), 0, True)])
 REGION = RegionRecord(1, 4096, 8192, True, [77])
 
 

@@ -19,11 +19,11 @@ import torch
 from monarch_backend import _native
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma import pinned_pool
-from monarch_backend._rdma.pinned_pool import Borrowed
+from monarch_backend._rdma.pinned_pool import PinnedLease
 from monarch_backend._rdma.registrations import registry
 from monarch_backend._rdma.routes.base import DONE, DROPPED, NO_STAGING, OUT_OF_RANGE, READ_ONLY, REFUSED, patient
 from monarch_backend._rdma.routes.gpu_staged import Piece, cut, piece_size
-from monarch_backend._rdma.routes.selection import Far
+from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend._verbs import Region, VerbsError
 from monarch_backend._verbs.wire_format import RegionRecord
@@ -62,7 +62,7 @@ class StagedProcess(DeviceProcess):
     def may_take_tcp(self, buffer: RDMABuffer) -> None:
         """As between hosts, where MONARCH_RDMA does not say that it must be verbs."""
         routes = engine().routes
-        far = Far(routes._gpu_nics, routes._tcp, routes._warn_of_tcp, program().aside)
+        far = VerbsWithTcpFallback(routes._gpu_nics, routes._tcp, routes._warn_of_tcp, program().aside)
         routes._chosen[buffer._handle.token, True, True] = far
 
     @endpoint
@@ -274,9 +274,9 @@ def test_pieces() -> None:
     ]
 
 
-def _borrowed() -> Borrowed:
+def _borrowed() -> PinnedLease:
     region = Region(RegionRecord(1, 4096, 4 * SLOT, True, [7]))
-    return Borrowed(msgspec.msgpack.encode(pinned_pool._Loan(region.to_bytes(), 5, SLOT, 4, "because")))
+    return PinnedLease(msgspec.msgpack.encode(pinned_pool._Loan(region.to_bytes(), 5, SLOT, 4, "because")))
 
 
 def test_slots_go_to_one_who_waits() -> None:
@@ -293,7 +293,7 @@ def test_slots_go_to_one_who_waits() -> None:
     waiting.join(20)
     assert got == [[1]] and not borrowed.is_short
     with pytest.raises(VerbsError, match="no staging memory"):
-        Borrowed(b"nonsense")
+        PinnedLease(b"nonsense")
 
 
 def _words_with_a_server() -> list[int]:
