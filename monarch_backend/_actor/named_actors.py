@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from monarch_backend._actor.actor_mesh import ActorMesh
     from monarch_backend._actor.runtime import Runtime
 
-NUMBER = 2
+SERVICE_ACTOR_NUMBER = 2
 """The number of the actor that the others ask; numbers of other actors are odd."""
 
 
@@ -63,7 +63,7 @@ class NamedActorService(Actor):
 
 def plan() -> Construct:
     """How the registrar is built, when somebody asks for it first."""
-    return Construct(NUMBER, "registrar", 0, (), (), 0, "main")
+    return Construct(SERVICE_ACTOR_NUMBER, "registrar", 0, (), (), 0, "main")
 
 
 def ask(program: Runtime, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
@@ -73,10 +73,12 @@ def ask(program: Runtime, name: str, cls: type, args: Any, kwargs: Any) -> Futur
     root = program.root
     assert root is not None
     with program.naming:
-        core = program.actors.get(NUMBER)
+        core = program.actors.get(SERVICE_ACTOR_NUMBER)
         if core is None:
             here = ProcMeshState("root", "the main program", Extent((), ()), root, [root.token], lambda *_: root)
-            core = ActorMeshState(NUMBER, "registrar", blueprint(NamedActorService), here, Extent((), ()), (0,), root)
-            program.actors[NUMBER] = core
+            core = ActorMeshState(
+                SERVICE_ACTOR_NUMBER, "registrar", blueprint(NamedActorService), here, Extent((), ()), (0,), root
+            )
+            program.actors[SERVICE_ACTOR_NUMBER] = core
     found: Future[ActorMesh] = ActorMesh(core).find.call_one(name, cls, args, kwargs)
     return found

@@ -44,7 +44,7 @@ from monarch_backend._processes.spawner import (
     Started,
 )
 from monarch_backend._serialization.pickling import dumps_in_band
-from monarch_backend._transport.local.frames import MOST_REPLACED, REPORT_BUSY, Replaced, Setting, Stop
+from monarch_backend._transport.local.frames import MAX_REPLACED_RANKS, REPORT_BUSY, Replaced, Setting, Stop
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.network.envelope import host_of
 
@@ -65,22 +65,22 @@ PRELOAD_WITH_DTENSORS = "monarch_backend.dtensor._preload"
 the server starts: it may be there for a gateway to other hosts only.
 """
 
-GRACE = 10.0
+SHUTDOWN_GRACE_S = 10.0
 """Seconds after which processes told to stop are looked at: those that don't listen, or were aborted, are killed."""
 
-DESCRIPTORS = 8
+DESCRIPTORS_PER_PROCESS = 8
 """Open files here for each process: two pipes while it starts; then what is read of them, a link, a pidfd."""
 
-LOOK = 1.0
-DEAF = 2.0
-STUCK = 5.0
+CHECK_INTERVAL_S = 1.0
+UNREADY_REPORT_S = 2.0
+STUCK_READER_TIMEOUT_S = 5.0
 """Seconds between two looks for processes that do not read, after which one is killed if it was to end, and reported
 in any case."""
 
-WORD = 0.04
+EXIT_STATUS_TIMEOUT_S = 0.04
 """Seconds that the fork server gets to say how a process ended whose link has closed."""
 
-UNSURE = 2.0
+SIGKILL_STATUS_TIMEOUT_S = 2.0
 """The same where it alone knows: that memory was short or the server has died (SIGKILL), or how it ended at all."""
 
 
@@ -272,7 +272,7 @@ class ProcessOwner:
         self._meshes.append(owned)
         if not self._watching and self.collect_output:
             self._watching = True
-            program.pump.later(LOOK, self._look_for_the_stuck)
+            program.pump.later(CHECK_INTERVAL_S, self._look_for_the_stuck)
         program.procs[core.id] = core
         siblings.append(core)
         return ProcMesh(core)
@@ -314,7 +314,7 @@ class ProcessOwner:
 
     def _start(self, owned: OwnedProcs, ranks: Any) -> None:
         if self.collect_output:
-            check_spawn(len(ranks), plain=False, descriptors_each=DESCRIPTORS)
+            check_spawn(len(ranks), plain=False, descriptors_each=DESCRIPTORS_PER_PROCESS)
         for spawner, those in self._by_spawner(owned, ranks):
             self._start_with(spawner, owned, those)
 
@@ -410,7 +410,9 @@ class ProcessOwner:
         elif member.peer.gone is not None:
             self._tell(member)
         elif self._program.host(member.peer.token) is not None:  # its gateway tells of it, after its last frames
-            self._program.pump.later(UNSURE, lambda: self._program.router.never_came(member.peer, how))
+            self._program.pump.later(
+                SIGKILL_STATUS_TIMEOUT_S, lambda: self._program.router.never_came(member.peer, how)
+            )
 
     def member(self, peer: Peer) -> _Member | None:
         """Of a process that this one has spawned."""
@@ -508,7 +510,9 @@ class ProcessOwner:
             self._tell(member)
         else:
             unsure = self.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
-            self._program.pump.later(UNSURE if unsure else WORD, lambda: self._tell(member))
+            self._program.pump.later(
+                SIGKILL_STATUS_TIMEOUT_S if unsure else EXIT_STATUS_TIMEOUT_S, lambda: self._tell(member)
+            )
 
     def _tell(self, member: _Member) -> None:
         if member.gone:
@@ -661,8 +665,8 @@ class ProcessOwner:
         Those that were killed for this need not know.
         """
         router, tokens = self._program.router, core.tokens
-        for first in range(0, len(ranks), MOST_REPLACED):
-            some = list(ranks[first : first + MOST_REPLACED])
+        for first in range(0, len(ranks), MAX_REPLACED_RANKS):
+            some = list(ranks[first : first + MAX_REPLACED_RANKS])
             message = Replaced(core.id, some, [tokens[rank] for rank in some])
             for peer in list(router.peers.values()):
                 if peer.link >= 0 and peer.gone is None and peer.token not in killed:
@@ -683,7 +687,7 @@ class ProcessOwner:
         """Processes that do not even read: reported, not killed, since only the user knows what they are doing."""
         self._watching = bool(self._meshes)
         if self._watching:
-            self._program.pump.later(LOOK, self._look_for_the_stuck)
+            self._program.pump.later(CHECK_INTERVAL_S, self._look_for_the_stuck)
         program, now = self._program, self._program.clock.now()
         for member in list(self._by_token.values()):
             peer = member.peer
@@ -694,7 +698,7 @@ class ProcessOwner:
             if unread == 0 or unread < before:
                 self._unread.pop(peer.token, None)
                 continue
-            if now - since >= STUCK and not said:
+            if now - since >= STUCK_READER_TIMEOUT_S and not said:
                 said = True
                 log.warning(
                     "%s has not read its messages for %.0f s: C code keeps its interpreter's lock, or it is stopped. "
@@ -774,7 +778,7 @@ class ProcessOwner:
     def _look_again(self, owned: OwnedProcs, how: str, end: float | None) -> None:
         now = self._program.clock.now()
         # After the deadline all are killed: the next look is only for those that the kernel cannot end.
-        left = GRACE if end is None or now >= end else min(GRACE, end - now)
+        left = SHUTDOWN_GRACE_S if end is None or now >= end else min(SHUTDOWN_GRACE_S, end - now)
         owned.looks.append(self._program.pump.later(left, functools.partial(self._hurry, owned, how, end)))
 
     def _hurry(self, owned: OwnedProcs, how: str, end: float | None) -> None:
@@ -833,7 +837,7 @@ class ProcessOwner:
             _, since, _ = self._unread.get(peer.token, (0, self._program.clock.now(), False))
             if self._program.host(peer.token) is not None:
                 member.spawner.kill_if_deaf(member.number, True)
-            elif self._program.clock.now() - since >= DEAF:
+            elif self._program.clock.now() - since >= UNREADY_REPORT_S:
                 log.warning("%s is killed: an actor of it was to end, and it does not read its messages", peer)
                 self._kill(member)
         return True

@@ -53,7 +53,7 @@ log = logging.getLogger("monarch_backend")
 Message = tuple[Peer, Frame, ReplyAggregator | None]
 Job = Callable[[], Any]
 
-CLEANUP_SECONDS = 10.0
+CLEANUP_TIMEOUT_S = 10.0
 """How long ``__cleanup__`` may take before a process that stops no longer waits for it."""
 
 INTERRUPT_AFTER_S = 5.0
@@ -726,7 +726,7 @@ class ActorRunner:
         if self.instance is None:
             self._ended()
             return
-        self.program.pump.later(CLEANUP_SECONDS, self._give_up_cleanup)
+        self.program.pump.later(CLEANUP_TIMEOUT_S, self._give_up_cleanup)
         if threading.get_ident() == self._thread_id or self._thread_id == 0:
             self._clean_up(error)
         else:
@@ -744,7 +744,7 @@ class ActorRunner:
 
     def _give_up_cleanup(self) -> None:
         if not self.over:
-            log.warning("__cleanup__ of %s has not returned after %.0f s: it is given up", self.name, CLEANUP_SECONDS)
+            log.warning("__cleanup__ of %s has not returned after %.0f s: it is given up", self.name, CLEANUP_TIMEOUT_S)
             self._ended()
             if self.program.leaving and self._thread_id == threading.main_thread().ident:
                 self.program.exit_now("it was to stop, and does not come back from __cleanup__")

@@ -66,10 +66,10 @@ from monarch_backend._transport.network.envelope import host_of
 
 log = logging.getLogger("monarch_backend")
 
-HINT, FAREWELL = 1.0, 5.0
+SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
 """Seconds that processes get to stop when the program ends."""
 
-UNBORN = 30.0
+PENDING_ACTOR_TIMEOUT_S = 30.0
 """Seconds that messages wait for an actor that is not built yet."""
 
 ROOMS_ABOVE = {"rdma": "monarch_backend._rdma.control_rpc"}
@@ -484,9 +484,9 @@ class Runtime:
                     )  # fmt: skip
                     core.owned.is_gone(rank)
             if not ended.ready:
-                timers.append(self.pump.later(ownership.LOOK, give_up))
+                timers.append(self.pump.later(ownership.CHECK_INTERVAL_S, give_up))
 
-        timers = [self.pump.later(ownership.GRACE if timeout is None else timeout + KILL_AFTER_S, give_up)]
+        timers = [self.pump.later(ownership.SHUTDOWN_GRACE_S if timeout is None else timeout + KILL_AFTER_S, give_up)]
         if timeout is not None:
             timers.append(self.pump.later(timeout, interrupt))
 
@@ -508,7 +508,7 @@ class Runtime:
 
     def _called(self, peer: Peer, frame: Frame, via: ReplyAggregator | None) -> None:
         cell = self.cells.get(frame.target)
-        if cell is None and frame.target == named_actors.NUMBER and self.root is None:
+        if cell is None and frame.target == named_actors.SERVICE_ACTOR_NUMBER and self.root is None:
             cell = self._start_registrar()
         if cell is not None:
             cell.put((peer, frame, via))
@@ -517,14 +517,14 @@ class Runtime:
         waiting = self._unborn.get(frame.target)
         if waiting is None:
             waiting = self._unborn[frame.target] = []
-            self.pump.later(UNBORN, lambda: self._refuse_unborn(frame.target))
+            self.pump.later(PENDING_ACTOR_TIMEOUT_S, lambda: self._refuse_unborn(frame.target))
         waiting.append((peer, frame, via))
 
     def _refuse_unborn(self, actor: int) -> None:
         where = str(self.home_extent.point(self.home_rank)) if self.home_extent is not None else "the main program"
         for peer, frame, via in self._unborn.pop(actor, ()):
             self.router.processed(peer, frame)
-            what = f"its actor was not built here within {UNBORN:.0f} s"
+            what = f"its actor was not built here within {PENDING_ACTOR_TIMEOUT_S:.0f} s"
             failure = pack_failure(MeshFailure("?", [Death(frame.rank, where, HOST, self.pid, what)]))
             if frame.ref and via is not None:
                 via.own(frame.rank, Status.DEAD, failure, None)
@@ -535,7 +535,9 @@ class Runtime:
 
     def _start_registrar(self) -> ActorRunner:
         body, buffers = dumps((named_actors.NamedActorService, (), {}, None))
-        cell = self.cells[named_actors.NUMBER] = ActorRunner(self, named_actors.plan(), self.router.me, body, buffers)
+        cell = self.cells[named_actors.SERVICE_ACTOR_NUMBER] = ActorRunner(
+            self, named_actors.plan(), self.router.me, body, buffers
+        )
         self.run_cell(cell)
         return cell
 
@@ -796,15 +798,15 @@ class Runtime:
             if self.closing or (not self.owner.any() and self.hosts is None):
                 return
             stopping = self.stop_procs(None, "stop", "the program ends")
-            if not self.wait(stopping, HINT):
+            if not self.wait(stopping, SHUTDOWN_NOTICE_S):
                 some = self.owner.at_work()
                 sys.stderr.write(
-                    f"monarch_backend: waiting for {some} to finish, at most {FAREWELL:g} s; Ctrl-C kills them\n"
+                    f"monarch_backend: waiting for {some} to finish, at most {SHUTDOWN_KILL_S:g} s; Ctrl-C kills them\n"
                 )
-            if not self.wait(stopping, FAREWELL - HINT):
+            if not self.wait(stopping, SHUTDOWN_KILL_S - SHUTDOWN_NOTICE_S):
                 some = self.owner.at_work()
                 sys.stderr.write(
-                    f"monarch_backend: the program has ended, and {FAREWELL:g} s later {some} had not finished and was "
+                    f"monarch_backend: the program has ended, and {SHUTDOWN_KILL_S:g} s later {some} had not finished and was "
                     "killed. To let actors finish, wait for their futures, or call stop().get() of their processes, "
                     "before the end.\n"
                 )

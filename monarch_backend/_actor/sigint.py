@@ -18,10 +18,10 @@ from monarch_backend._transport.local.event_loop import release
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
-AGAIN = 0.001
+RETRY_S = 0.001
 """Seconds after which an interrupt that came at a bad moment is tried again."""
 
-MOST = 5.0
+MAX_DELAY_S = 5.0
 """Seconds after which it comes all the same: whatever happens in there does not end by itself."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -60,7 +60,7 @@ class Interrupts:
         """What has come to the other and is not raised yet."""
         if other.noted:
             other.noted, self.noted, self._since = False, True, self._program.clock.now()
-            self._program.pump.later(AGAIN, self._try_again)
+            self._program.pump.later(RETRY_S, self._try_again)
 
     def is_noted(self) -> bool:
         """There was one, and its KeyboardInterrupt is still to come."""
@@ -73,7 +73,7 @@ class Interrupts:
 
     def may_raise_in(self, frame: FrameType | None, since: float) -> bool:
         """Whether a request of this time can be raised in this frame of the main thread: nothing is half done there."""
-        return self.waiting_for is None and (not _is_ours(frame) or time.monotonic() - since > MOST)
+        return self.waiting_for is None and (not _is_ours(frame) or time.monotonic() - since > MAX_DELAY_S)
 
     def release_main(self) -> None:
         """Let the main thread look for a request, if it waits."""
@@ -88,12 +88,12 @@ class Interrupts:
         now = self._program.clock.now()
         if not self.noted:
             self.noted, self._since = True, now
-        if self._program.disowned or not _is_ours(frame) or now - self._since > MOST:
+        if self._program.disowned or not _is_ours(frame) or now - self._since > MAX_DELAY_S:
             self.noted = False
             signal.default_int_handler(number, frame)
         if self.waiting_for is not None:
             release(self.waiting_for)
-        self._program.pump.later(AGAIN, self._try_again)
+        self._program.pump.later(RETRY_S, self._try_again)
         self._program.pump.wake()  # it may be the main thread itself that reads, and is about to sleep
 
     def _try_again(self) -> None:

@@ -58,7 +58,7 @@ def run_bootstrap(packed: bytes) -> None:
         _bootstrap_error = error
 
 
-LAST_WORDS = 5.0
+FLUSH_TIMEOUT_S = 5.0
 """Seconds that a process which ends gives its receivers to read what it has sent."""
 
 
@@ -176,7 +176,7 @@ def _join(program: runtime.Runtime, owner: Peer, plan: Plan) -> None:
 def _send_what_is_left(program: runtime.Runtime) -> None:
     """Replies that wait for room, since their receiver has not read for a moment."""
     post: Any = program.links.post  # type: ignore[attr-defined]
-    end = program.clock.now() + LAST_WORDS
+    end = program.clock.now() + FLUSH_TIMEOUT_S
     while (program.router.stuck or post.kept_back()) and program.clock.now() < end:
         program.pump.wait(CreditWaiter(), 0.005)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from monarch_backend._transport.network.auth import parse_secret, read_secrets, user_secret
 
-PORT = 26600
+DEFAULT_PORT = 26600
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -18,9 +18,9 @@ def parse_address(text: str) -> tuple[str, int]:
     (('node7', 1234), ('::1', 26600), ('10.0.0.2', 26600))
     """
     found = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:/\s]+))(?::(\d{1,5}))?/?", text)
-    if found is None or not 0 <= int(found[3] or PORT) <= 65535:
+    if found is None or not 0 <= int(found[3] or DEFAULT_PORT) <= 65535:
         raise ValueError(f"{text!r} is no address of a host: write tcp://HOST:PORT, HOST:PORT or [IPv6]:PORT")
-    return found[1] or found[2], int(found[3] or PORT)
+    return found[1] or found[2], int(found[3] or DEFAULT_PORT)
 
 
 def given_secrets() -> list[bytes]:

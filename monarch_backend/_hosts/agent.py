@@ -60,24 +60,24 @@ from monarch_backend._transport.network.auth import SECRET_BYTES
 from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts, secrets_by_name
 from monarch_backend._transport.network.envelope import Envelope, host_of
 from monarch_backend._transport.network.gateway import Gateway
-from monarch_backend._transport.network.multicast import BRANCHES
+from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
 from monarch_backend._transport.network.remote_links import FarLinks
 
 log = logging.getLogger("monarch_backend")
 
-MYSELF = -9
+LOOPBACK_LINK = -9
 """The link on which the agent's own router gets what comes for it from other hosts."""
 
 
-WANTED = 10.0
+CONTROLLER_TIMEOUT_S = 10.0
 """Seconds in which the controller that has asked for an agent calls it; it may have died, or given up, meanwhile."""
 
 
-AGENT_PATIENCE = 5.0
+AGENT_START_MIN_S = 5.0
 """Seconds that an agent of a host that has answered gets in any case: its fork server may be importing torch."""
 
 
-MEETING = 3.0
+AGENT_REPLY_MIN_S = 3.0
 """Seconds that the agent of another host gets at least to answer the first call; then its host is lost to this one."""
 
 
@@ -122,7 +122,7 @@ class AgentProcess:
             branches=_branches(), way=self._way,
         )  # fmt: skip
         far = FarLinks(
-            self._links, self._pid, plan.token, MYSELF, self._gateway.send, lambda send: self._router.keep(send)
+            self._links, self._pid, plan.token, LOOPBACK_LINK, self._gateway.send, lambda send: self._router.keep(send)
         )
         self._far = far
         self._router = Router(far, self._wait)
@@ -174,7 +174,7 @@ class AgentProcess:
             self._listener.bind(meeting_point(self._plan.token))
             self._listener.listen(64)
             threading.Thread(target=self._take_over, name="monarch-take-over", daemon=True).start()
-            self._pump.later(WANTED, self._end_if_nobody_came)
+            self._pump.later(CONTROLLER_TIMEOUT_S, self._end_if_nobody_came)
         self._pump.wait(self._end)
         if self._spawner is not None:
             self._spawner.close()
@@ -230,7 +230,7 @@ class AgentProcess:
                 self._router.handle(rest)
 
     def _to_me(self, frame: Envelope) -> None:
-        self._pump.later(0.0, lambda: self._router.handle(self._far.translate([(MYSELF, *frame)])))
+        self._pump.later(0.0, lambda: self._router.handle(self._far.translate([(LOOPBACK_LINK, *frame)])))
 
     def _way(self, host: str) -> str:
         return self._ways.get(host, host)
@@ -243,7 +243,7 @@ class AgentProcess:
                 known = self._known.get(host)
                 if known is None:
                     return False
-                patience = max(MEETING, self._plan.silence)
+                patience = max(AGENT_REPLY_MIN_S, self._plan.silence)
                 secret = self._secrets_of.get(host, self._secret)
                 remotes = [self._tcp.call(known[:2], secret, bytes.fromhex(known[2]), patience=patience)]
                 self._hosts[host] = remotes
@@ -356,7 +356,7 @@ class AgentProcess:
         """At once: it is attached when it answers itself."""
         whom = bytes.fromhex(answer.token)
         with self._lock:
-            left = max(AGENT_PATIENCE, self._until.pop(asked.id, 0.0) - time.monotonic())
+            left = max(AGENT_START_MIN_S, self._until.pop(asked.id, 0.0) - time.monotonic())
             secret = self._secret_for(asked)
             remote = self._tcp.call((asked.host, asked.port), secret, whom, patience=left)
             self._secrets_of[host_of(answer.token)] = secret
@@ -478,12 +478,12 @@ class AgentProcess:
 
 def _branches() -> int:
     """Hosts that a message for many goes to straight, and that each of those sends it on to."""
-    return int(env.get("MONARCH_HOST_BRANCHES") or BRANCHES)
+    return int(env.get("MONARCH_HOST_BRANCHES") or DEFAULT_FANOUT)
 
 
 def _host_of(remote: PeerConnection) -> str:
     """Where it is, or where we want it to be."""
-    return (remote.who if remote.up else remote.wanted).hex()[: envelope.HOST]
+    return (remote.who if remote.up else remote.wanted).hex()[: envelope.HOST_ID_LENGTH]
 
 
 def start(spawner: Spawner, label: str, plan: Plan, secrets: int) -> int:

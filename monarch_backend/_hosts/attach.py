@@ -26,16 +26,16 @@ from monarch_backend._transport.local.frames import Frame, Setting
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.network.auth import name_of
 from monarch_backend._transport.network.connection_manager import Timeouts
-from monarch_backend._transport.network.envelope import HOST, host_of
+from monarch_backend._transport.network.envelope import HOST_ID_LENGTH, host_of
 from monarch_backend._transport.network.remote_links import FarLinks
 
-GOODBYE = 1.0
+CLOSE_TIMEOUT_S = 1.0
 """Seconds for it to say goodbye to other hosts."""
 
-LATE = 6.0
+GATEWAY_REPORT_S = 6.0
 """Seconds that the gateway has to say that time is up, and what the trouble was."""
 
-PATIENCE = 120.0
+GATEWAY_START_TIMEOUT_S = 120.0
 """Seconds for this host's gateway to start, whose end is noticed at once: it may be the first that needs the fork
 server, which imports, on a busy machine.
 """
@@ -77,7 +77,7 @@ class HostRegistry:
     def _start_gateway(self) -> Peer:
         owner = self._program
         read, self._secret_pipe = os.pipe()
-        token = owner.router.token[:HOST] + secrets.token_hex(10) + "0000"
+        token = owner.router.token[:HOST_ID_LENGTH] + secrets.token_hex(10) + "0000"
         peer: Peer = owner.router.expect(token, "the gateway of this host")
         server = owner.owner.fork_server_address()
         plan = agent_module.Plan(
@@ -88,7 +88,10 @@ class HostRegistry:
         owner.end_first()
         owner.router.control[AgentFrame] = self._heard
         agent_module.start(self._spawner, "gateway", plan, read)
-        if not self._until(lambda: peer.link >= 0 or peer.gone is not None, PATIENCE) or peer.gone is not None:
+        if (
+            not self._until(lambda: peer.link >= 0 or peer.gone is not None, GATEWAY_START_TIMEOUT_S)
+            or peer.gone is not None
+        ):
             raise RuntimeError(f"the gateway of this host did not start: {peer.gone or 'it does not answer'}")
         self.join(peer)
         return peer
@@ -133,7 +136,7 @@ class HostRegistry:
             lost = through is not None and through.lost is not None
             return lost or self.gateway.gone is not None or all(number in self._answers for number in numbers)
 
-        self._until(over, patience + LATE)
+        self._until(over, patience + GATEWAY_REPORT_S)
         if self.gateway.gone is not None:
             raise RuntimeError(
                 f"the gateway of this host has ended, and with it all ways to others: {self.gateway.gone}"
@@ -249,7 +252,7 @@ class HostRegistry:
     def close(self) -> None:
         """Agents end with their controller; the gateway of this host tells them."""
         self._say(self.gateway, Finish())
-        self._ended.wait(GOODBYE)
+        self._ended.wait(CLOSE_TIMEOUT_S)
         self._spawner.close()
         pipe, self._secret_pipe = self._secret_pipe, -1
         if pipe >= 0:

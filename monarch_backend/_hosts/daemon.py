@@ -28,11 +28,11 @@ from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed
 from monarch_backend._transport.network.auth import user_secret
 from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts, secrets_by_name
-from monarch_backend._transport.network.envelope import HOST
+from monarch_backend._transport.network.envelope import HOST_ID_LENGTH
 
 log = logging.getLogger("monarch_backend")
 
-READY = 5.0
+AGENT_READY_TIMEOUT_S = 5.0
 """Seconds that an agent may take to be there for a connection."""
 
 MAX_FRAME_BYTES = 64 << 10
@@ -109,7 +109,7 @@ class Daemon:
         read, write = os.pipe()
         try:
             os.write(write, secret)
-            number = agent.start(self._spawner, f"agent {token[:HOST]}", plan, read)
+            number = agent.start(self._spawner, f"agent {token[:HOST_ID_LENGTH]}", plan, read)
         except (OSError, RuntimeError, ValueError) as error:
             return Unwelcome(f"no agent can be started: {error}")
         finally:
@@ -123,14 +123,14 @@ class Daemon:
             with self._lock:
                 token = self._agents.pop(event.id, "")
             if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
-                log.warning("agent %s: %s", token[:HOST], event)
+                log.warning("agent %s: %s", token[:HOST_ID_LENGTH], event)
 
     def _hand_over(self, whom: bytes, connection: socket.socket, knock: bytes) -> bool:
         """A connection of another gateway, to the agent that it is for; it proves itself there."""
         with self._lock:
             if whom.hex() not in self._agents.values():
                 return False
-        self._pass_on(whom.hex(), connection.dup(), knock, time.monotonic() + READY)
+        self._pass_on(whom.hex(), connection.dup(), knock, time.monotonic() + AGENT_READY_TIMEOUT_S)
         connection.close()
         return True
 

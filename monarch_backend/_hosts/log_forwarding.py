@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from monarch_backend._core.limits import start_thread
 
-CHUNK = 64 << 10
-MOST_LEFT = 1 << 20
+CHUNK_BYTES = 64 << 10
+MAX_PIPE_BYTES = 1 << 20
 """Bytes that are read of a process that has ended: pipes hold no more."""
 
-UNTAKEN = 4 << 20
+MAX_UNACKNOWLEDGED_BYTES = 4 << 20
 """Bytes that the controller has not dealt with; then pipes fill up, and processes wait in print()."""
 
 
@@ -55,7 +55,7 @@ class OutputReader:
         for stream in (1, 2):
             with self._lock:
                 fd = self._open.get((number, stream))
-                for _ in range(MOST_LEFT // CHUNK):  # a descendant may be writing still
+                for _ in range(MAX_PIPE_BYTES // CHUNK_BYTES):  # a descendant may be writing still
                     if fd is None or not self._take(number, stream, fd):
                         break
                 self._close(number, stream)
@@ -63,7 +63,7 @@ class OutputReader:
     def _run(self) -> None:
         while True:
             with self._room:
-                while self._untaken >= UNTAKEN:
+                while self._untaken >= MAX_UNACKNOWLEDGED_BYTES:
                     self._room.wait()
             for key, _ in self._selector.select():
                 if key.data is None:
@@ -77,7 +77,7 @@ class OutputReader:
     def _take(self, number: int, stream: int, fd: int, patient: bool = False) -> bool:
         """False at the end; with ``patient`` what is empty for now is no end. With the lock."""
         try:
-            data = os.read(fd, CHUNK)
+            data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
             return patient
         except OSError:

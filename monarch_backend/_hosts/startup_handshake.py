@@ -25,7 +25,7 @@ READY = "monarch_backend: this host is up: "
 PROCESS = "monarch_backend: its process is "
 STAY = b"stay"
 _ADDRESS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN)
-NOTED_WITHIN = 600.0
+DETACH_TIMEOUT_S = 600.0
 """Seconds that a starter may take to note a detached host before it ends: the connection may have been cut."""
 
 
@@ -100,7 +100,7 @@ class _Host:
         """The next of standard input, not a byte more; b"" at its end."""
         line = b""
         while len(line) < 1024 and not line.endswith(b"\n"):
-            patience = None if self._done is None else NOTED_WITHIN
+            patience = None if self._done is None else DETACH_TIMEOUT_S
             data = os.read(self._in, 1) if select.select([self._in], [], [], patience)[0] else b""
             if not data:
                 break

@@ -21,7 +21,7 @@ from monarch_backend._hosts.workspace_tree import WorkspaceError, WorkspaceTree,
 from monarch_backend.actor import Actor, endpoint
 
 IGNORED = (".git", "__pycache__", "*.pyc", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv", "*.egg-info")
-BATCH = 8 << 20
+BATCH_BYTES = 8 << 20
 """Bytes of content in one message. A larger file is sent alone."""
 
 RECORD = ".monarch_workspace"
@@ -161,7 +161,7 @@ def _batches(wanted: set[str], files: Mapping[str, Entry], root: Path) -> Iterat
     size = 0
     for content in sorted(wanted):
         data = where[content].read_bytes()
-        if batch and size + len(data) > BATCH:
+        if batch and size + len(data) > BATCH_BYTES:
             yield batch
             batch, size = {}, 0
         batch[content], size = data, size + len(data)

@@ -32,10 +32,10 @@ from monarch_backend._mesh.runtime_protocol import program
 from monarch_backend._transport.network.auth import new_secret, read_secret
 from monarch_backend.hosts import attach_to_workers
 
-AT_ONCE = 64
+MAX_CONCURRENT_STARTS = 64
 """Hosts that are started at a time: each is a process here meanwhile."""
-START_WITHIN = 60.0
-STOP_WITHIN = 5.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
 """Seconds that what this program runs on a job's hosts may take to finish when the job is ended."""
 
 
@@ -166,7 +166,7 @@ class Job:
     def _from_description(cls, description: dict[str, Any]) -> Job:
         return cls(**description)
 
-    def apply(self, timeout: float = START_WITHIN) -> None:
+    def apply(self, timeout: float = START_TIMEOUT_S) -> None:
         """Start the hosts that do not run yet, and return when all listen.
 
         What has been started by this job before, also by another program, is found by the job's file. Raises JobError,
@@ -217,7 +217,7 @@ class Job:
         if given is None and self.kind != "local":
             state_file.write_private(own, new_secret().hex().encode() + b"\n")
         return JobFile(
-            version=state_file.VERSION, kind=self.kind, name=self.name, id=secrets.token_hex(8),
+            version=state_file.STATE_VERSION, kind=self.kind, name=self.name, id=secrets.token_hex(8),
             machine=socket.gethostname(), secret_file=str(given or own), own_secret=given is None,
             description=self._described(), hosts=[],
         )  # fmt: skip
@@ -228,8 +228,8 @@ class Job:
         launches: list[Launch] = []
         try:
             secret = read_secret(Path(file.secret_file)) if plans else b""
-            for first in range(0, len(plans), AT_ONCE):
-                some = plans[first : first + AT_ONCE]
+            for first in range(0, len(plans), MAX_CONCURRENT_STARTS):
+                some = plans[first : first + MAX_CONCURRENT_STARTS]
                 new = []
                 for plan in some:
                     new.append(Launch(plan.label, plan.command, secret, plan.environment))
@@ -398,7 +398,7 @@ def _stop_using(file: JobFile) -> None:
     for mesh in meshes:
         if not _lost(mesh):
             with contextlib.suppress(Exception):
-                mesh.shutdown().get(timeout=STOP_WITHIN)
+                mesh.shutdown().get(timeout=STOP_TIMEOUT_S)
 
 
 _attached: dict[tuple[str, str, tuple[Identity, ...]], HostMesh] = {}

@@ -22,7 +22,7 @@ from monarch_backend._job.errors import JobError
 
 REACHED = "monarch_backend: reached at "
 ARGUMENTS = ("up", "--secret-from-stdin", "--tether")
-END_WITHIN = 10.0
+KILL_TIMEOUT_S = 10.0
 """Seconds for a host that is given up to end."""
 
 
@@ -105,7 +105,7 @@ class Launch:
         with contextlib.suppress(BrokenPipeError):
             self._in.write(STAY + b"\n")
         try:
-            code = self._process.wait(END_WITHIN)
+            code = self._process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             code = None
         if code != 0:
@@ -124,7 +124,7 @@ class Launch:
         """That, and return when it has ended."""
         self.let_go()
         try:
-            self._process.wait(END_WITHIN)
+            self._process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -14,7 +14,7 @@ from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS
 from monarch_backend._job.state_file import HostEntry, JobFile
 
-GRACE = 10.0
+TERM_GRACE_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 
 
@@ -63,7 +63,7 @@ class ProcessJob(Job):
     def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
         if hosts:
             with ThreadPoolExecutor(min(32, len(hosts))) as pool:
-                list(pool.map(lambda host: host.process.end(GRACE), hosts))
+                list(pool.map(lambda host: host.process.end(TERM_GRACE_S), hosts))
         return ["unknown: it does not end" if host.process.runs() else "gone" for host in hosts]
 
     def _description(self) -> dict[str, Any]:

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts.address import given_secret
-from monarch_backend._job.base import STOP_WITHIN, JobState, check_mesh_name
+from monarch_backend._job.base import STOP_TIMEOUT_S, JobState, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS, Launch
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._transport.network.auth import new_secret, parse_secret
 from monarch_backend.hosts import attach_to_workers
 
-START_WITHIN = 120.0
+START_TIMEOUT_S = 120.0
 PREFIX = "monarch_backend/spmd/"
 
 _OF_A_RANK = re.compile(
@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
         return cls(numbers[0], numbers[1], numbers[2], os.environ["MASTER_ADDR"], numbers[3])
 
 
-def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_WITHIN) -> HostMesh:
+def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_TIMEOUT_S) -> HostMesh:
     """In a script under torchrun: a HostMesh with a host for each node, for rank 0, which goes on as the controller.
 
     Every rank calls it. In the others it does not return: they wait until rank 0 has ended and end with 0 then, or with
@@ -282,7 +282,7 @@ class SPMDJob:
     It has no file, and no second program can pick it up: its processes are the launcher's.
     """
 
-    def __init__(self, mesh: str = "hosts", *, timeout: float = START_WITHIN) -> None:
+    def __init__(self, mesh: str = "hosts", *, timeout: float = START_TIMEOUT_S) -> None:
         self._mesh, self._timeout = check_mesh_name(mesh), check_bounded(timeout)
 
     def apply(self) -> None:
@@ -297,7 +297,7 @@ class SPMDJob:
         """Stop what this program runs there; then the hosts and the other ranks end. It can't be applied again."""
         if _mesh:
             with contextlib.suppress(Exception):
-                _mesh[0].shutdown().get(STOP_WITHIN)
+                _mesh[0].shutdown().get(STOP_TIMEOUT_S)
             _controller[0].end()
             _mesh.clear()
             _ended.append(True)

@@ -21,9 +21,9 @@ from monarch_backend._job.base import Job, Plan, check_mesh_name
 from monarch_backend._job.host_launcher import ARGUMENTS, REACHED
 from monarch_backend._job.state_file import HostEntry
 
-AT_ONCE = 32
+MAX_CONNECTIONS = 32
 """Connections that look for hosts, or end them."""
-PATIENCE = 45.0
+COMMAND_TIMEOUT_S = 45.0
 """Seconds for one of these."""
 
 # runs PID START BOOT: the same process, not one that got its pid later.
@@ -132,7 +132,7 @@ class SSHJob(Job):
             by_machine.setdefault(host.where, []).append(host)
         if not by_machine:
             return []
-        with ThreadPoolExecutor(min(AT_ONCE, len(by_machine))) as pool:
+        with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(by_machine))) as pool:
             answers = dict(
                 zip(
                     by_machine,
@@ -147,12 +147,17 @@ class SSHJob(Job):
         command = self._ssh(machine, "\n".join([_RUNS, *calls, "wait"]))
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=PATIENCE
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=COMMAND_TIMEOUT_S,
             )
             why = done.stderr.strip() or f"ssh ended with {done.returncode}"
             said = done.stdout
         except (OSError, subprocess.TimeoutExpired) as error:
-            why, said = str(error) if isinstance(error, OSError) else f"no answer within {PATIENCE:g} s", ""
+            why, said = str(error) if isinstance(error, OSError) else f"no answer within {COMMAND_TIMEOUT_S:g} s", ""
         found = dict(re.findall(r"^monarch_backend: (\d+) (up|gone)$", said, re.MULTILINE))
         return {host.process.pid: found.get(str(host.process.pid), f"unknown: {why}") for host in hosts}
 

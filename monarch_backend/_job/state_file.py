@@ -22,7 +22,7 @@ from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._hosts.startup_handshake import state_folder
 from monarch_backend._job.errors import JobError
 
-VERSION = 1
+STATE_VERSION = 1
 
 
 class HostEntry(msgspec.Struct, frozen=True):
@@ -80,9 +80,9 @@ def read(path: Path) -> JobFile | None:
         raise JobError(f"{path} names commands to run and must be yours alone: chown it, and chmod 600 {path}")
     try:
         version = msgspec.json.decode(data, type=_OnlyVersion).version
-        if version != VERSION:
+        if version != STATE_VERSION:
             raise JobError(
-                f"{path} is of version {version}, and this monarch_backend reads {VERSION}: end the job with the one "
+                f"{path} is of version {version}, and this monarch_backend reads {STATE_VERSION}: end the job with the one "
                 "that has started it"
             )
         return msgspec.json.decode(data, type=JobFile)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from monarch_backend._processes import child_bootstrap, fork_server, linux
-from monarch_backend._processes.fork_server_client import PATIENCE
+from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ForkedServer:
         """
         with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python built on one, before 5.3
             watch = os.pidfd_open(self.pid)
-            if not select.select([watch], [], [], PATIENCE)[0]:
+            if not select.select([watch], [], [], REPLY_TIMEOUT_S)[0]:
                 os.kill(self.pid, signal.SIGKILL)
             os.close(watch)
         _, status = os.waitpid(self.pid, 0)
@@ -88,7 +88,7 @@ def fork() -> tuple[ForkedServer | None, str]:
 
 def _kill_children() -> None:
     """And their descendants, who become children meanwhile."""
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + REPLY_TIMEOUT_S
     while (pids := linux.children()) and time.monotonic() < give_up:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

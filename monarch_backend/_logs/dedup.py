@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 # More than this waiting at once is shown before its window ends.
-MOST_WAITING = 1 << 16
+MAX_PENDING_LINES = 1 << 16
 MOST_WAITING_BYTES = 32 << 20
 
 _CACHED_SETS = 1024
@@ -148,7 +148,7 @@ class LineDeduplicator:
                 self._now_first(entry, bit)
         if complete is not None:
             self._complete.append(complete)
-        if len(self._by_age) > MOST_WAITING or self._bytes > MOST_WAITING_BYTES:
+        if len(self._by_age) > MAX_PENDING_LINES or self._bytes > MOST_WAITING_BYTES:
             self._make_room()
 
     def take(self, now: float) -> list[tuple[int, bytes]]:
@@ -242,7 +242,7 @@ class LineDeduplicator:
 
     def _make_room(self) -> None:
         self._by_age = deque(entry for entry in self._by_age if entry.ranks)
-        while self._oldest() and (len(self._by_age) > MOST_WAITING // 2 or self._bytes > MOST_WAITING_BYTES // 2):
+        while self._oldest() and (len(self._by_age) > MAX_PENDING_LINES // 2 or self._bytes > MOST_WAITING_BYTES // 2):
             self._show_one()
 
     def _show_all(self) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-LONGEST_LINE = 64 * 1024
-_CUT = b" ... [cut: longer than %d bytes]" % LONGEST_LINE
+MAX_LINE_BYTES = 64 * 1024
+_CUT = b" ... [cut: longer than %d bytes]" % MAX_LINE_BYTES
 
 # What the worker's logging writes around a record (worker_logging.py): RECORD level LEVEL_END text "\n", where every
 # line break inside the text is a RECORD_BREAK, so that a traceback stays one unit.
@@ -21,7 +21,7 @@ class LineSplitter:
     r"""Splits one stream's bytes into lines without their ends.
 
     A line that was overwritten with carriage returns counts as what was left standing. A line longer than
-    `LONGEST_LINE` bytes is cut there, with a note, and the rest of it is dropped. What has no line end yet is kept
+    `MAX_LINE_BYTES` bytes is cut there, with a note, and the rest of it is dropped. What has no line end yet is kept
     until its end comes or `take_partial` asks for it.
 
     >>> splitter = LineSplitter()
@@ -65,9 +65,9 @@ class LineSplitter:
             self._taken = False
             if not lines[0]:
                 del lines[0]  # the end of a line that is already out
-        if size > LONGEST_LINE:
+        if size > MAX_LINE_BYTES:
             lines = [_cut(line) for line in lines]
-            if len(rest) > LONGEST_LINE:
+            if len(rest) > MAX_LINE_BYTES:
                 lines.append(_cut(rest))
                 rest, self._cutting = b"", True
         self._rest = rest
@@ -129,9 +129,9 @@ def _overwritten(rest: bytes) -> bytes:
 
 
 def _cut(line: bytes) -> bytes:
-    if len(line) <= LONGEST_LINE:
+    if len(line) <= MAX_LINE_BYTES:
         return line
-    return line[: _whole_characters(line[:LONGEST_LINE])] + _CUT
+    return line[: _whole_characters(line[:MAX_LINE_BYTES])] + _CUT
 
 
 def _whole_characters(text: bytes) -> int:

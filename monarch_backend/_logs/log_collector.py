@@ -32,11 +32,11 @@ from monarch_backend._logs.mesh_log import STDERR, STDOUT, LogOptions, MeshLog
 
 __all__ = ["STDERR", "STDOUT", "LogCollector", "LogOptions", "MeshLog"]
 
-_READ = 64 * 1024  # what a pipe holds unless somebody changed it
+_READ_BYTES = 64 * 1024  # what a pipe holds unless somebody changed it
 
 # A line without its end (a prompt, a progress bar) is shown after this many seconds, or the mesh's window if that is
 # longer. Less would tear the lines of a C program, whose stdio hands over 4096 bytes at a time, wherever they end.
-_PARTIAL_WAIT = 1.0
+_PARTIAL_LINE_TIMEOUT_S = 1.0
 
 
 class _Pipe:
@@ -188,7 +188,7 @@ class LogCollector:
         timeout: float | None = None
         while True:
             events = selector.select(timeout)
-            timeout = _PARTIAL_WAIT
+            timeout = _PARTIAL_LINE_TIMEOUT_S
             try:
                 with self._lock:
                     timeout = self._round(events)
@@ -208,7 +208,7 @@ class LogCollector:
             pipe: _Pipe | None = key.data
             if pipe is None:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(key.fd, _READ)
+                    os.read(key.fd, _READ_BYTES)
             elif self._pipes.get(pipe.fd) is pipe:  # else it was closed since
                 self._read(pipe, now)
         for partial in [pipe for pipe, due in self._partial.items() if due <= now]:
@@ -220,7 +220,7 @@ class LogCollector:
         due = min((*self._waiting.values(), *self._partial.values()), default=None)
         return None if due is None else max(0.0, due - now)
 
-    def _read(self, pipe: _Pipe, now: float, most: int = _READ) -> int:
+    def _read(self, pipe: _Pipe, now: float, most: int = _READ_BYTES) -> int:
         try:
             data = os.read(pipe.fd, most)
         except BlockingIOError:
@@ -237,7 +237,7 @@ class LogCollector:
             self._touched.add(pipe.mesh)
             self._partial.pop(pipe, None)
         if splitter.has_partial and pipe not in self._partial:
-            self._partial[pipe] = now + max(_PARTIAL_WAIT, pipe.mesh.options.aggregate_window_sec or 0.0)
+            self._partial[pipe] = now + max(_PARTIAL_LINE_TIMEOUT_S, pipe.mesh.options.aggregate_window_sec or 0.0)
         return len(data)
 
     def _say_partial(self, pipe: _Pipe, now: float, *, final: bool) -> None:
@@ -261,7 +261,7 @@ class LogCollector:
         now = time.monotonic()
         for pipe in self._pipes_of(mesh):
             left = _bytes_in(pipe.fd)
-            while left > 0 and (read := self._read(pipe, now, min(left, _READ))):
+            while left > 0 and (read := self._read(pipe, now, min(left, _READ_BYTES))):
                 left -= read
             if pipe in self._partial:
                 self._say_partial(pipe, now, final=False)
@@ -368,7 +368,7 @@ def _left(deadline: float | None) -> float:
 
 # A fork copies locks as they are and the buffer of sys.stdout as it is. So the forking thread holds all of them, or
 # has waited for a second; the child starts with new ones and closes the read ends that it got.
-_FORK_PATIENCE = 1.0
+_FORK_TIMEOUT_S = 1.0
 _COLLECTORS: weakref.WeakSet[LogCollector] = weakref.WeakSet()
 _forking = threading.local()
 
@@ -377,7 +377,7 @@ def _before_fork() -> None:
     _forking.held = held = []
     for collector in list(_COLLECTORS):
         for lock in (collector._lock, collector._writing):
-            if lock.acquire(timeout=_FORK_PATIENCE):
+            if lock.acquire(timeout=_FORK_TIMEOUT_S):
                 held.append(lock)
 
 

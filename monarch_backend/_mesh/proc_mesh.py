@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from monarch_backend._mesh.extent import Extent, MeshBase, Shape, ranks_in_words
 from monarch_backend._mesh.runtime_protocol import program
 
-AFTER_ERROR = 10.0
+ERROR_GRACE_S = 10.0
 """Seconds that actors get to finish what they have when an error leaves the ``with`` of their processes."""
 
 if TYPE_CHECKING:
@@ -220,13 +220,13 @@ class ProcMesh(MeshBase):
         return self
 
     async def __aexit__(self, kind: object, *_: object) -> None:
-        await self.stop("left its `async with`", timeout=None if kind is None else AFTER_ERROR)
+        await self.stop("left its `async with`", timeout=None if kind is None else ERROR_GRACE_S)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.stop("left its `with`", timeout=None if kind is None else AFTER_ERROR).get()
+        self.stop("left its `with`", timeout=None if kind is None else ERROR_GRACE_S).get()
 
     def logging_option(
         self,

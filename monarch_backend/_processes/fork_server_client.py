@@ -23,7 +23,7 @@ from monarch_backend._processes.fork_server import Configuration
 from monarch_backend._processes.spawn_protocol import Channel, Event, peer
 
 # How long the end of what was killed is waited for. The kernel needs milliseconds, unless one hangs in a driver.
-PATIENCE = 10.0
+REPLY_TIMEOUT_S = 10.0
 
 
 class ForkServer:
@@ -47,7 +47,7 @@ class ForkServer:
         if self.process is None:
             return "the fork server closed the connection"
         try:
-            code = self.process.wait(PATIENCE)
+            code = self.process.wait(REPLY_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()

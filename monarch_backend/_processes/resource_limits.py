@@ -18,9 +18,9 @@ from monarch_backend._processes import cgroup, linux
 PROC = Path("/proc")
 
 # A process has its main thread and, as soon as it talks to anybody, one that waits for messages.
-TASKS_EACH = 2
+TASKS_PER_PROCESS = 2
 # What an idle process from the fork server has for itself, page tables included (measured: 5.5 MiB).
-MEMORY_EACH = 6 << 20
+MEMORY_BYTES_PER_PROCESS = 6 << 20
 MEMORY_EACH_SPAWNED = 150 << 20  # one that has imported torch by itself
 
 
@@ -47,7 +47,7 @@ def check(count: int, limits: Iterable[Limit]) -> None:
     """Raise SpawnLimitError if ``count`` processes do not fit into one of ``limits``.
 
     >>> import monarch_backend.actor  # names the error
-    >>> check(100, [Limit("pids.max of the control group /", 50, TASKS_EACH, "processes and threads")])
+    >>> check(100, [Limit("pids.max of the control group /", 50, TASKS_PER_PROCESS, "processes and threads")])
     Traceback (most recent call last):
     monarch_backend.actor.SpawnLimitError: can't start 100 processes: they need 200 processes and threads, \
 and pids.max of the control group / leaves 50. Start at most 25, or raise the limit.
@@ -70,7 +70,9 @@ class System:
     rlimit: Callable[[int], tuple[int, int]] = resource.getrlimit
     uid: int | None = None
 
-    def limits(self, count: int, memory_each: int = MEMORY_EACH, descriptors_each: int = 0) -> Iterator[Limit]:
+    def limits(
+        self, count: int, memory_each: int = MEMORY_BYTES_PER_PROCESS, descriptors_each: int = 0
+    ) -> Iterator[Limit]:
         """The limits of this moment. ``count`` saves the costly readings where the cheap ones already suffice."""
         yield from self._memory(memory_each)
         yield from self._tasks(count)
@@ -100,18 +102,18 @@ class System:
         for name in ("threads-max", "pid_max"):
             most = cgroup.number(self.proc / "sys/kernel" / name)
             if most is not None:
-                yield Limit(f"/proc/sys/kernel/{name}", most - everything, TASKS_EACH, unit)
+                yield Limit(f"/proc/sys/kernel/{name}", most - everything, TASKS_PER_PROCESS, unit)
         for directory in cgroup.directories("pids", self.cgroups, self.proc / "self/cgroup"):
             most, used = cgroup.number(directory / "pids.max"), cgroup.number(directory / "pids.current")
             if most is not None and used is not None:
-                yield Limit(f"pids.max of the control group {directory}", most - used, TASKS_EACH, unit)
+                yield Limit(f"pids.max of the control group {directory}", most - used, TASKS_PER_PROCESS, unit)
         soft, _ = self.rlimit(resource.RLIMIT_NPROC)
         uid = os.geteuid() if self.uid is None else self.uid
         if soft != resource.RLIM_INFINITY and uid != 0:  # root is exempt
             used = everything
-            if count * TASKS_EACH > soft - used:  # only then is it worth looking at every process
+            if count * TASKS_PER_PROCESS > soft - used:  # only then is it worth looking at every process
                 used = self._tasks_of(uid)
-            yield Limit("RLIMIT_NPROC (ulimit -u)", soft - used, TASKS_EACH, unit)
+            yield Limit("RLIMIT_NPROC (ulimit -u)", soft - used, TASKS_PER_PROCESS, unit)
 
     def _all_tasks(self) -> int:
         try:
@@ -163,7 +165,7 @@ def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
                 f"can't start {count} processes: {PROC} is not mounted, and the fork server reads {PROC}/self to find "
                 "open files and threads. Mount it (mount -t proc proc /proc)"
             )
-        memory = MEMORY_EACH_SPAWNED if plain else MEMORY_EACH
+        memory = MEMORY_EACH_SPAWNED if plain else MEMORY_BYTES_PER_PROCESS
         check(count, System().limits(count, memory, descriptors_each))
 
 

@@ -25,7 +25,7 @@ from typing import cast
 from monarch_backend._core import env
 from monarch_backend._core.limits import start_thread
 from monarch_backend._processes import linux, resource_limits
-from monarch_backend._processes.fork_server_client import PATIENCE, ForkServer, connect, listen, start_server
+from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S, ForkServer, connect, listen, start_server
 from monarch_backend._processes.resource_limits import SpawnLimitError
 from monarch_backend._processes.spawn_protocol import (
     BadMessageError,
@@ -331,7 +331,7 @@ class Spawner:
         while give_up is None or time.monotonic() < give_up:
             if self._closing and give_up is None:
                 server.stop()
-                give_up = time.monotonic() + PATIENCE
+                give_up = time.monotonic() + REPLY_TIMEOUT_S
             self._send(server.channel)
             timeout = None if give_up is None else max(0.0, give_up - time.monotonic())
             for key, events in self._selector.select(timeout):
@@ -415,7 +415,7 @@ class Spawner:
 
 def _kill_what_is_left(pids: Collection[int]) -> None:
     """Processes of a server that died die with it, but not their descendants, whom nobody has adopted."""
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + REPLY_TIMEOUT_S
     while pids and linux.kill_sessions(pids) and time.monotonic() < give_up:
         time.sleep(0.005)
 

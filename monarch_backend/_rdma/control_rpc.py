@@ -19,10 +19,10 @@ from monarch_backend._transport.local.peer import Peer
 ASK, ANSWER, DROP = "rdma.ask", "rdma.answer", "rdma.drop"
 """Names of Settings: the program brings those that begin with the name of this room here."""
 
-PATIENCE = 20.0
+REPLY_TIMEOUT_S = 20.0
 """Seconds for an answer: whoever is asked may be in the middle of a long call into C code."""
 
-TICK = 0.02
+CHECK_INTERVAL_S = 0.02
 """Seconds after which whoever waits looks whether he still wants to."""
 
 TOPICS: dict[str, Callable[[Runtime, Peer, bytes], bytes]] = {}
@@ -50,7 +50,7 @@ class _Question:
     def wait(self, patience: float, over: Callable[[], object]) -> bool:
         """For the answer, or until somebody else is."""
         end = time.monotonic() + patience
-        while not self.ended.wait(TICK):
+        while not self.ended.wait(CHECK_INTERVAL_S):
             if over() or time.monotonic() > end:
                 return False
         return True
@@ -76,7 +76,7 @@ def ask(
         if peer.gone is not None:  # nobody will tell us again
             raise RDMAError(f"{peer} is gone: {peer.gone}")
         owner.router.tell(peer, Setting(ASK, (number, topic, body)))
-        if not question.wait(PATIENCE, over):
+        if not question.wait(REPLY_TIMEOUT_S, over):
             raise RDMAError(f"{peer} was asked for {topic} and has not answered in time: is it stopped, or very busy?")
     finally:
         owner.pending.pop(number, None)

@@ -26,10 +26,10 @@ reductions: Any = _reductions  # it has no types
 
 TOPIC = "torch_ipc"
 
-LOOK = 1.0
+SWEEP_INTERVAL_S = 1.0
 """Seconds after which somebody looks whether what is kept was dropped, since nobody is told of it."""
 
-MOST_REFUSALS = 1024
+MAX_CACHED_REFUSALS = 1024
 """That are remembered. Of older ones the owner is asked again."""
 
 
@@ -127,12 +127,12 @@ class Lent:
         with self._lock:
             self._asked.discard(name)
             self._refused[name] = why
-            if len(self._refused) > MOST_REFUSALS:
+            if len(self._refused) > MAX_CACHED_REFUSALS:
                 del self._refused[next(iter(self._refused))]
 
     def _look_later(self) -> None:
         # Not on the pump's own thread: drivers take their time to unmap.
-        self._program.pump.later(LOOK, lambda: self._program.aside(self._look))
+        self._program.pump.later(SWEEP_INTERVAL_S, lambda: self._program.aside(self._look))
 
     def _look(self) -> None:
         self.tidy()

@@ -12,10 +12,10 @@ from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.routes.base import DONE, FAILED, LOST, UNREACHABLE, Result
 from monarch_backend._verbs import Engine, NoConnectionError, UnreachableMemoryError, VerbsError
 
-MERCY = 0.5
+CANCEL_GRACE_S = 0.5
 """Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""
 
-MOST_LOOKING = 5e-3
+MAX_POLL_S = 5e-3
 """Seconds for which whoever waits for several looks himself before he sleeps."""
 
 _WHY = "another transfer with it was given up"
@@ -61,7 +61,7 @@ class VerbsInFlight:
         self._engine.stop(self._token, self._request, "it was given up")
         self._engine.listen(self._request)
         if not self._request.finished:
-            self._late = self._program.pump.later(MERCY, self._end_all)
+            self._late = self._program.pump.later(CANCEL_GRACE_S, self._end_all)
             if self._request.finished:  # meanwhile, and who heard of it may not have seen the timer
                 self._late.cancel()
 

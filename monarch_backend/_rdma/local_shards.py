@@ -16,7 +16,7 @@ from monarch_backend._rdma import dtensor_layout
 from monarch_backend._rdma.local_memory import refuse_subclass
 from monarch_backend._rdma.shard_geometry import Overlap, Region, local_shape, overlaps_itself, pieces
 
-LARGEST_VALUE = 1 << 16  # bytes of a pickled value that is no tensor; it is sent with every description
+MAX_VALUE_BYTES = 1 << 16  # bytes of a pickled value that is no tensor; it is sent with every description
 
 
 class StateEntry(NamedTuple):
@@ -78,10 +78,10 @@ def check_value(name: str, value: Any) -> bytes:
         raise TypeError(
             f"{name}: {type(value).__name__} is no tensor and can't be pickled: leave it out ({error})"
         ) from error
-    if len(pickled) > LARGEST_VALUE:
+    if len(pickled) > MAX_VALUE_BYTES:
         raise ValueError(
             f"{name}: {type(value).__name__} of {len(pickled)} bytes is no tensor, and values travel with every "
-            f"description: make it a tensor, or leave it out (the limit is {LARGEST_VALUE})"
+            f"description: make it a tensor, or leave it out (the limit is {MAX_VALUE_BYTES})"
         )
     return pickled
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from monarch_backend import _native
-from monarch_backend._rdma.control_rpc import TICK
+from monarch_backend._rdma.control_rpc import CHECK_INTERVAL_S
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.routes.tcp import Tcp
 from monarch_backend._rdma.routes.verbs import Verbs
@@ -25,10 +25,10 @@ from monarch_backend._verbs import Region, VerbsError
 SLOTS, SLOT_BYTES = 4, 2 << 20
 """Of one process's staging memory: two slots may be on the wire while the GPUs copy the others."""
 
-MOST_LENT = 64
+MAX_BORROWERS = 64
 """Processes to which staging memory is lent at a time: it is locked into RAM."""
 
-MOST_IDLE = 8
+MAX_IDLE_BUFFERS = 8
 """Of one's own, that are kept for the next transfers."""
 
 
@@ -71,8 +71,8 @@ class PinnedPool:
         return msgspec.msgpack.encode(_Loan(packed, lent.key, SLOT_BYTES, SLOTS, self._verbs.why_staged))
 
     def _new(self, device: int) -> _Lent:
-        if len(self._lent) >= MOST_LENT:
-            raise RDMAError(f"staging memory is lent to {MOST_LENT} processes already, which is the most")
+        if len(self._lent) >= MAX_BORROWERS:
+            raise RDMAError(f"staging memory is lent to {MAX_BORROWERS} processes already, which is the most")
         memory = _native.PinnedMemory(device, SLOTS * SLOT_BYTES)
         lent = _Lent(memory, self._verbs.lend(memory), self._tcp.server())
         lent.server.add_staging(lent.key, memory, SLOT_BYTES)
@@ -113,7 +113,7 @@ class PinnedLease:
         with self._changed:
             self._waiting += 1
             while not self._free and not patient.over():
-                self._changed.wait(TICK)
+                self._changed.wait(CHECK_INTERVAL_S)
             self._waiting -= 1
             if not self._free:
                 return []
@@ -161,7 +161,7 @@ class PinnedPoolClient:
     def give(self, memory: Any) -> None:
         """Nobody copies to or from it any more, and no NIC either."""
         with self._lock:
-            if len(self._idle) < MOST_IDLE:
+            if len(self._idle) < MAX_IDLE_BUFFERS:
                 self._idle.append(memory)
 
     def close(self) -> None:

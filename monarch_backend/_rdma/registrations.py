@@ -16,7 +16,7 @@ from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.local_memory import LocalMemory
 
-PATIENCE = 5.0
+DROP_TIMEOUT_S = 5.0
 """Seconds that `drop` waits for those who are in the middle of reading or writing it."""
 
 log = logging.getLogger("monarch_backend")
@@ -58,13 +58,13 @@ class Registry:
 
         Raises RDMAError if somebody is in the middle of it and stays there: then its memory is kept, call it again.
         """
-        found = self.native.drop(ticket, PATIENCE)
+        found = self.native.drop(ticket, DROP_TIMEOUT_S)
         for let_go in self.on_drop:  # from now on nobody begins anything with it
             let_go(ticket)
         if found == _STILL_USED:
             user = self.native.user_of(ticket) or os.getpid()
             raise RDMAError(
-                f"process {user} is in the middle of a transfer with this memory and has not moved for {PATIENCE:g} s "
+                f"process {user} is in the middle of a transfer with this memory and has not moved for {DROP_TIMEOUT_S:g} s "
                 "(is it stopped?): nobody else can use it any more, and it stays allocated; call drop() again later"
             )
         return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE

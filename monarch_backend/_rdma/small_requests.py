@@ -14,10 +14,10 @@ from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.routes.base import CANCELLED, LATE, Result
 
-PATIENCE = 0.002
+SOCKET_WAIT_S = 0.002
 """Seconds that one who waits stays in the socket, where only signals reach him."""
 
-SWEEP = 0.02
+SWEEP_INTERVAL_S = 0.02
 
 
 class SmallRequest:
@@ -44,7 +44,7 @@ class SmallRequest:
 
     def help(self, spins: float, waits: float) -> None:
         """See _route.Flight."""
-        self._fetch(0.0 if self._handed_over else min(PATIENCE, waits))
+        self._fetch(0.0 if self._handed_over else min(SOCKET_WAIT_S, waits))
 
     def listen(self) -> None:
         """See _route.Flight."""
@@ -83,7 +83,7 @@ class SmallRequestClient:
             self._out.add(errand)
             begin, self._sweeps = not self._sweeps, True
         if begin:
-            self._pump.later(SWEEP, self._sweep)
+            self._pump.later(SWEEP_INTERVAL_S, self._sweep)
 
     def forget(self, errand: SmallRequest) -> None:
         """It is over."""
@@ -98,7 +98,7 @@ class SmallRequestClient:
         for errand in late:
             errand.listen()
         if self._sweeps:
-            self._pump.later(SWEEP, self._sweep)
+            self._pump.later(SWEEP_INTERVAL_S, self._sweep)
 
     def end(self, token: str | None = None) -> None:
         """Those to this process, or all."""

@@ -24,7 +24,7 @@ from monarch_backend._rdma import cuda_ipc
 from monarch_backend._rdma.control_rpc import DROP, TOPICS
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.inflight import MERCY, MOST_LOOKING
+from monarch_backend._rdma.inflight import CANCEL_GRACE_S, MAX_POLL_S
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
 from monarch_backend._rdma.registrations import Registry, registry
 from monarch_backend._rdma.routes import gpu_staged
@@ -49,7 +49,7 @@ from monarch_backend._rdma.routes.base import (
     patient,
 )
 from monarch_backend._rdma.routes.gpu_verbs import gathered
-from monarch_backend._rdma.routes.same_host import QUICK
+from monarch_backend._rdma.routes.same_host import INLINE_MAX_BYTES
 from monarch_backend._rdma.routes.selection import Routes, refuse_the_parents
 from monarch_backend._rdma.routes.verbs import Kept, refusal_of
 from monarch_backend._rdma.thread_pool import Workers
@@ -58,7 +58,7 @@ from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend.actor import CancelledError, Future, MeshFailure
 
-MOST_THREADS = 64
+MAX_THREADS = 64
 """That move bytes at the same time, or wait for processes that do not answer; and as many for what went wrong."""
 
 _REFUSALS = (
@@ -72,7 +72,7 @@ _REFUSALS = (
     "atomics on memory of a GPU are possible over verbs only, where a NIC reaches it: use memory of the CPU for it",
     "its owner does not know the staging memory any more that it has lent to this process: try again",
 )
-SOON = 1.0
+PEER_LOSS_TIMEOUT_S = 1.0
 """Seconds for the word that a process is gone with which a connection has broken."""
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Engine:
 
     def __init__(self, owner: Runtime, registered: Registry) -> None:
         self.program, self.registry = owner, registered
-        self.movers, self.menders = Workers(MOST_THREADS), Workers(MOST_THREADS)
+        self.movers, self.menders = Workers(MAX_THREADS), Workers(MAX_THREADS)
         # A connection has one errand at a time, so these are not many.
         self.routes = Routes(owner, registered, self.movers.submit_at_once)
 
@@ -169,7 +169,7 @@ class Engine:
         False: it is for `start`, which also says why it fails.
         """
         return (
-            nbytes <= QUICK
+            nbytes <= INLINE_MAX_BYTES
             and handle.token in self.routes.near
             and self.registry.native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
         )
@@ -205,7 +205,7 @@ class Engine:
                 return None
             (segment,) = part.segments
             copies.append((part.handle.token, part.handle.ticket, part.write, *segment))
-        if sum(copy[-1] for copy in copies) > QUICK:
+        if sum(copy[-1] for copy in copies) > INLINE_MAX_BYTES:
             return None
         return _native.Copies(self.registry.native, copies)
 
@@ -401,7 +401,7 @@ class _Transfer:
 
     def wait(self, what: Any, seconds: float | None) -> bool:
         """Of the future."""
-        look, program = functools.partial(self._look, MOST_LOOKING), self._engine.program
+        look, program = functools.partial(self._look, MAX_POLL_S), self._engine.program
         return look_and_sleep(program, what, seconds, look, self._listen_awaited)
 
     def _listen_awaited(self) -> None:
@@ -542,7 +542,7 @@ class _Transfer:
         peer = owner.router.peers.get(token)
         if peer is not None and peer.gone is not None:
             self._gone.setdefault(token, owner._seen_from_here(peer))
-        if token not in self._gone and self._number and self._untold.acquire(timeout=SOON):
+        if token not in self._gone and self._number and self._untold.acquire(timeout=PEER_LOSS_TIMEOUT_S):
             _release(self._untold)  # for others who wait for the same
         return token in self._gone
 
@@ -569,7 +569,7 @@ class _Transfer:
         self._patient.cancel()
         self._end_queued(self._given_up)
         self._end_flights(CANCELLED)
-        if not self._unfinished.acquire(timeout=MERCY):
+        if not self._unfinished.acquire(timeout=CANCEL_GRACE_S):
             for flight in self._under_way():  # here, and not by a timer: nothing else may run any more
                 flight.end_now()
             self._unfinished.acquire()

@@ -107,7 +107,7 @@ class SimulatedAgent(agent_module.AgentProcess):
         if self._plan.home:
             self._router.link_to(self._root)
         else:
-            self._pump.later(agent_module.WANTED, self._end_if_nobody_came)
+            self._pump.later(agent_module.CONTROLLER_TIMEOUT_S, self._end_if_nobody_came)
 
     def _finish(self, why: str) -> None:
         if not self._end.ready:
@@ -228,7 +228,7 @@ class SimulatedHosts:
             *((module, "Tcp", tcp) for module in (agent_module, daemon_module)),
         ]
         if simulation.branches is not None:
-            changes.append((agent_module, "BRANCHES", simulation.branches))
+            changes.append((agent_module, "DEFAULT_FANOUT", simulation.branches))
         with replaced(changes):
             yield
 

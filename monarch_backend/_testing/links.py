@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local.frames import Kind
-from monarch_backend._transport.local.links import SILENT, Receiver
+from monarch_backend._transport.local.links import LINK_PENDING, Receiver
 from monarch_backend._transport.network.envelope import host_of
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class SimulatedLinks:
                 return self._join(other)
             self._called.add(token)
             self._simulation.agenda.add(conditions.latest * rng.random(), lambda: self._answered(other))
-        return SILENT
+        return LINK_PENDING
 
     def _is_elsewhere(self, token: str) -> bool:
         """It is on another host, where no shared memory leads to."""

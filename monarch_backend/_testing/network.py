@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.network.connection_manager import (
-    ANYBODY,
-    CLOSED_SECONDS,
+    ANY_RECEIVER,
+    RECONNECT_AFTER_CLOSE_S,
     Address,
     PeerConnection,
     Timeouts,
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from monarch_backend._testing.hosts import Service, SimulatedHost
     from monarch_backend._testing.simulator import Simulation
 
-AGAIN = 0.5
+CONNECT_INTERVAL_S = 0.5
 """Seconds between two calls where nobody listens."""
 
-BACK = 1.0
+MAX_RECOVERY_S = 1.0
 """Seconds until a connection works again over a network that has come back, at most: what was lost is sent again."""
 
 
@@ -106,7 +106,7 @@ class SimulatedTcp:
         self.later(0.0, call)
 
     def call(
-        self, address: Address, secret: bytes, whom: bytes = ANYBODY, *, patience: float | None = None
+        self, address: Address, secret: bytes, whom: bytes = ANY_RECEIVER, *, patience: float | None = None
     ) -> PeerConnection:
         """As Tcp.call."""
         session = self.process.simulation.random.getrandbits(128).to_bytes(16, "little")
@@ -169,7 +169,7 @@ class SimulatedTcp:
                 self._lose(remote, "its process has closed the connection, and nobody listens there any more")
             else:
                 remote.trouble = "connection refused"
-                self.later(AGAIN, lambda: self.connect(remote))
+                self.later(CONNECT_INTERVAL_S, lambda: self.connect(remote))
         elif other is None or not other._accepts(remote):
             self._lose(remote, "it has given up this connection, which was broken for too long")
         else:
@@ -236,7 +236,7 @@ class SimulatedTcp:
         """Those whom it has called on the other one of these hosts, when the network between them is back."""
         for remote in list(self._remotes.values()):
             if remote.address is not None and self._network.hosts[remote.address] in pair - {self.process.host}:
-                seconds = min(BACK, self.bounds.silence / 3) * self._network.random()
+                seconds = min(MAX_RECOVERY_S, self.bounds.silence / 3) * self._network.random()
                 self.later(seconds, lambda remote=remote: self.connect(remote))  # type: ignore[misc]
 
     def died(self) -> None:
@@ -332,7 +332,7 @@ class Network:
 
     def find(self, host: SimulatedHost, wanted: bytes) -> SimulatedTcp | None:
         """Who answers there."""
-        if wanted == ANYBODY:
+        if wanted == ANY_RECEIVER:
             return None if host.daemon is None else host.daemon.tcp
         tcp = self.by_who.get(wanted)
         return tcp if tcp is not None and tcp.process.alive and tcp.process.host is host else None
@@ -350,7 +350,7 @@ class Network:
             other.call_again(line, pause)
         else:
             why = "its process has closed the connection and does not come back"
-            other.lose_later(line, self.travel() + CLOSED_SECONDS, why)
+            other.lose_later(line, self.travel() + RECONNECT_AFTER_CLOSE_S, why)
 
     def cut(self, one: SimulatedHost, other: SimulatedHost) -> None:
         """From now on nothing comes through, and nobody says so: both sides wait until the silence is too long."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from monarch_backend._mesh.proc_mesh import ProcMesh
     from monarch_backend._testing.hosts import SimulatedHost, SimulatedHosts
 
-MOST_WAITS = 24
+MAX_NESTED_WAITS = 24
 """Turns that may wait on top of each other, each on the stack of the one below."""
 
 
@@ -274,8 +274,8 @@ class Simulation:
     def _wait(
         self, process: SimulatedProcess, what: Any, end: float | None, given_up: Callable[[], bool] | None
     ) -> bool:
-        if len(self._waits) > MOST_WAITS:
-            raise self._fatal(f"{MOST_WAITS} actors wait at once, which is as many as one stack holds")
+        if len(self._waits) > MAX_NESTED_WAITS:
+            raise self._fatal(f"{MAX_NESTED_WAITS} actors wait at once, which is as many as one stack holds")
         while not what.ready:
             if not process.alive:
                 raise ProcessDied

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from monarch_backend._transport.local import frames
-from monarch_backend._transport.local.frames import TOKEN, FrameError, Kind
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
 from monarch_backend._transport.network import envelope
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def _told_far(event: tuple[Any, ...]) -> str:
     if envelope.is_for_many(event[1]):
         rows, rest = envelope.unpack_receivers(rest)
         many = len(rows)
-    way = f"from {rest[TOKEN : 2 * TOKEN].decode()} to {many or rest[:TOKEN].decode()}"
-    return f"far {way}: {_told((*event[:1], kind, *event[2:7], rest[2 * TOKEN :], *event[8:]))}"
+    way = f"from {rest[TOKEN_LENGTH : 2 * TOKEN_LENGTH].decode()} to {many or rest[:TOKEN_LENGTH].decode()}"
+    return f"far {way}: {_told((*event[:1], kind, *event[2:7], rest[2 * TOKEN_LENGTH :], *event[8:]))}"
 
 
 def _content(kind: Kind, prefix: bytes) -> str:

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("monarch_backend")
 
-SWEEP = 0.02
+SWEEP_INTERVAL_S = 0.02
 """Seconds after which the engine's thread looks for what was not announced."""
 
-QUIET = 2 << 20
+MAX_UNSIGNALED_BYTES = 2 << 20
 """Bytes of a request that may be quiet: a larger one is seldom posted whole, and can afford a change of threads."""
 
-_AT_ONCE = 64
+_POLL_BATCH = 64
 
-SLEEP = 50e-6
+SLEEP_COST_S = 50e-6
 """Seconds that a sleep and its end take."""
 
 WORTH, WORTH_YIELDING = 1e-3, 5e-3
@@ -39,7 +39,7 @@ WORTH, WORTH_YIELDING = 1e-3, 5e-3
 kernel give the processor to others each time.
 """
 
-_LOOKS = 8
+_POLLS_PER_CLOCK_READ = 8
 """Of one who waits, before he looks at the clock: in some guests that takes as long as a small transfer."""
 
 _LOOKS_WITH_GIL = 4
@@ -76,7 +76,7 @@ class Completions:
             self._quiet.add(request)
             self._recent = True
             if self._next_sweep is None:
-                self._next_sweep = time.monotonic() + SWEEP
+                self._next_sweep = time.monotonic() + SWEEP_INTERVAL_S
                 self._nudge()  # the engine's thread may sleep for longer
         else:
             self.arm()
@@ -136,7 +136,7 @@ class Completions:
             raise
         with self._lock:
             late = [self.announce(request) for request in list(self._quiet)]
-            self._next_sweep = time.monotonic() + SWEEP if self._recent else None
+            self._next_sweep = time.monotonic() + SWEEP_INTERVAL_S if self._recent else None
             self._recent = False
         if any(late):
             self._look_at_all()
@@ -154,7 +154,7 @@ class Completions:
             with self._lock:
                 found = self._look(device, prompt)
             self.tell()
-            if found < _AT_ONCE:
+            if found < _POLL_BATCH:
                 return
 
     def _look_at_all(self) -> None:
@@ -169,7 +169,7 @@ class Completions:
             return 0
         self._looking, device.looked_promptly = True, prompt
         try:
-            found = device.nic.poll(_AT_ONCE)
+            found = device.nic.poll(_POLL_BATCH)
             for id_, status, number, vendor in found:
                 lane = device.lanes.get(number)
                 if lane is None:
@@ -188,13 +188,17 @@ class Completions:
 
     def help(self, request: Request, seconds: float) -> None:
         """On a thread that waits for it: look, for so long at most, and not longer than is worth it."""
-        for _ in range(_LOOKS if seconds > 0 else 1):
+        for _ in range(_POLLS_PER_CLOCK_READ if seconds > 0 else 1):
             if self._look_for(request):
                 return
         if seconds <= 0:
             return
         began, worth = time.perf_counter(), min(seconds, self._worth_it(request))
-        if not self._spin(request, began + min(worth, SLEEP)) and worth > SLEEP and self._spinning.acquire(False):
+        if (
+            not self._spin(request, began + min(worth, SLEEP_COST_S))
+            and worth > SLEEP_COST_S
+            and self._spinning.acquire(False)
+        ):
             try:
                 self._spin(request, began + worth)
             finally:
@@ -212,7 +216,7 @@ class Completions:
     def _worth_it(self, request: Request) -> float:
         """Seconds. Twice what the devices have shown that it takes; but no more than a sleep where that is long."""
         taken = 2 * request.nbytes * max((device.pace for device in self.devices), default=0.0)
-        return SLEEP + (taken if taken < (WORTH_YIELDING if self.yields else WORTH) else 0.0)
+        return SLEEP_COST_S + (taken if taken < (WORTH_YIELDING if self.yields else WORTH) else 0.0)
 
     def _look_for(self, request: Request, prompt: bool = False) -> bool:
         """At the devices that do it, if nobody else is at them; True if it has finished. ``prompt``: the last look of

@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from monarch_backend._verbs.config import Settings
     from monarch_backend._verbs.work_requests import Request
 
-DIAL_SECONDS = 10.0
+CONNECT_TIMEOUT_S = 10.0
 """For the control plane to bring an answer."""
 
-DRAIN_SECONDS = 10.0
+DRAIN_TIMEOUT_S = 10.0
 """For the other lanes to finish what they have posted, when one has broken."""
 
-LEAST_SILENCE = 10.0
+MIN_SILENCE_S = 10.0
 """Seconds for which a device may end nothing of what is posted, also where settings want it faster: a machine may be
 too busy.
 """
 
-_LOOK_AHEAD = 64
+_LOOKAHEAD_REQUESTS = 64
 """Waiting requests that a lane is offered at a time."""
 
 _SILENT, _GENERAL = 20, 21
@@ -139,13 +139,13 @@ class PeerConnection:
                     return
                 if count:
                     posted = True
-                    for request in [r for r in itertools.islice(self._waiting, _LOOK_AHEAD) if not r.has_more]:
+                    for request in [r for r in itertools.islice(self._waiting, _LOOKAHEAD_REQUESTS) if not r.has_more]:
                         del self._waiting[request]
                     if not self._waiting:
                         return
 
     def _for(self, lane: SendQueuePair) -> list[Request]:
-        first = itertools.islice(self._waiting, _LOOK_AHEAD)
+        first = itertools.islice(self._waiting, _LOOKAHEAD_REQUESTS)
         return [r for r in first if r.may_use(lane) and lane.their_nic < len(r.record.keys)]
 
     def _prepare(self, requests: Iterable[Request]) -> None:
@@ -171,7 +171,7 @@ class PeerConnection:
     # ---- connecting
 
     def _want(self) -> None:
-        self.state, self._deadline = State.DIALING, self._host.now() + DIAL_SECONDS
+        self.state, self._deadline = State.DIALING, self._host.now() + CONNECT_TIMEOUT_S
         if not self._host.dial(self.peer):
             reason = f": {self._trouble}" if self._trouble else ", and nobody is there to connect it"
             self.fail(VerbsError(f"there is no connection to {self.peer}{reason}", *self._words()))
@@ -199,7 +199,7 @@ class PeerConnection:
             self._offered.append(lane)
         self._nonce = os.urandom(8)
         ends = [lane.end(endpoints.index(lane.endpoint)) for lane in self._offered]
-        self.state, self._deadline = State.DIALING, self._host.now() + DIAL_SECONDS
+        self.state, self._deadline = State.DIALING, self._host.now() + CONNECT_TIMEOUT_S
         return messages.pack(ConnectRequest(self._nonce, endpoints, ends))
 
     def connect(self, answer: ConnectReply) -> None:
@@ -253,14 +253,14 @@ class PeerConnection:
             for lane in list(self.lanes):
                 self.broke(lane, 0, FLUSHED, 0)
         else:
-            text = f"{self.peer} has not answered within {DIAL_SECONDS:.0f} s"
+            text = f"{self.peer} has not answered within {CONNECT_TIMEOUT_S:.0f} s"
             if self._trouble:
                 text = f"{self._trouble}; and then {text}"
             self.fail(NoConnectionError(text, *self._words()))  # there are no lanes: nothing is under way
 
     @property
     def _silence(self) -> float:
-        return max(LEAST_SILENCE, self._host.settings.silence)
+        return max(MIN_SILENCE_S, self._host.settings.silence)
 
     def _look_for_silence(self, now: float) -> None:
         """Devices promise to end each work request within some time. After a cut of its cable soft-RoCE's may not, with
@@ -321,7 +321,7 @@ class PeerConnection:
             elif posted.request is not None:
                 self._unfinished(posted, posted.id == id_, status, error)
         if self.state is State.UP and lane.proved:
-            self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_SECONDS
+            self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_TIMEOUT_S
             self._close_lanes([lane for lane in self.lanes if not lane.proved])
         if self.state is State.PROVING and not self.lanes:  # none of them has taken anything but its proof
             self.fail(NoConnectionError(str(error), error.status, error.device, error.peer))

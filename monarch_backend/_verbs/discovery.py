@@ -17,8 +17,8 @@ from monarch_backend._verbs.wire_format import INFINIBAND, ROCE_V1, ROCE_V2, Gid
 SYSFS = Path("/sys/class/infiniband")
 _DEVICE_FILES = Path("/dev/infiniband")
 _NODES = Path("/sys/devices/system/node")
-_MOST_GIDS = 64
-_GAP = 16
+_MAX_GIDS = 64
+_MAX_EMPTY_GIDS = 16
 """Empty places in a port's table of GIDs after which no more are expected: it has up to thousands."""
 
 _MORE_LOCKED_MEMORY = (
@@ -89,7 +89,7 @@ def gids(device: str, port: int, root: Path = SYSFS) -> list[Gid]:
     ethernet = _read(table / "link_layer") == "Ethernet"
     found: list[Gid] = []
     gap = index = 0
-    while gap < _GAP and len(found) < _MOST_GIDS:
+    while gap < _MAX_EMPTY_GIDS and len(found) < _MAX_GIDS:
         raw = bytes.fromhex(_read(table / "gids" / str(index)).replace(":", ""))
         if len(raw) == 16 and any(raw[8:]):
             kind = _KINDS.get(_read(table / "gid_attrs" / "types" / str(index)), ROCE_V1)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from monarch_backend import _native
 from monarch_backend._verbs import wire_format as messages
-from monarch_backend._verbs.completion_poller import QUIET, Completions
+from monarch_backend._verbs.completion_poller import MAX_UNSIGNALED_BYTES, Completions
 from monarch_backend._verbs.config import Settings, from_environment
 from monarch_backend._verbs.connection import PeerConnection, State
 from monarch_backend._verbs.deferred_destroy import destroy
@@ -48,17 +48,17 @@ from monarch_backend._verbs.work_requests import Done, Piece, Plan, Request
 
 log = logging.getLogger("monarch_backend")
 
-STRIPED = 1 << 20
+STRIPING_MIN_BYTES = 1 << 20
 """Bytes from which a transfer is spread over several devices."""
 
-AT_ONCE = 1 << 20
+INLINE_REGISTRATION_MAX_BYTES = 1 << 20
 """Bytes of memory that are registered on the caller's thread: more takes longer than he has."""
 
 _ALL = (1 << 64) - 1
 
 _UNREADABLE = "completions of a device cannot be read"
 
-_FORK_PATIENCE = 0.5
+_FORK_TIMEOUT_S = 0.5
 """Seconds that a fork waits for engines."""
 
 _forks = 0  # between this process and the first one: getpid() asks the kernel
@@ -67,7 +67,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 def _before_fork() -> None:
     for engine in list(_engines):
-        engine.settle(_FORK_PATIENCE)
+        engine.settle(_FORK_TIMEOUT_S)
 
 
 def _in_forked_child() -> None:
@@ -457,7 +457,9 @@ class Engine:
             near = self._near(what)
             if link is not None and (request.is_atomic or request.register_known(near)):
                 return self._hand_to(link, request, at_once)
-        if at_once and not all(a.nbytes <= AT_ONCE or d.cache.has(a) for a in what.allocations for d in near):
+        if at_once and not all(
+            a.nbytes <= INLINE_REGISTRATION_MAX_BYTES or d.cache.has(a) for a in what.allocations for d in near
+        ):
             return None
         with self._in_use():
             _register(request, near)
@@ -539,7 +541,9 @@ class Engine:
 
     def _hand_to(self, link: PeerConnection, request: Request, quiet: bool) -> Request:
         """Under the lock. Raises what a device does that can't be armed: then it has not begun."""
-        request.quiet = quiet and request.nbytes <= QUIET and link.state is State.UP and not link.has_waiting
+        request.quiet = (
+            quiet and request.nbytes <= MAX_UNSIGNALED_BYTES and link.state is State.UP and not link.has_waiting
+        )
         try:
             self._completions.begins(request)
         except BaseException:
@@ -567,7 +571,7 @@ class Engine:
         node = node_of_memory(pieces[0].local)
         least = min(distance(node, device.node) for device in devices)
         near = [device for device in devices if distance(node, device.node) == least]
-        return near if what.nbytes >= STRIPED else [near[(pieces[0].local >> 21) % len(near)]]
+        return near if what.nbytes >= STRIPING_MIN_BYTES else [near[(pieces[0].local >> 21) % len(near)]]
 
     def soon(self, call: Callable[[], None]) -> None:
         """Have it called by the engine's thread, once there is one. Takes no lock, so that weak references may ask."""

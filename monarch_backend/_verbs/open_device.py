@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("monarch_backend")
 
-COMPLETIONS = 16384
+COMPLETION_QUEUE_SIZE = 16384
 """Places in a device's completion queue: each work request may need one, if it fails."""
 
-_MOST_READS = 16
+_MAX_OUTSTANDING_READS = 16
 """READs and atomics under way on a queue pair: what the common devices have, and each costs memory."""
 
 FIRST_PACE, SLOWER = 1e-10, 1.25
@@ -62,7 +62,7 @@ class Device:
         self, binding: Binding, index: int, ports: Sequence[PortFacts], settings: Settings, on_gone: Callable[[], None]
     ) -> None:
         self.index, self.node = index, ports[0].node
-        self.nic = binding.open_nic(ports[0].device, COMPLETIONS)
+        self.nic = binding.open_nic(ports[0].device, COMPLETION_QUEUE_SIZE)
         self.name = self.nic.name
         self.endpoints = [self._endpoint(facts, settings) for facts in ports]
         self.max_message = min(self.nic.port(facts.port).max_message for facts in ports)
@@ -91,8 +91,8 @@ class Device:
             port.ethernet,
             port.lid,
             port.mtu,
-            min(limits.reads_in, _MOST_READS),
-            min(limits.reads_out, _MOST_READS),
+            min(limits.reads_in, _MAX_OUTSTANDING_READS),
+            min(limits.reads_out, _MAX_OUTSTANDING_READS),
             gids,
         )
 

@@ -21,13 +21,13 @@ BINDINGS = ("pyverbs", "ibverbs")
 WRITE, READ, COMPARE_SWAP, FETCH_ADD = 0, 4, 5, 6
 """Of ibv_wr_opcode."""
 
-SIGNALED = 2
+SEND_SIGNALED = 2
 """Of ibv_send_flags."""
 
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ, REMOTE_ATOMIC = 1, 2, 4, 8
 """Of ibv_access_flags."""
 
-RELIABLE = 2
+QP_TYPE_RC = 2
 """Of ibv_qp_type: a reliable connection."""
 
 RESET_TO_INIT = 1 | 16 | 32 | 8

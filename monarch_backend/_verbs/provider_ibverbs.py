@@ -61,7 +61,7 @@ class _Nic:
         asked = ibverbs.QPInitAttr(
             send_cq=self._cq,
             recv_cq=self._cq,
-            qp_type=verbs.RELIABLE,
+            qp_type=verbs.QP_TYPE_RC,
             max_send_wr=depth,
             max_recv_wr=1,
             max_send_sge=1,
@@ -137,7 +137,7 @@ def _request(work: Work) -> Any:
         wr_id=work.id,
         sg_list=[ibverbs.SGE(work.local, work.nbytes, work.lkey)] if work.nbytes else None,
         opcode=work.opcode,
-        send_flags=verbs.SIGNALED if work.signaled else 0,
+        send_flags=verbs.SEND_SIGNALED if work.signaled else 0,
         remote_addr=work.remote,
         rkey=work.rkey,
         compare_add=work.compare_add,

@@ -26,7 +26,7 @@ from monarch_backend._verbs.provider import Completion, Limits, Path, Port, Work
 
 _ETHERNET, _ACTIVE = 2, 4
 _EVENT_FILE = "anon_inode:[infinibandevent]"
-_MADE = 64
+_CACHED_WORK_REQUESTS = 64
 """Work requests that a queue pair keeps to be used again."""
 
 _opening = threading.Lock()
@@ -126,7 +126,7 @@ class _Nic:
 
     def queue_pair(self, depth: int) -> _QueuePair:
         cap = QPCap(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
-        asked = QPInitAttr(qp_type=verbs.RELIABLE, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0)
+        asked = QPInitAttr(qp_type=verbs.QP_TYPE_RC, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0)
         with _os_errors():
             return _QueuePair(QP(self._pd, asked), self._queue)
 
@@ -209,7 +209,7 @@ class _QueuePair:
         key = work.local, work.nbytes, work.lkey, work.signaled
         request = self._made.get(key)
         if request is None:
-            if len(self._made) >= _MADE:
+            if len(self._made) >= _CACHED_WORK_REQUESTS:
                 self._made.clear()
             request = self._made[key] = _request(work)
         else:
@@ -227,7 +227,7 @@ def _request(work: Work) -> Any:
         opcode=work.opcode,
         num_sge=1,
         sg=[SGE(work.local, work.nbytes, work.lkey)],
-        send_flags=verbs.SIGNALED if work.signaled else 0,
+        send_flags=verbs.SEND_SIGNALED if work.signaled else 0,
     )
     if not work.nbytes:
         request.num_sge = 0  # the constructor insists on one

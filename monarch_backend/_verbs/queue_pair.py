@@ -22,16 +22,16 @@ from monarch_backend._verbs.work_requests import Piece, Request
 if TYPE_CHECKING:
     from monarch_backend._verbs.connection import PeerConnection
 
-DEPTH = 128
+QUEUE_DEPTH = 128
 """Work requests under way on a queue pair."""
 
-BATCH = 16
+POST_BATCH = 16
 """Work requests that are posted in one go."""
 
 BATCH_BYTES, LANE_BYTES = 2 << 20, 8 << 20
 """Of a batch; under way on a queue pair, so that it is the faster lane that gets the next piece."""
 
-_TIMED = 256 << 10
+_MIN_TIMED_BYTES = 256 << 10
 """Bytes of a work request by which a device shows its pace: a smaller one's would be the clock's, in some guests."""
 
 _ids = itertools.count(1)  # of work requests: never used twice, for a queue may still hold a dead lane's completion
@@ -54,7 +54,7 @@ class SendQueuePair:
         self.link, self.device, self.endpoint, self.place = link, device, endpoint, place
         if len(device.lanes) >= device.most_lanes:
             raise OSError(errno.EMFILE, f"{len(device.lanes)} queue pairs are as many as its completion queue serves")
-        self.depth = min(DEPTH, device.nic.limits.depth)
+        self.depth = min(QUEUE_DEPTH, device.nic.limits.depth)
         self.pair = device.nic.queue_pair(self.depth)
         try:
             self.pair.initialize(endpoint.port, 0)
@@ -107,7 +107,7 @@ class SendQueuePair:
             return 0
         if self.device.credit < 1:
             self.device.starved = True  # whoever gives some back has everybody look again
-        return max(0, min(self.depth - len(self.posted), self.device.credit, BATCH))
+        return max(0, min(self.depth - len(self.posted), self.device.credit, POST_BATCH))
 
     def post(self, requests: list[Request]) -> int:
         """A batch of the pieces of these requests, in order; how many there were. Raises OSError."""
@@ -138,7 +138,12 @@ class SendQueuePair:
         return Work(id_, request.opcode, signaled, local, piece.nbytes, lkey, piece.remote, rkey, first, second)
 
     def _post(self, batch: list[Posted], works: list[Work]) -> None:
-        if not self.posted and (first := batch[0].piece) is not None and first.nbytes >= _TIMED and len(batch) == 1:
+        if (
+            not self.posted
+            and (first := batch[0].piece) is not None
+            and first.nbytes >= _MIN_TIMED_BYTES
+            and len(batch) == 1
+        ):
             self._time(batch[0].id)
         for posted in batch:
             self.posted.append(posted)

@@ -16,10 +16,10 @@ from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.errors import VerbsError
 from monarch_backend._verbs.provider import Registration
 
-MOST = 4096
+MAX_KEYS = 4096
 """Keys that are remembered. Drivers begin anew after 256 of one memory, or after 16 million of all."""
 
-TRIES = 16
+MAX_TRIES = 16
 """Then any key is taken: a driver that has so few is better than none."""
 
 
@@ -40,7 +40,7 @@ class RkeyQuarantine:
             if known := self._ranges.pop(rkey, None):
                 start, end = min(start, known[0]), max(end, known[1])
             self._ranges[rkey] = (start, end)
-            if len(self._ranges) > MOST:
+            if len(self._ranges) > MAX_KEYS:
                 self._ranges.popitem(last=False)
 
     def led_to(self, rkey: int, address: int, nbytes: int) -> bool:
@@ -52,7 +52,7 @@ class RkeyQuarantine:
         """What ``make`` registers, again while it gets a key that others may have. Raises what that raises."""
         made = make()
         with contextlib.ExitStack() as unfit:
-            for _ in range(TRIES):
+            for _ in range(MAX_TRIES):
                 if not self.led_to(made.rkey, address, nbytes):
                     break
                 try:

@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from monarch_backend._verbs.errors import VerbsError
 
-VERSION = 1
-MOST_BYTES = 64 << 10
+WIRE_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 10
 """Of a message."""
 
 MOST_LANES, MOST_ENDPOINTS = 128, 16
@@ -110,19 +110,19 @@ _M = TypeVar("_M", ConnectRequest, ConnectReply, RegionRecord)
 
 def pack(message: _M) -> bytes:
     """As bytes."""
-    return _MAGIC[type(message)] + bytes([VERSION]) + _encode(message)
+    return _MAGIC[type(message)] + bytes([WIRE_VERSION]) + _encode(message)
 
 
 def unpack(kind: type[_M], data: bytes) -> _M:
     """Raises VerbsError for bytes that are no such message of this version."""
     name = {ConnectRequest: "offer", ConnectReply: "answer", RegionRecord: "region"}[kind]
-    if not 5 < len(data) <= MOST_BYTES:
+    if not 5 < len(data) <= MAX_MESSAGE_BYTES:
         raise VerbsError(f"{len(data)} bytes are no {name}: they were cut off, or are something else")
     if data[:4] != _MAGIC[kind]:
         raise VerbsError(f"bytes that begin with {bytes(data[:4])!r} are no {name}")
-    if data[4] != VERSION:
+    if data[4] != WIRE_VERSION:
         raise VerbsError(
-            f"the {name} is of version {data[4]}, and this process speaks {VERSION}: install the same release of "
+            f"the {name} is of version {data[4]}, and this process speaks {WIRE_VERSION}: install the same release of "
             "monarch_backend on all hosts"
         )
     try:

@@ -31,7 +31,7 @@ from monarch_backend.process_group import _handshake
 from monarch_backend.process_group._handshake import GRACE_S, Deadline, within
 from monarch_backend.process_group._store_host import Arrival
 
-_ONE_ADDRESS = 5.0  # seconds for one address of a name to answer before the next one has its turn
+_ADDRESS_TIMEOUT_S = 5.0  # seconds for one address of a name to answer before the next one has its turn
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two attempts to connect
 
 
@@ -232,7 +232,7 @@ def _knock(here: StoreAddress, deadline: Deadline) -> None:
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.settimeout(min(deadline.seconds(), _ONE_ADDRESS))
+                probe.settimeout(min(deadline.seconds(), _ADDRESS_TIMEOUT_S))
                 probe.connect(address)
                 if probe.getsockname() != probe.getpeername():
                     return

@@ -474,7 +474,7 @@ def test_no_extent(wrong: Any) -> None:
 
 def test_ten_thousand_processes_are_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused at once and as a whole, on a machine of any size: here each would take a terabyte."""
-    monkeypatch.setattr(resource_limits, "MEMORY_EACH", 1 << 40)
+    monkeypatch.setattr(resource_limits, "MEMORY_BYTES_PER_PROCESS", 1 << 40)
     text = r"can't start 10000 processes: they need \d+ MiB of memory, and .* leaves \d+\. Start at most \d+, or raise"
     start = time.monotonic()
     with pytest.raises(resource_limits.SpawnLimitError, match=text):

@@ -617,7 +617,7 @@ def test_stop_of_processes_names_the_line_that_is_waited_for(
 ) -> None:
     from monarch_backend._actor import ownership
 
-    monkeypatch.setattr(ownership, "GRACE", 0.2)
+    monkeypatch.setattr(ownership, "SHUTDOWN_GRACE_S", 0.2)
     with running({"gpus": 1}) as mesh:
         stuck = mesh.spawn("stuck", StuckInConstructor, "in_select")
         asynchronous = mesh.spawn("async", AsyncBlocking)

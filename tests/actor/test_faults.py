@@ -308,7 +308,7 @@ def test_a_process_that_reads_nothing_is_reported_and_not_killed(
     single: ProcMesh, faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Stopped here; C code that keeps the interpreter's lock looks the same."""
-    monkeypatch.setattr(owned, "STUCK", 0.1)
+    monkeypatch.setattr(owned, "STUCK_READER_TIMEOUT_S", 0.1)
     victim = single.spawn("victim", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
     with held_up(pid):
@@ -362,8 +362,8 @@ def test_an_inner_process_of_a_tree_dies_and_everyone_below_is_answered_for(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large mesh is sent to down a tree, and here 20 are many: rank 0 passes the message on to ranks 8 to 15."""
-    monkeypatch.setattr(router, "DIRECT", 4)
-    assert router.FANOUT == 8
+    monkeypatch.setattr(router, "MAX_DIRECT_RECEIVERS", 4)
+    assert router.TREE_FANOUT == 8
     count = 20
     with this_host().spawn_procs({"gpus": count}) as procs:
         victims = procs.spawn("victims", Victim)
@@ -965,13 +965,13 @@ def test_a_cleanup_that_raises_holds_nothing_up(capfd: pytest.CaptureFixture[str
 
 
 def test_a_cleanup_that_never_ends_is_not_waited_for(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned, "GRACE", 0.3)
+    monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
 
     class Endless(Victim):
         def __init__(self) -> None:
             from monarch_backend._actor import runner
 
-            runner.CLEANUP_SECONDS = 0.5
+            runner.CLEANUP_TIMEOUT_S = 0.5
 
         def __cleanup__(self, exc: BaseException | None) -> None:
             threading.Event().wait()
@@ -1137,7 +1137,7 @@ def test_kill_waits_for_nothing(faults: Faults, tmp_path: Path) -> None:
 def test_who_does_not_listen_is_killed(
     how: str, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owned, "GRACE", 0.3)
+    monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
     procs = this_host().spawn_procs({"gpus": 1})
     victim = procs.spawn("victim", Victim)
     with gate(tmp_path) as (name, _):
@@ -1184,7 +1184,7 @@ def test_who_works_where_another_one_has_died_is_killed(
 
 
 def test_who_does_not_read_is_killed_by_a_stop(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned, "GRACE", 0.3)
+    monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
     procs = this_host().spawn_procs({"gpus": 1})
     os.kill(procs.spawn("victim", Victim).pid.call_one().get(PATIENCE), signal.SIGSTOP)
     procs.stop().get(PATIENCE)
@@ -1198,7 +1198,7 @@ def test_a_cleanup_that_hangs_is_given_up(faults: Faults, monkeypatch: pytest.Mo
     def hurry() -> None:
         from monarch_backend._actor import runner
 
-        runner.CLEANUP_SECONDS = 0.1
+        runner.CLEANUP_TIMEOUT_S = 0.1
 
     procs = this_host().spawn_procs({"gpus": 1}, bootstrap=hurry)
     first, second = procs.spawn("first", Hangs), procs.spawn("second", Hangs)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("faults")
 
 MANY = 24
 DIRECT = 16  # in place of the router's: more receivers than that are a tree, here already
-assert MANY > DIRECT > router_module.FANOUT  # so that the tree has two levels below the root
+assert MANY > DIRECT > router_module.TREE_FANOUT  # so that the tree has two levels below the root
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def many() -> Iterator[ProcMesh]:
 
 
 def plant_trees() -> None:
-    router_module.DIRECT = DIRECT
+    router_module.MAX_DIRECT_RECEIVERS = DIRECT
     router_module.MOST_IN_ONE = 128 << 10  # so that the replies of a few ranks together are more than goes in one piece
 
 
@@ -59,7 +59,7 @@ def recorders(procs: ProcMesh, request: pytest.FixtureRequest) -> Iterator[Actor
 
 @pytest.fixture
 def tree(many: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorMesh]:
-    monkeypatch.setattr(router_module, "DIRECT", DIRECT)
+    monkeypatch.setattr(router_module, "MAX_DIRECT_RECEIVERS", DIRECT)
     casts: list[Any] = []
     cast_down = router_module.Router._cast_down
     monkeypatch.setattr(
@@ -136,7 +136,7 @@ def test_within_one_process(cls: type[Actor]) -> None:
 
 
 def test_one_sender_of_more_than_the_window(recorders: ActorMesh) -> None:
-    n = 2 * router_module.WINDOW + 100
+    n = 2 * router_module.CREDIT_WINDOW + 100
     for i in range(n):
         recorders.note.broadcast("main", i)
     all_came(recorders, {"main": n})
@@ -167,7 +167,7 @@ def read(receiver: PortReceiver[Any], n: int) -> dict[Any, list[int]]:
 def test_ports(procs: ProcMesh) -> None:
     senders = procs.spawn("senders", Recorder)
     port, receiver = Channel.open()
-    n = router_module.WINDOW + 200
+    n = router_module.CREDIT_WINDOW + 200
     for r in range(3):
         senders.slice(gpus=r).fill.broadcast(port, r, n)
     assert read(receiver, 3 * n) == {r: list(range(n)) for r in range(3)}
@@ -358,7 +358,7 @@ def test_tree_is_cancelled(tree: ActorMesh) -> None:
 
 
 def test_tree_of_more_than_the_window(tree: ActorMesh) -> None:
-    n = router_module.WINDOW + 200
+    n = router_module.CREDIT_WINDOW + 200
     for i in range(n):
         tree.note.broadcast("main", i)
     all_came(tree, {"main": n})

@@ -17,8 +17,8 @@ import pytest
 from monarch_backend._actor import sigint
 from monarch_backend._processes.linux import stands_still
 from monarch_backend._transport.local import router
-from monarch_backend._transport.local.links import UNREAD_BYTES
-from monarch_backend._transport.local.router import WINDOW
+from monarch_backend._transport.local.links import MAX_UNREAD_BYTES
+from monarch_backend._transport.local.router import CREDIT_WINDOW
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -105,7 +105,7 @@ def hold(one: ActorMesh, name: str) -> None:
     receiver.recv().get(PATIENCE)
 
 
-WAITING = f"monarch: {WINDOW} messages to"
+WAITING = f"monarch: {CREDIT_WINDOW} messages to"
 FULL = "monarch: no room in shared memory"
 
 
@@ -120,25 +120,25 @@ def test_a_slow_actor_holds_its_sender_up(recorders: ActorMesh, tmp_path: Path, 
         before = resident_bytes()
         sender = Sender(lambda i: one.note.broadcast("main", i, payload))
         until(lambda: WAITING in said, "the sender says that it waits")
-        assert sender.sent < WINDOW
-        assert resident_bytes() - before < 2 * WINDOW * len(payload)
+        assert sender.sent < CREDIT_WINDOW
+        assert resident_bytes() - before < 2 * CREDIT_WINDOW * len(payload)
         assert recorders.slice(gpus=0).echo.call_one("others are not held up").get(PATIENCE) == "others are not held up"
-        assert sender.sent < WINDOW
+        assert sender.sent < CREDIT_WINDOW
         open_gate()
         sender.join()
     assert sender.error is None
     assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(FLOOD))}
-    assert resident_bytes() - before < 2 * WINDOW * len(payload)
-    assert f"{WINDOW} messages to gpus 1 of {recorders.proc_mesh.name} (pid " in said
+    assert resident_bytes() - before < 2 * CREDIT_WINDOW * len(payload)
+    assert f"{CREDIT_WINDOW} messages to gpus 1 of {recorders.proc_mesh.name} (pid " in said
 
 
 def small_places() -> None:
-    router.PLACE = 4096
+    router.BYTES_PER_CREDIT = 4096
 
 
 @pytest.mark.usefixtures("procs")  # the first processes of all leave something behind
 def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "PLACE", 4096)
+    monkeypatch.setattr(router, "BYTES_PER_CREDIT", 4096)
     payload, n = b"x" * (64 << 10), 200
     with running({"gpus": 2}, bootstrap=small_places) as procs, gate(tmp_path) as (name, open_gate):
         mesh = procs.spawn("recorders", Recorder)
@@ -146,7 +146,7 @@ def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monk
         hold(one, name)
         sender = Sender(lambda i: (mesh.note if i % 2 else one.note).broadcast("main", i, payload), n)
         until(lambda: WAITING in said, "the sender says that it waits")
-        assert sender.sent == -(-WINDOW // 17)  # 17 places each; what the mesh is sent goes there, too
+        assert sender.sent == -(-CREDIT_WINDOW // 17)  # 17 places each; what the mesh is sent goes there, too
         open_gate()
         sender.join()
         assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(n))}
@@ -154,7 +154,7 @@ def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monk
 
 def test_a_stopped_process_leaves_shared_memory_to_the_others(recorders: ActorMesh, said: Said) -> None:
     one, other = recorders.slice(gpus=1), recorders.slice(gpus=0)
-    payload = bytes(UNREAD_BYTES // 4 - 4096)
+    payload = bytes(MAX_UNREAD_BYTES // 4 - 4096)
     pid = pid_of(one)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -182,7 +182,7 @@ def stopped(recorders: ActorMesh) -> Iterator[ActorMesh]:
     os.kill(pid, signal.SIGSTOP)
     try:
         until(lambda: stands_still(pid), "it stands still")
-        one.note.broadcast("main", 0, bytes(UNREAD_BYTES - 4096))
+        one.note.broadcast("main", 0, bytes(MAX_UNREAD_BYTES - 4096))
         yield one
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -191,7 +191,7 @@ def stopped(recorders: ActorMesh) -> Iterator[ActorMesh]:
 def test_others_of_a_tree_do_not_wait_for_one_that_is_stopped(
     recorders: ActorMesh, stopped: ActorMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "DIRECT", 1)
+    monkeypatch.setattr(router, "MAX_DIRECT_RECEIVERS", 1)
     for size in (100, 20_000):
         recorders.note.broadcast("main", size, b"x" * size)
     for gpu in (0, 2):
@@ -213,7 +213,7 @@ def test_an_actor_waits_for_another_one_of_its_own_mesh(recorders: ActorMesh, sa
     os.kill(pid, signal.SIGSTOP)
     try:
         until(lambda: stands_still(pid), "it stands still")
-        sent = first.large.call_one(recorders, "first", 6, UNREAD_BYTES // 4 - 4096)
+        sent = first.large.call_one(recorders, "first", 6, MAX_UNREAD_BYTES // 4 - 4096)
         until(lambda: "no room in shared memory for a message to 3 processes" in said, "it says that it waits")
         assert not sent.done()
     finally:
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_waiting_for_memory(stopped: ActorMesh, said: Said) -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             stopped.note.broadcast("main", 1, bytes(100_000))
-        assert time.monotonic() - struck[0] < sigint.MOST
+        assert time.monotonic() - struck[0] < sigint.MAX_DELAY_S
     finally:
         ended.set()
         thread.join()
@@ -253,11 +253,11 @@ def test_ctrl_c_ends_waiting_for_memory(stopped: ActorMesh, said: Said) -> None:
 def test_the_slowest_of_many_holds_the_sender_up(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
     with gate(tmp_path) as (name, open_gate):
         hold(recorders.slice(gpus=2), name)
-        sender = Sender(lambda i: recorders.note.broadcast("main", i), 3 * WINDOW)
+        sender = Sender(lambda i: recorders.note.broadcast("main", i), 3 * CREDIT_WINDOW)
         until(lambda: WAITING in said, "the sender says that it waits")
         open_gate()
         sender.join()
-    assert list(recorders.by_sender.call().get(PATIENCE).values()) == [{"main": list(range(3 * WINDOW))}] * 3
+    assert list(recorders.by_sender.call().get(PATIENCE).values()) == [{"main": list(range(3 * CREDIT_WINDOW))}] * 3
 
 
 def test_calls_are_held_up_as_well(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
@@ -265,24 +265,24 @@ def test_calls_are_held_up_as_well(recorders: ActorMesh, tmp_path: Path, said: S
     futures: list[Any] = []
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
-        sender = Sender(lambda i: futures.append(one.note.call_one("main", i)), 2 * WINDOW)
+        sender = Sender(lambda i: futures.append(one.note.call_one("main", i)), 2 * CREDIT_WINDOW)
         until(lambda: WAITING in said, "the sender says that it waits")
         open_gate()
         sender.join()
-    assert [future.get(PATIENCE) for future in futures] == [(0, i) for i in range(2 * WINDOW)]
+    assert [future.get(PATIENCE) for future in futures] == [(0, i) for i in range(2 * CREDIT_WINDOW)]
 
 
 def test_many_senders_share_the_window(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
     one = recorders.slice(gpus=0)
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
-        senders = [Sender(lambda i, t=t: one.note.broadcast(t, i), WINDOW) for t in range(3)]
+        senders = [Sender(lambda i, t=t: one.note.broadcast(t, i), CREDIT_WINDOW) for t in range(3)]
         until(lambda: said.count(WAITING) == 3, "all three wait")
-        assert sum(sender.sent for sender in senders) < WINDOW
+        assert sum(sender.sent for sender in senders) < CREDIT_WINDOW
         open_gate()
         for sender in senders:
             sender.join()
-    assert one.by_sender.call_one().get(PATIENCE) == {t: list(range(WINDOW)) for t in range(3)}
+    assert one.by_sender.call_one().get(PATIENCE) == {t: list(range(CREDIT_WINDOW)) for t in range(3)}
 
 
 def test_an_actor_that_sends_is_held_up(recorders: ActorMesh, procs: ProcMesh, tmp_path: Path) -> None:
@@ -311,12 +311,12 @@ def test_an_actor_that_sends_is_held_up(recorders: ActorMesh, procs: ProcMesh, t
 
 def test_a_port_that_is_not_read_holds_its_sender_up(recorders: ActorMesh) -> None:
     port, receiver = Channel.open()
-    n = 3 * WINDOW
+    n = 3 * CREDIT_WINDOW
     filled = recorders.slice(gpus=0).fill.call_one(port, "actor", n)
-    until(lambda: len(receiver._values) >= WINDOW // 2, "the window is at least half full")
+    until(lambda: len(receiver._values) >= CREDIT_WINDOW // 2, "the window is at least half full")
     assert not filled.done()
     for i in range(n):
-        assert len(receiver._values) <= WINDOW
+        assert len(receiver._values) <= CREDIT_WINDOW
         assert receiver.recv().get(PATIENCE)[1] == i
     filled.get(PATIENCE)
     receiver.close()
@@ -330,7 +330,7 @@ def test_without_the_variable_nothing_is_said(
     peer = one._core.peer(0)
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
-        sender = Sender(lambda i: one.note.broadcast("main", i), 2 * WINDOW)
+        sender = Sender(lambda i: one.note.broadcast("main", i), 2 * CREDIT_WINDOW)
         until(lambda: peer.credit == 0 and peer.room is not None, "the sender waits")
         open_gate()
         sender.join()
@@ -360,8 +360,8 @@ def test_closing_a_port_lets_its_senders_go_on(recorders: ActorMesh) -> None:
     one = recorders.slice(gpus=0)
     for _ in range(3):
         port, receiver = Channel.open()
-        filled = one.fill.call_one(port, "actor", 2 * WINDOW)
-        until(lambda held=receiver._values: len(held) >= WINDOW // 2, "the window is full")  # type: ignore[misc]
+        filled = one.fill.call_one(port, "actor", 2 * CREDIT_WINDOW)
+        until(lambda held=receiver._values: len(held) >= CREDIT_WINDOW // 2, "the window is full")  # type: ignore[misc]
         receiver.close()
         filled.get(PATIENCE)
     port, receiver = Channel.open()
@@ -373,8 +373,8 @@ def test_closing_a_port_lets_its_senders_go_on(recorders: ActorMesh) -> None:
 def test_a_receiver_that_nobody_holds_lets_its_senders_go_on(recorders: ActorMesh) -> None:
     one = recorders.slice(gpus=0)
     port, receiver = Channel.open()
-    filled = one.fill.call_one(port, "actor", 2 * WINDOW)
-    until(lambda held=receiver._values: len(held) >= WINDOW // 2, "the window is full")  # type: ignore[misc]
+    filled = one.fill.call_one(port, "actor", 2 * CREDIT_WINDOW)
+    until(lambda held=receiver._values: len(held) >= CREDIT_WINDOW // 2, "the window is full")  # type: ignore[misc]
     del receiver
     gc.collect()
     filled.get(PATIENCE)
@@ -449,10 +449,10 @@ def test_the_main_program_and_an_actor_of_its_process() -> None:
 def test_an_actor_that_floods_itself_is_told(procs: ProcMesh) -> None:
     mesh = procs.slice(gpus=0).spawn("me", Neighbour)
     with pytest.raises(ActorError, match="me has sent so many messages to itself that the queue is full"):
-        mesh.flood.call_one(mesh, WINDOW + 1).get(PATIENCE)
-    assert mesh.take_seen.call_one().get(PATIENCE) == list(range(WINDOW))
-    mesh.flood.call_one(mesh, WINDOW // 2).get(PATIENCE)  # and it can go on
-    assert mesh.take_seen.call_one().get(PATIENCE) == list(range(WINDOW // 2))
+        mesh.flood.call_one(mesh, CREDIT_WINDOW + 1).get(PATIENCE)
+    assert mesh.take_seen.call_one().get(PATIENCE) == list(range(CREDIT_WINDOW))
+    mesh.flood.call_one(mesh, CREDIT_WINDOW // 2).get(PATIENCE)  # and it can go on
+    assert mesh.take_seen.call_one().get(PATIENCE) == list(range(CREDIT_WINDOW // 2))
     mesh.stop().get(PATIENCE)
 
 
@@ -498,7 +498,7 @@ def test_cycles_of_async_actors(procs: ProcMesh, places: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("way", ["ask_often", "ask_in_turn"])
 def test_two_async_actors_that_ask_each_other(procs: ProcMesh, way: str) -> None:
     first, second = (procs.slice(gpus=place).spawn(f"peer {place}", Peer) for place in (0, 1))
-    n = WINDOW // 4
+    n = CREDIT_WINDOW // 4
     calls = [getattr(one, way).call_one(other, n) for one, other in ((first, second), (second, first))]
     assert [call.get(PATIENCE) for call in calls] == [n, n]
     for peer in (first, second):
@@ -519,7 +519,7 @@ class Asker(Actor):
 def test_two_processes_that_ask_each_other(procs: ProcMesh, recorders: ActorMesh, way: str) -> None:
     """In each process one actor asks, and another one answers, all at the same time."""
     askers = procs.spawn("askers", Asker)
-    n = 2 * WINDOW + 100
+    n = 2 * CREDIT_WINDOW + 100
     calls = [
         getattr(askers.slice(gpus=i), way).call_one(recorders.slice(gpus=j), n) for i, j in ((0, 1), (1, 0), (2, 2))
     ]
@@ -555,7 +555,7 @@ class Pipeline(Actor):
 def test_a_pipeline_under_pressure(procs: ProcMesh) -> None:
     stages = [procs.slice(gpus=i).spawn(f"stage {i}", Pipeline) for i in range(3)]
     port, receiver = Channel.open()
-    n = 3 * WINDOW
+    n = 3 * CREDIT_WINDOW
     sender = Sender(lambda i: stages[0].through.broadcast(stages[1:], port, i), n)
     assert [receiver.recv().get(PATIENCE) for _ in range(n)] == list(range(n))
     sender.join()

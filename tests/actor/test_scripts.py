@@ -101,7 +101,7 @@ class Victim(Actor):
         print("cleaned up", exc)
 
 # A busy machine is not what these programs wait for at their end.
-runtime.HINT, runtime.FAREWELL = 50, 55
+runtime.SHUTDOWN_NOTICE_S, runtime.SHUTDOWN_KILL_S = 50, 55
 """
 
 

@@ -78,7 +78,7 @@ def test_stop_after_deadline_logs_one_line_per_process(
 def test_stop_of_process_that_survives_kill_repeats_rarely(
     faults: Faults, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owned, "GRACE", 0.3)
+    monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
     kill, kills = owned.ProcessOwner._kill, 0
 
     def kill_the_third_time(owner: owned.ProcessOwner, member: owned._Member) -> None:

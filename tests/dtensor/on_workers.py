@@ -97,7 +97,7 @@ def do_after(words: int) -> int:
     """So many words of records; what it was before."""
     from monarch_backend.dtensor._worker.xla import xla_device
 
-    before, xla_device.MOST = xla_device.MOST, words
+    before, xla_device.MAX_RECORDED_WORDS = xla_device.MAX_RECORDED_WORDS, words
     return before
 
 

@@ -113,7 +113,7 @@ def test_splits_that_do_not_match_name_the_line(mesh_of: Callable[[str], Any]) -
 def test_of_many_sizes_some_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
-    monkeypatch.setattr(collectives_module, "KEPT", 8)
+    monkeypatch.setattr(collectives_module, "SIGNATURE_CACHE_SIZE", 8)
     monkeypatch.setitem(collectives_module._known, workers, {})
     for _ in range(2):
         for size in range(1, 20):

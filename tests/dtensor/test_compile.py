@@ -548,7 +548,7 @@ def test_a_view_of_uneven_shards_is_left_to_eager_code(
 def test_too_many_classes_of_ranks_are_left_to_eager_code(
     two: Any, reported: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_classes, "MOST", 1)
+    monkeypatch.setattr(rank_classes, "MAX_GRAPHS", 1)
     x = torch.randn(7, 16)
     same(captured(lambda x: x * 2)(distribute_tensor(x, two, [Shard(0)])), x * 2)
     assert "too many" in reported()

@@ -312,8 +312,8 @@ from monarch_backend.dtensor._controller import command_stream
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 if __name__ == "__main__":
-    runtime.HINT, runtime.FAREWELL = 50, 55  # a busy machine is not what this waits for
-    command_stream.IDLE = 3600.0  # what the end does not send is never sent
+    runtime.SHUTDOWN_NOTICE_S, runtime.SHUTDOWN_KILL_S = 50, 55  # a busy machine is not what this waits for
+    command_stream.IDLE_FLUSH_S = 3600.0  # what the end does not send is never sent
     died = threading.Event()
     ma.unhandled_fault_hook = lambda failure: died.set()
     mesh = ma.this_host().spawn_procs({"x": 2}).device_mesh("cpu")
@@ -357,4 +357,4 @@ def test_an_end_in_the_middle_of_things_is_no_failure(capfd: pytest.CaptureFixtu
 def test_a_long_message_that_nobody_has_asked_for_is_told_shortly() -> None:
     assert failures._shortly("ValueError: no") == "ValueError: no"
     assert failures._shortly("ValueError: no\n" + "a line of a table\n" * 100) == "ValueError: no ..."
-    assert failures._shortly("x" * 1000) == "x" * failures.LONGEST + " ..."
+    assert failures._shortly("x" * 1000) == "x" * failures.MAX_MESSAGE_LENGTH + " ..."

@@ -213,7 +213,7 @@ def test_copies_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest
     loss = nn.functional.linear(host, w).sum()
     del host, loss
     assert not copies._known, "nobody can go back any more"
-    monkeypatch.setattr(host_tensor_cache, "MOST", 100)
+    monkeypatch.setattr(host_tensor_cache, "MAX_CACHED_BYTES", 100)
     hosts = [torch.ones(4, 3) for _ in range(5)]
     for each in hosts:
         nn.functional.linear(each, w)
@@ -225,7 +225,7 @@ def test_what_workers_have_of_an_expanded_tensor_counts(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One number here, a matrix there."""
-    monkeypatch.setattr(host_tensor_cache, "MOST", 4000)
+    monkeypatch.setattr(host_tensor_cache, "MAX_CACHED_BYTES", 4000)
     mesh, one = mesh_of("2"), torch.ones(1, 1)
     x = distribute_tensor(torch.ones(20, 20), mesh, [Replicate()]).requires_grad_()
     (x * one.expand(20, 20)).sum().backward()

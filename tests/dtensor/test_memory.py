@@ -151,7 +151,7 @@ def test_an_index_that_counts_is_forgotten_here_and_there(mesh_of: Callable[[str
     x = distribute_tensor(torch.arange(1000.0), mesh, [Replicate()]).to_local()
     forget_almost_all(workers)
     kept = dispatch._known[workers] + 100
-    monkeypatch.setattr(dispatch, "KEPT", kept)
+    monkeypatch.setattr(dispatch, "SIGNATURE_CACHE_SIZE", kept)
     before, metas = known_to(mesh), len(workers.metas._same)
     total = x[0] * 2
     for i in range(1, 1000):
@@ -169,7 +169,7 @@ def test_rows_of_uneven_shards_are_forgotten_too(mesh_of: Callable[[str], Any], 
     x = distribute_tensor(torch.arange(3 * 200.0).view(3, 200), mesh, [Shard(0)])
     forget_almost_all(workers)
     kept = dispatch._known[workers] + 60
-    monkeypatch.setattr(dispatch, "KEPT", kept)
+    monkeypatch.setattr(dispatch, "SIGNATURE_CACHE_SIZE", kept)
     before, by_rank = known_to(mesh), len(workers._by_rank)
     for i in range(200):
         row = x.to_local().select(1, i) + 1

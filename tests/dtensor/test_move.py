@@ -15,7 +15,7 @@ from monarch_backend._actor import pending_calls
 from monarch_backend._transport.local.buffers import size_of
 from monarch_backend._transport.local.router import Router
 from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run
-from monarch_backend.dtensor._worker.control_actor import MOST_FORGOTTEN, ControlInbox
+from monarch_backend.dtensor._worker.control_actor import MAX_FORGOTTEN, ControlInbox
 from tests.dtensor import failing, on_workers
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same, value
@@ -157,9 +157,9 @@ def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
     board.forget(3, "no")
     waits.join(10)
     assert failed == ["what was to be moved here has not come: no"]
-    for parcel in range(3, 3 + 2 * MOST_FORGOTTEN):
+    for parcel in range(3, 3 + 2 * MAX_FORGOTTEN):
         board.forget(parcel, "")
-    assert len(board._forgotten) == MOST_FORGOTTEN
+    assert len(board._forgotten) == MAX_FORGOTTEN
 
 
 def nothing_is_left(*meshes: Any) -> None:

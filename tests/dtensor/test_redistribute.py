@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from monarch_backend.dtensor import simulated_mesh
 from monarch_backend.dtensor._torch_patches import redistribute_cache
-from monarch_backend.dtensor._torch_patches.redistribute_cache import TRIES, Recorded
+from monarch_backend.dtensor._torch_patches.redistribute_cache import MAX_TRIES, Recorded
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
 
@@ -50,7 +50,7 @@ def test_repeated_it_gives_what_torch_gives(mesh_of: Any, name: str, size: Any, 
         if before == after:
             continue
         first = distribute_tensor(torch.randn(size), mesh, before)
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             first.redistribute(mesh, after)
         times, whole = len(repeated), torch.randn(size)
         found = distribute_tensor(whole, mesh, before).redistribute(mesh, after)
@@ -61,7 +61,7 @@ def test_repeated_it_gives_what_torch_gives(mesh_of: Any, name: str, size: Any, 
 
 def test_partial_values(line: Any, repeated: list[int]) -> None:
     known(line).clear()
-    for after, _ in itertools.product([Shard(0), Replicate()], range(TRIES + 1)):
+    for after, _ in itertools.product([Shard(0), Replicate()], range(MAX_TRIES + 1)):
         mine = torch.randn(UNEVEN)
         partial = DTensor.from_local(workers_of(line).put(mine), line, [Partial()])
         same(partial.redistribute(line, [after]), mine * line.size())
@@ -80,7 +80,7 @@ def test_from_one_kind_of_partial_to_another(mesh_of: Any, name: str, compiled: 
 
     step = torch.compile(together, backend="monarch", fullgraph=True) if compiled else together
     for placements in [[Shard(0)] * mesh.ndim] if compiled else itertools.product(ONE, repeat=mesh.ndim):
-        for _ in range(TRIES + 1):
+        for _ in range(MAX_TRIES + 1):
             x = torch.randn(UNEVEN)
             for found, expected in zip(step(distribute_tensor(x, mesh, placements)), together(x), strict=True):
                 same(found, expected)
@@ -89,7 +89,7 @@ def test_from_one_kind_of_partial_to_another(mesh_of: Any, name: str, compiled: 
 def test_one_operation_for_even_shards_that_are_gathered(repeated: list[int]) -> None:
     mesh = simulated_mesh((4,), ("x",))
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         x.redistribute(mesh, [Replicate()])
     assert repeated[-1] == 1
     before = workers_of(mesh).sink.records
@@ -101,7 +101,7 @@ def test_rows_of_a_table_are_those_of_each_lookup(line: Any, repeated: list[int]
     """Which rows a rank has not is no part of what is repeated."""
     words = torch.randn(7, 2)
     ours = distribute_tensor(words, line, [Shard(0)])
-    for at in range(TRIES + 2):
+    for at in range(MAX_TRIES + 2):
         ids = torch.tensor([at, 6 - at, 3])
         rows = F.embedding(distribute_tensor(ids, line, [Replicate()]), ours)
         same(rows.redistribute(line, [Replicate()]), F.embedding(ids, words))
@@ -112,7 +112,7 @@ def test_modes_see_every_one_and_histories_are_torchs() -> None:
     mesh = simulated_mesh((2,), ("x",))
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
     target = x.redistribute(mesh, [Replicate()])._spec
-    for _ in range(TRIES + 1):
+    for _ in range(MAX_TRIES + 1):
         x.redistribute(mesh, [Replicate()])
         with CommDebugMode() as mode:
             x.redistribute(mesh, [Replicate()])
@@ -128,7 +128,7 @@ def test_an_equal_mesh_has_groups_of_its_own() -> None:
     assert other == mesh and other.get_group().group_name != mesh.get_group().group_name
     for each in (mesh, other, mesh):
         x = distribute_tensor(torch.ones(8, 2), each, [Shard(0)])
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             x.redistribute(each, [Replicate()])
         (recorded,) = known(each).values()
         assert recorded.mesh is each and each.get_group().group_name in recorded.steps[0].args
@@ -139,7 +139,7 @@ def test_a_slice_that_is_asked_for_again_is_the_same_mesh(repeated: list[int]) -
     slices = [mesh["tp"], mesh["tp"]]  # as of two layers, each with a parallelize_module of its own
     assert slices[0] is not slices[1] and slices[0] == slices[1]
     shards = [distribute_tensor(torch.ones(8, 2), each, [Shard(0)]) for each in slices]
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         shards[0].redistribute(slices[0], [Replicate()])
     times = len(repeated)
     for shard, each in zip(shards, slices, strict=True):
@@ -148,7 +148,7 @@ def test_a_slice_that_is_asked_for_again_is_the_same_mesh(repeated: list[int]) -
 
 
 def test_only_so_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redistribute_cache, "KEPT", 2)
+    monkeypatch.setattr(redistribute_cache, "CACHE_SIZE", 2)
     mesh = simulated_mesh((2,), ("x",))
     for rows in (2, 4, 6, 8, 10):
         distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
@@ -161,7 +161,7 @@ def test_a_mesh_that_is_flattened_later_gathers_at_once() -> None:
 
     def records() -> int:
         before = workers_of(mesh).sink.records
-        for _ in range(TRIES + 1):
+        for _ in range(MAX_TRIES + 1):
             x.redistribute(mesh, [Replicate(), Replicate()])
         return int(workers_of(mesh).sink.records - before)
 

@@ -94,7 +94,12 @@ def test_the_clock_leaves_what_is_being_filled(played: Played) -> None:
 
 def test_who_is_far_ahead_waits_for_the_workers(played: Played) -> None:
     stream = Stream(played)
-    most = command_stream.COUNTED // command_stream.LEAST * (command_stream.AHEAD + 1) - 1
+    most = (
+        command_stream.ACKNOWLEDGE_EVERY_WORDS
+        // command_stream.MIN_BATCH_WORDS
+        * (command_stream.MAX_INFLIGHT_BATCHES + 1)
+        - 1
+    )
     for _ in range(most):
         stream.words.append(7)
         stream.flush()
@@ -155,7 +160,7 @@ def test_what_can_not_be_sent_at_the_end_raises_where_somebody_reads(played: Pla
 
 def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the midst of it, the end is on another thread, and gives up; then it is in time, and comes behind."""
-    monkeypatch.setattr(command_stream, "MOMENT", 0.01)
+    monkeypatch.setattr(command_stream, "SEND_TIMEOUT_S", 0.01)
     stream, ends = Stream(played), []
 
     def end() -> threading.Thread:
@@ -169,7 +174,7 @@ def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, m
         played.send = own  # type: ignore[method-assign]
         stream.words += (8, 0, 2)
         end().join(60)
-        monkeypatch.setattr(command_stream, "MOMENT", 60.0)
+        monkeypatch.setattr(command_stream, "SEND_TIMEOUT_S", 60.0)
         end()
         own(batch)
 
@@ -183,13 +188,13 @@ def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, m
 
 def test_who_waits_for_answers_keeps_nobody_from_sending(played: Played) -> None:
     stream = Stream(played)
-    while len(stream._missing) <= command_stream.AHEAD:
+    while len(stream._missing) <= command_stream.MAX_INFLIGHT_BATCHES:
         stream.words.append(7)
         stream.flush(wait=False)
     stream.words.append(8)
     ahead = threading.Thread(target=stream.flush)
     ahead.start()
-    while len(stream._missing) > command_stream.AHEAD:  # it waits, or is about to
+    while len(stream._missing) > command_stream.MAX_INFLIGHT_BATCHES:  # it waits, or is about to
         pass
     stream.words.append(9)
     stream.send_the_rest()

@@ -101,7 +101,7 @@ def test_no_values_are_made_here_for_what_nobody_has(
 ) -> None:
     """Logits may be large."""
     monkeypatch.setattr(aot_tangents, "distribute_tensor", None)
-    monkeypatch.setattr(aot_tangents, "SAMPLE", 8)
+    monkeypatch.setattr(aot_tangents, "SAMPLE_SIZE", 8)
     looked: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "any", lambda self, *_: looked.append(self.numel()))
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_()

@@ -34,7 +34,7 @@ def _control(data: bytes) -> None:
 def _route(data: bytes) -> None:
     route = frames.decode_route(data)
     hops = [route.hop(index) for index in range(len(route))]
-    assert hops and all(len(hop.token) == frames.TOKEN for hop in hops)
+    assert hops and all(len(hop.token) == frames.TOKEN_LENGTH for hop in hops)
     assert frames.decode_route(frames.encode(route)) == route
 
 

@@ -24,8 +24,8 @@ from monarch_backend._transport.network.auth import (
 from monarch_backend._transport.network.session import (
     BYE,
     DATA,
+    FRAME_OVERHEAD_BYTES,
     HEAD_BYTES,
-    KEEPING,
     LENT,
     SAY,
     WORD,
@@ -105,7 +105,9 @@ def _session_with_frames() -> Session:
 
 
 def _sound(session: Session) -> None:
-    assert session.unacknowledged == sum(len(prefix) + size + KEEPING for _, prefix, _, size in session._kept)
+    assert session.unacknowledged == sum(
+        len(prefix) + size + FRAME_OVERHEAD_BYTES for _, prefix, _, size in session._kept
+    )
     assert session.unacknowledged >= 0
 
 

@@ -99,7 +99,7 @@ def test_without_a_window_nothing_waits_and_nothing_folds() -> None:
 
 
 def test_too_much_waiting_is_shown_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dedup, "MOST_WAITING", 100)
+    monkeypatch.setattr(dedup, "MAX_PENDING_LINES", 100)
     fold = _fold_of(2, window=1e9)
     said = [b"%d" % i for i in range(1000)]
     shown = []

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from monarch_backend._logs.line_splitter import LONGEST_LINE, LineSplitter, read_records
+from monarch_backend._logs.line_splitter import MAX_LINE_BYTES, LineSplitter, read_records
 
 NOTE = b" ... [cut: longer than 65536 bytes]"
 
@@ -66,12 +66,12 @@ def test_a_long_line_is_cut_with_a_note_and_the_next_one_is_whole() -> None:
     splitter = LineSplitter()
     found = splitter.feed(b"x" * 60_000)
     found += splitter.feed(b"x" * 60_000)
-    assert found == [b"x" * LONGEST_LINE + NOTE]
+    assert found == [b"x" * MAX_LINE_BYTES + NOTE]
     assert splitter.feed(b"x" * 60_000) == []
     assert not splitter.has_partial
     assert splitter.feed(b"xxx\nnext\n") == [b"next"]
-    assert splitter.feed(b"y" * LONGEST_LINE + b"\n") == [b"y" * LONGEST_LINE]
-    assert splitter.feed(b"z" * (LONGEST_LINE + 1) + b"\nw\n") == [b"z" * LONGEST_LINE + NOTE, b"w"]
+    assert splitter.feed(b"y" * MAX_LINE_BYTES + b"\n") == [b"y" * MAX_LINE_BYTES]
+    assert splitter.feed(b"z" * (MAX_LINE_BYTES + 1) + b"\nw\n") == [b"z" * MAX_LINE_BYTES + NOTE, b"w"]
 
 
 def test_a_character_is_not_torn() -> None:
@@ -85,8 +85,8 @@ def test_a_character_is_not_torn() -> None:
             assert splitter.feed(data[size:] + b"\n") == [data]
             splitter.feed(b"caf" + data[:size])
             assert splitter.take_partial(final=True) == b"caf" + data[:size]
-        cut = LineSplitter().feed(b"x" * (LONGEST_LINE - 1) + data + b"\n")
-        assert cut == [b"x" * (LONGEST_LINE - 1) + NOTE]
+        cut = LineSplitter().feed(b"x" * (MAX_LINE_BYTES - 1) + data + b"\n")
+        assert cut == [b"x" * (MAX_LINE_BYTES - 1) + NOTE]
     splitter = LineSplitter()
     splitter.feed(b"ok\x80\x80\x80\x80")  # no character at all
     assert splitter.take_partial(final=False) == b"ok\x80\x80\x80\x80"

@@ -289,7 +289,7 @@ def test_a_process_may_take_the_place_of_another(screen: Screen, collector: LogC
 def test_a_partial_line_is_shown_after_a_while(
     screen: Screen, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_collector, "_PARTIAL_WAIT", 0.05)
+    monkeypatch.setattr(log_collector, "_PARTIAL_LINE_TIMEOUT_S", 0.05)
     (worker,) = workers(_mesh(aggregate_window_sec=0), 1)
     worker.say("name? ")
     screen.wait_for("[gpus 0] name? \n")
@@ -648,7 +648,7 @@ def test_fork_while_the_thread_writes(
 def test_random_writers_lose_nothing(
     seed: int, screen: Screen, collector: LogCollector, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_collector, "_PARTIAL_WAIT", FOREVER)  # a slow machine must not tear lines
+    monkeypatch.setattr(log_collector, "_PARTIAL_LINE_TIMEOUT_S", FOREVER)  # a slow machine must not tear lines
     rng = random.Random(seed)
     mesh = _mesh(aggregate_window_sec=rng.choice((0.0, 0.002, 0.02, FOREVER)), lines_per_sec=None)
     ranks = rng.choice((1, 3, 16))
@@ -682,7 +682,7 @@ def test_random_writers_lose_nothing(
 def test_ten_megabytes_from_eight_processes(
     same: bool, collector: LogCollector, tmp_path: Path, terminal: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_collector, "_PARTIAL_WAIT", FOREVER)
+    monkeypatch.setattr(log_collector, "_PARTIAL_LINE_TIMEOUT_S", FOREVER)
     count, ranks = 40_000, 8
     mesh = _mesh(aggregate_window_sec=0.1, lines_per_sec=None)
     with (tmp_path / "out").open("w") as out_file:

@@ -160,8 +160,8 @@ def _tags(rank: int) -> None:
     tags = (
         0,
         1,
-        p2p_protocol.MOST_TAG - 1,
-        p2p_protocol.MOST_TAG,
+        p2p_protocol.MAX_TAG - 1,
+        p2p_protocol.MAX_TAG,
         p2p_protocol.OWN_TAGS - 1,
     )  # the last two are Gloo's
     works = [dist.isend(_numbers(nbytes, 10 * rank + i), peer, tag=tag) for i, tag in enumerate(tags)]
@@ -172,7 +172,7 @@ def _tags(rank: int) -> None:
     for work in works:
         work.wait()
     assert _carried() == {"verbs": 3, "gloo": 0}
-    for tag in (p2p_protocol.OWN_TAGS, p2p_protocol.STAGES, (1 << 31) - 1):
+    for tag in (p2p_protocol.OWN_TAGS, p2p_protocol.FIRST_STAGE_TAG, (1 << 31) - 1):
         with pytest.raises(CollectiveArgumentError, match=f"tag {tag}: "):
             dist.send(torch.zeros(1), peer, tag=tag)
 
@@ -940,11 +940,11 @@ def test_a_cable_is_cut(run: Run, request: pytest.FixtureRequest) -> None:
 def test_letters() -> None:
     announcement = SendHeader(7, 1 << 40, 5, b"where")
     assert SendHeader.unpack(announcement.pack()) == announcement
-    assert len(announcement.pack()) == p2p_protocol.ANNOUNCEMENT
+    assert len(announcement.pack()) == p2p_protocol.SEND_HEADER_BYTES
     assert ControlMessage.unpack(ControlMessage(p2p_protocol.DONE, 3, 0).pack()) == ControlMessage(
         p2p_protocol.DONE, 3, 0
     )
-    for data in (bytes(p2p_protocol.ANNOUNCEMENT), b"mfa1" + b"\xff" * (p2p_protocol.ANNOUNCEMENT - 4)):
+    for data in (bytes(p2p_protocol.SEND_HEADER_BYTES), b"mfa1" + b"\xff" * (p2p_protocol.SEND_HEADER_BYTES - 4)):
         with pytest.raises(ProtocolError):
             SendHeader.unpack(data)
     for data in (
@@ -955,13 +955,13 @@ def test_letters() -> None:
         with pytest.raises(ProtocolError):
             ControlMessage.unpack(data)
     assert p2p_protocol.fits(bytes(200))
-    assert not p2p_protocol.fits(bytes(p2p_protocol.ANNOUNCEMENT))
+    assert not p2p_protocol.fits(bytes(p2p_protocol.SEND_HEADER_BYTES))
 
 
 def test_tags_of_letters_are_apart() -> None:
     """From each other and from those of the stages of collectives, which begin at 2**30."""
-    told = {p2p_protocol.announced(tag) for tag in (0, 1, p2p_protocol.MOST_TAG - 1)}
-    talks = {p2p_protocol.talk(n, *pair) for n in (0, 1, p2p_protocol.NUMBERS - 1) for pair in ((0, 1), (1, 0))}
+    told = {p2p_protocol.announced(tag) for tag in (0, 1, p2p_protocol.MAX_TAG - 1)}
+    talks = {p2p_protocol.talk(n, *pair) for n in (0, 1, p2p_protocol.MAX_EXCHANGES - 1) for pair in ((0, 1), (1, 0))}
     assert len(told) == 3
     assert len(talks) == 6
     assert max(told) < min(talks)

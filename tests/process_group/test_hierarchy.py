@@ -87,8 +87,8 @@ SEGMENT = 512 << 10  # in tests
 def _sizes(rank: int, dtype: str) -> list[int]:
     """Around every limit between two ways, in elements of 4 bytes and not a multiple of anything."""
     size, sums = dist.get_world_size(), []
-    hierarchical_backend.SEGMENT = SEGMENT
-    limits = (hierarchical_backend.SLICED_FROM // 4, hierarchical_backend.TWO_STEPS_FROM // 4, SEGMENT // 4)
+    hierarchical_backend.SEGMENT_BYTES = SEGMENT
+    limits = (hierarchical_backend.SLICE_MIN_BYTES // 4, hierarchical_backend.TWO_STEPS_FROM // 4, SEGMENT // 4)
     for n in (1, 3, *(limit + more for limit in limits for more in (-1, 0, 1, 3)), 3 * SEGMENT // 4 + 5):
         inputs = [((torch.arange(n) * 7 + 3 * r) % 5 + 1).to(getattr(torch, dtype)) for r in range(size)]
         for op in ("SUM", "MAX", "AVG"):
@@ -118,7 +118,7 @@ def _numbers(rank: int, n: int) -> torch.Tensor:
 def _bits(rank: int, dtype: torch.dtype) -> list[int]:
     """Results of sums that depend on the order of additions."""
     bits = []
-    hierarchical_backend.SEGMENT = SEGMENT
+    hierarchical_backend.SEGMENT_BYTES = SEGMENT
     for n in (100, 40_000, 600_001):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             x = _numbers(rank, n).to(dtype)

@@ -64,9 +64,9 @@ def test_an_owner_looks_again_for_a_port_that_is_up(monkeypatch: pytest.MonkeyPa
     asked.clear()
     assert verbs.unusable() is not None
     assert not asked
-    now[0] += verbs_module.LOOK_SECONDS
+    now[0] += verbs_module.PORT_CHECK_INTERVAL_S
     assert verbs.unusable() is None
-    now[0] += verbs_module.LOOK_SECONDS
+    now[0] += verbs_module.PORT_CHECK_INTERVAL_S
     assert verbs.unusable() is None
     assert asked == [True]
 
@@ -74,7 +74,7 @@ def test_an_owner_looks_again_for_a_port_that_is_up(monkeypatch: pytest.MonkeyPa
 def test_a_machine_without_nics_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(verbs_module, "available", lambda up: asked.append(up) or "no verbs device")
-    monkeypatch.setattr(verbs_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(verbs_module, "PORT_CHECK_INTERVAL_S", 0.0)
     verbs = verbs_module.Verbs(None, None)  # type: ignore[arg-type]
     assert [verbs.unusable() for _ in range(3)] == ["no verbs device"] * 3
     assert asked == [True, False]

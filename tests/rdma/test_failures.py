@@ -151,7 +151,7 @@ def test_memory_in_use_is_not_given_back(
         pytest.skip(
             "on this route it is read by a thread of its owner, which holds it while it copies a piece, no longer"
         )
-    monkeypatch.setattr(registrations, "PATIENCE", 0.2)
+    monkeypatch.setattr(registrations, "DROP_TIMEOUT_S", 0.2)
     pid = pid_of(reader)
     mine = torch.ones(64 * MIB, dtype=torch.uint8)
     buffer = RDMABuffer(mine)

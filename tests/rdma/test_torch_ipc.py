@@ -59,7 +59,7 @@ def test_few_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RDMAError("no")
 
     monkeypatch.setattr(cuda_ipc, "ask", ask)
-    monkeypatch.setattr(cuda_ipc, "MOST_REFUSALS", 3)
+    monkeypatch.setattr(cuda_ipc, "MAX_CACHED_REFUSALS", 3)
     lent, later = _lent(True)
     for number in [*range(4), 3, 2, 1]:
         lent.want(_handle(number))

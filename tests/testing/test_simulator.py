@@ -169,8 +169,13 @@ def test_one_thread_no_process_no_time() -> None:
 
 def test_everything_is_put_back() -> None:
     def state() -> list[Any]:
-        sizes = [router_module.WINDOW, router_module.PLACE, router_module.MOST_IN_ONE, router_module.LARGE]
-        constants = [*sizes, router_module.FANOUT, router_module.DIRECT, runtime.secrets]
+        sizes = [
+            router_module.CREDIT_WINDOW,
+            router_module.BYTES_PER_CREDIT,
+            router_module.MOST_IN_ONE,
+            router_module.SHARED_COPY_MIN_BYTES,
+        ]
+        constants = [*sizes, router_module.TREE_FANOUT, router_module.MAX_DIRECT_RECEIVERS, runtime.secrets]
         seams = [runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
         return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 
@@ -387,10 +392,10 @@ def test_restarts() -> None:
         assert not simulation.faults
 
 
-@pytest.mark.parametrize("most", [ownership.MOST_REPLACED, 10])
+@pytest.mark.parametrize("most", [ownership.MAX_REPLACED_RANKS, 10])
 def test_a_restart_of_all_is_told_to_each_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each rank, which would be the square of a large mesh; nor to those that it has killed."""
-    monkeypatch.setattr(ownership, "MOST_REPLACED", most)
+    monkeypatch.setattr(ownership, "MAX_REPLACED_RANKS", most)
     told: dict[str, list[int]] = {}
     with Simulation(1, QUIET) as simulation:
         procs, actors = _mesh(24, restart=Restart("all", backoff=0.01))

@@ -9,7 +9,7 @@ import pytest
 from monarch_backend._serialization.pickling import DeserializationError, loads
 from monarch_backend._transport.local import frames
 from monarch_backend._transport.local.buffers import Assembly, own, size_of
-from monarch_backend._transport.local.frames import MOST_CONTROL, FrameError, Part, Replies, Route
+from monarch_backend._transport.local.frames import MAX_CONTROL_BYTES, FrameError, Part, Replies, Route
 
 DECODERS = [frames.decode_control, frames.decode_route, frames.decode_replies, Assembly]
 
@@ -32,7 +32,7 @@ def _setting(value: bytes) -> bytes:
         _setting(b"\x91" * 200_000 + b"\xc0"),  # deeper than the stack
         _setting(b"\x81\x91\x81\x01\x01\x01"),  # a key without a hash
         _setting(b"\xd7\xff" + b"\xff" * 8),  # a time that never was
-        bytes(MOST_CONTROL + 1),
+        bytes(MAX_CONTROL_BYTES + 1),
     ],
     ids=range(11),
 )

@@ -160,7 +160,7 @@ def test_what_may_not_be_seen_stays_on_the_connection(make: Make, fabric: Fabric
 
 def test_numbers_of_parts(make: Make) -> None:
     here, there, out, _ = make()
-    parts = [numbers(64 * KIB + i, i) for i in range(rdma_frame_header.MOST_PARTS + 5)]
+    parts = [numbers(64 * KIB + i, i) for i in range(rdma_frame_header.MAX_PARTS + 5)]
     here.tcp.send(out, b"many", parts, len(parts))
     assert receive(there) == (b"many", b"".join(parts))
     assert until(lambda: out.nics.lent == 1)
@@ -279,7 +279,7 @@ def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.
     assert "could not read a frame from here" in said[1] and "remote access error" in said[1]
     assert out.nics.lent == 0
     monkeypatch.undo()
-    monkeypatch.setattr(rdma_send, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(rdma_send, "RETRY_INTERVAL_S", 0.0)
     again(here, there, out)
 
 
@@ -306,7 +306,7 @@ def test_a_nic_that_goes_down_and_comes_back(make: Make, fabric: Fabric, monkeyp
             assert receive(there) == (b"%d" % number, numbers(2 * MIB, number))
     assert len(said) == 2 and out.nics.lent == 0
     fabric.dead = False
-    monkeypatch.setattr(rdma_send, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(rdma_send, "RETRY_INTERVAL_S", 0.0)
     again(here, there, out)
 
 
@@ -498,7 +498,7 @@ def test_parts_that_cannot_be(prefix: bytes) -> None:
 
 
 def test_too_many_parts() -> None:
-    many = [Part(i, 1, b"") for i in range(rdma_frame_header.MOST_PARTS + 1)]
+    many = [Part(i, 1, b"") for i in range(rdma_frame_header.MAX_PARTS + 1)]
     assert rdma_frame_header.unpack(rdma_frame_header.pack(many[:-1]) + b"rest", 1000) == (many[:-1], b"rest")
     with pytest.raises(SessionError):
         rdma_frame_header.unpack(rdma_frame_header.pack(many), 1000)

@@ -107,7 +107,7 @@ def test_an_error_and_a_large_reply_go_straight() -> None:
     tree = Tree(10, 2)
     tree.cast()
     tree.world.run_to_rest()
-    large = bytes(reply_aggregation.MOST_REPLY + 1)
+    large = bytes(reply_aggregation.MAX_REPLY_BYTES + 1)
     tree.reply(tree.others[3], b"E")
     tree.reply(tree.others[5], b"", large)
     tree.world.run_to_rest()
@@ -279,7 +279,7 @@ def test_replies_that_have_arrived_are_not_kept() -> None:
 
 
 def test_replies_for_which_there_is_no_room_go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply_aggregation, "MOST_KEPT", 0)
+    monkeypatch.setattr(reply_aggregation, "MAX_KEPT_BYTES", 0)
     tree = Tree(16, 2)
     tree.cast()
     tree.world.run_to_rest()
@@ -353,7 +353,7 @@ def test_many_seeds() -> None:
 
 
 def test_calls_that_nobody_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply_aggregation, "MOST_CALLS", 10)
+    monkeypatch.setattr(reply_aggregation, "MAX_CALLS", 10)
     tree = Tree(5, 2)
     for ref in range(1, 50):
         tree.cast(ref=ref)

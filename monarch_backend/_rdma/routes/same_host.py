@@ -14,7 +14,7 @@ from monarch_backend._rdma.local_memory import CPU
 from monarch_backend._rdma.registrations import Registry
 from monarch_backend._rdma.routes.base import DONE, LOST, Result, Segment
 
-QUICK = 1 << 20
+INLINE_MAX_BYTES = 1 << 20
 """Bytes that are copied at once, on the caller's thread."""
 
 MAPPED, KERNEL, THREAD, GPU, LENT, UNSEEN = range(6)
@@ -31,7 +31,7 @@ class LocalRoute:
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
-        return nbytes <= QUICK
+        return nbytes <= INLINE_MAX_BYTES
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route."""
@@ -70,7 +70,7 @@ class SameHost:
 
     def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
-        if nbytes > QUICK:
+        if nbytes > INLINE_MAX_BYTES:
             return False
         way = self._native.way(handle.token, handle.ticket)
         return way in (MAPPED, GPU, LENT) or (way == KERNEL and not atomic)

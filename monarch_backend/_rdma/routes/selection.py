@@ -42,10 +42,10 @@ from monarch_backend._verbs import VerbsError
 
 log = logging.getLogger("monarch_backend")
 
-MOST_WARNED = 4096
+MAX_WARNED_PEERS = 4096
 """Processes that are remembered of those that a warning was about."""
 
-AGAIN_SECONDS = 60.0
+RETRY_INTERVAL_S = 60.0
 """After which NICs are tried again to a process that TCP leads to, though both sides have some."""
 
 _KINDS = tuple(itertools.product((False, True), (False, True)))
@@ -181,7 +181,7 @@ class Routes:
             if handle.token in self._warned:
                 return
             self._warned[handle.token] = None
-            if len(self._warned) > MOST_WARNED:
+            if len(self._warned) > MAX_WARNED_PEERS:
                 del self._warned[next(iter(self._warned))]
         log.warning("memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why)
 
@@ -223,7 +223,7 @@ class VerbsWithTcpFallback:
             now = time.monotonic()
             begin = now >= self._next
             if begin:
-                self._next, self._tries = now + AGAIN_SECONDS, True
+                self._next, self._tries = now + RETRY_INTERVAL_S, True
         if begin:
             self._aside(lambda: self._verbs.prepare(handle))
         return True
@@ -233,7 +233,7 @@ class VerbsWithTcpFallback:
         if result.outcome != UNREACHABLE or not handle.ways:
             return False
         with self._lock:
-            self._why, self._next, self._tries = result.text or "?", time.monotonic() + AGAIN_SECONDS, False
+            self._why, self._next, self._tries = result.text or "?", time.monotonic() + RETRY_INTERVAL_S, False
         self._warn(handle, result.text)
         return True
 

@@ -39,7 +39,7 @@ from monarch_backend._transport.local.frames import KNOCK, Setting
 Endpoints = tuple[tuple[str, int], ...]
 """Addresses and ports."""
 
-STREAMS = 4
+STREAMS_PER_PEER = 4
 """Connections to one process, for large transfers."""
 
 
@@ -240,7 +240,7 @@ class Tcp:
 
 def _streams(encrypted: bool) -> int:
     """Where OpenSSL takes the processors, more streams than those take turns."""
-    return max(1, min(STREAMS, len(os.sched_getaffinity(0)) // 2)) if encrypted else STREAMS
+    return max(1, min(STREAMS_PER_PEER, len(os.sched_getaffinity(0)) // 2)) if encrypted else STREAMS_PER_PEER
 
 
 def _numeric(name: str) -> list[str]:

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import msgspec
 
 from monarch_backend._actor.runtime import Runtime
-from monarch_backend._rdma.control_rpc import TICK, ask
+from monarch_backend._rdma.control_rpc import CHECK_INTERVAL_S, ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
-from monarch_backend._rdma.inflight import MERCY, VerbsInFlight, result_of
+from monarch_backend._rdma.inflight import CANCEL_GRACE_S, VerbsInFlight, result_of
 from monarch_backend._rdma.local_memory import LocalMemory
 from monarch_backend._rdma.registrations import Registry
 from monarch_backend._rdma.routes.base import (
@@ -56,7 +56,7 @@ from monarch_backend._verbs import (
 )
 
 _NO_ACCESS = "remote access error"
-LOOK_SECONDS = 60.0
+PORT_CHECK_INTERVAL_S = 60.0
 """After which it is asked again whether a port is up, where none was."""
 
 
@@ -77,10 +77,10 @@ class Awaited:
     def wait(self, patient: Any) -> Result:
         """Until the NIC has done it, or nobody wants it any more and it touches no memory."""
         over = 0
-        while not self._ended.wait(TICK):
+        while not self._ended.wait(CHECK_INTERVAL_S):
             over = patient.over()
             if over:
-                if not self._ended.wait(MERCY):
+                if not self._ended.wait(CANCEL_GRACE_S):
                     self._engine.give_up(self._token, "another transfer with it was given up")
                     self._ended.wait()
                 break
@@ -112,7 +112,7 @@ class Verbs:
                 why = self._unusable[up] = available(up=up)
                 if up:
                     waits = why is not None and available(up=False) is None
-                    self._look_again = time.monotonic() + LOOK_SECONDS if waits else math.inf
+                    self._look_again = time.monotonic() + PORT_CHECK_INTERVAL_S if waits else math.inf
             return self._unusable[up]
 
     @property

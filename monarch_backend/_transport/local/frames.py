@@ -55,7 +55,7 @@ class Frame(NamedTuple):
     buffers: list[Any] | None
 
 
-MOST_CONTROL = 1 << 20
+MAX_CONTROL_BYTES = 1 << 20
 """Bytes of a control message, what the user gave left out."""
 
 
@@ -67,7 +67,7 @@ class RelayHop(NamedTuple):
     rank: int
 
 
-TOKEN = 32
+TOKEN_LENGTH = 32
 """Characters of a token."""
 
 
@@ -93,7 +93,9 @@ class Route(msgspec.Struct, array_like=True, gc=False):
 
     def hop(self, index: int) -> RelayHop:
         """The receiver at this place."""
-        return RelayHop(self.tokens[TOKEN * index : TOKEN * (index + 1)], self.seqs[index], self.ranks[index])
+        return RelayHop(
+            self.tokens[TOKEN_LENGTH * index : TOKEN_LENGTH * (index + 1)], self.seqs[index], self.ranks[index]
+        )
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):
@@ -203,7 +205,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, gc=False):
     generation: int = 0
 
 
-MOST_REPLACED = 8192
+MAX_REPLACED_RANKS = 8192
 """Ranks that one Replaced tells of, well within MOST_CONTROL."""
 
 
@@ -263,17 +265,17 @@ class FrameError(ValueError):
 def encode(message: Any) -> bytes:
     """The bytes of a struct of this module. Raises FrameError for one that is larger than MOST_CONTROL."""
     data = _encoder.encode(message)
-    if len(data) > MOST_CONTROL:
+    if len(data) > MAX_CONTROL_BYTES:
         raise FrameError(
-            f"a control message of {len(data)} bytes ({type(message).__name__}): the limit is {MOST_CONTROL}"
+            f"a control message of {len(data)} bytes ({type(message).__name__}): the limit is {MAX_CONTROL_BYTES}"
         )
     return data
 
 
 def decode(decoder: Any, data: bytes, what: str = "a control message") -> Any:
     """What stands in bytes of another process; FrameError for anything else, and for more than MOST_CONTROL."""
-    if len(data) > MOST_CONTROL:
-        raise FrameError(f"{what} of {len(data)} bytes: the limit is {MOST_CONTROL}")
+    if len(data) > MAX_CONTROL_BYTES:
+        raise FrameError(f"{what} of {len(data)} bytes: the limit is {MAX_CONTROL_BYTES}")
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last two are no DecodeErrors
@@ -289,7 +291,7 @@ def decode_control(data: bytes) -> Control:
 def decode_route(data: bytes) -> Route:
     """The route of a cast; FrameError for anything else, and for one without receivers."""
     route: Route = decode(_route, data)
-    if not route.seqs or len(route.tokens) != TOKEN * len(route.seqs) or len(route.ranks) != len(route.seqs):
+    if not route.seqs or len(route.tokens) != TOKEN_LENGTH * len(route.seqs) or len(route.ranks) != len(route.seqs):
         raise FrameError("a cast whose receivers do not add up")
     return route
 

@@ -20,13 +20,13 @@ ARENA_BYTES = 4 << 30
 MOST_IN_ONE = 256 << 20
 """Bytes of a payload that travel in one piece; a larger one goes in parts."""
 
-UNREAD_BYTES = 256 << 20
+MAX_UNREAD_BYTES = 256 << 20
 """Of those, how much one receiver may leave unread: the rest is for the others. One message goes in any case."""
 
-FAR = 1 << 20
+FIRST_REMOTE_LINK = 1 << 20
 """The number of the first link to another host."""
 
-SILENT = -2
+LINK_PENDING = -2
 """What `connect` returns for a process that does not answer yet."""
 
 
@@ -125,7 +125,7 @@ class LocalLinks:
             self.host = _native.Host(ARENA_BYTES, token)
         spin = env.get("MONARCH_SPIN")
         with explained("start the thread that wakes this process for messages"):
-            self.post = _native.Post(self.host, spin == "0" if spin else crowded, UNREAD_BYTES)
+            self.post = _native.Post(self.host, spin == "0" if spin else crowded, MAX_UNREAD_BYTES)
         self._crowded = crowded
         self.token: str = self.host.token
         self.connect = self.post.connect

@@ -37,35 +37,42 @@ from monarch_backend._transport.local.frames import (
     Route,
     Status,
 )
-from monarch_backend._transport.local.links import FAR, MOST_IN_ONE, SILENT, Links, Receiver, epoch_of
+from monarch_backend._transport.local.links import (
+    FIRST_REMOTE_LINK,
+    LINK_PENDING,
+    MOST_IN_ONE,
+    Links,
+    Receiver,
+    epoch_of,
+)
 from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneError
 from monarch_backend._transport.network.envelope import host_of
 
 log = logging.getLogger("monarch_backend")
 
-LONG = 10.0
+SLOW_SEND_REPORT_S = 10.0
 """Seconds after which a sender that waits for its receiver says so."""
 
-WINDOW = 1024
+CREDIT_WINDOW = 1024
 """Places for messages from one process to another, under way or waiting to be processed; then the sender waits."""
 
-SPARE = 16
+CREDIT_RESERVE = 16
 """Of these, as many as other threads may take between a look at what is left and the message that follows."""
 
-PLACE = 1 << 20
+BYTES_PER_CREDIT = 1 << 20
 """Bytes after which a message takes one more place: what waits is bounded to a GiB. The last one may go beyond it."""
 
-FANOUT = 8
+TREE_FANOUT = 8
 """Processes that one process of a tree passes a message on to."""
 
-DIRECT = 64
+MAX_DIRECT_RECEIVERS = 64
 """Receivers up to which a message goes to each of them straight. Waking 64 processes takes one process a third of a
 millisecond, while a tree doubles what all of them together have to do (docs/design.md has the measurement)."""
 
-REFUSALS = 7
+MAX_REFUSALS = 7
 """Times that a process which refuses is asked for; each time after twice as long, 2.5 s altogether."""
 
-LARGE = 32 << 10
+SHARED_COPY_MIN_BYTES = 32 << 10
 """Bytes from which a message goes straight to all: they read one copy in shared memory, which no tree can better."""
 
 
@@ -74,7 +81,7 @@ _NOTHING = frames.encode(frames.Setting(frames.KNOCK, None))
 
 def places_of(size: int) -> int:
     """Places that a message of so many bytes takes: its sender's reckoning is its receiver's."""
-    return 1 + size // PLACE
+    return 1 + size // BYTES_PER_CREDIT
 
 
 class _FullMemory:
@@ -124,7 +131,7 @@ class Router:
         self.token = links.token
         self.epoch = epoch_of(links.token)
         self.lock = threading.RLock()
-        self.me = Peer(links.token, WINDOW)
+        self.me = Peer(links.token, CREDIT_WINDOW)
         self.peers: dict[str, Peer] = {links.token: self.me}
         self.handlers: dict[int, Handler] = {}
         self.control: dict[type, Callable[[Peer, Any, Frame], None]] = {
@@ -160,7 +167,7 @@ class Router:
         peer = self.peers.get(token)
         if peer is None:
             with self.lock:
-                peer = self.peers.setdefault(token, Peer(token, WINDOW))
+                peer = self.peers.setdefault(token, Peer(token, CREDIT_WINDOW))
         if peer.owner is None and owner is not None and owner is not peer:
             peer.owner = owner
         return peer
@@ -276,7 +283,7 @@ class Router:
     @staticmethod
     def has_room(peer: Peer) -> bool:
         """Whether a message to it would leave at once, also if others that are under way leave before."""
-        return peer.credit > SPARE or peer.gone is not None
+        return peer.credit > CREDIT_RESERVE or peer.gone is not None
 
     def wait_for_credit(self, peer: Peer, kind: int, target: int) -> None:
         """Until it may be sent one more message. Raises PeerGoneError if it is gone."""
@@ -284,7 +291,7 @@ class Router:
             raise PeerGoneError.of(peer)
         if peer.credit > 0:
             return
-        why = f"{WINDOW} messages to {peer}, or {WINDOW * PLACE >> 20} MiB, are not processed yet: waiting"
+        why = f"{CREDIT_WINDOW} messages to {peer}, or {CREDIT_WINDOW * BYTES_PER_CREDIT >> 20} MiB, are not processed yet: waiting"
         self.on_wait(peer, kind, target, why)
         report: Any = self.report(why, "the receiver is busy, or nobody reads")
         try:
@@ -307,7 +314,9 @@ class Router:
 
     def report(self, why: str, guess: str) -> Any:
         """Somebody begins to wait, and says so if it takes long; cancel it when that is over."""
-        return self.later(LONG, lambda: log.warning("%s since %.0f s; %s", why, LONG, guess))
+        return self.later(
+            SLOW_SEND_REPORT_S, lambda: log.warning("%s since %.0f s; %s", why, SLOW_SEND_REPORT_S, guess)
+        )
 
     def tell(self, peer: Peer, message: Any, body: Any = b"", buffers: Any = None) -> None:
         """A control message, in order with the messages to this process. Never waits; nothing if it is gone."""
@@ -374,7 +383,7 @@ class Router:
             self._refill(peer, places)
             return
         peer.done += places
-        if peer.done >= WINDOW // 16:  # often enough that nearly the whole window can be used
+        if peer.done >= CREDIT_WINDOW // 16:  # often enough that nearly the whole window can be used
             with self.lock:
                 count, peer.done = peer.done, 0
                 if count and peer.gone is None and self._reach(peer):
@@ -429,8 +438,10 @@ class Router:
             len(alive) == 1
             or buffers is not None
             or self.goes_straight(body, None)
-            or len(alive) <= DIRECT
-            or any(not 0 <= peer.link < FAR for peer, _ in alive)  # gateways send one copy to each host as it is
+            or len(alive) <= MAX_DIRECT_RECEIVERS
+            or any(
+                not 0 <= peer.link < FIRST_REMOTE_LINK for peer, _ in alive
+            )  # gateways send one copy to each host as it is
         ):
             self._cast_straight(alive, kind, target, ref, prefix, body, buffers)
         else:
@@ -439,7 +450,7 @@ class Router:
     @staticmethod
     def goes_straight(body: Any, buffers: Any) -> bool:
         """It is too large for the tree."""
-        return size_of(body, buffers) > LARGE
+        return size_of(body, buffers) > SHARED_COPY_MIN_BYTES
 
     def _cast_straight(
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any
@@ -523,7 +534,7 @@ class Router:
         tokens = "".join(hop.token for hop in hops)
         seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
         route = frames.encode(Route(number, self.token, kind, target, ref, combine, prefix, tokens, seqs, ranks))
-        first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(FANOUT, len(hops)))]
+        first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(TREE_FANOUT, len(hops)))]
         self._cast_each(first, route, cast.body, None)
         for index, peer in enumerate(peers):
             if peer.gone is not None:
@@ -535,11 +546,11 @@ class Router:
         if frame.rank >= len(route) or route.hop(frame.rank).token != self.token:
             raise FrameError("a cast for somebody else")
         root = self.peer(route.root)
-        below = children(frame.rank, len(route), FANOUT)
+        below = children(frame.rank, len(route), TREE_FANOUT)
         combiner = None
         with self.lock:
             if route.combine and root.gone is None:  # else nobody waits for replies
-                counts = {route.hop(i).token: count_below(i, len(route), FANOUT) for i in below}
+                counts = {route.hop(i).token: count_below(i, len(route), TREE_FANOUT) for i in below}
                 combiner = self.combiners[route.root, route.cast] = ReplyAggregator(
                     self, frame.link, root, route, counts
                 )
@@ -585,7 +596,7 @@ class Router:
 
     def _recast(self, cast: Multicast, index: int) -> None:
         """The process at this place of the tree is lost to it: those below it get the message straight."""
-        for below in descendants(index, len(cast.hops), FANOUT):
+        for below in descendants(index, len(cast.hops), TREE_FANOUT):
             if below in cast.missing and cast.peers[below].gone is None:
                 self._emit_hop(cast, below)
 
@@ -803,7 +814,7 @@ class Router:
         if link >= 0:
             self._bind(peer, link)
             return True
-        if link != SILENT:
+        if link != LINK_PENDING:
             self._ask_for(peer)
         return False
 
@@ -938,9 +949,9 @@ class Router:
                 except (RuntimeError, OSError):
                     link = -1
                 if link < 0:
-                    if link != SILENT:
+                    if link != LINK_PENDING:
                         self._ask_again(asked)
-                    asked.believed = link == SILENT
+                    asked.believed = link == LINK_PENDING
                     return
                 self._bind(asked, link)
             backlog, asked.backlog = asked.backlog, deque()
@@ -952,7 +963,7 @@ class Router:
 
         Under the lock.
         """
-        if peer.refusals >= REFUSALS:
+        if peer.refusals >= MAX_REFUSALS:
             self.never_came(peer, "it can't be reached from here")
             return
         peer.refusals += 1

@@ -21,7 +21,7 @@ from monarch_backend._core.state import make_private, state_directory
 
 SECRET_BYTES = 32
 MAGIC = b"mona"
-_MOST_TEXT = 1 << 13  # characters of a file that could still hold a secret, or a hundred, and some space around
+_MAX_TEXT_BYTES = 1 << 13  # characters of a file that could still hold a secret, or a hundred, and some space around
 PROTOCOL = 1
 """Of the bytes between hosts. Hosts of different protocols tell each other so, and part."""
 
@@ -89,7 +89,7 @@ def read_secrets(path: Path) -> list[bytes]:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise PermissionError(f"{path} holds a secret and must be yours alone: chown it, and chmod 600 {path}")
-        text = file.read(_MOST_TEXT).decode("ascii", "replace")
+        text = file.read(_MAX_TEXT_BYTES).decode("ascii", "replace")
     return [parse_secret(line, str(path)) for line in text.strip().split("\n")]
 
 

@@ -56,19 +56,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("monarch_backend")
 
-MOST_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """Connections that have not proved anything yet; the oldest goes when there is one more."""
 
-MOST_OVER = 1024
+MAX_ENDED_SESSIONS = 1024
 """Sessions that are over and remembered as such: many times as many as can still be asked for."""
 
-STRANGER_SECONDS = 5.0
+AUTHENTICATION_TIMEOUT_S = 5.0
 """Time to prove it."""
 
-SCRATCH = 80 << 20
+MAX_RECEIVE_BUFFER_BYTES = 80 << 20
 """Bytes of a frame up to which the memory that it is read into is used again: fresh pages cost more than a network."""
 
-SMALLEST_SCRATCH = 64 << 10
+MIN_RECEIVE_BUFFER_BYTES = 64 << 10
 """Bytes of the first mapping: many small frames share it."""
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -79,22 +79,22 @@ MOST_AT_ONCE = 1 << 20
 MOST_OF_ONE = 4 << 20
 """Bytes that are read of one connection, before others have their turn."""
 
-QUIET_SECONDS = 1.0
+LOG_INTERVAL_S = 1.0
 """Between two lines of the log about strangers."""
 
-CLOSED_SECONDS = 1.0
+RECONNECT_AFTER_CLOSE_S = 1.0
 """For a host to call again whose connection was closed, not broken: a process that dies closes what it has."""
 
 _PROMPT = ((16, 1), (44, 1000))
 """TCP_THIN_LINEAR_TIMEOUTS, TCP_RTO_MAX_MS: what was lost is sent again each second at least, not after 0.2, 0.4, 0.8,
 1.6 and 3.2: a network that comes back within the bound for silence is not to be found silent all the same."""
 
-ANYBODY = bytes(16)
+ANY_RECEIVER = bytes(16)
 """For whom a connection is that has no process to talk to yet: whoever listens."""
 
-_KNOCK = struct.Struct("!4sB3x16s8s")  # magic, TLS or not, for whom, which secret
-KNOCK_BYTES = _KNOCK.size
-_KNOCK_MAGIC = b"monh"
+_PREAMBLE = struct.Struct("!4sB3x16s8s")  # magic, TLS or not, for whom, which secret
+KNOCK_BYTES = _PREAMBLE.size
+_PREAMBLE_MAGIC = b"monh"
 
 Address = tuple[str, int]
 Reader = Generator[int | memoryview, Any, None]
@@ -116,8 +116,8 @@ class PeerConnection:
 
     def __init__(self, session: bytes, address: Address | None, secret: bytes, until: float) -> None:
         self.id, self.address, self.secret = session, address, secret
-        self.who = ANYBODY  # its token, once it has proved that it knows the secret
-        self.wanted = ANYBODY  # whom we have called
+        self.who = ANY_RECEIVER  # its token, once it has proved that it knows the secret
+        self.wanted = ANY_RECEIVER  # whom we have called
         self.session = Session()
         self.lock = threading.RLock()  # session, waiting, connection, nics
         self.nics = PeerState()
@@ -173,7 +173,7 @@ class _Scratch:
         """
         self.whole = memoryview(b"")
         try:
-            self.whole = memoryview(mmap.mmap(-1, max(size, SMALLEST_SCRATCH), _PRIVATE))
+            self.whole = memoryview(mmap.mmap(-1, max(size, MIN_RECEIVE_BUFFER_BYTES), _PRIVATE))
         except (OSError, MemoryError) as error:
             raise SessionError(
                 f"no memory for a frame of {size} bytes ({error}): look at RLIMIT_AS (ulimit -v) and the memory limit "
@@ -186,7 +186,7 @@ class _Scratch:
 
     def tidy(self) -> None:
         """A frame was taken."""
-        if len(self.whole) > SCRATCH:
+        if len(self.whole) > MAX_RECEIVE_BUFFER_BYTES:
             self.renew()
 
 
@@ -266,7 +266,7 @@ class Tcp:
         return name
 
     def call(
-        self, address: Address, secret: bytes, whom: bytes = ANYBODY, *, patience: float | None = None
+        self, address: Address, secret: bytes, whom: bytes = ANY_RECEIVER, *, patience: float | None = None
     ) -> PeerConnection:
         """Connect to a host, and try again until ``patience`` is over; then ``on_up`` or ``on_lost`` is called."""
         remote = PeerConnection(os.urandom(16), address, secret, time.monotonic())
@@ -405,7 +405,7 @@ class Tcp:
 
     def _beat(self, now: float) -> None:
         """Tell everybody that we are alive; those that do not tell us are lost."""
-        for stranger in [s for s in self._strangers if now - s.since > STRANGER_SECONDS]:
+        for stranger in [s for s in self._strangers if now - s.since > AUTHENTICATION_TIMEOUT_S]:
             self._drop(stranger)
         for remote in list(self._remotes.values()):
             if now - remote.heard > remote.silence:
@@ -446,7 +446,7 @@ class Tcp:
     def _forget(self, remote: PeerConnection) -> None:
         """Not quite: its session does not begin anew, with frames that have come before."""
         self._over[remote.id] = None
-        while len(self._over) > MOST_OVER:
+        while len(self._over) > MAX_ENDED_SESSIONS:
             del self._over[next(iter(self._over))]
 
     def _lend_no_more(self, remote: PeerConnection) -> None:
@@ -489,7 +489,7 @@ class Tcp:
                 plain.setsockopt(socket.IPPROTO_TCP, option, value)
         connection = _Connection(plain, iter(()), None)  # type: ignore[arg-type]
         if remote is None:
-            while len(self._strangers) >= MOST_STRANGERS:
+            while len(self._strangers) >= MAX_UNAUTHENTICATED:
                 self._drop(next(iter(self._strangers)))
             self._strangers[connection] = None
             connection.reader = self._called(connection, knock)
@@ -605,7 +605,7 @@ class Tcp:
         if ended:
             remote.closed = True
             times = remote.times
-            self._later.append((time.monotonic() + CLOSED_SECONDS, lambda: self._still_closed(remote, times)))
+            self._later.append((time.monotonic() + RECONNECT_AFTER_CLOSE_S, lambda: self._still_closed(remote, times)))
         elif remote.closed and isinstance(error, ConnectionRefusedError):
             self._lose(remote, "its process has closed the connection, and nobody listens there any more")
 
@@ -627,7 +627,7 @@ class Tcp:
         self._refusals += 1
         if time.monotonic() < self._quiet:
             return
-        self._quiet = time.monotonic() + QUIET_SECONDS
+        self._quiet = time.monotonic() + LOG_INTERVAL_S
         try:
             whom = str(connection.socket.getpeername()[0])
         except OSError:
@@ -776,12 +776,12 @@ class Tcp:
     def _called(self, connection: _Connection, knock: bytes) -> Reader:
         if not knock:
             knock = bytes((yield KNOCK_BYTES))
-        magic, encrypted, whom, which = _KNOCK.unpack(knock)
-        if magic != _KNOCK_MAGIC or bool(encrypted) != (self._tls is not None):
+        magic, encrypted, whom, which = _PREAMBLE.unpack(knock)
+        if magic != _PREAMBLE_MAGIC or bool(encrypted) != (self._tls is not None):
             raise HandshakeError("bytes of a stranger, or of a host with another idea of TLS")
         if self._tls is not None and which not in self._secrets:
             raise HandshakeError("it wants to prove a secret that is not known here")
-        if whom not in (ANYBODY, self.who):
+        if whom not in (ANY_RECEIVER, self.who):
             self._selector.unregister(connection.socket)
             if self._hand_over is not None and self._hand_over(whom, connection.socket, knock):
                 connection.gone = True
@@ -791,7 +791,7 @@ class Tcp:
         binding = yield from self._secured(connection, self._secrets.get(which, b""))
         called = HandshakeServer(dict(self._secrets), binding)
         refusal = called.hear(bytes((yield HELLO_BYTES)))
-        remote = None if refusal or whom not in (ANYBODY, self.who) else self._session_of(called)
+        remote = None if refusal or whom not in (ANY_RECEIVER, self.who) else self._session_of(called)
         if remote is not None and remote.id not in self._remotes and self._is_full():
             remote, refusal = None, Refusal.FULL
         if remote is None:
@@ -821,13 +821,13 @@ class Tcp:
         return PeerConnection(called.other.session, None, called.secret, time.monotonic())
 
     def _caller(self, connection: _Connection, remote: PeerConnection) -> Reader:
-        knock = _KNOCK.pack(_KNOCK_MAGIC, self._tls is not None, remote.wanted, name_of(remote.secret))
+        knock = _PREAMBLE.pack(_PREAMBLE_MAGIC, self._tls is not None, remote.wanted, name_of(remote.secret))
         self._write(connection, [knock])
         binding = yield from self._secured(connection, remote.secret)
         caller = HandshakeClient(remote.secret, self._greeting(remote), binding)
         self._write(connection, [caller.hello()])
         self._write(connection, [caller.hear(bytes((yield ANSWER_BYTES)))])
-        if remote.wanted not in (ANYBODY, caller.other.who):
+        if remote.wanted not in (ANY_RECEIVER, caller.other.who):
             raise HandshakeError("somebody else answered")
         self._begin(connection, remote, caller.other)
         yield from self._frames(connection, remote)
@@ -885,7 +885,7 @@ class Tcp:
             if head.body:
                 yield body
             self._take(remote, head, prefix, body)
-            if head.body > SCRATCH:
+            if head.body > MAX_RECEIVE_BUFFER_BYTES:
                 scratch.tidy()
 
     def _hear(self, remote: PeerConnection, head: Head, said: bytes) -> None:

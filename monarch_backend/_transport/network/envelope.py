@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from monarch_backend._transport.local.frames import TOKEN, FrameError
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError
 
 CARRIED, MANY = 0x40, 0x80
 """Marks in a kind: the frame is for, or from, a process on another host; or for several of them."""
@@ -22,19 +22,19 @@ CALL, MET, REFUSED, GONE = 0xF1, 0xF2, 0xF3, 0xF4
 PASS, ARRIVED, COMBINED = 0xF5, 0xF6, 0xF7
 """Kinds between gateways: a frame for many on its way down a tree; all below have it; replies on their way up."""
 
-HOST = 8
+HOST_ID_LENGTH = 8
 """Characters of a token that are its host's."""
 
 _HEAD = struct.Struct("!BxHIIQQQQ")  # kind, buffers, rank, epoch, target, ref, seq, bytes of the body
-_RECEIVER = struct.Struct(f"!{TOKEN}sQII")  # token, seq, rank, epoch
+_RECEIVER = struct.Struct(f"!{TOKEN_LENGTH}sQII")  # token, seq, rank, epoch
 _COUNT = struct.Struct("!I")
-_PASS = struct.Struct(f"!{HOST}s{HOST}sBIQQI")  # root, parent, kind, branches, number, over, hosts
-_PART = struct.Struct(f"!{HOST}sI")  # host, receivers
+_PASS = struct.Struct(f"!{HOST_ID_LENGTH}s{HOST_ID_LENGTH}sBIQQI")  # root, parent, kind, branches, number, over, hosts
+_PART = struct.Struct(f"!{HOST_ID_LENGTH}sI")  # host, receivers
 
 
 def host_of(token: str) -> str:
     """The host of the process with this token: chosen with it, so that no directory is needed."""
-    return token[:HOST]
+    return token[:HOST_ID_LENGTH]
 
 
 def is_word(kind: int) -> bool:
@@ -56,8 +56,8 @@ def to_host(frame: Envelope) -> str:
     """Where it is for: those of a frame for many that goes between gateways are on the same host. Raises FrameError."""
     if not is_for_many(frame.kind):
         return host_of(frame.to)
-    text = frame.prefix[_COUNT.size : _COUNT.size + HOST]
-    if len(text) < HOST or not text.isascii():
+    text = frame.prefix[_COUNT.size : _COUNT.size + HOST_ID_LENGTH]
+    if len(text) < HOST_ID_LENGTH or not text.isascii():
         raise FrameError("a frame for many without receivers")
     return str(text, "ascii")
 
@@ -78,12 +78,12 @@ class Envelope(NamedTuple):
     @property
     def to(self) -> str:
         """The receiver's token."""
-        return str(self.prefix[:TOKEN], "ascii")
+        return str(self.prefix[:TOKEN_LENGTH], "ascii")
 
     @property
     def sender(self) -> str:
         """The sender's token."""
-        return str(self.prefix[TOKEN : 2 * TOKEN], "ascii")
+        return str(self.prefix[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
 
 
 HOST_LOST = 2
@@ -142,7 +142,11 @@ def unpack(prefix: bytes, view: memoryview) -> Envelope:
         buffers.append(view[at : at + length])
         at += length
     rest = prefix[_HEAD.size + 8 * count :]
-    named = is_for_many(kind) or kind in (PASS, ARRIVED) or (len(rest) >= 2 * TOKEN and rest[: 2 * TOKEN].isascii())
+    named = (
+        is_for_many(kind)
+        or kind in (PASS, ARRIVED)
+        or (len(rest) >= 2 * TOKEN_LENGTH and rest[: 2 * TOKEN_LENGTH].isascii())
+    )
     if kind < CARRIED or not named:
         raise FrameError(f"a frame of another host of kind {kind}")
     return Envelope(kind, target, ref, seq, rank, epoch, rest, view[:size], buffers or None)
@@ -216,6 +220,10 @@ def unpack_arrived(frame: Envelope) -> tuple[str, str, list[str]]:
         text = str(frame.prefix, "ascii")
     except UnicodeDecodeError:
         text = ""
-    if len(text) < 2 * HOST or len(text) % HOST:
+    if len(text) < 2 * HOST_ID_LENGTH or len(text) % HOST_ID_LENGTH:
         raise FrameError("a word of a tree that can't be read")
-    return text[:HOST], text[HOST : 2 * HOST], [text[at : at + HOST] for at in range(2 * HOST, len(text), HOST)]
+    return (
+        text[:HOST_ID_LENGTH],
+        text[HOST_ID_LENGTH : 2 * HOST_ID_LENGTH],
+        [text[at : at + HOST_ID_LENGTH] for at in range(2 * HOST_ID_LENGTH, len(text), HOST_ID_LENGTH)],
+    )

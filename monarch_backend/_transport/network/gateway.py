@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN, FrameError, Kind
-from monarch_backend._transport.local.links import SILENT
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
+from monarch_backend._transport.local.links import LINK_PENDING
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import (
     CALL,
@@ -30,14 +30,14 @@ from monarch_backend._transport.network.envelope import (
     is_relayed,
     is_word,
 )
-from monarch_backend._transport.network.multicast import BRANCHES, Relay
+from monarch_backend._transport.network.multicast import DEFAULT_FANOUT, Relay
 
 log = logging.getLogger("monarch_backend")
 
-MOST_ENDED = 4096
+MAX_ENDED_PROCESSES = 4096
 """Processes whose end is remembered, for those who hear of them only now."""
 
-RETRY = 0.001
+RETRY_S = 0.001
 """Seconds after which a receiver that had no room is tried again: it lets go of memory without a word."""
 
 
@@ -58,7 +58,7 @@ class Gateway:
         to_me: Callable[[Envelope], None],
         later: Callable[[float, Callable[[], None]], object],
         *,
-        branches: int = BRANCHES,
+        branches: int = DEFAULT_FANOUT,
         way: Callable[[str], str] = lambda host: host,
     ) -> None:
         self.token = token
@@ -157,7 +157,7 @@ class Gateway:
     def _has_ended(self, token: str, how: str, peace: bool) -> None:
         self._ended[token] = how, peace
         self._given_up.pop(token, None)
-        if len(self._ended) > MOST_ENDED:
+        if len(self._ended) > MAX_ENDED_PROCESSES:
             del self._ended[next(iter(self._ended))]
         self._relay.ends(token)
         for other in sorted(self._pairs.pop(token, ())):  # in an order that depends on no hash
@@ -169,7 +169,7 @@ class Gateway:
         self._to_host(host_of(other), envelope.word(GONE, other, token, text=how)._replace(rank=int(peace)))
 
     def _waiting_for(self, token: str) -> list[tuple[str, int]]:
-        return [(entry[:TOKEN], int(entry[TOKEN:])) for entry in self._asked.pop(token, ())]
+        return [(entry[:TOKEN_LENGTH], int(entry[TOKEN_LENGTH:])) for entry in self._asked.pop(token, ())]
 
     def unread(self, pid: int) -> bool:
         """A process of this host has something to read, and has not done so."""
@@ -238,7 +238,7 @@ class Gateway:
             self._meet(token, caller, pid)
             return
         link = self._links.connect(token)
-        if link == SILENT or link >= 0:  # that it was met comes as an event
+        if link == LINK_PENDING or link >= 0:  # that it was met comes as an event
             self._asked[token].append(f"{caller}{pid}")
         else:
             self._to_host(host_of(caller), envelope.word(REFUSED, caller, token))
@@ -302,7 +302,7 @@ class Gateway:
             kept.append(send)
         else:
             self._kept[link] = deque([send])
-            self._later(RETRY, lambda: self._retry(link))
+            self._later(RETRY_S, lambda: self._retry(link))
 
     def _retry(self, link: int) -> None:
         with self._lock:
@@ -310,7 +310,7 @@ class Gateway:
             while kept:
                 try:
                     if not kept[0]():
-                        self._later(RETRY, lambda: self._retry(link))
+                        self._later(RETRY_S, lambda: self._retry(link))
                         return
                 except Exception:
                     log.exception("a frame of another host could not be sent on; the gateway goes on without it")

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN, FrameError, Kind
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY, PASS, Envelope, RelayHeader, host_of
 from monarch_backend._transport.network.reply_aggregation import Gatherer
 
-BRANCHES = 8
+DEFAULT_FANOUT = 8
 """Hosts that one gateway sends a message for many to; up to so many get it straight."""
 
-MOST_REMEMBERED = 4096
+MAX_REMEMBERED_MESSAGES = 4096
 """Messages that have arrived, and may come once more from another host: then they are passed on once more."""
 
 
@@ -84,7 +84,7 @@ class Relay:
     def _begin(self, frame: Envelope, rows: Mapping[str, bytes], above: tuple[str, int] | None, here: int) -> None:
         """As the root; ``above``: for another one, who can't reach these hosts, and its number of it."""
         frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
-        sender = str(frame.prefix[TOKEN : 2 * TOKEN], "ascii")
+        sender = str(frame.prefix[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
         parents = [above[0]] if above else []
         cast = _Cast(self._here, next(self._numbers), sender, frame.ref, frame, above, parents, dict(rows))
         self._casts[cast.key] = cast
@@ -117,7 +117,7 @@ class Relay:
     def _joined(self, frame: Envelope, many: Envelope, passed: RelayHeader) -> _Cast:
         """It has come for the first time; or again, and whoever was above is lost."""
         key, parent = (passed.root, passed.number), passed.parent
-        sender = str(passed.rest[TOKEN : 2 * TOKEN], "ascii")
+        sender = str(passed.rest[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
         cast, over = self._casts.get(key), self._over.pop(key, None)
         if cast is None:
             cast = self._casts[key] = _Cast(*key, sender, frame.ref, None, key, [], {}, lost=over or [])
@@ -199,7 +199,7 @@ class Relay:
             return
         if cast.frame is None:
             self._over[cast.key] = cast.lost
-            if len(self._over) > MOST_REMEMBERED:
+            if len(self._over) > MAX_REMEMBERED_MESSAGES:
                 del self._over[next(iter(self._over))]
         if cast.above is not None:
             for parent in cast.parents:

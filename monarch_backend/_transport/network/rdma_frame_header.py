@@ -14,10 +14,10 @@ import msgspec
 
 from monarch_backend._transport.network.session import SessionError
 
-LEAST_PART = 64 << 10
+MIN_PART_BYTES = 64 << 10
 """Bytes from which a part is worth a registration of its own; fewer if fewer are worth a loan at all."""
 
-MOST_PARTS = 256
+MAX_PARTS = 256
 """Of a frame: the rest goes as ever."""
 
 _LENGTH = struct.Struct("!I")
@@ -44,7 +44,7 @@ def choose(body: Sequence[Any], lendable: int, least: int) -> dict[int, memoryvi
     at, first = 0, len(body) - lendable
     for index, part in enumerate(body):
         view = memoryview(part)
-        if index >= first and view.nbytes >= min(LEAST_PART, least) and len(found) < MOST_PARTS:
+        if index >= first and view.nbytes >= min(MIN_PART_BYTES, least) and len(found) < MAX_PARTS:
             found[at] = view
         at += view.nbytes
     return found if sum(view.nbytes for view in found.values()) >= least else {}
@@ -84,7 +84,7 @@ def unpack(prefix: bytes, size: int) -> tuple[list[Part], bytes]:
         if part.offset < at or part.nbytes < 1:
             raise SessionError("a frame in parts that do not add up")
         at = part.offset + part.nbytes
-    if not parts or len(parts) > MOST_PARTS or at > size:
+    if not parts or len(parts) > MAX_PARTS or at > size:
         raise SessionError("a frame in parts that do not add up")
     return parts, prefix[end:]
 

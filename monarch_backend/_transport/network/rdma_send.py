@@ -36,7 +36,7 @@ log = logging.getLogger("monarch_backend")
 WANT, OFFER, ANSWER, NO, READY, REFUSED = range(1, 7)
 """What is said: its first byte. Who does not know one ignores it."""
 
-AGAIN_SECONDS = 60.0
+RETRY_INTERVAL_S = 60.0
 """After which one is asked again that was asked, and can't be reached by NICs after all, or not any more."""
 
 READ_SECONDS, READ_RATE = 15.0, 20e6
@@ -150,7 +150,7 @@ class RdmaSender:
 
     def _ask(self, remote: PeerConnection) -> None:
         now = time.monotonic()
-        if now - remote.nics.asked > AGAIN_SECONDS and self._nics.start():
+        if now - remote.nics.asked > RETRY_INTERVAL_S and self._nics.start():
             remote.nics.asked = now
             self._say(remote, WANT)
 

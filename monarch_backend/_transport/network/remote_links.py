@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN, FrameError, Kind
-from monarch_backend._transport.local.links import FAR, SILENT, Receiver
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
+from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING, Receiver
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import (
     CALL,
@@ -76,13 +76,13 @@ class FarLinks:
             if number is None:
                 self._number(token)
                 self._put(envelope.word(CALL, token, self.token, self.pid))
-                return SILENT
-        return number if number in self._met else SILENT
+                return LINK_PENDING
+        return number if number in self._met else LINK_PENDING
 
     def _number(self, token: str) -> int:
         number = self._numbers.get(token)
         if number is None:
-            number = self._numbers[token] = FAR + len(self._tokens)
+            number = self._numbers[token] = FIRST_REMOTE_LINK + len(self._tokens)
             self._tokens.append(token)
             self._known.add(token)
         return number
@@ -96,9 +96,9 @@ class FarLinks:
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
         """As Links.send."""
-        if link < FAR:
+        if link < FIRST_REMOTE_LINK:
             return bool(self.native.send(link, kind, target, ref, seq, rank, epoch, prefix, body, buffers))
-        prefix = envelope.tokens(self._tokens[link - FAR], self.token) + prefix
+        prefix = envelope.tokens(self._tokens[link - FIRST_REMOTE_LINK], self.token) + prefix
         return self._to_gateway(Envelope(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
 
     def cast(
@@ -106,14 +106,14 @@ class FarLinks:
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
         """As Links.cast: the gateway gets one frame for all who are on other hosts."""
-        far = [receiver for receiver in to if receiver[0] >= FAR]
+        far = [receiver for receiver in to if receiver[0] >= FIRST_REMOTE_LINK]
         if not far:
             return bool(self.native.cast(to, kind, target, ref, prefix, body, buffers))
-        near = [receiver for receiver in to if receiver[0] < FAR]
+        near = [receiver for receiver in to if receiver[0] < FIRST_REMOTE_LINK]
         if near and not self.native.cast(near, kind, target, ref, prefix, body, buffers):
             return False
-        rows = [(self._tokens[link - FAR], seq, rank, epoch) for link, seq, rank, epoch in far]
-        prefix = envelope.pack_receivers(rows) + envelope.tokens("0" * TOKEN, self.token) + prefix
+        rows = [(self._tokens[link - FIRST_REMOTE_LINK], seq, rank, epoch) for link, seq, rank, epoch in far]
+        prefix = envelope.pack_receivers(rows) + envelope.tokens("0" * TOKEN_LENGTH, self.token) + prefix
         frame = Envelope(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
         if self._to_gateway(frame):
             return True
@@ -124,12 +124,12 @@ class FarLinks:
 
     def drop(self, link: int) -> None:
         """As Links.drop; what is said to one on another host is dropped there."""
-        if link < FAR:
+        if link < FIRST_REMOTE_LINK:
             self.native.drop(link)
 
     def unread(self, link: int) -> int:
         """As Links.unread; 0 for one on another host, of which only its gateway knows."""
-        return int(self.native.unread(link)) if link < FAR else 0
+        return int(self.native.unread(link)) if link < FIRST_REMOTE_LINK else 0
 
     # ---- what comes
 
@@ -168,13 +168,13 @@ class FarLinks:
                     self._early.pop(self._numbers.pop(sender, -1), None)
                     result.append((0, int(Kind.REFUSED), sender))
             elif kind == GONE:
-                how = str(frame.prefix[2 * TOKEN :], "utf-8", "replace")
+                how = str(frame.prefix[2 * TOKEN_LENGTH :], "utf-8", "replace")
                 if frame.rank & HOST_LOST:
                     self._lose_host(host_of(sender), how, result)
                 else:
                     self._lose(sender, how, bool(frame.rank), result)
             elif kind & CARRIED and (number := self._numbers.get(sender, -1)) >= 0:
-                rest = frame.prefix[2 * TOKEN :]
+                rest = frame.prefix[2 * TOKEN_LENGTH :]
                 event = (number, kind & ~CARRIED, *frame[1:6], rest, frame.body, frame.buffers)
                 (result if number in self._met else self._early.setdefault(number, [])).append(event)
             elif sender in self._known:

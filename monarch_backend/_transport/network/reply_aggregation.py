@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 
 from monarch_backend._transport.local import frames
 from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN, Kind, Part, Replies, Status
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, Kind, Part, Replies, Status
 from monarch_backend._transport.local.links import epoch_of
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import CARRIED, COMBINED, HOST, Envelope, host_of
+from monarch_backend._transport.network.envelope import CARRIED, COMBINED, HOST_ID_LENGTH, Envelope, host_of
 
-MOMENT = 0.005
+AGGREGATION_WINDOW_S = 0.005
 """Seconds that replies wait for others, if not all that are to come are there."""
 
-MOST_WAITING = 4 << 20
+MAX_WAITING_BYTES = 4 << 20
 """Bytes of replies that wait for others."""
 
-MOST_REPLY = 32 << 10
+MAX_REPLY_BYTES = 32 << 10
 """Bytes of a reply that goes with others; a larger one goes alone, straight."""
 
-MOST_KEPT = 16 << 20
+MAX_KEPT_BYTES = 16 << 20
 """Bytes of replies that are kept after they were sent up; when there are more, others go straight to the root."""
 
-MOST_CALLS = 1024
+MAX_CALLS = 1024
 """Calls whose replies come together. Replies to older ones go straight, as do those to calls that are unknown here."""
 
 Call = tuple[str, int]
@@ -80,7 +80,7 @@ class Gatherer:
         if root == self._here:
             seen, self._open[number] = set(), call
         self._gathers[call] = _Gather(root, number, parent, count, seen)
-        while len(self._gathers) > MOST_CALLS:
+        while len(self._gathers) > MAX_CALLS:
             oldest = next(iter(self._gathers))
             self._end(oldest, self._gathers[oldest])
 
@@ -126,11 +126,11 @@ class Gatherer:
             return False
         call = frame.to, frame.ref
         gather = self._gathers.get(call)
-        status = frame.prefix[2 * TOKEN :]
+        status = frame.prefix[2 * TOKEN_LENGTH :]
         if gather is None or status == Status.ITEM:  # more come after it
             return False
         body, buffers = own(frame.body), own_all(frame.buffers) or []
-        if len(body) + sum(map(len, buffers)) > MOST_REPLY or status != Status.VALUE:
+        if len(body) + sum(map(len, buffers)) > MAX_REPLY_BYTES or status != Status.VALUE:
             gather.missing += 1
             self._came(call, gather, 1)
             return False
@@ -139,7 +139,7 @@ class Gatherer:
 
     def saw(self, frame: Envelope) -> None:
         """A reply has come straight, to a process of this host."""
-        if frame.kind == Kind.REPLY | CARRIED and frame.prefix[2 * TOKEN :] != Status.ITEM:
+        if frame.kind == Kind.REPLY | CARRIED and frame.prefix[2 * TOKEN_LENGTH :] != Status.ITEM:
             call = frame.to, frame.ref
             gather = self._gathers.get(call)
             if gather is not None and gather.seen is not None and frame.rank not in gather.seen:
@@ -148,8 +148,8 @@ class Gatherer:
 
     def come_up(self, frame: Envelope) -> None:
         """Replies of hosts below; or ours to give to whom they are for. Raises FrameError."""
-        rest = frame.prefix[2 * TOKEN :]
-        root, replies = str(rest[:HOST], "ascii", "replace"), frames.decode_replies(rest[HOST:])
+        rest = frame.prefix[2 * TOKEN_LENGTH :]
+        root, replies = str(rest[:HOST_ID_LENGTH], "ascii", "replace"), frames.decode_replies(rest[HOST_ID_LENGTH:])
         call = frame.to, frame.ref
         gather = self._gathers.get(call)
         body, buffers = own(frame.body), own_all(frame.buffers) or []
@@ -178,13 +178,13 @@ class Gatherer:
         gather.left -= count
         if gather.left <= 0 and self._gathers.get(call) is gather:
             self._end(call, gather)
-        elif gather.left <= 0 or gather.size > MOST_WAITING:
+        elif gather.left <= 0 or gather.size > MAX_WAITING_BYTES:
             self._send_up(call, gather)
         elif gather.parts or gather.missing:
             self._waiting[gather] = call
             if not gather.timed:
                 gather.timed = True
-                self._later(MOMENT, lambda: self._moment_is_over(call, gather))
+                self._later(AGGREGATION_WINDOW_S, lambda: self._moment_is_over(call, gather))
 
     def _moment_is_over(self, call: Call, gather: _Gather) -> None:
         gather.timed = False
@@ -223,7 +223,7 @@ class Gatherer:
     def _keep(self, gather: _Gather, frame: Envelope) -> bool:
         """Until the root has all replies to this call; False if there is no room, or the root has not kept count."""
         number, size = gather.number, _size(frame)
-        if not number or number < self._over.get(gather.root, 0) or self._size + size > MOST_KEPT:
+        if not number or number < self._over.get(gather.root, 0) or self._size + size > MAX_KEPT_BYTES:
             return False
         assert gather.parent is not None
         self._kept.setdefault((gather.root, number), []).append((gather.parent, frame))

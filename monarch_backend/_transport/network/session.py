@@ -26,10 +26,10 @@ whose body a part is not on the connection (rdma_frame_header.py), and is read w
 MOST_PREFIX, MOST_BODY, MOST_SAID = 16 << 20, 1 << 30, (64 << 10) + 64
 """Bytes. Whoever announces more is not listened to any more."""
 
-UNACKNOWLEDGED = 64 << 20
+MAX_UNACKNOWLEDGED_BYTES = 64 << 20
 """Bytes that may be under way; then nothing more is sent, but one frame goes in any case."""
 
-KEEPING = 256
+FRAME_OVERHEAD_BYTES = 256
 """Bytes that a frame counts beside its own: what it takes to remember it. A million empty frames are not free."""
 
 WORTH_A_WORD = 4 << 20
@@ -92,7 +92,7 @@ class Session:
     @property
     def full(self) -> bool:
         """No more for now."""
-        return self.unacknowledged >= UNACKNOWLEDGED
+        return self.unacknowledged >= MAX_UNACKNOWLEDGED_BYTES
 
     def send(self, prefix: bytes, body: Sequence[Any]) -> list[Any]:
         """The bytes of a frame, in parts. The parts of the body must not change until they are acknowledged.
@@ -122,7 +122,7 @@ class Session:
             )
         self._sent += 1
         self._kept.append((self._sent, prefix, body, size))
-        self.unacknowledged += size + len(prefix) + KEEPING
+        self.unacknowledged += size + len(prefix) + FRAME_OVERHEAD_BYTES
         return self._kept[-1]
 
     @property
@@ -161,7 +161,7 @@ class Session:
         self.acknowledged = max(self.acknowledged, head.acknowledged)
         while self._kept and self._kept[0][0] <= head.acknowledged:
             _, prefix, _, size = self._kept.popleft()
-            self.unacknowledged -= size + len(prefix) + KEEPING
+            self.unacknowledged -= size + len(prefix) + FRAME_OVERHEAD_BYTES
 
     def is_next(self, head: Head) -> bool:
         """False if this frame has come before: its body is read and dropped. Raises SessionError if one is missing."""
@@ -180,7 +180,7 @@ class Session:
         if not self.is_next(head):
             return False
         self.received = head.number
-        self._untold += head.prefix + head.body + KEEPING
+        self._untold += head.prefix + head.body + FRAME_OVERHEAD_BYTES
         return True
 
     def resume(self, received: int) -> Iterator[list[Any]]:

@@ -39,10 +39,10 @@ _USAGES = (
     "decipher_only",
 )
 
-CLOCKS = datetime.timedelta(days=1)
+MAX_CLOCK_SKEW = datetime.timedelta(days=1)
 """So much two hosts' clocks may differ."""
 
-VALID = datetime.timedelta(days=3650)
+CERTIFICATE_LIFETIME = datetime.timedelta(days=3650)
 """No limit on a process: its key goes with it. A certificate has to have an end, that is all."""
 
 
@@ -189,8 +189,8 @@ def _certificate(
         .subject_name(subject)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCKS)
-        .not_valid_after(now + VALID)
+        .not_valid_before(now - MAX_CLOCK_SKEW)
+        .not_valid_after(now + CERTIFICATE_LIFETIME)
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
         .add_extension(x509.KeyUsage(**usage), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)

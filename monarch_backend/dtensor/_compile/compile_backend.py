@@ -64,7 +64,7 @@ def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
         return _one_graph(None, graph, inputs, inductor)
     workers = next(iter(found.values())).workers
     classes = rank_classes.of(workers, [meta for meta in map(_meta_of, inputs) if meta is not None])
-    while len(classes.members) <= rank_classes.MOST:
+    while len(classes.members) <= rank_classes.MAX_GRAPHS:
         with rank_classes.standing_for(workers, classes.members[0]) as trace:
             try:
                 if classes.is_one:
@@ -77,7 +77,9 @@ def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
                 if keys is None:
                     raise
                 classes = classes.parted(keys)
-    raise RankDependentError(f"{len(classes.members)} different graphs", f"are too many, more than {rank_classes.MOST}")
+    raise RankDependentError(
+        f"{len(classes.members)} different graphs", f"are too many, more than {rank_classes.MAX_GRAPHS}"
+    )
 
 
 def _meta_of(value: Any) -> Meta | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
-MOST = 32
+MAX_GRAPHS = 32
 """So many graphs of one step; with more classes it is left to eager code."""
 
 

@@ -19,17 +19,17 @@ from monarch_backend.dtensor._errors import MeshClosedError
 FIRST, MOST = 100, 1600
 """Words after which a batch is sent. The first ones are small, 16 operations, so that workers begin soon; each is twice
 as large as the one before, since a message costs more than its words. After a read they are small again."""
-IDLE = 0.001
+IDLE_FLUSH_S = 0.001
 """Seconds after which a batch is sent that nobody fills."""
-COUNTED = 6400
+ACKNOWLEDGE_EVERY_WORDS = 6400
 """After so many words a batch is answered when it has been done."""
-LEAST = 400
+MIN_BATCH_WORDS = 400
 """So many words a batch counts at least."""
-DEAD = 32 << 20
+DELETE_THRESHOLD_BYTES = 32 << 20
 """Bytes of new tensors after which those that are unreachable are deleted in the midst of a batch, on each worker."""
-AHEAD = 8
+MAX_INFLIGHT_BATCHES = 8
 """So many answers may be missing: then the controller waits."""
-MOMENT = 1.0
+SEND_TIMEOUT_S = 1.0
 """Seconds in which who sends a batch is done with it, unless workers hold that up."""
 
 
@@ -99,7 +99,7 @@ class Stream:
         if not self._timed:
             self._timed = True
             self._batches_then = self.batches
-            self._line.later(IDLE, self._late)
+            self._line.later(IDLE_FLUSH_S, self._late)
 
     def _late(self) -> None:
         self._timed = False
@@ -132,7 +132,7 @@ class Stream:
             self.nbytes += len(batch)
             self._handing_over = True
             try:
-                if self._unanswered < COUNTED:
+                if self._unanswered < ACKNOWLEDGE_EVERY_WORDS:
                     self._line.send(batch)
                 else:
                     self._unanswered = 0
@@ -144,14 +144,14 @@ class Stream:
 
     def _oldest_of_too_many(self) -> Callable[[], object] | None:
         with self._sending:
-            return self._missing.popleft() if len(self._missing) > AHEAD else None
+            return self._missing.popleft() if len(self._missing) > MAX_INFLIGHT_BATCHES else None
 
     def send_the_rest(self) -> None:
         """The workers are to end after what they have been given: nothing may hold that up, and nothing raises here.
 
         What another thread waits to send, and what comes after that, is not sent.
         """
-        if not self._sending.acquire(timeout=MOMENT):
+        if not self._sending.acquire(timeout=SEND_TIMEOUT_S):
             return
         try:
             if self.closed is None and not self._handing_over:
@@ -185,7 +185,7 @@ class Stream:
         del self._definitions[: len(definitions)]
         if dead:
             words += (_protocol.DELETE, len(dead), *dead)
-        self._unanswered += max(len(words), LEAST)
+        self._unanswered += max(len(words), MIN_BATCH_WORDS)
         return _protocol.encode((definitions, words)) if words or definitions else None
 
 

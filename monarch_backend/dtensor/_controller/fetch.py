@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
     from monarch_backend.dtensor._rng.shard_origins import Origin
 
-MOST_RESULTS = 4
+MAX_RESULTS = 4
 """Of an operator whose results' sizes depend on values: ``unique_consecutive`` has three."""
 
 
@@ -47,7 +47,7 @@ def run_and_measure(workers: WorkerSet, name: str, args: Any, kwargs: Any) -> An
     streams = [each._meta.origin.streams for each in tensors if each._meta.origin is not None]
     origin = shard_origins.Origin(shard_origins.together(streams)) if streams else None
     first = next(workers.ids)
-    numbers = [first, *(next(workers.ids) for _ in range(MOST_RESULTS - 1))]
+    numbers = [first, *(next(workers.ids) for _ in range(MAX_RESULTS - 1))]
     sent_args, sent_kwargs = pytree.tree_map(by_id, (list(args), dict(kwargs)))
     replies = workers.ask("measure", name, sent_args, sent_kwargs, numbers)
     results = []

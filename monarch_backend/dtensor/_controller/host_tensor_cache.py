@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
-MOST = 128 << 20
+MAX_CACHED_BYTES = 128 << 20
 """Bytes of what is kept for a thread's backward, besides the last one: there may never be any."""
 
 Key = tuple[Any, ...]
@@ -45,7 +45,7 @@ class _Copies:
 
     def keep(self, key: Key, source: Source, tensor: RemoteTensor) -> None:
         self.take(key)
-        while self._known and self._nbytes > MOST:
+        while self._known and self._nbytes > MAX_CACHED_BYTES:
             self.take(next(iter(self._known)))
         gone = weakref.ref(source.memory, lambda _: self.take(key))
         self._known[key] = _Copy(tensor, source.version, source.nbytes, gone)

@@ -50,7 +50,7 @@ INSTEAD = (
     "part; a list is torch.stack(...) first. Calculate with it instead of branching on it, or run the branch on the "
     "workers: monarch_backend.dtensor.run(mesh, function, ...)"
 )
-REMEMBERED = 1024
+CACHE_SIZE = 1024
 """So many results of calculations with one of these."""
 
 
@@ -106,7 +106,7 @@ class PerRankInt:
 
     def _remember(self, name: str, theirs: PerRankInt | int, found: Any) -> Any:
         """A loop over all ranks, once. A program that counts asks with ever new numbers: not for ever."""
-        if len(self._known) >= REMEMBERED:
+        if len(self._known) >= CACHE_SIZE:
             self._known.clear()
         self._known[name, theirs] = found
         return found

@@ -21,7 +21,7 @@ from monarch_backend._mesh.extent import Extent, Shape
 from monarch_backend.actor import SupervisionError
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
-from monarch_backend.dtensor._controller.command_stream import DEAD, FIRST, MOST, Stream
+from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_BYTES, FIRST, MOST, Stream
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import MetaCache, refuse_sparse
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
@@ -53,7 +53,7 @@ class WorkerSet:
         self.sink = _native.Sink(
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
         )  # for csrc/records/issue.cpp
-        self.sink.most = DEAD
+        self.sink.most = DELETE_THRESHOLD_BYTES
         self.debug = env.get("MONARCH_DEBUG")
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
@@ -93,7 +93,7 @@ class WorkerSet:
         """One record, behind all others. ``nbytes``: of what it makes on a worker."""
         words = self._words
         self.sink.made += nbytes
-        if self.sink.made >= DEAD:
+        if self.sink.made >= DELETE_THRESHOLD_BYTES:
             self.sink.made = 0
             self.stream.delete()
         if not words:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
-KEPT = 1024
+SIGNATURE_CACHE_SIZE = 1024
 """So many signatures of one set of workers; of more, the older half is forgotten."""
 _WRITTEN = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")
 """What torch calls the arguments that its collectives change, of which their schemas say nothing."""
@@ -114,7 +114,7 @@ def _signature(
         origins = [meta.origin for meta in read if meta.origin is not None]
         rows = workers.rows(list(given.values()))
         found = known[key] = _Known(numbers, shard_origins.of_collective(name, origins, rows, workers.size))
-        if len(known) > KEPT:
+        if len(known) > SIGNATURE_CACHE_SIZE:
             _forget_half(workers)
     return found
 

@@ -25,7 +25,7 @@ from monarch_backend.dtensor._torch_patches import decompositions
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
-KEPT = 8192
+SIGNATURE_CACHE_SIZE = 8192
 """So many signatures of one set of workers; of more, the half that was not used for the longest time is forgotten."""
 
 _TRUE, _FALSE = object(), object()  # 1 == True, and they are not the same argument
@@ -230,7 +230,7 @@ def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerS
         entry.number, entry.host = 0, None  # it has been done, and is to be done so again the next time
         return entry
     _known[workers] = _known.get(workers, 0) + 1
-    if _known[workers] > KEPT:
+    if _known[workers] > SIGNATURE_CACHE_SIZE:
         _forget_half(workers)
     return entry
 

@@ -17,9 +17,9 @@ from monarch_backend import _native
 
 BLOCK = 16
 """`normal_` works on so many elements at a time; all others on fewer."""
-LEAST = 2 * BLOCK
+MIN_ELEMENTS = 2 * BLOCK
 """From here on each further block takes as many words as the one before."""
-MOST_WORDS = 16 * BLOCK
+MAX_WORDS = 16 * BLOCK
 """No operation takes more for a block."""
 
 Fill = Callable[[torch.Tensor], object]
@@ -65,7 +65,7 @@ class Move:
         whole = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         self._numel = whole.numel()
         self._is_contiguous = whole.is_contiguous()
-        last = self._numel if self._numel < LEAST + BLOCK else LEAST + self._numel % BLOCK
+        last = self._numel if self._numel < MIN_ELEMENTS + BLOCK else MIN_ELEMENTS + self._numel % BLOCK
         self._last = self._part(last, dtype)
         self._blocks = (self._numel - last) // BLOCK
         self._more = self._part(last + BLOCK, dtype)
@@ -93,7 +93,7 @@ class Move:
         try:
             fill(self._more)
             after = state_of(generator)
-            for words in range(MOST_WORDS + 1):
+            for words in range(MAX_WORDS + 1):
                 set_state(generator, before)
                 skip(generator, words)
                 fill(self._last)

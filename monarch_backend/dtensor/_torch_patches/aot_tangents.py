@@ -42,7 +42,7 @@ class _Step:
 
 
 _STEP = "monarch_backend.step"
-SAMPLE = 4096
+SAMPLE_SIZE = 4096
 """So many numbers say that a gradient is of zeros, where nobody is known to have given one."""
 
 
@@ -104,7 +104,7 @@ def _there(x: torch.Tensor, step: _Step, mesh: Any, placements: Sequence[Any]) -
     exact = [each if type(each) is Shard else Replicate() for each in placements]  # own() makes any other of these
     with torch.no_grad():
         # A hook that came after ours may have given one all the same; of logits that nobody has, not all are looked at.
-        looked_at = x if step.has_plain else x.reshape(-1)[:: 1 + x.numel() // SAMPLE]
+        looked_at = x if step.has_plain else x.reshape(-1)[:: 1 + x.numel() // SAMPLE_SIZE]
         if bool(looked_at.any()):
             return distribute_tensor(x, mesh, exact)
         return zeros(x.shape, dtype=x.dtype, device_mesh=mesh, placements=exact)

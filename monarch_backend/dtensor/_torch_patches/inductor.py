@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from monarch_backend.dtensor._torch_patches import grouped_mm
 
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """Workers of one host compile the same at the same time, and may remove a broken file after each other."""
 
 grouped_mm.install_on_worker()
@@ -27,7 +27,7 @@ def compiled(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> C
     with torch.no_grad():
         fakes = [mode.from_tensor(each, static_shapes=True) for each in tensors]
         graph = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
-        for _ in range(ATTEMPTS - 1):
+        for _ in range(MAX_ATTEMPTS - 1):
             try:
                 return inductor(graph, list[Any](fakes))  # type: ignore[no-any-return]
             except InductorError as error:

@@ -30,9 +30,9 @@ from monarch_backend.dtensor._errors import MeshMismatchError
 from monarch_backend.dtensor._torch_patches import device_mesh_and_api, tracing_state
 from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
 
-KEPT = 1024
+CACHE_SIZE = 1024
 """So many of one set of workers are known; when there are more, all are found out again."""
-TRIES = 3
+MAX_TRIES = 3
 """So often it is tried to record one. The first time an operation's metadata may have to be found out, too."""
 _STATELESS = (Shard, Replicate, Partial)
 _number_of_modes = torch._C._len_torch_dispatch_stack
@@ -232,15 +232,15 @@ def _redistribute(own: Any) -> Replacement:
         if type(found) is Recorded and found.is_of(mesh):
             return found.repeat(local_tensor)
         tried = found if type(found) is int else 0
-        if tried == TRIES:
+        if tried == MAX_TRIES:
             return by_torch()
-        if len(known) >= KEPT:
+        if len(known) >= CACHE_SIZE:
             known.clear()
         with Recorder(local_tensor) as recorder:
             result = by_torch()
         stateless = all(type(each) in _STATELESS for each in (*current_spec.placements, *target_spec.placements))
         recorded = recorder.recorded(mesh, result) if stateless else None
-        known[key] = recorded or (tried + 1 if stateless else TRIES)
+        known[key] = recorded or (tried + 1 if stateless else MAX_TRIES)
         return result
 
     return redistribute_local_tensor

@@ -16,10 +16,10 @@ from monarch_backend.actor import Actor, endpoint
 
 log = logging.getLogger("monarch_backend")
 
-LOOK = 1.0
+CANCEL_CHECK_INTERVAL_S = 1.0
 """Seconds after which a wait is begun anew: only between two of them can a cancelled call be interrupted."""
 
-MOST_FORGOTTEN = 1024
+MAX_FORGOTTEN = 1024
 """So many parcels of which something may still come."""
 
 
@@ -67,7 +67,7 @@ class ControlInbox:
         """How it ended, for all ranks; waits for that."""
         with self._changed:
             while run not in self._verdicts:
-                self._changed.wait(LOOK)
+                self._changed.wait(CANCEL_CHECK_INTERVAL_S)
             return self._verdicts.pop(run)[0]
 
     def deliver(self, parcel: int, sender: int, content: Any) -> None:
@@ -88,7 +88,7 @@ class ControlInbox:
         """What so many senders have delivered, by sender; waits for the last of them. Raises RuntimeError."""
         with self._changed:
             while not (len(self._parcels[parcel]) >= count or parcel in self._refused or parcel in self._forgotten):
-                self._changed.wait(LOOK)
+                self._changed.wait(CANCEL_CHECK_INTERVAL_S)
             found, refused = self._parcels.pop(parcel), self._refused.pop(parcel, None)
             refused = self._forgotten.get(parcel, refused)
         if refused is not None:
@@ -127,7 +127,7 @@ class ControlInbox:
         """
         with self._changed:
             self._forgotten[parcel] = why
-            if len(self._forgotten) > MOST_FORGOTTEN:
+            if len(self._forgotten) > MAX_FORGOTTEN:
                 del self._forgotten[next(iter(self._forgotten))]
             self._parcels.pop(parcel, None)
             self._refused.pop(parcel, None)
@@ -167,7 +167,7 @@ class Meetings:
         """Until it has."""
         with self._changed:
             while run not in self._runs:
-                self._changed.wait(LOOK)
+                self._changed.wait(CANCEL_CHECK_INTERVAL_S)
 
 
 meetings = Meetings()

@@ -253,7 +253,7 @@ class Executor(Actor):
         self._execute(words)
         self._before += len(words)
         self._waiting += len(words)
-        if self._waiting > xla_device.MOST:
+        if self._waiting > xla_device.MAX_RECORDED_WORDS:
             self._sync()
 
     def _sync(self) -> None:

@@ -8,10 +8,10 @@ import sys
 import traceback
 from typing import Any
 
-MOST = 8
+MAX_FAILURES = 8
 """So many checks that failed are kept for the next who reads: a loop that never reads may have any number of them."""
 
-LONGEST = 500
+MAX_MESSAGE_LENGTH = 500
 """Characters of a message that nobody has asked for."""
 
 
@@ -38,7 +38,7 @@ class Failures:
     def add(self, failure: Failure, *, is_check: bool) -> None:
         """It has just happened."""
         self._untold = self._untold or failure
-        if is_check and not failure.is_end and len(self._checks) < MOST:
+        if is_check and not failure.is_end and len(self._checks) < MAX_FAILURES:
             self._checks.append(failure)
 
     def told(self, failure: Failure) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Failures:
 def _shortly(message: str) -> str:
     """Some of torch's have a line for each of its backends."""
     first, *rest = message.splitlines()
-    return f"{first[:LONGEST]} ..." if rest or len(first) > LONGEST else first
+    return f"{first[:MAX_MESSAGE_LENGTH]} ..." if rest or len(first) > MAX_MESSAGE_LENGTH else first
 
 
 def report_of(operation: str, site: int, rank: int, error: BaseException) -> dict[str, Any]:

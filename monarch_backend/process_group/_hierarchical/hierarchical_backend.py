@@ -52,12 +52,14 @@ from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm import shm_backend
 from monarch_backend.process_group._shm.shm_backend import SharedMemory, ShmWork
 
-SLICED_FROM = 128 << 10  # bytes from which an all_reduce is shared by the ranks of a host; below, latency decides
-SEGMENT = 8 << 20  # bytes of an all_reduce that are under way between hosts while the next are reduced on the host
+SLICE_MIN_BYTES = 128 << 10  # bytes from which an all_reduce is shared by the ranks of a host; below, latency decides
+SEGMENT_BYTES = (
+    8 << 20
+)  # bytes of an all_reduce that are under way between hosts while the next are reduced on the host
 TWO_STEPS_FROM = 64 << 10  # bytes from which three or more hosts reduce a part each, and then gather the parts
 
 _HEADER = 160  # bytes that tell the ranks of a host what each of them calls
-_GRACE = 2.0  # seconds for a stage that waits for one that waits for another host: that one knows better who is late
+_GRACE_S = 2.0  # seconds for a stage that waits for one that waits for another host: that one knows better who is late
 
 
 @_c10d_internals.hide_from_dynamo
@@ -234,7 +236,7 @@ class Hierarchy(SharedMemory):
         piece = ins[0] if ins else outs[0]
         code = shm_backend._DTYPES.get(piece.dtype, shm_backend._BYTES)
         size = 0 if what == shm_backend.ALL_TO_ALL else piece.nbytes
-        seconds = call.left() + (0.0 if first else _GRACE)
+        seconds = call.left() + (0.0 if first else _GRACE_S)
         fault = self._core(seconds, what, code, op, root, size, shm_backend._spans(ins), shm_backend._spans(outs))
         if fault is not None:
             raise self._seen_here(call, *fault)
@@ -263,7 +265,7 @@ class Hierarchy(SharedMemory):
         kept = self._scratch.get(key)
         if kept is None or kept.numel() < width * count:
             kept = torch.empty(width * count, dtype=torch.uint8, device="cpu")
-            if kept.numel() <= 4 * SEGMENT:
+            if kept.numel() <= 4 * SEGMENT_BYTES:
                 self._scratch[key] = kept
         rows = [kept[i * width : i * width + like.nbytes] for i in range(count)]
         return [row.view(like.dtype) for row in rows]
@@ -276,7 +278,7 @@ class Hierarchy(SharedMemory):
             x.copy_(call.ins[0])
         # Every rank comes to the same choice: it is made of what they have agreed on.
         share = len(self._here)
-        if self._even and share > 1 and x.nbytes >= SLICED_FROM and x.numel() >= share * share:
+        if self._even and share > 1 and x.nbytes >= SLICE_MIN_BYTES and x.numel() >= share * share:
             self._all_reduce_slices(call, x)
             return
         self._local(call, shm_backend.REDUCE, [x], [x], op=call.op_here, root=0)
@@ -287,7 +289,7 @@ class Hierarchy(SharedMemory):
     def _all_reduce_slices(self, call: CollectiveCall, x: Tensor) -> None:
         """Each rank takes its slice of every segment; while one is on its way between hosts, the next is reduced."""
         before: tuple[_Slices, _Sum] | None = None
-        step = max(1, SEGMENT // x.element_size())
+        step = max(1, SEGMENT_BYTES // x.element_size())
         parts = list(torch.split(x, step))
         if len(parts) > 1 and parts[-1].numel() < len(self._here) ** 2:
             parts[-2:] = [x[(len(parts) - 2) * step :]]  # too short to share

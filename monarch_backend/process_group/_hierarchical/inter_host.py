@@ -27,14 +27,14 @@ from torch._C._distributed_c10d import Store
 from monarch_backend._core.limits import start_thread
 from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
-from monarch_backend.process_group._rdma.p2p_protocol import STAGES
+from monarch_backend.process_group._rdma.p2p_protocol import FIRST_STAGE_TAG
 
 Mail = Sequence[tuple[int, Tensor]]  # what goes to, or comes from, which rank
 Posted = list[tuple[Any, int]]
 Cause = tuple[str, int, str]  # what kind of failure, whose fault, what happened: as the compiled core says it
 
-_HEARSAY = 0.1  # seconds for whoever saw a failure happen to tell the ranks that only see its effects
-_STORE = 1.0  # seconds for the store to answer: a host that can't be reached any more may have it
+_HEARSAY_TIMEOUT_S = 0.1  # seconds for whoever saw a failure happen to tell the ranks that only see its effects
+_STORE_TIMEOUT_S = 1.0  # seconds for the store to answer: a host that can't be reached any more may have it
 
 
 class GroupFailure(Exception):
@@ -114,7 +114,7 @@ class InterHostComm:
                 if tensor.nbytes == 0:
                     continue
                 what = f"{call.number} {call.text} {stage} {tensor.nbytes}"
-                tag = zlib.crc32(what.encode()) >> 2 | STAGES  # apart from those of people
+                tag = zlib.crc32(what.encode()) >> 2 | FIRST_STAGE_TAG  # apart from those of people
                 vector = [tensor.view(torch.uint8)]
                 try:
                     if self._far is not None and self._far.takes(vector, 0):
@@ -162,13 +162,13 @@ class InterHostComm:
             with contextlib.suppress(Exception):  # the store may be gone with its host
                 if not fault.witness:
                     with contextlib.suppress(Exception):
-                        self._store.wait(["cause"], timedelta(seconds=_HEARSAY))
+                        self._store.wait(["cause"], timedelta(seconds=_HEARSAY_TIMEOUT_S))
                 kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(fault.cause)))
                 found.append((str(kind), int(rank), str(text)))
 
         asking = threading.Thread(target=ask, name="monarch_cause", daemon=True)
         start_thread(asking)
-        asking.join(_HEARSAY + _STORE)
+        asking.join(_HEARSAY_TIMEOUT_S + _STORE_TIMEOUT_S)
         return found[-1]
 
     def close_links(self) -> None:

@@ -44,8 +44,8 @@ from monarch_backend.process_group._shm.shm_backend import ShmWork, call_by_oper
 
 log = logging.getLogger("monarch_backend")
 
-_FAREWELL = 5.0  # seconds for conversations to notice that their group is closed
-_ENDLESS = 3e7  # seconds, for Gloo, which wants a number
+_CLOSE_TIMEOUT_S = 5.0  # seconds for conversations to notice that their group is closed
+_NO_TIMEOUT_S = 3e7  # seconds, for Gloo, which wants a number
 _GLANCE, _LAST_GLANCE = 0.001, 0.05  # seconds between looks for a message from anybody that nobody waits for yet
 
 
@@ -88,7 +88,7 @@ class _Clock:
         """Seconds."""
         if self._far.closed:
             return 0.0
-        return max(0.0, self._end - time.monotonic()) if self.begun.is_set() else _ENDLESS
+        return max(0.0, self._end - time.monotonic()) if self.begun.is_set() else _NO_TIMEOUT_S
 
 
 @_c10d_internals.hide_from_dynamo
@@ -126,7 +126,7 @@ class RdmaP2P:
 
     def takes(self, tensors: Sequence[Tensor], tag: int) -> bool:
         """Whether messages of this size and tag come here: the same on both sides."""
-        return len(tensors) == 1 and tensors[0].nbytes >= self.least and 0 <= tag < p2p_protocol.MOST_TAG
+        return len(tensors) == 1 and tensors[0].nbytes >= self.least and 0 <= tag < p2p_protocol.MAX_TAG
 
     def send(
         self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None, seconds: float | None = None
@@ -138,7 +138,7 @@ class RdmaP2P:
         clock = self._clock(seconds)
         self._check_open()
         (x,) = tensors
-        number = next(self._numbers) % p2p_protocol.NUMBERS
+        number = next(self._numbers) % p2p_protocol.MAX_EXCHANGES
         talk = _PeerExchange(self, rank, p2p_protocol.talk(number, self._rank, rank), clock)
         lent, announcement = self._announce(x, rank, number, owner)
         try:
@@ -185,7 +185,7 @@ class RdmaP2P:
             return operation.done
         # What its thread began to wait for before the clock ran has no end of its own.
         _c10d_internals.close_gloo_links(self._gloo, self._another())
-        return operation.wait(_FAREWELL)
+        return operation.wait(_CLOSE_TIMEOUT_S)
 
     def error(self, fault: Any) -> Exception:
         """What to raise for what ended a message."""
@@ -211,7 +211,7 @@ class RdmaP2P:
                 message.abandon(_Fault(("closed", -1, "")))
                 work.ended()
         with self._change:
-            self._change.wait_for(lambda: all(message.deaf for message in self._under_way), _FAREWELL)
+            self._change.wait_for(lambda: all(message.deaf for message in self._under_way), _CLOSE_TIMEOUT_S)
         if self._nics is not None:
             peer_reads.leave(self._nics, self._others)
 
@@ -317,7 +317,7 @@ class RdmaP2P:
         self._check_open()
         (x,) = tensors
         talk = _PeerExchange(self, rank, p2p_protocol.announced(tag), clock)
-        posted = talk.listen(p2p_protocol.ANNOUNCEMENT)
+        posted = talk.listen(p2p_protocol.SEND_HEADER_BYTES)
 
         def body(message: _Message) -> None:
             message.deaf = rank < 0
@@ -344,7 +344,7 @@ class RdmaP2P:
             self._count("verbs", source)
             return
         posted = talk.begin(self._gloo.recv, x)
-        talk.say(PLAIN, 0, why.encode()[: p2p_protocol.MOST_BYTES])
+        talk.say(PLAIN, 0, why.encode()[: p2p_protocol.MAX_CONTROL_BYTES])
         talk.wait(posted)
         self._count("gloo", source)
 

@@ -19,22 +19,22 @@ from typing import NamedTuple
 
 # Tags are below 2**31. Those of people are below OWN_TAGS; from MOST_TAG on their messages go as they always did. Those
 # of a group's stages between hosts (process_group/_hierarchical/inter_host.py) begin at STAGES, and are made of the number of bytes, too.
-MOST_TAG = 1 << 28
-STAGES = 1 << 30
+MAX_TAG = 1 << 28
+FIRST_STAGE_TAG = 1 << 30
 OWN_TAGS = _ANNOUNCED = 1 << 29
-_TALKS = _ANNOUNCED + MOST_TAG
-NUMBERS = 1 << 27
+_FIRST_EXCHANGE_TAG = _ANNOUNCED + MAX_TAG
+MAX_EXCHANGES = 1 << 27
 """Conversations between two ranks in one direction, until the same number is used again."""
 
 DONE, PLAIN, OFFER, REFUSED, ANSWER = range(1, 6)
 
 _HEAD = struct.Struct("!4sIQQH")  # magic, number, bytes of the message, offset in the region, bytes of the region
 _MAGIC = b"mfa1"
-ANNOUNCEMENT = 256
+SEND_HEADER_BYTES = 256
 """Bytes."""
 _WORD = struct.Struct("!4sIQQ")  # magic, what is said, a number, bytes that follow
 WORD = _WORD.size
-MOST_BYTES = 64 << 10
+MAX_CONTROL_BYTES = 64 << 10
 """That may follow a word."""
 
 
@@ -53,7 +53,7 @@ class SendHeader(NamedTuple):
     def pack(self) -> bytearray:
         """Always of the same length."""
         head = _HEAD.pack(_MAGIC, self.number, self.nbytes, self.offset, len(self.region))
-        return bytearray((head + self.region).ljust(ANNOUNCEMENT, b"\0"))
+        return bytearray((head + self.region).ljust(SEND_HEADER_BYTES, b"\0"))
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> SendHeader:
@@ -66,7 +66,7 @@ class SendHeader(NamedTuple):
 
 def fits(region: bytes) -> bool:
     """There is room for it in an announcement."""
-    return _HEAD.size + len(region) <= ANNOUNCEMENT
+    return _HEAD.size + len(region) <= SEND_HEADER_BYTES
 
 
 class ControlMessage(NamedTuple):
@@ -84,16 +84,16 @@ class ControlMessage(NamedTuple):
     def unpack(cls, data: bytes | bytearray) -> ControlMessage:
         """Raises ProtocolError."""
         magic, kind, value, size = _WORD.unpack(data)
-        if magic != _MAGIC or not DONE <= kind <= ANSWER or size > MOST_BYTES:
+        if magic != _MAGIC or not DONE <= kind <= ANSWER or size > MAX_CONTROL_BYTES:
             raise ProtocolError(f"a word that begins with {bytes(data[:8])!r}")
         return cls(kind, value, size)
 
 
 def announced(tag: int) -> int:
     """Gloo's tag for announcements of messages with this tag."""
-    return tag if tag >= STAGES else _ANNOUNCED + tag
+    return tag if tag >= FIRST_STAGE_TAG else _ANNOUNCED + tag
 
 
 def talk(number: int, sender: int, receiver: int) -> int:
     """Gloo's tag for a conversation: another one for each direction, since both use both ways of the pair."""
-    return _TALKS + 2 * (number % NUMBERS) + (sender < receiver)
+    return _FIRST_EXCHANGE_TAG + 2 * (number % MAX_EXCHANGES) + (sender < receiver)

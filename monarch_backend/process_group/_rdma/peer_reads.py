@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("monarch_backend")
 
-_TRIES = 3  # connections that one message may need: one that was there has broken, another one broke it meanwhile
-_LOOK = 0.2  # seconds after which one who waits looks whether it is still wanted
+_MAX_TRIES = 3  # connections that one message may need: one that was there has broken, another one broke it meanwhile
+_CHECK_INTERVAL_S = 0.2  # seconds after which one who waits looks whether it is still wanted
 
 
 class UnusableError(Exception):
@@ -207,7 +207,7 @@ class Nics:
         from monarch_backend._verbs import Region, VerbsError
 
         other, why = self._others[token], ""
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             try:
                 self._connect(other, introduce, left)
                 self._transfer(other, Region.from_bytes(region), offset, into, left)
@@ -221,7 +221,7 @@ class Nics:
     def _connect(self, other: _Other, introduce: Callable[[bytes], bytes], left: Callable[[], float]) -> None:
         from monarch_backend._verbs import VerbsError
 
-        while not other.connecting.acquire(timeout=_LOOK):
+        while not other.connecting.acquire(timeout=_CHECK_INTERVAL_S):
             if not left():
                 raise TimeoutError
         try:
@@ -257,7 +257,7 @@ class Nics:
         except VerbsError as error:
             raise UnregisteredError(str(error)) from None
         try:
-            while not ended.wait(_LOOK):
+            while not ended.wait(_CHECK_INTERVAL_S):
                 if not left():
                     raise TimeoutError
         except BaseException:

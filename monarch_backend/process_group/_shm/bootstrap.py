@@ -30,7 +30,9 @@ from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm.segment import read_from, this_process
 from monarch_backend.process_group._shm.shm_backend import SharedMemory
 
-_PATIENCE = 30.0  # seconds for a peer to answer, or to show up here once it has connected: only a stopped one is late
+_PEER_TIMEOUT_S = (
+    30.0  # seconds for a peer to answer, or to show up here once it has connected: only a stopped one is late
+)
 
 
 def wanted() -> bool:
@@ -148,13 +150,13 @@ def _hosts(table: _Table, host: Any, everyone: list[dict[str, Any]]) -> tuple[li
     rank, size, me = table.rank, table.size, everyone[table.rank]
     tokens = [said["token"] for said in everyone]
     alike = [said["kernel"] and (said["kernel"], said["ipc"]) == (me["kernel"], me["ipc"]) for said in everyone]
-    patience = min(_PATIENCE, table.deadline.seconds())
+    patience = min(_PEER_TIMEOUT_S, table.deadline.seconds())
     peers = {r: _connect(host, tokens[r], patience) for r in range(size) if alike[r] and tokens[r] > me["token"]}
     met = table.exchange("met", [r for r, peer in peers.items() if peer])
     hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in met[a]}, size)
     for other in next(ranks for ranks in hosts if rank in ranks):
         if tokens[other] < me["token"]:
-            patience = min(_PATIENCE, table.deadline.seconds())
+            patience = min(_PEER_TIMEOUT_S, table.deadline.seconds())
             peers[other] = host.accepted(tokens[other], patience)
             if peers[other] is None:
                 raise TimeoutError(f"rank {other} connected to this one and was not seen within {patience:.3g} s")

@@ -51,7 +51,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONARCH_RDMA", raising=False)
     monkeypatch.setenv("MONARCH_RDMA_DEVICES", reader)
     monkeypatch.setenv("MONARCH_RDMA_TIMEOUT", "14")
-    monkeypatch.setattr(selection, "AGAIN_SECONDS", 0.5)
+    monkeypatch.setattr(selection, "RETRY_INTERVAL_S", 0.5)
 
 
 class Said(logging.Handler):
@@ -137,7 +137,7 @@ def test_two_nics_that_are_up_and_do_not_reach_each_other(job: Path, cable: Cabl
 
 def _held(path: Path) -> list[str]:
     with asking(path) as (said, [it]):
-        with no_python_in(it.owner), mock.patch.object(connection, "DIAL_SECONDS", 0.5):
+        with no_python_in(it.owner), mock.patch.object(connection, "CONNECT_TIMEOUT_S", 0.5):
             assert {it.goes_by() for _ in range(3)} == {"tcp"}
         it.until_verbs()
         return said

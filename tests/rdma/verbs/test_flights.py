@@ -112,7 +112,7 @@ def moved_by_threads(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[A
 def test_who_waits_finds_that_it_is_done_and_no_thread_is_told(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = far()
     assert owner.buffer[:8].read_into(bytearray(8)).get(10) is None  # what was announced once is heard
-    time.sleep(3 * completion_poller.SWEEP)
+    time.sleep(3 * completion_poller.SWEEP_INTERVAL_S)
     told, by_threads = announced(owner, monkeypatch), moved_by_threads(owner, monkeypatch)
     for nbytes in (1, 8, 64 * KI, MI):
         into = bytearray(nbytes)
@@ -138,8 +138,8 @@ def test_who_waits_for_a_slow_one_sleeps_and_is_told(far: Make) -> None:
 
 
 def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion_poller, "SLEEP", 10.0)
-    monkeypatch.setattr(completion_poller, "SWEEP", 10.0)
+    monkeypatch.setattr(completion_poller, "SLEEP_COST_S", 10.0)
+    monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 10.0)
     owner = far(Fabric(at_once=False), yields=False)
     owner.buffer[:8].read_into(bytearray(8)).done()
     owner.fabric.run()
@@ -161,8 +161,8 @@ def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("yields", [False, True])
 def test_whoever_looks_lets_others_go_on(far: Make, monkeypatch: pytest.MonkeyPatch, yields: bool) -> None:
     """Where there is one processor, with each look; else now and then, for the GIL."""
-    monkeypatch.setattr(completion_poller, "SLEEP", 10.0)
-    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SLEEP_COST_S", 10.0)
+    monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False), yields=yields)
     said: list[str] = []
     look = owner.asking._completions._look_for
@@ -215,12 +215,12 @@ def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
         return completions._worth_it(future._flight._request)
 
     future = owner.buffer[:MI].read_into(into)
-    assert worth(future) == pytest.approx(completion_poller.SLEEP + 2 * MI * open_device.FIRST_PACE)
+    assert worth(future) == pytest.approx(completion_poller.SLEEP_COST_S + 2 * MI * open_device.FIRST_PACE)
     owner.fabric.run()
     future.get(10)
     device.pace = 1.0  # a byte a second
     future = owner.buffer[:MI].read_into(into)
-    assert worth(future) == completion_poller.SLEEP, "beside what this takes a sleep is little"
+    assert worth(future) == completion_poller.SLEEP_COST_S, "beside what this takes a sleep is little"
     owner.fabric.run()
     future.get(10)
     assert device.pace < 1e-3, "it was faster, as somebody has seen"
@@ -251,7 +251,7 @@ def test_a_device_that_stays_as_fast_is_not_timed_each_time(far: Make, monkeypat
 
 def test_what_is_found_late_says_nothing_of_a_device_s_pace(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what the engine's thread finds when it sweeps, nor what somebody's first look does."""
-    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
     device, into = owner.asking.devices()[0], torch.zeros(MI, dtype=torch.uint8)
     first = owner.buffer[:MI].read_into(into)  # and it is registered
@@ -312,7 +312,7 @@ class Counted:
 
 def test_a_small_one_takes_a_lock_twice_and_looks_at_no_clock(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either is a system call in guests without a vdso, and each takes as long as the transfer there."""
-    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner, into = far(), torch.zeros(8, dtype=torch.uint8)
     action = RDMAAction().read_remote(into, owner.buffer[:8])
     action.submit().get(10)  # registered, and its sweep is to come
@@ -530,7 +530,7 @@ def test_get_s_time_is_that_of_looking_and_of_sleeping(
 
 def test_what_was_given_up_holds_nothing(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not for as long as it had to end by itself."""
-    monkeypatch.setattr(inflight, "MERCY", 60.0)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
     gc.collect()
     gc.disable()
@@ -650,7 +650,7 @@ def test_a_future_that_nobody_asks_is_done_soon(far: Make) -> None:
 
 
 def test_done_says_so_without_a_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
     future = owner.buffer[:8].read_into(bytearray(8))
     assert not future.done()
@@ -659,7 +659,7 @@ def test_done_says_so_without_a_thread(far: Make, monkeypatch: pytest.MonkeyPatc
 
 
 def test_callbacks_come_at_once_from_another_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
     called = threading.Event()
     names: list[str] = []
@@ -723,7 +723,7 @@ def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatc
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.MonkeyPatch, by_thread: bool) -> None:
     """It would wait, on the thread that has to notice the end; also of one that a thread of ours does."""
-    monkeypatch.setattr(inflight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     slow = far(Fabric(at_once=False))
     first = slow.buffer[:8].read_into(bytearray(8))
     [pair] = [pair for pair in slow.fabric.pairs.values() if pair.posted]
@@ -752,8 +752,8 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
 
 def test_cancel_needs_no_timer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads messages, and would see to it, may stand still."""
-    monkeypatch.setattr(transfer_engine, "MERCY", 0.05)
-    monkeypatch.setattr(inflight, "MERCY", 60.0)
+    monkeypatch.setattr(transfer_engine, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
@@ -828,7 +828,7 @@ def test_what_takes_long_to_register_takes_a_thread_once(far: Make, monkeypatch:
 
 
 def test_cancel_returns_when_what_is_posted_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "MERCY", 60.0)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False), nbytes=32 * MI)
     into = torch.zeros(32 * MI, dtype=torch.uint8)
     owner.asking.transfer(owner.token, "read", owner.region, [(0, into.data_ptr(), 8)], into, lambda _: None)
@@ -851,7 +851,7 @@ def test_cancel_returns_when_what_is_posted_has_ended(far: Make, monkeypatch: py
 
 
 def test_a_connection_on_which_nothing_ends_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
@@ -885,7 +885,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 def test_a_timeout(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]], kind: str, timeout: float
 ) -> None:
-    monkeypatch.setattr(inflight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     part = far(Fabric(at_once=False)).buffer[:8]
     late = part.read_into(bytearray(8), timeout=timeout) if kind == "read" else part.fetch_add(1, timeout=timeout)
     clocks.pop()()
@@ -908,7 +908,7 @@ def test_a_timeout_while_all_threads_are_taken(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]]
 ) -> None:
     """Owners that stand still may have taken them: nobody else is late for that."""
-    monkeypatch.setattr(inflight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     slow, bad, go = far(Fabric(at_once=False)), far(), threading.Event()
     bad.owner.release(bad.region)
@@ -944,7 +944,7 @@ def test_a_timeout_while_all_threads_are_taken(
 def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, go = far(Fabric(at_once=False)), threading.Event()
     monkeypatch.setattr(transfer_engine.engine(), "movers", Workers(1))
-    monkeypatch.setattr(inflight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     begin, ended = slow.route.begin, threading.Event()
     over = transfer_engine._Transfer._end_flights
     monkeypatch.setattr(transfer_engine._Transfer, "_end_flights", lambda *args: (over(*args), ended.set()))
@@ -969,8 +969,8 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
 
 def test_get_returns_in_time_with_many_under_way(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits looks himself, for so long in all and not for each of them."""
-    monkeypatch.setattr(completion_poller, "SLEEP", 0.2)
-    monkeypatch.setattr(transfer_engine, "MOST_LOOKING", 0.2)
+    monkeypatch.setattr(completion_poller, "SLEEP_COST_S", 0.2)
+    monkeypatch.setattr(transfer_engine, "MAX_POLL_S", 0.2)
     slow, action = far(Fabric(at_once=False), yields=False), RDMAAction()
     for _ in range(50):
         action.read_remote(bytearray(8), slow.buffer[:8])
@@ -1066,7 +1066,7 @@ def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.M
 
 
 def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
+    monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
     before, retire, struck = signal.getsignal(signal.SIGINT), SendQueuePair.retire, []
     future = owner.buffer[:8].read_into(bytearray(8))
@@ -1125,7 +1125,7 @@ def test_a_refusal_of_the_device_is_an_error_and_its_owner_is_asked(far: Make, m
 
 
 def test_one_part_s_failure_ends_the_others(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "MERCY", 0.05)
+    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     good, bad = far(Fabric(at_once=False)), far()
     bad.owner.release(bad.region)
@@ -1155,8 +1155,8 @@ def test_a_connection_is_not_made_again_for_what_nobody_wants(far: Make, monkeyp
 
 def test_one_queue_pair_breaks_and_the_other_never_ends(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks himself finds the first, and sleeps: another one has to know of the deadline of the second."""
-    monkeypatch.setattr(completion_poller, "SWEEP", 60.0)
-    monkeypatch.setattr(connection, "DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
+    monkeypatch.setattr(connection, "DRAIN_TIMEOUT_S", 0.2)
     owner = far(Fabric(at_once=False))
     futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(2)]
     first, second = [pair for pair in owner.fabric.pairs.values() if pair.posted]
@@ -1241,14 +1241,14 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
     monkeypatch.setattr(owner.route, "_meet", meet)
     owner.asking.give_up(owner.token, "it was slow")
     route.mend(part, NO_WAY, patient(None), None)
-    monkeypatch.setattr(selection, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(selection, "RETRY_INTERVAL_S", 0.0)
     route.mend(part, NO_WAY, patient(None), None)
     assert move().outcome == DONE
     assert len(other.tried) == 3, "nobody waits for whoever tries NICs"
     other.aside.pop(0)()
     assert move().outcome == DONE
     assert len(other.tried) == 4, "the owner was slow again"
-    monkeypatch.setattr(selection, "AGAIN_SECONDS", 60.0)
+    monkeypatch.setattr(selection, "RETRY_INTERVAL_S", 60.0)
     other.aside.pop(0)()
     assert not other.aside
     assert route.begin(part, patient(None), (memory,), lambda _: None) is not None
@@ -1286,7 +1286,7 @@ def test_what_has_not_begun_may_take_another_way(far: Make, monkeypatch: pytest.
     owner = far(Fabric(at_once=False))
     owner.asking.give_up(owner.token, "a new one is needed")
     if why == "nobody answers":
-        monkeypatch.setattr(connection, "DIAL_SECONDS", 0.05)
+        monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 0.05)
         owner.connects = False
     elif why == "nothing comes through":
         owner.fabric.dead = True

@@ -65,7 +65,7 @@ def lies_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of these are hundreds of times as large otherwise."""
-    monkeypatch.setattr(engine, "STRIPED", 64 * KI)
+    monkeypatch.setattr(engine, "STRIPING_MIN_BYTES", 64 * KI)
     monkeypatch.setattr(work_requests, "LEAST_PIECE", 4 * KI)
     monkeypatch.setattr(queue_pair, "BATCH_BYTES", 4 * KI)
 

@@ -158,7 +158,7 @@ def test_memory_that_is_gone_is_not_registered_when_a_process_forks(fabric: Fabr
 
 
 def test_a_fork_waits_for_an_engine_for_a_moment_only(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_FORK_PATIENCE", 0.01)
+    monkeypatch.setattr(engine_module, "_FORK_TIMEOUT_S", 0.01)
     engine = shared_engine.borrow(str, print)
     engine.devices()
     go_on = threading.Event()

@@ -56,7 +56,7 @@ class StagedProcess(DeviceProcess):
 
     @endpoint
     def lends_no_more(self) -> None:
-        pinned_pool.MOST_LENT = 0
+        pinned_pool.MAX_BORROWERS = 0
 
     @endpoint
     def may_take_tcp(self, buffer: RDMABuffer) -> None:
@@ -119,7 +119,7 @@ def test_many_at_once(pair: Pair) -> None:
     assert reader.many.call_one(buffers, 4).get(120)
     assert owner.lent.call_one().get() == 1
     assert owner.counts.call_one().get()[pretended.PINNED] <= 1
-    assert reader.counts.call_one().get()[pretended.PINNED] <= pinned_pool.MOST_IDLE
+    assert reader.counts.call_one().get()[pretended.PINNED] <= pinned_pool.MAX_IDLE_BUFFERS
     for buffer in buffers:
         owner.drop.call_one(buffer).get()
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from monarch_backend.dtensor import _protocol
 from monarch_backend.process_group._xla import graph_hash_workaround
 
-MOST = 20_000
+MAX_RECORDED_WORDS = 20_000
 """So many words of records, four or so an operation, are at most recorded before they are done."""
 
 
