@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from monarch_backend._actor.actor import Actor, endpoint
 from monarch_backend._hosts.workspace_tree import WorkspaceError, WorkspaceTree, check_name, digest, digest_of_file
-from monarch_backend.actor import Actor, endpoint
 
 IGNORED = (".git", "__pycache__", "*.pyc", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv", "*.egg-info")
 BATCH_BYTES = 8 << 20

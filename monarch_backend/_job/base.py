@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts.address import parse_address
+from monarch_backend._hosts.attach import attach_to_workers
 from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._job import state_file
 from monarch_backend._job.errors import JobError
@@ -30,7 +31,6 @@ from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
 from monarch_backend._transport.network.auth import new_secret, read_secret
-from monarch_backend.hosts import attach_to_workers
 
 MAX_CONCURRENT_STARTS = 64
 """Hosts that are started at a time: each is a process here meanwhile."""

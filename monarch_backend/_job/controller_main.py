@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from monarch_backend.job import host_mesh_from_env
+from monarch_backend._job.spmd import host_mesh_from_env
 
 
 def main() -> None:

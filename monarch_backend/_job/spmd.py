@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts.address import given_secret
+from monarch_backend._hosts.attach import attach_to_workers
 from monarch_backend._job.base import STOP_TIMEOUT_S, JobState, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS, Launch
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._transport.network.auth import new_secret, parse_secret
-from monarch_backend.hosts import attach_to_workers
 
 START_TIMEOUT_S = 120.0
 PREFIX = "monarch_backend/spmd/"

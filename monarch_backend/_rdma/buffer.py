@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from monarch_backend._actor.future import DoneFuture
+from monarch_backend._actor.future import DoneFuture, Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
@@ -17,7 +17,6 @@ from monarch_backend._rdma.routes.base import COMPARE_AND_SWAP, FETCH_ADD
 from monarch_backend._rdma.transfer_cache import TransferPlanCache, after
 from monarch_backend._rdma.transfer_engine import AtomicOp, ReadWriteOp, engine
 from monarch_backend._rdma.transfer_future import SingleFuture
-from monarch_backend.actor import Future
 
 _64_BITS = (1 << 64) - 1
 

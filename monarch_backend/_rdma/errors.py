@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from monarch_backend.actor import MeshFailure, SupervisionError
+from monarch_backend._actor.errors import MeshFailure, SupervisionError
 
 
 class RDMAError(RuntimeError):

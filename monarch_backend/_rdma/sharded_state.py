@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from monarch_backend._actor.context import current_rank
+from monarch_backend._actor.future import Future
 from monarch_backend._core.timeouts import check_timeout
+from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._rdma import gpu_memory
 from monarch_backend._rdma.buffer import RDMABuffer
 from monarch_backend._rdma.local_memory import CPU
@@ -35,7 +38,6 @@ from monarch_backend._rdma.shard_geometry import (
 )
 from monarch_backend._rdma.transfer_engine import ReadWriteOp, engine
 from monarch_backend._transport.network.envelope import host_of
-from monarch_backend.actor import Future, ValueMesh, current_rank
 
 _SHOWN = 8  # names, ranks or boxes in a message
 

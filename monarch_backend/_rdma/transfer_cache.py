@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from monarch_backend._actor.future import Future
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
 from monarch_backend._rdma.routes.base import ReadWriteOp, of_nics
 from monarch_backend._rdma.transfer_engine import Engine, nothing
-from monarch_backend.actor import Future
 
 
 def after(

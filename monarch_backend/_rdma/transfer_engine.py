@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from monarch_backend import _native
-from monarch_backend._actor.future import DoneFuture
+from monarch_backend._actor.errors import CancelledError, MeshFailure
+from monarch_backend._actor.future import DoneFuture, Future
 from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._rdma import cuda_ipc
 from monarch_backend._rdma.control_rpc import DROP, TOPICS
@@ -56,7 +57,6 @@ from monarch_backend._rdma.thread_pool import Workers
 from monarch_backend._rdma.transfer_future import SingleFuture, TransferFuture, look_and_sleep, refuse_to_wait
 from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
-from monarch_backend.actor import CancelledError, Future, MeshFailure
 
 MAX_THREADS = 64
 """That move bytes at the same time, or wait for processes that do not answer; and as many for what went wrong."""

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from monarch_backend._actor.future import no_wait
+from monarch_backend._actor.errors import CancelledError
+from monarch_backend._actor.future import Future, no_wait
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.routes.base import DONE, AtomicOp, InFlightTransfer, NicRoute, ReadWriteOp, Result
 from monarch_backend._verbs import hears
-from monarch_backend.actor import CancelledError, Future
 
 if TYPE_CHECKING:
     from monarch_backend._rdma.transfer_engine import Engine, _Transfer

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from monarch_backend._actor.errors import ActorError
+from monarch_backend._actor.future import Future
 from monarch_backend._mesh.extent import Extent
-from monarch_backend.actor import ActorError, Future, ProcMesh
+from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.remote_call_args import Packer
 from monarch_backend.dtensor._controller.remote_tensor import Ref

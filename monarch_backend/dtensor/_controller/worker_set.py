@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monarch_backend import _native
+from monarch_backend._actor.errors import SupervisionError
 from monarch_backend._core import env
 from monarch_backend._mesh.extent import Extent, Shape
-from monarch_backend.actor import SupervisionError
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_BYTES, FIRST, MOST, Stream

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from monarch_backend.actor import Actor, endpoint
+from monarch_backend._actor.actor import Actor, endpoint
 
 log = logging.getLogger("monarch_backend")
 

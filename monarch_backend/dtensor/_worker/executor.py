@@ -18,7 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
-from monarch_backend.actor import Actor, current_rank, endpoint
+from monarch_backend._actor.actor import Actor, endpoint
+from monarch_backend._actor.context import current_rank
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._protocol import Define, Graph, RemoteRef, Signature
 from monarch_backend.dtensor._torch_patches import c10d_registry

@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from monarch_backend.actor import Actor, endpoint
+from monarch_backend._actor.actor import Actor, endpoint
 
 
 class Gpus(Actor):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from monarch_backend._rdma.sharded_state import ShardedState
 from monarch_backend.dtensor._worker.control_actor import boards
 from monarch_backend.process_group._xla import graph_hash_workaround
-from monarch_backend.rdma import ShardedState
 
 
 class TransferBuffers(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from monarch_backend.actor import CancelledError
+from monarch_backend._actor.errors import CancelledError
 from monarch_backend.dtensor._worker import remote_call_args
 from monarch_backend.dtensor._worker.remote_call_args import NotThereError
 
