@@ -15,6 +15,7 @@
 >>> procs.stop().get()
 """
 
+from monarch_backend import _wiring as _wiring
 from monarch_backend._actor.actor import Actor, concurrent_endpoint, endpoint
 from monarch_backend._actor.actor_mesh import ActorMesh
 from monarch_backend._actor.context import Context, context, current_actor_name, current_rank, current_size

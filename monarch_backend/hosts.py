@@ -4,6 +4,7 @@ Rooms: the daemon of a host (_hosts/daemon.py), the agent of one controller ther
 them (_hosts/attach.py, _hosts/remote_spawner.py). How frames travel is transport's; meshes are mesh's.
 """
 
+from monarch_backend import _wiring as _wiring
 from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._hosts.attach import attach, attach_to_workers
 from monarch_backend._hosts.daemon import run_worker_loop_forever

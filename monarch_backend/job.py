@@ -8,6 +8,7 @@ Rooms: what is the same for all jobs (_job/base.py), their file (_job/state_file
 job. What a host is, hosts/ knows.
 """
 
+from monarch_backend import _wiring as _wiring
 from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._job.base import HostStatus, Job, JobState
 from monarch_backend._job.errors import JobError

@@ -19,6 +19,7 @@
 >>> procs.stop().get()
 """
 
+from monarch_backend import _wiring as _wiring
 from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._rdma.action import RDMAAction
 from monarch_backend._rdma.availability import get_rdma_backend, is_rdma_available

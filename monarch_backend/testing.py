@@ -53,6 +53,7 @@ came later do: chains of actors that wait for each other need callbacks, or ther
 is not run. os._exit ends the test: use ``context().actor_instance.kill()``.
 """
 
+from monarch_backend import _wiring as _wiring
 from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._testing.fault_model import Conditions
 from monarch_backend._testing.process import SimulatedProcess

@@ -25,6 +25,7 @@ from monarch_backend._actor.future import Future
 from monarch_backend._actor.mesh_state import ActorMeshState
 from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
 from monarch_backend._core import env as settings
+from monarch_backend._core.extension_points import extension
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._logs.log_collector import LogCollector
 from monarch_backend._logs.mesh_log import MeshLog
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 PRELOAD = (
+    "monarch_backend._wiring",
     "monarch_backend._actor.worker_main",
     "monarch_backend._actor.process_groups",
     "monarch_backend.process_group",
@@ -280,7 +282,7 @@ class ProcessOwner:
     def _recipe(
         self, core: ProcMeshState, bootstrap: Any, cpus: list[Any], env: Mapping[str, str] | None
     ) -> Callable[[int, Peer], ProcessSpec]:
-        from monarch_backend._actor.worker_main import Plan, main, run_bootstrap
+        from monarch_backend._actor.worker_main import Plan, run_bootstrap
 
         program, packed = self._program, None
         if bootstrap is not None:
@@ -303,7 +305,7 @@ class ProcessOwner:
                 neighbours=0 if host is None else neighbours, has_bootstrap=packed is not None,
             )  # fmt: skip
             return ProcessSpec(
-                label=core.where(rank), main=cloudpickle.dumps(functools.partial(main, plan)),
+                label=core.where(rank), main=cloudpickle.dumps(functools.partial(extension("worker"), plan)),
                 environment=environment if host is None else {**(env or {}), RANKS_HERE: str(neighbours)},
                 path=path, argv=argv, cwd=cwd, bootstrap=packed, cpus=cpus[rank],
                 threads=len(cpus[rank]) if cpus[rank] else max(1, processors // count),

@@ -34,6 +34,7 @@ from monarch_backend._actor.runner import KILL_AFTER_S, ActorRunner, Message
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._actor.supervision import Restart, RestartLimiter, Supervision, check_policy
 from monarch_backend._core import env
+from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._logs.worker_logging import install_worker_logging
@@ -71,9 +72,6 @@ SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
 
 PENDING_ACTOR_TIMEOUT_S = 30.0
 """Seconds that messages wait for an actor that is not built yet."""
-
-ROOMS_ABOVE = {"rdma": "monarch_backend._rdma.control_rpc"}
-"""Who takes the Settings that begin with the name of a room, which is imported with the first one."""
 
 T = TypeVar("T")
 
@@ -605,9 +603,7 @@ class Runtime:
         if message.name == "crowded":
             self.links.post.crowd(bool(message.value))  # type: ignore[attr-defined]
         elif message.name == "gateway":
-            from monarch_backend._hosts.attach import go_through
-
-            self.aside(lambda: go_through(self, str(message.value)))
+            self.aside(lambda: extension("gateway")(self, str(message.value)))
         elif message.name == REPORT_BUSY:
             for cell in list(self.cells.values()):
                 cell.report_busy()
@@ -617,8 +613,8 @@ class Runtime:
             from monarch_backend._actor import process_groups
 
             self.aside(lambda: process_groups.abort_groups(str(message.value)))
-        elif message.name.partition(".")[0] in ROOMS_ABOVE:
-            self.aside(lambda: _heard_above(self, peer, message))
+        elif has_extension(name := f"setting {message.name.partition('.')[0]}"):
+            self.aside(lambda: extension(name)(self, peer, message.name, message.value))
 
     def exit_now(self, reason: str) -> None:
         """This process is gone with the next instruction."""
@@ -821,14 +817,6 @@ class Runtime:
             # What still refers to classes of the main module would keep its globals from being finalised.
             blueprint.cache_clear()
             self.main_children.clear()
-
-
-def _heard_above(program: Runtime, peer: Peer, message: Setting) -> None:
-    """On a thread of its own: the room may have to be imported, and may wait."""
-    import importlib
-
-    room = importlib.import_module(ROOMS_ABOVE[message.name.partition(".")[0]])
-    room.heard(program, peer, message.name, message.value)
 
 
 def _alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from monarch_backend._actor import program_exit
 from monarch_backend._actor.errors import MeshFailure
+from monarch_backend._core.extension_points import extension
 from monarch_backend._transport.local.links import Clock
 
 if TYPE_CHECKING:
@@ -119,6 +120,12 @@ def end_program(failure: MeshFailure) -> None:
             program_exit.exit_now()
 
 
+def _hook() -> Callable[[MeshFailure], object]:
+    """Return what the program has put into ``monarch_backend.actor.unhandled_fault_hook``."""
+    hook: Callable[[MeshFailure], object] = extension("actor module").unhandled_fault_hook
+    return hook
+
+
 class Supervision:
     """Passes each failure to whoever owns the mesh: an actor of this process or, at last, the program."""
 
@@ -137,22 +144,16 @@ class Supervision:
 
     def is_asked(self, owner: Any) -> bool:
         """True if the program handles failures of what this owner has spawned: by ``__supervise__`` or a hook."""
-        import monarch_backend.actor as public
-
         if owner is None:
-            return public.unhandled_fault_hook is not end_program
+            return _hook() is not end_program
         return owner.blueprint is not None and hasattr(owner.blueprint.cls, "__supervise__")
 
     def is_final(self, owner: Any) -> bool:
         """True if a failure of what this owner has spawned ends the program at once."""
-        import monarch_backend.actor as public
-
-        return owner is None and public.unhandled_fault_hook is end_program and not self._program.closing
+        return owner is None and _hook() is end_program and not self._program.closing
 
     def _reached_program(self, failure: MeshFailure) -> None:
-        import monarch_backend.actor as public
-
-        hook: Callable[[MeshFailure], object] = public.unhandled_fault_hook
+        hook = _hook()
         if hook is end_program and self._failed and not interactive():
             return  # the first one is being told, and ends the program
         self._failed = True

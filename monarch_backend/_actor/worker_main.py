@@ -14,6 +14,7 @@ from monarch_backend._actor import blocking_calls, runtime
 from monarch_backend._actor.codec import HOST, pack_failure, text_of
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.runner import ActorRunner
+from monarch_backend._core.extension_points import extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs import worker_logging
 from monarch_backend._mesh.extent import Extent
@@ -162,9 +163,7 @@ def _fail_to_start(program: runtime.Runtime, owner: Peer, plan: Plan, error: Bas
 
 def _join(program: runtime.Runtime, owner: Peer, plan: Plan) -> None:
     if plan.gateway:
-        from monarch_backend._hosts.attach import go_through
-
-        go_through(program, plan.gateway)
+        extension("gateway")(program, plan.gateway)
     while program.router.link_to(owner) < 0 and owner.gone is None:
         # It is on another host, or it stands still, in a debugger perhaps.
         program.pump.wait(CreditWaiter(), 0.05, lambda: owner.link >= 0)

@@ -42,6 +42,7 @@ MAX_SESSIONS = 1024
 """Controllers that a daemon talks to at one time. Together they can make it reserve 64 MiB."""
 
 PRELOAD = (
+    "monarch_backend._wiring",
     "monarch_backend._actor.worker_main",
     "monarch_backend._actor.process_groups",
     "monarch_backend._hosts.agent",

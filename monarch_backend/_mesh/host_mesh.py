@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core.extension_points import extension
 from monarch_backend._mesh.extent import Extent, MeshBase, Shape
 from monarch_backend._mesh.runtime_protocol import program
 
@@ -80,9 +81,7 @@ class HostMesh(MeshBase):
         out of the directory or a host's ``.monarch_workspace`` lists a file outside it. A host writes through no
         link. An error on a host is raised here, with its traceback.
         """
-        from monarch_backend._hosts import workspace_sync
-
-        return workspace_sync.sync(self, path, to, ignore, reload)
+        return extension("workspace sync")(self, path, to, ignore, reload)
 
     def __repr__(self) -> str:
         if self._ids is None:

@@ -5,13 +5,13 @@ What they run is the room above's; how they come to be is in _processes/spawner.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from monarch_backend._core.extension_points import extension
 from monarch_backend._mesh.extent import Extent, MeshBase, Shape, ranks_in_words
 from monarch_backend._mesh.runtime_protocol import program
 
@@ -184,14 +184,14 @@ class ProcMesh(MeshBase):
         collectives. A slice is a mesh of its own, on the same processes. Raises ValueError for another device, and
         RemoteTensorError in a process that is a rank of a torch.distributed group.
         """
-        return importlib.import_module("monarch_backend.dtensor").device_mesh(self, device_type, timeout)
+        return extension("dtensor").device_mesh(self, device_type, timeout)
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function as SPMD code in these processes, with torch.distributed's groups: a Future of its results.
 
         DTensors of `device_mesh` among the arguments are genuine ones there; see `monarch_backend.dtensor.run`.
         """
-        return importlib.import_module("monarch_backend.dtensor").run(self, function, *args, **kwargs)
+        return extension("dtensor").run(self, function, *args, **kwargs)
 
     def stop(self, reason: str = "stopped by its owner", timeout: float | None = None) -> Any:
         """Let the actors finish the messages that they have, clean up, and end the processes. A Future of None.

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from monarch_backend._core.extension_points import extension
+
 
 class MeshProgram(Protocol):
     """What meshes ask of the program of this process."""
@@ -56,7 +58,5 @@ def install(make: Callable[[], MeshProgram]) -> None:
 def program() -> MeshProgram:
     """The program of this process; started if it is not there yet."""
     if not _make:
-        import importlib
-
-        importlib.import_module("monarch_backend.actor")
+        extension("runtime")  # which calls `install`
     return _make[0]()

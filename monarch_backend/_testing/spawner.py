@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from monarch_backend._actor.worker_main import main as worker_main
 from monarch_backend._processes.spawner import Exited, ProcessSpec, SpawnFailed, Started
+from monarch_backend._wiring import run_worker
 
 if TYPE_CHECKING:
     from monarch_backend._testing.process import SimulatedProcess
@@ -36,7 +36,7 @@ class SimulatedSpawner:
         number = len(self._children) + 1
         main = cloudpickle.loads(spec.main)
         plan = main.args[0]
-        if main.func is not worker_main:  # an agent: how it fares is its host's
+        if main.func is not run_worker:  # an agent: how it fares is its host's
             return self._ask_for_agent(number, plan)
         child = self._children[number] = simulation.born(
             plan.token, f"{spec.label} of {plan.name}", plan.name, plan.rank

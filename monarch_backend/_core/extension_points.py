@@ -1,0 +1,30 @@
+"""What higher layers add to lower ones: `_wiring.py` provides it by name, and lower layers ask for it.
+
+So a lower layer imports nothing of a higher one, and the module of an extension is imported at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_loaders: dict[str, Callable[[], Any]] = {}
+
+
+def provide(name: str, load: Callable[[], Any]) -> None:
+    """Have ``extension(name)`` return what ``load`` returns."""
+    _loaders[name] = load
+
+
+def has_extension(name: str) -> bool:
+    """Whether anything is provided under this name."""
+    return name in _loaders
+
+
+def extension(name: str) -> Any:
+    """Return the extension of this name. Raises LookupError where `_wiring.py` has not been imported."""
+    try:
+        load = _loaders[name]
+    except KeyError:
+        raise LookupError(f"nothing provides {name!r}: import one of the public modules of monarch_backend") from None
+    return load()
