@@ -82,8 +82,8 @@ PEERS = (
         "sleep",
         "ours, sleeping",
         "ours.py",
-        "MONARCH_SPIN=0: who waits sleeps at once",
-        environment=lambda: {"MONARCH_SPIN": "0"},
+        "MONARCH_BUSY_POLL=0: who waits sleeps at once",
+        environment=lambda: {"MONARCH_BUSY_POLL": "0"},
         only=("round_trip", "pipelined", "warm_8", "cast_8"),
     ),
     Peer(

@@ -278,7 +278,12 @@ def verbs(sizes: Sequence[int], count: int) -> Route:
     if len(found) < 2:
         route.notes.append("this machine has no two RDMA devices; tools/rxe_guest.sh makes a guest that has")
         return route
-    env = {"MONARCH_RDMA": "verbs", "MONARCH_TLS": "0", "MONARCH_RDMA_DEVICES": found[0], "OWNER_DEVICES": found[1]}
+    env = {
+        "MONARCH_RDMA_TRANSPORT": "verbs",
+        "MONARCH_TLS": "0",
+        "MONARCH_RDMA_DEVICES": found[0],
+        "OWNER_DEVICES": found[1],
+    }
     ports = iter(range(18600, 65000))
     with stations(Alone(), **COMMON) as make:  # type: ignore[arg-type]
         ours = make(0, sys.executable, STATIONS / "ours.py", "ordinary", max(VERBS_SIZES), **env)

@@ -65,7 +65,7 @@ this_host().spawn_procs({"gpus": 1})
     "environment of processes": """
 import os
 from monarch_backend.actor import this_host
-bad = {name: os.environ.pop(name) for name in ("MONARCH_SPIM",)}
+bad = {name: os.environ.pop(name) for name in ("MONARCH_BUSY_POL",)}
 this_host().spawn_procs({"gpus": 1}, env=bad)
 """,
     "up": "import sys; from monarch_backend.cli import main; sys.exit(main(['up']))",
@@ -77,19 +77,19 @@ this_host().spawn_procs({"gpus": 1}, env=bad)
 def test_first_use_with_a_bad_setting_fails(use: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _USES[use]],
-        env={**os.environ, "MONARCH_SPIM": "1"},
+        env={**os.environ, "MONARCH_BUSY_POL": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode in (1, 2), done
-    assert "MONARCH_SPIM is no setting; did you mean MONARCH_SPIN?" in done.stderr, done.stderr
+    assert "MONARCH_BUSY_POL is no setting; did you mean MONARCH_BUSY_POLL?" in done.stderr, done.stderr
 
 
 def test_import_ignores_settings() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import torch, monarch_backend"],
-        env={**os.environ, "MONARCH_SPIM": "1", "MONARCH_SHM": "yes?"},
+        env={**os.environ, "MONARCH_BUSY_POL": "1", "MONARCH_SHM": "yes?"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -106,7 +106,7 @@ bool Lanes::push(int to, const std::function<void(Operation&)>& finish) {
   while (!out.queue.empty()) {
     const std::shared_ptr<Operation> op = out.queue.front();
     if (lane.at.load(std::memory_order_relaxed) == 0 && !open(to)) {
-      op->failure = Failure{Failure::full, rank_, "has no room in MONARCH_SHM_BYTES for messages to rank " + std::to_string(to)};
+      op->failure = Failure{Failure::full, rank_, "has no room in MONARCH_SHM_ARENA_BYTES for messages to rank " + std::to_string(to)};
       out.queue.pop_front();
       --sending_;
       finish(*op);

@@ -478,7 +478,7 @@ class AgentProcess:
 
 def _branches() -> int:
     """Hosts that a message for many goes to straight, and that each of those sends it on to."""
-    return int(env.get("MONARCH_HOST_BRANCHES") or DEFAULT_FANOUT)
+    return int(env.get("MONARCH_TREE_FANOUT") or DEFAULT_FANOUT)
 
 
 def _host_of(remote: PeerConnection) -> str:

@@ -39,7 +39,7 @@ _DESCRIPTION = """torchrun, with ranks that are forked from one process that has
 within milliseconds. All of torchrun's options and environment variables; the same exit codes and error files."""
 
 _CONTROLLER = """run the script once, on the first node, as the controller of all nodes: there,
-monarch_backend.job.host_mesh_from_env() is the mesh of hosts, and MONARCH_PROCS_PER_HOST is --nproc-per-node"""
+monarch_backend.job.host_mesh_from_env() is the mesh of hosts, and MONARCH_NPROC_PER_NODE is --nproc-per-node"""
 
 
 def run(argv: Sequence[str], ranks: Ranks | None, why_not: str) -> None:
@@ -67,7 +67,7 @@ def _run_once(args: argparse.Namespace) -> None:
     """One rank for each node, which becomes a host; the first one runs the script."""
     if args.no_python or args.run_path:
         raise SystemExit("monarch-backend run: --controller runs a script or, with -m, a module of Python")
-    os.environ["MONARCH_PROCS_PER_HOST"] = str(torchrun.determine_local_world_size(args.nproc_per_node))
+    os.environ["MONARCH_NPROC_PER_NODE"] = str(torchrun.determine_local_world_size(args.nproc_per_node))
     script = ["-m", args.training_script] if args.module else [args.training_script]
     args.training_script_args = [*script, *args.training_script_args]
     args.training_script, args.module, args.nproc_per_node = "monarch_backend._job.controller_main", True, "1"

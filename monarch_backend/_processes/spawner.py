@@ -46,7 +46,7 @@ __all__ = ["Event", "Exited", "ProcessSpec", "SpawnFailed", "SpawnLimitError", "
 _log = logging.getLogger("monarch_backend")
 
 
-RANKS_HERE = "MONARCH_RANKS_HERE"
+RANKS_HERE = "MONARCH_LOCAL_RANKS"
 """The variable that tells an agent how many processes share its host; theirs do not get it."""
 
 

@@ -13,7 +13,7 @@ def is_rdma_available() -> bool:
     """Whether this process can use an RDMA NIC: a port that is up and permitted, its device file, a package for verbs.
 
     That is found by looking, and no device is opened. `RDMABuffer` works in either case, by TCP where there is no NIC;
-    `monarch-backend doctor` says what is missing. MONARCH_RDMA makes no difference here.
+    `monarch-backend doctor` says what is missing. MONARCH_RDMA_TRANSPORT makes no difference here.
 
     >>> from monarch_backend.rdma import is_rdma_available
     >>> is_rdma_available() in (True, False)
@@ -27,7 +27,7 @@ def get_rdma_backend() -> str:
 
     The other side has a part in it, too: `RDMABuffer.backend` is the route to one buffer, which is also "tcp" where its
     owner has no NIC, and "same host" or "this process" where no network is in between. Raises ValueError for a
-    MONARCH_RDMA that means nothing.
+    MONARCH_RDMA_TRANSPORT that means nothing.
 
     >>> from monarch_backend.rdma import get_rdma_backend, is_rdma_available
     >>> get_rdma_backend() == "tcp" or is_rdma_available()

@@ -87,7 +87,7 @@ class Registry:
 
 def _copying_threads() -> int:
     """Of this process, for one large copy between another process of this host and this one."""
-    return min(int(env.get("MONARCH_COPY_THREADS")), len(os.sched_getaffinity(0)))
+    return min(int(env.get("MONARCH_CMA_THREADS")), len(os.sched_getaffinity(0)))
 
 
 _making = threading.Lock()

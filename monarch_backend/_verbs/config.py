@@ -52,19 +52,19 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
 
     def get(name: str) -> Any:
         try:
-            return env.get(f"MONARCH_RDMA_{name}", environment)
+            return env.get(f"MONARCH_{name}", environment)
         except ValueError as error:
             raise VerbsError(str(error)) from None
 
     return Settings(
-        devices=get("DEVICES"),
-        gid_index=get("GID_INDEX"),
-        binding=get("BINDING"),
-        queue_pairs=get("QUEUE_PAIRS"),
-        timeout=get("TIMEOUT"),
-        retries=get("RETRIES"),
-        traffic_class=get("TRAFFIC_CLASS"),
-        service_level=get("SERVICE_LEVEL"),
-        cache_entries=get("CACHE_ENTRIES"),
-        cache_bytes=get("CACHE_BYTES"),
+        devices=get("RDMA_DEVICES"),
+        gid_index=get("RDMA_GID_INDEX"),
+        binding=get("VERBS_PROVIDER"),
+        queue_pairs=get("RDMA_QPS_PER_PEER"),
+        timeout=get("RDMA_TIMEOUT"),
+        retries=get("RDMA_RETRIES"),
+        traffic_class=get("RDMA_TRAFFIC_CLASS"),
+        service_level=get("RDMA_SERVICE_LEVEL"),
+        cache_entries=get("RDMA_MR_CACHE_ENTRIES"),
+        cache_bytes=get("RDMA_MR_CACHE_BYTES"),
     )

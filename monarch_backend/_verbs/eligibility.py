@@ -33,8 +33,8 @@ def least() -> int:
 
 
 def wanted_least() -> int:
-    """MONARCH_RDMA_MESSAGE_BYTES, or the default. Raises ValueError for what is no number of bytes."""
-    return int(env.get("MONARCH_RDMA_MESSAGE_BYTES"))
+    """MONARCH_RDMA_MIN_BYTES, or the default. Raises ValueError for what is no number of bytes."""
+    return int(env.get("MONARCH_RDMA_MIN_BYTES"))
 
 
 def there() -> bool:
@@ -56,8 +56,8 @@ def usable() -> bool:
     try:
         from monarch_backend._verbs.discovery import available
 
-        return env.get("MONARCH_RDMA") != "tcp" and available() is None
-    except Exception as error:  # a MONARCH_RDMA that means nothing, a package that does not load
+        return env.get("MONARCH_RDMA_TRANSPORT") != "tcp" and available() is None
+    except Exception as error:  # a MONARCH_RDMA_TRANSPORT that means nothing, a package that does not load
         log.warning(
             "large messages between hosts are carried by gloo and TCP, since NICs can't be used by pid %d: %r. "
             "`monarch-backend doctor` explains the machine",

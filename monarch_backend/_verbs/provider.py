@@ -195,7 +195,7 @@ def installed() -> list[str]:
 def load(wanted: str = "") -> Binding:
     """The package's adapter: the first that loads, or the one that is wanted. Raises VerbsError."""
     if wanted and wanted not in BINDINGS:
-        raise VerbsError(f"MONARCH_RDMA_BINDING={wanted!r}: there are {' and '.join(BINDINGS)}")
+        raise VerbsError(f"MONARCH_VERBS_PROVIDER={wanted!r}: there are {' and '.join(BINDINGS)}")
     # A process that forks (a data loader's workers) must keep its registered pages; new kernels need no help in it.
     os.environ.setdefault("RDMAV_FORK_SAFE", "1")
     reasons = []

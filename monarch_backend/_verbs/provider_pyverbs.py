@@ -121,7 +121,7 @@ class _Nic:
     def register_dmabuf(self, *_: int) -> Any:
         # DmaBufMR has no way to say at which address requests find the memory: it is the offset in the dma-buf.
         raise OSError(
-            errno.EOPNOTSUPP, "pyverbs can't: install the ibverbs wheel, and set MONARCH_RDMA_BINDING=ibverbs"
+            errno.EOPNOTSUPP, "pyverbs can't: install the ibverbs wheel, and set MONARCH_VERBS_PROVIDER=ibverbs"
         )
 
     def queue_pair(self, depth: int) -> _QueuePair:

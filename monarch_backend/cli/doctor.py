@@ -146,14 +146,14 @@ def _other_hosts() -> Finding:
     """Which way registered memory of other hosts is read and written."""
     from monarch_backend.rdma import get_rdma_backend
 
-    subject, wanted = "memory of other hosts", os.environ.get("MONARCH_RDMA", "")
+    subject, wanted = "memory of other hosts", os.environ.get("MONARCH_RDMA_TRANSPORT", "")
     try:
         backend = get_rdma_backend()
     except ValueError as error:
         return Finding(subject, "no route", str(error))
     if wanted not in ("", backend):
-        return Finding(subject, f"by {backend}", f"MONARCH_RDMA={wanted} has no effect: see the verbs route")
-    return Finding(subject, f"by {backend}" + (", as MONARCH_RDMA says" if wanted else ""))
+        return Finding(subject, f"by {backend}", f"MONARCH_RDMA_TRANSPORT={wanted} has no effect: see the verbs route")
+    return Finding(subject, f"by {backend}" + (", as MONARCH_RDMA_TRANSPORT says" if wanted else ""))
 
 
 _GPU_DRIVERS = "libcuda.so.1", "libamdhip64.so"

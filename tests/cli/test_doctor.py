@@ -85,7 +85,7 @@ def verbs_findings() -> dict[str, doctor.Finding]:
 
 
 def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MONARCH_RDMA", raising=False)
+    monkeypatch.delenv("MONARCH_RDMA_TRANSPORT", raising=False)
     monkeypatch.setattr(_verbs, "describe", lambda: [_verbs.Diagnostic("verbs route", "none", "no verbs device")])
     monkeypatch.setattr(availability, "available", lambda: "no verbs device")
     monkeypatch.setattr(doctor, "_library", lambda name: f"does not load: {name}")
@@ -101,7 +101,7 @@ def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatc
         _verbs.Diagnostic("locked memory", "64 KiB", "ulimit -l unlimited"),
         _verbs.Diagnostic("verbs route", "can be used"),
     ]
-    monkeypatch.delenv("MONARCH_RDMA", raising=False)
+    monkeypatch.delenv("MONARCH_RDMA_TRANSPORT", raising=False)
     monkeypatch.setattr(_verbs, "describe", lambda: facts)
     monkeypatch.setattr(availability, "available", lambda: None)
     found = verbs_findings()
@@ -118,16 +118,16 @@ def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("wanted", "why_not", "state", "remedy"),
     [
-        ("tcp", None, "by tcp, as MONARCH_RDMA says", ""),
-        ("verbs", None, "by verbs, as MONARCH_RDMA says", ""),
-        ("verbs", "no verbs device", "by tcp", "MONARCH_RDMA=verbs has no effect"),
-        ("infiniband", None, "no route", "MONARCH_RDMA='infiniband'"),
+        ("tcp", None, "by tcp, as MONARCH_RDMA_TRANSPORT says", ""),
+        ("verbs", None, "by verbs, as MONARCH_RDMA_TRANSPORT says", ""),
+        ("verbs", "no verbs device", "by tcp", "MONARCH_RDMA_TRANSPORT=verbs has no effect"),
+        ("infiniband", None, "no route", "MONARCH_RDMA_TRANSPORT='infiniband'"),
     ],
 )
 def test_what_is_wanted_by_the_environment(
     monkeypatch: pytest.MonkeyPatch, wanted: str, why_not: str | None, state: str, remedy: str
 ) -> None:
-    monkeypatch.setenv("MONARCH_RDMA", wanted)
+    monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", wanted)
     monkeypatch.setattr(availability, "available", lambda: why_not)
     found = verbs_findings()["memory of other hosts"]
     assert found.state == state

@@ -40,8 +40,8 @@ ENVIRONMENTS = {
     "ipc": {},
     "thread": {"MONARCH_GPU_IPC": "0"},
     "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # torch knows how to share it
-    "tcp": {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"},
-    "tls": {"MONARCH_RDMA": "tcp"},
+    "tcp": {"MONARCH_RDMA_TRANSPORT": "tcp", "MONARCH_TLS": "0"},
+    "tls": {"MONARCH_RDMA_TRANSPORT": "tcp"},
 }
 
 

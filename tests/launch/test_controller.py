@@ -21,7 +21,7 @@ class Doubler(Actor):
         return x * 2
 
 hosts = host_mesh_from_env()
-procs = hosts.spawn_procs({"gpus": int(os.environ["MONARCH_PROCS_PER_HOST"])})
+procs = hosts.spawn_procs({"gpus": int(os.environ["MONARCH_NPROC_PER_NODE"])})
 doubled = list(procs.spawn("doubler", Doubler).double.call(21).get().values())
 with open("report-0.json", "x") as file:
     json.dump([len(hosts), sys.argv[1:], doubled], file)

@@ -50,7 +50,7 @@ KIB, MIB = 1 << 10, 1 << 20
 CABLE = Path("/run/cable")
 """Of the guest: cuts it and mends it."""
 _MMAP_THRESHOLD = -3  # of malloc.h
-LOW = {"MONARCH_RDMA_MESSAGE_BYTES": "4096"}
+LOW = {"MONARCH_RDMA_MIN_BYTES": "4096"}
 
 Run = Callable[..., list[Any]]
 
@@ -152,7 +152,7 @@ def _dtypes(rank: int) -> int:
 
 def test_dtypes_both_ways_at_once(run: Run) -> None:
     shapes = 2 * len(reference.DTYPES)
-    assert run(_dtypes, env={"MONARCH_RDMA_MESSAGE_BYTES": "1024"}) == [shapes] * 2
+    assert run(_dtypes, env={"MONARCH_RDMA_MIN_BYTES": "1024"}) == [shapes] * 2
 
 
 def _tags(rank: int) -> None:
@@ -418,7 +418,7 @@ def _routes(rank: int) -> str:
 
 def test_who_takes_it(run: Run) -> None:
     assert all("verbs for 4096 bytes" in why for why in run(_routes))
-    assert run(_routes, env={"MONARCH_RDMA": "tcp"}) == ["none"] * 2
+    assert run(_routes, env={"MONARCH_RDMA_TRANSPORT": "tcp"}) == ["none"] * 2
     assert run(_routes, env={"MONARCH_SHM": "0"}) == ["none"] * 2
     assert run(_routes, (0, 0)) == ["none"] * 2  # one host
     assert run(_routes, (0, 1), without=(1,)) == ["none"] * 2
@@ -762,7 +762,7 @@ def _full(rank: int) -> None:
 
 
 def test_not_more_is_lent_than_the_cache_takes(run: Run) -> None:
-    run(_full, env={**LOW, "MONARCH_RDMA_CACHE_ENTRIES": "2"})
+    run(_full, env={**LOW, "MONARCH_RDMA_MR_CACHE_ENTRIES": "2"})
 
 
 def _child_after_use(rank: int) -> None:
@@ -969,8 +969,8 @@ def test_tags_of_letters_are_apart() -> None:
 
 
 def test_a_number_of_bytes_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MONARCH_RDMA_MESSAGE_BYTES", "many")
-    with pytest.raises(ValueError, match="MONARCH_RDMA_MESSAGE_BYTES='many'"):
+    monkeypatch.setenv("MONARCH_RDMA_MIN_BYTES", "many")
+    with pytest.raises(ValueError, match="MONARCH_RDMA_MIN_BYTES='many'"):
         eligibility.least()
 
 
@@ -999,7 +999,7 @@ def test_group_with_a_bad_route_setting_is_refused() -> None:
         [sys.executable, "-c", _GROUP, "/proc/self os"],
         capture_output=True,
         text=True,
-        env={**os.environ, "MONARCH_RDMA": "pigeons"},
+        env={**os.environ, "MONARCH_RDMA_TRANSPORT": "pigeons"},
     )
     assert done.returncode == 1
-    assert "ValueError: MONARCH_RDMA='pigeons': one of 'tcp', 'verbs', or unset" in done.stderr
+    assert "ValueError: MONARCH_RDMA_TRANSPORT='pigeons': one of 'tcp', 'verbs', or unset" in done.stderr

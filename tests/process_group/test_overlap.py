@@ -272,11 +272,11 @@ _groups: dict[str, Any] = {}
 def _made() -> tuple[Any, Any]:
     """(a group that reads other ranks' memory from 64 KiB on, a Gloo group), made once in each rank."""
     if not _groups:
-        os.environ["MONARCH_SHM_READV"] = "65536"
+        os.environ["MONARCH_CMA_MIN_BYTES"] = "65536"
         try:
             _groups["monarch"] = dist.new_group(backend="monarch")
         finally:
-            del os.environ["MONARCH_SHM_READV"]
+            del os.environ["MONARCH_CMA_MIN_BYTES"]
         _groups["gloo"] = dist.new_group(backend="gloo")
     return _groups["monarch"], _groups["gloo"]
 

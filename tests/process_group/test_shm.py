@@ -340,7 +340,7 @@ def _larger_than_the_arena(rank: int) -> None:
 
 
 def test_tensors_larger_than_the_arena() -> None:
-    run_ranks(_larger_than_the_arena, 2, env={"MONARCH_SHM_BYTES": str(2 << 20)})
+    run_ranks(_larger_than_the_arena, 2, env={"MONARCH_SHM_ARENA_BYTES": str(2 << 20)})
 
 
 def _no_room(rank: int) -> list[str]:
@@ -354,7 +354,7 @@ def _no_room(rank: int) -> list[str]:
 
 
 def test_groups_for_which_there_is_no_room_take_gloo() -> None:
-    first, second = run_ranks(_no_room, 2, env={"MONARCH_SHM_BYTES": str(2 << 20)})
+    first, second = run_ranks(_no_room, 2, env={"MONARCH_SHM_ARENA_BYTES": str(2 << 20)})
     assert first == second
     assert first[0] == "shm"
     assert first[-1] == "gloo"

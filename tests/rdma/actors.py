@@ -43,9 +43,9 @@ ROUTES = {
     "kernel": RouteCase("same host", way=1),
     "mapped": RouteCase("same host", shared=True, way=0),
     "thread": RouteCase("same host", {"MONARCH_CMA": "0"}, way=2),
-    "tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}),
-    "verbs": RouteCase("verbs", {"MONARCH_RDMA": "verbs"}),
-    "tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}),
+    "tcp": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp", "MONARCH_TLS": "0"}),
+    "verbs": RouteCase("verbs", {"MONARCH_RDMA_TRANSPORT": "verbs"}),
+    "tls": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp"}),
 }
 
 DEVICE_ROUTES = {
@@ -54,10 +54,12 @@ DEVICE_ROUTES = {
     "gpu not exported": RouteCase("same host", way=2, device=True, refuses="ipc_get"),
     "gpu not mapped": RouteCase("same host", way=2, device=True, refuses="ipc_open"),
     "gpu lent": RouteCase("same host", way=4, device=True, refuses="ipc_get", torch=True),
-    "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}, way=5, device=True),
-    "gpu nic": RouteCase("verbs", {"MONARCH_RDMA": "verbs", "MONARCH_TLS": "0"}, way=5, device=True, nic=True),
-    "gpu verbs": RouteCase("verbs", {"MONARCH_RDMA": "verbs"}, way=5, device=True),
-    "gpu tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}, way=5, device=True),
+    "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp", "MONARCH_TLS": "0"}, way=5, device=True),
+    "gpu nic": RouteCase(
+        "verbs", {"MONARCH_RDMA_TRANSPORT": "verbs", "MONARCH_TLS": "0"}, way=5, device=True, nic=True
+    ),
+    "gpu verbs": RouteCase("verbs", {"MONARCH_RDMA_TRANSPORT": "verbs"}, way=5, device=True),
+    "gpu tls": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp"}, way=5, device=True),
 }
 ALONE = ("kernel", "mapped", "verbs", "gpu ipc")
 """Routes on which nobody needs the owner."""

@@ -24,15 +24,15 @@ from monarch_backend.rdma import get_rdma_backend, is_rdma_available
     ],
 )
 def test_the_best_route(monkeypatch: pytest.MonkeyPatch, forced: str, why_not: str | None, backend: str) -> None:
-    monkeypatch.setenv("MONARCH_RDMA", forced)
+    monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", forced)
     monkeypatch.setattr(availability, "available", lambda: why_not)
     assert is_rdma_available() == (why_not is None)
     assert get_rdma_backend() == backend
 
 
 def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MONARCH_RDMA", "ibverbs")
-    with pytest.raises(ValueError, match="MONARCH_RDMA='ibverbs': one of 'tcp', 'verbs'"):
+    monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", "ibverbs")
+    with pytest.raises(ValueError, match="MONARCH_RDMA_TRANSPORT='ibverbs': one of 'tcp', 'verbs'"):
         get_rdma_backend()
 
 

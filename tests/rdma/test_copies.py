@@ -177,8 +177,8 @@ def test_mapped_memory() -> None:
 
 @pytest.mark.parametrize("value", ["0", "17", "two", "-1", "1.5"])
 def test_a_setting_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("MONARCH_COPY_THREADS", value)
-    with pytest.raises(ValueError, match=rf"MONARCH_COPY_THREADS='{value}': .*1 to 16"):
+    monkeypatch.setenv("MONARCH_CMA_THREADS", value)
+    with pytest.raises(ValueError, match=rf"MONARCH_CMA_THREADS='{value}': .*1 to 16"):
         registrations._copying_threads()
 
 
@@ -187,5 +187,5 @@ def test_no_more_threads_than_processors(
     monkeypatch: pytest.MonkeyPatch, value: str, processors: int, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
-    monkeypatch.setenv("MONARCH_COPY_THREADS", value)
+    monkeypatch.setenv("MONARCH_CMA_THREADS", value)
     assert registrations._copying_threads() == threads

@@ -452,7 +452,7 @@ def _between_hosts(path: Path, mark: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("tls", [None, pytest.param("0", marks=pytest.mark.slow)], ids=["by default", "not wanted"])
 def test_what_goes_between_hosts_is_encrypted(tls: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONARCH_TLS", raising=False)
-    monkeypatch.setenv("MONARCH_RDMA", "tcp")
+    monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", "tcp")
     if tls is not None:
         monkeypatch.setenv("MONARCH_TLS", tls)
     with new_mark() as mark:

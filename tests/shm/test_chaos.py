@@ -277,7 +277,9 @@ def _in_short(error: Exception) -> str:
 
 
 def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
-    os.environ.update(MONARCH_SHM="1", MONARCH_SHM_READV="40000", RANK=str(rank), WORLD_SIZE=str(scene.program.size))
+    os.environ.update(
+        MONARCH_SHM="1", MONARCH_CMA_MIN_BYTES="40000", RANK=str(rank), WORLD_SIZE=str(scene.program.size)
+    )
     torch.set_num_threads(1)
     inherited = _left()  # of the process of the tests, which may have programs and memory of its own
 

@@ -127,7 +127,7 @@ def test_tensors_in_shared_memory(world_size: int, dtype: str, capfd: pytest.Cap
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_kernel_copies(world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(_all, world_size, "own", "bfloat16", 700_001, env=SEE | {"MONARCH_SHM_READV": "100000"})
+    run_ranks(_all, world_size, "own", "bfloat16", 700_001, env=SEE | {"MONARCH_CMA_MIN_BYTES": "100000"})
     ways = _ways(capfd.readouterr().err)
     if READ not in ways["gather"] and not _may_read():
         pytest.skip("this kernel does not let a process read its peers (Yama, seccomp)")
@@ -156,7 +156,7 @@ def _reads_rank_0(rank: int, address: str) -> bool:
 
 @pytest.mark.parametrize("where", ["own", "some"])
 def test_anything_else_goes_through_the_stage(where: str, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(_all, 2, where, "float32", 700_001, env=SEE | {"MONARCH_SHM_READV": "0"})
+    run_ranks(_all, 2, where, "float32", 700_001, env=SEE | {"MONARCH_CMA_MIN_BYTES": "0"})
     ways = _ways(capfd.readouterr().err)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         assert ways[name] and all(STAGE in way for way in ways[name])
@@ -240,13 +240,15 @@ def _life(rank: int) -> None:
     with pytest.raises(TypeError):
         empty_shared("3")  # type: ignore[arg-type]
     left = host.size() - host.used()
-    with pytest.raises(SharedMemoryError, match=rf"no room for {left + 4096} bytes .*MONARCH_SHM_BYTES.*rank {rank}"):
+    with pytest.raises(
+        SharedMemoryError, match=rf"no room for {left + 4096} bytes .*MONARCH_SHM_ARENA_BYTES.*rank {rank}"
+    ):
         empty_shared(left + 4096, dtype=torch.uint8)
     assert host.used() <= before + 3 * 4096  # the tensors above that are alive
 
 
 def test_life_of_a_shared_tensor() -> None:
-    run_ranks(_life, 2, env={"MONARCH_SHM_BYTES": str(64 << 20)})
+    run_ranks(_life, 2, env={"MONARCH_SHM_ARENA_BYTES": str(64 << 20)})
 
 
 def _fork(rank: int) -> None:
@@ -314,7 +316,7 @@ def _dies(rank: int, where: str) -> None:
 @pytest.mark.parametrize("where", ["shared", "own"])
 def test_a_rank_dies_while_others_read_its_memory(where: str) -> None:
     with pytest.raises(AssertionError) as caught:
-        run_ranks(_dies, 3, where, env={"MONARCH_SHM_READV": "100000"})
+        run_ranks(_dies, 3, where, env={"MONARCH_CMA_MIN_BYTES": "100000"})
     story = str(caught.value)
     assert "rank 1:\nthe rank died without an answer" in story
     assert "rank 0" not in story and "rank 2" not in story
@@ -341,7 +343,7 @@ def _unreadable(rank: int) -> None:
 def test_memory_that_nobody_can_read_is_named() -> None:
     if not _may_read():
         pytest.skip("this kernel does not let a process read its peers (Yama, seccomp)")
-    run_ranks(_unreadable, 2, env={"MONARCH_SHM_READV": "100000"})
+    run_ranks(_unreadable, 2, env={"MONARCH_CMA_MIN_BYTES": "100000"})
 
 
 def _no_privilege_to_read(rank: int, address: str) -> str:
@@ -361,13 +363,13 @@ def _no_privilege_to_read(rank: int, address: str) -> str:
 
 def test_a_rank_that_may_not_read(capfd: pytest.CaptureFixture[str]) -> None:
     """Then nobody does: all ranks go the same way."""
-    run_ranks(_no_privilege_to_read, 2, backend=None, env=SEE | {"MONARCH_SHM_READV": "100000"})
+    run_ranks(_no_privilege_to_read, 2, backend=None, env=SEE | {"MONARCH_CMA_MIN_BYTES": "100000"})
     (way,) = _ways(capfd.readouterr().err)["all_gather"]
     assert STAGE in way
 
 
 @pytest.mark.parametrize("text", ["-1", "1e6", "many"])
 def test_a_readv_limit_that_is_no_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MONARCH_SHM_READV", text)
-    with pytest.raises(ValueError, match=r"MONARCH_SHM_READV=.*give a number of bytes, 0 for never"):
+    monkeypatch.setenv("MONARCH_CMA_MIN_BYTES", text)
+    with pytest.raises(ValueError, match=r"MONARCH_CMA_MIN_BYTES=.*give a number of bytes, 0 for never"):
         segment.read_from()

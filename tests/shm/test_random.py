@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
 
 # Small tensors, too, are read from the memory of others.
-ON = {"MONARCH_SHM": "1", "MONARCH_SHM_READV": "40000"}
+ON = {"MONARCH_SHM": "1", "MONARCH_CMA_MIN_BYTES": "40000"}
 SEED = os.environ.get("MONARCH_TEST_SEED", "")
 
 

@@ -444,7 +444,7 @@ def test_one_whose_nics_are_of_no_use(fabric: Fabric, sides: Callable[..., Side]
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("MONARCH_RDMA", "tcp"), ("MONARCH_RDMA_MESSAGE_BYTES", "many")], ids=str
+    ("variable", "value"), [("MONARCH_RDMA_TRANSPORT", "tcp"), ("MONARCH_RDMA_MIN_BYTES", "many")], ids=str
 )
 def test_settings_that_stand_against_it(fabric: Fabric, monkeypatch: Any, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)

@@ -53,8 +53,8 @@ _KINDS = tuple(itertools.product((False, True), (False, True)))
 
 
 def forced() -> str:
-    """What MONARCH_RDMA says. Raises ValueError for what means nothing."""
-    return str(env.get("MONARCH_RDMA"))
+    """What MONARCH_RDMA_TRANSPORT says. Raises ValueError for what means nothing."""
+    return str(env.get("MONARCH_RDMA_TRANSPORT"))
 
 
 def refuse_the_parents(handle: Handle) -> None:
@@ -156,7 +156,7 @@ class Routes:
         return self._far(handle)
 
     def _far(self, handle: Handle) -> Route:
-        why = "MONARCH_RDMA says so" if self._forced == "tcp" else self.verbs.unusable(up=False)
+        why = "MONARCH_RDMA_TRANSPORT says so" if self._forced == "tcp" else self.verbs.unusable(up=False)
         if why is None and _for_nics(handle):
             if handle.verbs:
                 _say(handle, "verbs")  # else the first transfer says how
@@ -168,7 +168,7 @@ class Routes:
             )
         why = why or "its owner has not registered it with a NIC"
         if self._forced == "verbs":
-            raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA wants it: {why}")
+            raise RDMAError(f"{handle} can't be reached by verbs, as MONARCH_RDMA_TRANSPORT wants it: {why}")
         staged = "" if handle.device == CPU else ", through pinned memory of both hosts"
         _say(handle, f"tcp{staged}: {why}")
         if not self._forced:

@@ -123,7 +123,7 @@ class LocalLinks:
     def __init__(self, token: str = "", *, crowded: bool = False) -> None:
         with explained(f"reserve {ARENA_BYTES} bytes of address space for messages"):
             self.host = _native.Host(ARENA_BYTES, token)
-        spin = env.get("MONARCH_SPIN")
+        spin = env.get("MONARCH_BUSY_POLL")
         with explained("start the thread that wakes this process for messages"):
             self.post = _native.Post(self.host, spin == "0" if spin else crowded, MAX_UNREAD_BYTES)
         self._crowded = crowded
@@ -137,7 +137,7 @@ class LocalLinks:
 
     def go_through(self, far: Any) -> None:
         """From now on other hosts can be reached, too: ``far`` is a FarLinks that stands before these links."""
-        if not os.environ.get("MONARCH_SPIN"):
+        if not os.environ.get("MONARCH_BUSY_POLL"):
             self.post.crowd(self._crowded or few_processors())
         self.connect, self.send, self.cast = far.connect, far.send, far.cast
         self.drop, self.unread, self.translate = far.drop, far.unread, far.translate

@@ -107,7 +107,7 @@ class Carrier(Protocol):
 
 def loans(carrier: Carrier) -> RdmaSender | None:
     """For a gateway on a machine that may have NICs, if it may use them."""
-    if os.environ.get("MONARCH_RDMA") == "tcp" or not eligibility.there():
+    if os.environ.get("MONARCH_RDMA_TRANSPORT") == "tcp" or not eligibility.there():
         return None
     try:
         return RdmaSender(carrier, eligibility.wanted_least())
@@ -352,7 +352,7 @@ class RdmaSender:
         remote.nics.warned = True
         log.warning(
             "large frames between pid %d here and %s go by TCP, since %s. `monarch-backend doctor` explains the "
-            "machine; MONARCH_RDMA=tcp on both hosts leaves NICs alone",
+            "machine; MONARCH_RDMA_TRANSPORT=tcp on both hosts leaves NICs alone",
             os.getpid(),
             remote,
             why,

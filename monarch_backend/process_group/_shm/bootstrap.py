@@ -219,7 +219,7 @@ def _share(
     if full:
         if mine:
             host.drop_board(mine)
-        return BootstrapResult(None, "gloo", f"rank {full[0]}: MONARCH_SHM_BYTES are used up by other groups")
+        return BootstrapResult(None, "gloo", f"rank {full[0]}: MONARCH_SHM_ARENA_BYTES are used up by other groups")
     members = [said["member"] for said in everyone]
     others = [peers.get(r) for r in here]
     native = _native.ShmGroup(host, here.index(rank), others, [boards[r] for r in here], read_from(), label)

@@ -72,13 +72,13 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def arena_bytes() -> int:
-    """MONARCH_SHM_BYTES, or the default. Raises ValueError for what is no number of bytes."""
-    return int(env.get("MONARCH_SHM_BYTES"))
+    """MONARCH_SHM_ARENA_BYTES, or the default. Raises ValueError for what is no number of bytes."""
+    return int(env.get("MONARCH_SHM_ARENA_BYTES"))
 
 
 def read_from() -> int:
-    """MONARCH_SHM_READV, 0 for never, or the default. Raises ValueError for what is no number of bytes."""
-    return int(env.get("MONARCH_SHM_READV"))
+    """MONARCH_CMA_MIN_BYTES, 0 for never, or the default. Raises ValueError for what is no number of bytes."""
+    return int(env.get("MONARCH_CMA_MIN_BYTES"))
 
 
 class SharedMemoryError(MonarchError, MemoryError):
@@ -90,9 +90,9 @@ def empty_shared(*size: int | torch.Size | tuple[int, ...], dtype: torch.dtype |
 
     Collectives of groups on the shared-memory route take their data straight from such a tensor, with no copy in
     between, if all ranks that bring data have theirs in one. To everything else it is a tensor like any other; its
-    memory, which counts towards MONARCH_SHM_BYTES, is free again when the last view of it is gone.
+    memory, which counts towards MONARCH_SHM_ARENA_BYTES, is free again when the last view of it is gone.
 
-    Raises SharedMemoryError where MONARCH_SHM_BYTES have no room for it, and NotImplementedError on systems without
+    Raises SharedMemoryError where MONARCH_SHM_ARENA_BYTES have no room for it, and NotImplementedError on systems without
     memfd. ``dtype`` is torch's default dtype unless given.
 
     >>> import monarch_backend
@@ -117,6 +117,6 @@ def empty_shared(*size: int | torch.Size | tuple[int, ...], dtype: torch.dtype |
         who = f"rank {os.environ.get('RANK', '?')}, host {socket.gethostname()}, pid {os.getpid()}"
         raise SharedMemoryError(
             f"no room for {wanted} bytes of shared memory in one piece: {host.used()} of {host.size()} are in use. "
-            f"Free tensors or groups, or set MONARCH_SHM_BYTES higher before the first group is made. [{who}]"
+            f"Free tensors or groups, or set MONARCH_SHM_ARENA_BYTES higher before the first group is made. [{who}]"
         ) from None
     return torch.frombuffer(room, dtype=torch.uint8).view(dtype).view(shape)

@@ -48,7 +48,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """For programs that are forked here: NICs are tried again after half a second, and a dead way is found as fast."""
     _, reader = nics("verbs")
-    monkeypatch.delenv("MONARCH_RDMA", raising=False)
+    monkeypatch.delenv("MONARCH_RDMA_TRANSPORT", raising=False)
     monkeypatch.setenv("MONARCH_RDMA_DEVICES", reader)
     monkeypatch.setenv("MONARCH_RDMA_TIMEOUT", "14")
     monkeypatch.setattr(selection, "RETRY_INTERVAL_S", 0.5)

@@ -60,7 +60,7 @@ class StagedProcess(DeviceProcess):
 
     @endpoint
     def may_take_tcp(self, buffer: RDMABuffer) -> None:
-        """As between hosts, where MONARCH_RDMA does not say that it must be verbs."""
+        """As between hosts, where MONARCH_RDMA_TRANSPORT does not say that it must be verbs."""
         routes = engine().routes
         far = VerbsWithTcpFallback(routes._gpu_nics, routes._tcp, routes._warn_of_tcp, program().aside)
         routes._chosen[buffer._handle.token, True, True] = far
@@ -233,7 +233,7 @@ def test_where_it_does_not_go(fresh: Pair, why: str) -> None:
         reader.nic.call_one(memory=MIB).get()
     else:
         owner.lends_no_more.call_one().get()
-    assert reader.failure.call_one(buffer).get().startswith("RDMAError"), "MONARCH_RDMA=verbs"
+    assert reader.failure.call_one(buffer).get().startswith("RDMAError"), "MONARCH_RDMA_TRANSPORT=verbs"
     reader.may_take_tcp.call_one(buffer).get()
     assert reader.read.call_one(buffer).get()
     assert reader.backend.call_one(buffer).get() == "tcp"
