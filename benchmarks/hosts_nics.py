@@ -3,8 +3,8 @@
     tools/rxe_guest.sh python benchmarks/hosts_nics.py [--rounds N] [--sizes MIB,MIB]
 
 Needs two verbs devices. Two daemons on loopback, one that may use NICs and one that is told to leave them alone
-(MONARCH_RDMA_TRANSPORT=tcp); the controller's gateway has the first device, the daemon's the second. Calls go round both, round
-after round; medians. TLS is on.
+(MONARCH_RDMA_TRANSPORT=tcp); the controller's gateway has the first device, the daemon's the second. Calls go round
+both, round after round; medians. TLS is on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Other machines: what runs there for a controller, how they find each other, and how processes are started on them.
+"""Hosts of a program: daemons that serve controllers, and attaching to them.
 
-Rooms: the daemon of a host (_hosts/daemon.py), the agent of one controller there (_hosts/agent.py), what a controller does to reach
-them (_hosts/attach.py, _hosts/remote_spawner.py). How frames travel is transport's; meshes are mesh's.
+The implementation is in _hosts/: the daemon of a host (daemon.py), the agent of one controller there (agent.py), and
+the controller's side (attach.py, remote_spawner.py).
 """
 
 from monarch_backend import _wiring as _wiring

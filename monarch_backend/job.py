@@ -4,8 +4,8 @@
 >>> LocalJob(["trainers"]).state().trainers
 HostMesh(this host)
 
-Rooms: what is the same for all jobs (_job/base.py), their file (_job/state_file.py), starting one host (_job/host_launcher.py), and each kind of
-job. What a host is, hosts/ knows.
+Rooms: what is the same for all jobs (_job/base.py), their file (_job/state_file.py), starting one host
+(_job/host_launcher.py), and each kind of job. What a host is, hosts/ knows.
 """
 
 from monarch_backend import _wiring as _wiring

@@ -1,7 +1,7 @@
 """`Actor`, the decorators that make endpoints of its methods, and what is known of a class before any of it runs.
 
-No messages and no meshes: what happens when an endpoint is called is in endpoint.py (at the caller) and runner.py (at the
-actor).
+No messages and no meshes: what happens when an endpoint is called is in endpoint.py (at the caller) and runner.py (at
+the actor).
 """
 
 from __future__ import annotations

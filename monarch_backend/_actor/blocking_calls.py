@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runner import ActorRunner
 
 CANCEL_SIGNAL = signal.SIGURG
-"""Of workers only, see program_exit.py for the main program. Processes without a handler, such as children, ignore it."""
+"""Sent to processes of a mesh only: program_exit.py interrupts the program. Without a handler it is ignored."""
 
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 _STDLIB = sysconfig.get_path("stdlib") + "/"

@@ -802,9 +802,9 @@ class Runtime:
             if not self.wait(stopping, SHUTDOWN_KILL_S - SHUTDOWN_NOTICE_S):
                 some = self.owner.at_work()
                 sys.stderr.write(
-                    f"monarch_backend: the program has ended, and {SHUTDOWN_KILL_S:g} s later {some} had not finished and was "
-                    "killed. To let actors finish, wait for their futures, or call stop().get() of their processes, "
-                    "before the end.\n"
+                    f"monarch_backend: the program has ended, and {SHUTDOWN_KILL_S:g} s later {some} had not finished "
+                    "and was killed. To let actors finish, wait for their futures, or call stop().get() of their "
+                    "processes, before the end.\n"
                 )
         except KeyboardInterrupt:
             sys.stderr.write("monarch_backend: interrupted again: the processes are killed\n")

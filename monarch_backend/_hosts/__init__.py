@@ -1,1 +1,1 @@
-"""Programs over several hosts: daemons, agents, attaching, workspaces. The public names are in monarch_backend.hosts."""
+"""Programs over several hosts: daemons, agents, attaching, workspaces. Public: monarch_backend.hosts."""

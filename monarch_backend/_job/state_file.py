@@ -82,8 +82,8 @@ def read(path: Path) -> JobFile | None:
         version = msgspec.json.decode(data, type=_OnlyVersion).version
         if version != STATE_VERSION:
             raise JobError(
-                f"{path} is of version {version}, and this monarch_backend reads {STATE_VERSION}: end the job with the one "
-                "that has started it"
+                f"{path} is of version {version}, and this monarch_backend reads {STATE_VERSION}: end the job with the "
+                "one that has started it"
             )
         return msgspec.json.decode(data, type=JobFile)
     except msgspec.DecodeError as error:

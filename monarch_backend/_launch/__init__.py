@@ -1,8 +1,8 @@
 """`monarch-backend run`: torchrun, whose ranks come from a fork server.
 
-The parser, the rendezvous, restarts, logs and error files are torch's own; torchelastic_patches.py is where we touch them.
-rank_processes.py starts and ends this host's ranks, fork_server_bootstrap.py makes the fork server out of the launcher, run_script.py is what a
-rank does.
+The parser, the rendezvous, restarts, logs and error files are torch's own; torchelastic_patches.py is where we touch
+them. rank_processes.py starts and ends this host's ranks, fork_server_bootstrap.py makes the fork server out of the
+launcher, run_script.py is what a rank does.
 """
 
 from __future__ import annotations

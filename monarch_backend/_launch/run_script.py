@@ -1,6 +1,7 @@
 """What a forked rank does: it becomes ``python -u script args`` or ``python -u -m module args``.
 
-Runs in ranks only. The environment, the directory, argv and the standard files are there already (_processes/child_bootstrap.py).
+Runs in ranks only. The environment, the directory, argv and the standard files are there already
+(_processes/child_bootstrap.py).
 """
 
 from __future__ import annotations

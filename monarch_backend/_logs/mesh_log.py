@@ -1,7 +1,7 @@
 """What is done with the output of one mesh: level, rate, folding, prefix, files, the last lines of every rank.
 
-May live here: options and the way of a line from a rank's stream to the text that is shown. May not: pipes, threads
-and the controller's stdout (log_collector.py). Except for `MeshLog.configure` everything is called by the collector, which
+May live here: options and the way of a line from a rank's stream to the text that is shown. May not: pipes, threads and
+the controller's stdout (log_collector.py). Except for `MeshLog.configure` everything is called by the collector, which
 holds its lock.
 """
 

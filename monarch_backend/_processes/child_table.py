@@ -143,7 +143,8 @@ class Processes:
     def tidy(self) -> None:
         """Kill what processes have left behind at their end.
 
-        Every process adopts its own descendants' orphans (child_bootstrap.py), so those whom this one gets are a dead one's.
+        Every process adopts its own descendants' orphans (child_bootstrap.py), so those whom this one gets are a dead
+        one's.
         """
         if not self._untidy:
             return

@@ -64,8 +64,9 @@ class Registry:
         if found == _STILL_USED:
             user = self.native.user_of(ticket) or os.getpid()
             raise RDMAError(
-                f"process {user} is in the middle of a transfer with this memory and has not moved for {DROP_TIMEOUT_S:g} s "
-                "(is it stopped?): nobody else can use it any more, and it stays allocated; call drop() again later"
+                f"process {user} is in the middle of a transfer with this memory and has not moved "
+                f"for {DROP_TIMEOUT_S:g} s (is it stopped?): nobody else can use it any more, and it stays "
+                "allocated; call drop() again later"
             )
         return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE
 

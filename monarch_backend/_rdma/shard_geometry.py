@@ -2,8 +2,8 @@
 
 Arithmetic only: integers in, integers out. No torch, no memory and no message here.
 
-A tensor is cut by `ShardSpec`s, one after the other. What one rank holds is then a list of `Overlap`s: boxes of the whole
-tensor, and where each begins in the rank's own. With torch's `Shard` it is a single box; only `_StridedShard` can
+A tensor is cut by `ShardSpec`s, one after the other. What one rank holds is then a list of `Overlap`s: boxes of the
+whole tensor, and where each begins in the rank's own. With torch's `Shard` it is a single box; only `_StridedShard` can
 make more of them.
 """
 

@@ -1,7 +1,8 @@
 """State dicts whose tensors lie in pieces on one mesh, read into a mesh of another shape.
 
 Each owner registers what it has; the descriptions are merged; each reader fetches the bytes that it needs from where
-they are. The geometry stands in shard_geometry.py, what a rank holds in local_shards.py, the moving of bytes in transfer_engine.py.
+they are. The geometry stands in shard_geometry.py, what a rank holds in local_shards.py, the moving of bytes in
+transfer_engine.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a transfer gives its user: a future that is done when nobody touches the transfer's memory any more.
 
 Most transfers are of one part that a NIC does by itself. Of such a one the future is all there is, as long as it goes
-well; what is made for those of many parts, or that fail, or are given up, is made when it does not (transfer_engine.py).
+well; what is made for those of many parts, or that fail, or are given up, is made when it does not
+(transfer_engine.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The network between simulated hosts: what Tcp, its sockets and its thread are to real ones.
 
 Frames go through real Sessions; connections open, break and come back, and what is said in them takes its time, in
-order. Who is told of a loss, and when, follows _transport/network/connection_manager.py. What frames mean is the gateways'.
+order. Who is told of a loss, and when, follows _transport/network/connection_manager.py. What frames mean is the
+gateways'.
 """
 
 from __future__ import annotations

@@ -1,22 +1,30 @@
-"""One-sided memory over any NIC that libibverbs knows: RC queue pairs, READ, WRITE and atomics.
+"""One-sided transfers by RDMA NICs, with any NIC that libibverbs supports: READ, WRITE and atomics on RC queue pairs.
 
-A pure engine: it knows no actors, and how bytes get to a peer is its user's business.
+The engine knows nothing of actors. Its user carries the bytes of connection requests to a peer.
 
-engine.py       one process's verbs: what it exposes, whom it accepts, what it asks; the thread that hears of ends
-completion_poller.py  who looks at completion queues, and when they announce something
-connection.py         what is asked of one peer: connecting, breaking, connecting again
-queue_pair.py         one queue pair and what is posted on it
-work_requests.py      a transfer, cut into pieces
-open_device.py       an open device
-registration_cache.py       registrations for own requests, kept while the allocation lives
-gpudirect.py          registrations of GPUs' memory
-wire_format.py     regions, offers and answers as bytes
-path_selection.py        which port can talk to which
-discovery.py      what /sys says; whether verbs can be used; lines for the doctor
-config.py     what the environment says
-provider.py      the one door to libibverbs; provider_pyverbs.py and provider_ibverbs.py are its two adapters
-native_queues.py       posting and polling without the packages' Python
-errors.py       what is raised
+======================  ==============================================================================
+module                  contents
+======================  ==============================================================================
+engine.py               the engine of a process: exposed regions, accepted peers, transfers
+shared_engine.py        the one engine that the users in a process share
+connection.py           the connection to one peer: connecting, breaking, reconnecting
+queue_pair.py           one queue pair and the work requests posted on it
+work_requests.py        a transfer, cut into work requests
+completion_poller.py    polling of completion queues
+native_queues.py        posting and polling in C++
+open_device.py          an open device
+registration_cache.py   registrations of local memory, kept while the allocation lives
+rkey_quarantine.py      keys of memory that is not registered any more
+deferred_destroy.py     resources that are destroyed later
+gpudirect.py            registrations of GPU memory
+wire_format.py          regions and connection requests as bytes
+path_selection.py       which port can reach which port
+discovery.py            devices in /sys, and whether they can be used
+eligibility.py          from which size NICs carry messages
+config.py               settings
+provider.py             the package that drives libibverbs; provider_pyverbs.py, provider_ibverbs.py adapt the two
+errors.py               exceptions
+======================  ==============================================================================
 """
 
 from monarch_backend._core.public_names import name_exceptions

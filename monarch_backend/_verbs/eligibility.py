@@ -1,7 +1,8 @@
 """Whether this process's NICs may carry large messages between hosts, and from how many bytes.
 
 By looking, as cheaply as can be: no device is opened, and rdma is imported only on a machine that has NICs. Who carries
-what by them is process_group/_rdma/peer_reads.py's, for messages of ranks, and _transport/network/rdma_send.py's, for those of actors.
+what by them is process_group/_rdma/peer_reads.py's, for messages of ranks, and _transport/network/rdma_send.py's, for
+those of actors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The one door to libibverbs: what an adapter offers, and which one is taken.
 
-`provider_pyverbs.py` and `provider_ibverbs.py` are the adapters; nothing else here knows either package, and neither is imported before
-a device is opened. Numbers are those of the verbs' ABI: the packages rename their enums, the kernel does not.
+`provider_pyverbs.py` and `provider_ibverbs.py` are the adapters; nothing else here knows either package, and neither is
+imported before a device is opened. Numbers are those of the verbs' ABI: the packages rename their enums, the kernel
+does not.
 """
 
 from __future__ import annotations

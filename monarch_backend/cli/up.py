@@ -1,4 +1,4 @@
-"""`monarch-backend up`: a host, until it is told to end. What it does is hosts' _hosts/daemon.py and _hosts/startup_handshake.py."""
+"""`monarch-backend up`: runs the daemon of a host until it is told to end (_hosts/daemon.py)."""
 
 from __future__ import annotations
 

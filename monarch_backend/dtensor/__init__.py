@@ -10,24 +10,21 @@
 30.0
 >>> procs.stop().get()
 
-Facade only, and what a controller needs is imported when somebody asks for it: a worker may have an older torch, as
-TPUs' have, which lacks some of it.
-The rooms: _remote_tensor, _metadata and _rank_ints (what the controller holds); _dispatch, _signatures, _special and
-_collectives (what operations do); _whole (which tensor uneven shards are of); _strategies, _convolution, _norms,
-_attention, _scaler and _by_parts (shardings that torch has not, or wrong; _checks: values that they would not refuse;
-_results: what these start from and end with; _orders: in which order in memory); _host_copies (what need not be sent
-again); _random, _origins, _generator and _philox (random numbers); _compile, _capture, _rank_classes, _class_graphs,
-_by_rank_op and _draw_op (captured steps: torch.compile); _fsdp, _storage and _device_handle (what `fully_shard` needs);
-_devices (GPUs and XLA devices of the workers); _modules (what of a module is no DTensor); _run, _parcels, _checkpoint
-and _move (functions, checkpoints, transfers); _stream, _wire and _workers (how workers hear of it); _torch*.py
-(everything that replaces or needs a private part of torch; _torch_redistribute: what a redistribution is, found out
-once; _torch_again and _torch_specs: what torch finds out anew for each operation, too; _torch_masks: the rows that a
-rank has not; _torch_slices: sizes that differ by slice; _torch_rank_ints: indices that differ by rank;
-_torch_strategies: what torch's shardings get wrong; _torch_unsharded: what it has no sharding for; _torch_grouped_mm:
-sizes that it refuses; _torch_views: rows that are gathered; _torch_functional: views of XLA's tensors;
-_torch_decompositions: operators said in others; _torch_memory: ways to the memory that is not here; _absent_memory and
-_torch_addresses: what C++ has for its address; _torch_rank0: what one rank does for the others), _autocast_rules (what
-autocast does with which operator); worker/ (what happens in the processes).
+This module only re-exports. What a controller needs is imported at its first use: a worker may have an older torch.
+
+=================  ===================================================================================
+package            contents
+=================  ===================================================================================
+_controller/       meshes, remote tensors, commands to workers, checkpoints, transfers, FSDP
+_dispatch/         the way of an operation from torch's dispatcher to a command for workers
+_ops/              sharding rules and operations that torch lacks or has wrong
+_rng/              random numbers of a single process on shards
+_compile/          captured steps: from torch.compile's graph to commands of workers
+_torch_patches/    functions of torch that are replaced on a controller
+_worker/           what the processes do with a command
+_protocol.py       the messages between controller and workers
+_preload.py        modules that the fork server imports for workers
+=================  ===================================================================================
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ One method per collective and what they share; no choice of a route (_backend_se
 
 Three ways lead through a method:
 - plain tensors, nobody watching: straight to the inner group's method, past torch's dispatcher; for nearly all of them
-  even past the methods here, by the shortcuts of the shared memory (_process_group.py puts them in place, _shm/shm_backend.py has them);
+  even past the methods here, by the shortcuts of the shared memory (_process_group.py puts them in place,
+  _shm/shm_backend.py has them);
 - a dispatch mode, the profiler or a tensor subclass: `super()`, which is torch's dispatcher and comes out at
   the same inner group, because that is registered with the C++ base as the device's backend;
 - C++ callers (DDP's reducer, functional collectives) come in through torch's trampolines, or, for methods that
@@ -519,8 +520,8 @@ class Collectives(dist.ProcessGroup):
             work = inner.alltoall(outputs, inputs, opts)
         return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
 
-    # Functional collectives and FSDP come to these two from C++. The inner groups don't show them to Python, so
-    # the way is the dispatcher's; they are here because without an override the GIL stays held (see _c10d_internals.py).
+    # Functional collectives and FSDP come to these two from C++. The inner groups don't show them to Python, so the way
+    # is the dispatcher's; they are here because without an override the GIL stays held (see _c10d_internals.py).
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced"):
 
         @call_forms(AllgatherOptions, ("outputs",), ("inputs",))

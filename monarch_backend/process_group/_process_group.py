@@ -1,6 +1,7 @@
 """The ProcessGroup that torch sees for backend "monarch": its routes, its life, and what torch asks a group.
 
-No operation on tensors (_collectives.py), no choice of a route (_backend_selection.py), no private part of torch (_c10d_internals.py).
+No operation on tensors (_collectives.py), no choice of a route (_backend_selection.py), no private part of torch
+(_c10d_internals.py).
 """
 
 from __future__ import annotations

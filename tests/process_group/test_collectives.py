@@ -487,7 +487,8 @@ def test_sum_of_bools_is_a_bool(pool) -> None:
     pool(4).run(_bool_sums)
 
 
-# The table of process_group/_cpu_validation.py against torch's Gloo -------------------------------------------------------------------
+# The table of process_group/_cpu_validation.py against torch's Gloo
+# -------------------------------------------------------------------
 
 
 def _real_gloo(rank: int, address: str) -> dict[str, dict[str, bool]]:
@@ -525,7 +526,7 @@ def _works(call: Callable[[], Any]) -> bool:
 
 
 def test_table_of_gloo_is_torchs(monkeypatch) -> None:
-    """Fails when torch learns or forgets a dtype or an op: then process_group/_cpu_validation.py and reference.py follow."""
+    """Fails when torch learns or forgets a dtype or an op: then _cpu_validation.py and reference.py follow."""
     monkeypatch.setenv("MONARCH_SHM", "0")  # reference.py's answers depend on it
     table, other = run_ranks(_real_gloo, 2, backend=None)
     assert table == other

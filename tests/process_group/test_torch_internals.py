@@ -1,4 +1,4 @@
-"""What process_group/_c10d_internals.py leans on in torch is still there and still means the same. One test per function of that module."""
+"""process_group/_c10d_internals.py finds torch's private parts as it needs them. One test per function."""
 
 from __future__ import annotations
 

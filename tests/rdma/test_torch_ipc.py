@@ -1,4 +1,4 @@
-"""What _rdma/cuda_ipc.py leans on is as it was. What is done with it is in test_device.py, and with a GPU in tests/gpu."""
+"""_rdma/cuda_ipc.py finds torch's private parts as it needs them. Its use is tested in test_device.py and tests/gpu."""
 
 from __future__ import annotations
 

@@ -291,7 +291,8 @@ class Router:
             raise PeerGoneError.of(peer)
         if peer.credit > 0:
             return
-        why = f"{CREDIT_WINDOW} messages to {peer}, or {CREDIT_WINDOW * BYTES_PER_CREDIT >> 20} MiB, are not processed yet: waiting"
+        limit = f"{CREDIT_WINDOW} messages to {peer}, or {CREDIT_WINDOW * BYTES_PER_CREDIT >> 20} MiB"
+        why = f"{limit}, are not processed yet: waiting"
         self.on_wait(peer, kind, target, why)
         report: Any = self.report(why, "the receiver is busy, or nobody reads")
         try:

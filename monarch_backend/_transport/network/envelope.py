@@ -1,8 +1,8 @@
 """Frames on their way to another host: what is added to them between a process and its gateway, and between gateways.
 
 A process gives its gateway the frame as it is, with both tokens before the prefix, and a mark in the kind; between
-hosts its header stands in the prefix of a session's frame. Layouts only: who sends what to whom is in remote_links.py and
-gateway.py.
+hosts its header stands in the prefix of a session's frame. Layouts only: who sends what to whom is in remote_links.py
+and gateway.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What stands before a frame whose body is not all on the connection: which parts of it are read where they lie.
 
 Layouts only. Bytes of such a frame, after its head: how many bytes the notes have, the notes, the prefix, and those
-parts of the body that are not lent. Who reads what with which NIC is rdma_reader.py's, what is said about it rdma_send.py's.
+parts of the body that are not lent. Who reads what with which NIC is rdma_reader.py's, what is said about it
+rdma_send.py's.
 """
 
 from __future__ import annotations

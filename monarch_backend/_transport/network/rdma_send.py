@@ -7,7 +7,8 @@ sent until it has acknowledged this one, as it does any, or has REFUSED it; then
 sent as ever, with the same number. So order, and that each frame comes once, are the session's as before (session.py),
 and words of life go on meanwhile.
 
-Runs on the thread of the Tcp, and what a remote's lock guards under that lock. NICs are rdma_reader.py's, sockets connection_manager.py's.
+Runs on the thread of the Tcp, and what a remote's lock guards under that lock. NICs are rdma_reader.py's, sockets
+connection_manager.py's.
 """
 
 from __future__ import annotations

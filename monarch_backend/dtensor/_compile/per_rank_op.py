@@ -1,8 +1,9 @@
 """One operator that stands in a trace for a function which each worker calls with its own numbers.
 
-While torch.compile traces, torch's functions for "the rank that I am" (see dtensor/_torch_patches/device_mesh_and_api.py) meet tensors without values and
-ints that differ by rank. Such a call becomes one node here; a captured step (see lowering.py) has in its place the
-function itself and each rank's numbers. On real tensors, which are this process's, it runs for each rank (`here`).
+While torch.compile traces, torch's functions for "the rank that I am" (see
+dtensor/_torch_patches/device_mesh_and_api.py) meet tensors without values and ints that differ by rank. Such a call
+becomes one node here; a captured step (see lowering.py) has in its place the function itself and each rank's numbers.
+On real tensors, which are this process's, it runs for each rank (`here`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ControllerGroup`: what torch.distributed has as process groups on the controller. No rank of them is here.
 
-torch gets sizes, names and ranks. Collectives of remote tensors are records (see dtensor/_dispatch/special_ops.py), those of this process's
-own tensors are calculated here (see host_collectives.py).
+torch gets sizes, names and ranks. Collectives of remote tensors are records (see dtensor/_dispatch/special_ops.py),
+those of this process's own tensors are calculated here (see host_collectives.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How the arguments of a function travel to the workers, and its results come back: tensors as ids, meshes as numbers.
 
-Everything else travels as arguments of actors do. The workers' half is worker/_parcels.py; what runs there, remote_call.py's.
+Everything else travels as arguments of actors do. The workers' half is worker/_parcels.py; what runs there,
+remote_call.py's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`WorkerSet`: the processes of one ProcMesh that hold tensors for this controller, and everything that is sent to them.
+"""`WorkerSet`: the processes of one ProcMesh that hold tensors for this controller, and what is sent to them.
 
 One for each ProcMesh, made by its first device mesh; slices share it. What torch calls global ranks are numbers of this
 controller's: the ranks of the first Workers, then those of the second, and so on.

@@ -1,6 +1,7 @@
 """What torch.distributed keeps of process groups in private tables, as far as a controller must write there.
 
-With device_mesh_and_api.py the only module here that touches torch's private parts; tests/dtensor/test_torch.py says when they move.
+With device_mesh_and_api.py the only module here that touches torch's private parts; tests/dtensor/test_torch.py says
+when they move.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Functions of torch that ask this process for a GPU, and what stands in for them where only the workers have any.
 
-As device_mesh_and_api.py has it for the rest of torch. Each leaves torch's own alone where this process has a GPU itself, or is no
-controller.
+As device_mesh_and_api.py has it for the rest of torch. Each leaves torch's own alone where this process has a GPU
+itself, or is no controller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What captured steps need of torch's private parts, of dynamo and AOTAutograd: as device_mesh_and_api.py, for compiling.
+"""Private parts of torch that captured steps need: dynamo and AOTAutograd.
 
 REPLACED is in place once torch.compile has this backend. What becomes of a trace is dtensor/_compile/lowering.py's.
 """

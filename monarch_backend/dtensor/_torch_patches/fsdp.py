@@ -1,7 +1,8 @@
-"""Functions of FSDP2 that act for one rank, and what stands in for them; as device_mesh_and_api.py has it for the rest of torch.
+"""Functions of FSDP2 that act for one rank, and their replacements on a controller.
 
-With device_mesh_and_api.py and c10d_registry.py the only module here that touches torch's private parts. `fully_shard` itself stays
-as it is; what differs by rank there is a parameter's shard, and a process group's rank() gives that already.
+With device_mesh_and_api.py and c10d_registry.py the only module here that touches torch's private parts. `fully_shard`
+itself stays as it is; what differs by rank there is a parameter's shard, and a process group's rank() gives that
+already.
 """
 
 from __future__ import annotations

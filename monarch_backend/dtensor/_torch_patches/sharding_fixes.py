@@ -1,7 +1,7 @@
 """What torch's own strategies get wrong: shardings with which an operator has another result than in one process.
 
-Operators that need another way to be done, not another sharding, are in dtensor/_ops/decomposed_losses.py (how they stay in their place is
-here); shardings of our own, in dtensor/_ops/sharding_rules.py.
+Operators that need another way to be done, not another sharding, are in dtensor/_ops/decomposed_losses.py (how they
+stay in their place is here); shardings of our own, in dtensor/_ops/sharding_rules.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ControlActor`: the actor beside the executor, which hears what can't wait until the executor has time for it.
 
-`ControlInbox` is where it leaves that for the executor: how a run ended elsewhere, and what other workers have sent. No tensor
-and no operation here.
+`ControlInbox` is where it leaves that for the executor: how a run ended elsewhere, and what other workers have sent. No
+tensor and no operation here.
 """
 
 from __future__ import annotations

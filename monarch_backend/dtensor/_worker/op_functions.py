@@ -214,7 +214,9 @@ _DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
 _REPLACED = {
     "_dtensor.shard_dim_alltoall.default": "monarch_backend.dtensor._worker.collectives:shard_dim_alltoall",
     "aten._weight_norm_interface.default": "monarch_backend.dtensor._worker.empty_shard_ops:weight_norm",
-    "aten._weight_norm_interface_backward.default": "monarch_backend.dtensor._worker.empty_shard_ops:weight_norm_backward",
+    "aten._weight_norm_interface_backward.default": (
+        "monarch_backend.dtensor._worker.empty_shard_ops:weight_norm_backward"
+    ),
     **torch_compat.replaced(),
 }
 """Operators that CPU groups of torch can't do, or CPUs of what is empty; and functions that this torch has not."""

@@ -19,8 +19,8 @@ Sums: first the ranks of each host in their order, then the hosts in the order o
 have the same bits, on every run. 16-bit and 8-bit floats are added in float32 and rounded once on each host and once
 between them; their mean is a mean of the hosts' means, which can't overflow. Every other mean is the sum divided once.
 
-Which ranks share a host is found in process_group/_shm/bootstrap.py, whose turn it is in work_queue.py. The arithmetic between hosts is in
-reduction.py, messages and failures in inter_host.py.
+Which ranks share a host is found in process_group/_shm/bootstrap.py, whose turn it is in work_queue.py. The arithmetic
+between hosts is in reduction.py, messages and failures in inter_host.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 An inner group for point to point, and for what the stages of a hierarchy send each other. Where ranks of two hosts may
 use NICs, all ranks of the group take it for all messages of at least so many bytes, whoever the two are: a receive from
 anybody does not know whom it will meet. What the two know before they talk is the size and the tag. They talk over Gloo
-(p2p_protocol.py), and until the receiver has said that it has the message the sender can still be asked to let Gloo carry
-it: so a NIC that fails costs no message, only a warning, and the pair stays with Gloo.
+(p2p_protocol.py), and until the receiver has said that it has the message the sender can still be asked to let Gloo
+carry it: so a NIC that fails costs no message, only a warning, and the pair stays with Gloo.
 
 Gloo's messages are begun in the caller's thread, which keeps their order; the rest happens there too if the caller
 waits for nothing else, or in a thread of the conversation's own. What the NICs do is peer_reads.py's.

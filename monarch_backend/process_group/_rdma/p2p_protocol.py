@@ -18,7 +18,8 @@ import struct
 from typing import NamedTuple
 
 # Tags are below 2**31. Those of people are below OWN_TAGS; from MOST_TAG on their messages go as they always did. Those
-# of a group's stages between hosts (process_group/_hierarchical/inter_host.py) begin at STAGES, and are made of the number of bytes, too.
+# of a group's stages between hosts (process_group/_hierarchical/inter_host.py) begin at STAGES, and are made of the
+# number of bytes, too.
 MAX_TAG = 1 << 28
 FIRST_STAGE_TAG = 1 << 30
 OWN_TAGS = _ANNOUNCED = 1 << 29

@@ -1,8 +1,8 @@
 """This process's NICs, for messages between ranks of all its groups: connections to other processes, memory that these
 may read, and the reading.
 
-The engine is the process's one (_verbs/shared_engine.py). It opens devices when something is lent or read, not before; and
-rdma is imported only on a machine that has NICs. What ranks say to each other is p2p.py's.
+The engine is the process's one (_verbs/shared_engine.py). It opens devices when something is lent or read, not before;
+and rdma is imported only on a machine that has NICs. What ranks say to each other is p2p.py's.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def empty_shared(*size: int | torch.Size | tuple[int, ...], dtype: torch.dtype |
     between, if all ranks that bring data have theirs in one. To everything else it is a tensor like any other; its
     memory, which counts towards MONARCH_SHM_ARENA_BYTES, is free again when the last view of it is gone.
 
-    Raises SharedMemoryError where MONARCH_SHM_ARENA_BYTES have no room for it, and NotImplementedError on systems without
-    memfd. ``dtype`` is torch's default dtype unless given.
+    Raises SharedMemoryError where MONARCH_SHM_ARENA_BYTES have no room for it, and NotImplementedError on systems
+    without memfd. ``dtype`` is torch's default dtype unless given.
 
     >>> import monarch_backend
     >>> x = monarch_backend.empty_shared(2, 3).fill_(1)

@@ -72,7 +72,8 @@ _MOVES = 0
 _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
 
 
-# What a shortcut takes: where the methods change nothing about a tensor of this dtype before it travels (process_group/_cpu_validation.py).
+# What a shortcut takes: where the methods change nothing about a tensor of this dtype before it travels
+# (process_group/_cpu_validation.py).
 _REDUCES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
 _MOVES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if dtype in _cpu_validation.REDUCIBLE}
 # Method -> (collective, the form of its arguments, the type of its options); csrc/shm/python/shortcut.h: Form.

@@ -1,7 +1,8 @@
 """XLA tensors of processes whose XLA clients can't talk to each other: their collectives go through the host's memory.
 
 PJRT's CPU client is such a one: each process has a device of its own. A collective copies its tensors to the CPU, does
-there what the group does with CPU tensors, and copies the results back. Which processes these are, xla_backend.py decides.
+there what the group does with CPU tensors, and copies the results back. Which processes these are, xla_backend.py
+decides.
 
 And `functional_by_groups`: torch_xla's own functional collectives reduce over all devices, whatever the group is.
 """
