@@ -80,12 +80,12 @@ class Simulation:
         self._trace = Trace(steps)
         self._pids = itertools.count(100_001)
         self._tuning = {
-            "WINDOW": window,
-            "FANOUT": fanout,
-            "DIRECT": direct,
+            "CREDIT_WINDOW": window,
+            "TREE_FANOUT": fanout,
+            "MAX_DIRECT_RECEIVERS": direct,
             "MOST_IN_ONE": most_in_one,
-            "PLACE": place,
-            "LARGE": large,
+            "BYTES_PER_CREDIT": place,
+            "SHARED_COPY_MIN_BYTES": large,
         }
         self._waits: list[tuple[SimulatedProcess, Any]] = []
         self._looping = 0

@@ -220,7 +220,7 @@ def by_threads(route: Tcp, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_who_waits_reads_it_himself(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, route = far
     monkeypatch.setattr("monarch_backend._rdma.small_requests.SOCKET_WAIT_S", 20.0)
-    monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S_INTERVAL_S", 60.0)
+    monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S", 60.0)
     jobs = by_threads(route, monkeypatch)
     for size in (1, 8, 4096, 64 << 10):
         into = bytearray(size)
@@ -265,7 +265,7 @@ def test_the_way_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatc
 
 
 def test_callbacks_and_await(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S_INTERVAL_S", 60.0)
+    monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S", 60.0)
     called = threading.Event()
     far[0][:8].read_into(bytearray(8)).add_done_callback(lambda _: called.set())
     assert called.wait(10)
@@ -301,7 +301,7 @@ def test_ends_before_the_time(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
 
 @BOTH
 def test_who_asks_does_not_wait_for_the_rest_of_an_answer(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S_INTERVAL_S", 60.0)
+    monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S", 60.0)
     size, first = 40_000, 20_000  # more than a record of TLS
     with (
         owner(tls) as it,
@@ -339,7 +339,7 @@ def test_all_threads_are_taken_by_others(far: tuple[RDMABuffer, Tcp], monkeypatc
     """Who is called is called all the same."""
     movers, go, called = Workers(2), threading.Event(), threading.Event()
     monkeypatch.setattr(far[1]._errands, "submit", movers.submit_at_once)
-    monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S_INTERVAL_S", 60.0)
+    monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S", 60.0)
     try:
         for _ in range(4):
             movers.submit(lambda: (go.wait(30), None)[1])

@@ -428,7 +428,7 @@ for _kind in (
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_ASKING = (_TORCH + "dtensor/__init__.py", os.path.join(_TORCH, "fx", "experimental", "sym_node.py"))
+_ASKING = (_TORCH + "__init__.py", os.path.join(_TORCH, "fx", "experimental", "sym_node.py"))
 """Where bool() of a SymInt or a SymBool comes by, whoever asks."""
 
 

@@ -52,7 +52,7 @@ def use() -> None:
     """From now on this process has such a NIC, and no other."""
     address = bytes(10) + b"\xff\xff" + os.getpid().to_bytes(4, "big")
     facts = [PortFacts("across0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, address),), -1)]
-    open_device._devices.usable = lambda *_: facts  # type: ignore[assignment]
+    open_device.discovery.usable = lambda *_: facts  # type: ignore[assignment]
     engine.available = verbs.available = lambda *_, **__: None  # type: ignore[assignment]
     engine.load = lambda _="": Across()  # type: ignore[assignment]
 

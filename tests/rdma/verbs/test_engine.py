@@ -70,7 +70,7 @@ class Two:
 @pytest.fixture
 def ports(monkeypatch: pytest.MonkeyPatch) -> list[PortFacts]:
     found = [PortFacts("fake0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, GID),), -1)]
-    monkeypatch.setattr(open_device._devices, "usable", lambda settings: found)
+    monkeypatch.setattr(open_device.discovery, "usable", lambda settings: found)
     return found
 
 
