@@ -25,15 +25,41 @@ config.py               settings
 provider.py             the package that drives libibverbs; provider_pyverbs.py, provider_ibverbs.py adapt the two
 errors.py               exceptions
 ======================  ==============================================================================
+
+The exported names are imported at their first use. A rank on a machine without NICs imports eligibility.py only.
 """
 
-from monarch_backend._core.public_names import name_exceptions
-from monarch_backend._verbs.config import Settings, from_environment
-from monarch_backend._verbs.discovery import Diagnostic, available, describe
-from monarch_backend._verbs.engine import Engine, Region, hears, plan_atomic, plan_transfer
-from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
-from monarch_backend._verbs.registration_cache import Allocation, allocation_of
-from monarch_backend._verbs.work_requests import Plan
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monarch_backend._verbs.config import Settings, from_environment
+    from monarch_backend._verbs.discovery import Diagnostic, available, describe
+    from monarch_backend._verbs.engine import Engine, Region, hears, plan_atomic, plan_transfer
+    from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
+    from monarch_backend._verbs.registration_cache import Allocation, allocation_of
+    from monarch_backend._verbs.work_requests import Plan
+
+_MODULES = {
+    "Settings": "config",
+    "from_environment": "config",
+    "Diagnostic": "discovery",
+    "available": "discovery",
+    "describe": "discovery",
+    "Engine": "engine",
+    "Region": "engine",
+    "hears": "engine",
+    "plan_atomic": "engine",
+    "plan_transfer": "engine",
+    "NoConnectionError": "errors",
+    "UnreachableMemoryError": "errors",
+    "VerbsError": "errors",
+    "Allocation": "registration_cache",
+    "allocation_of": "registration_cache",
+    "Plan": "work_requests",
+}
 
 __all__ = [
     "Allocation",
@@ -54,4 +80,10 @@ __all__ = [
     "plan_transfer",
 ]
 
-name_exceptions(__name__, globals())
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
