@@ -35,6 +35,8 @@ from monarch_backend._actor.supervision import Restart
 from monarch_backend._actor.supervision import end_program as unhandled_fault_hook
 from monarch_backend._actor.this_proc import get_or_spawn_controller, this_proc
 from monarch_backend._core.public_names import name_exceptions
+from monarch_backend._hosts.attach import attach, attach_to_workers
+from monarch_backend._hosts.daemon import run_worker_loop_forever
 from monarch_backend._mesh.extent import Extent, Point, Shape
 from monarch_backend._mesh.host_mesh import HostMesh, this_host
 from monarch_backend._mesh.proc_mesh import ProcMesh
@@ -73,6 +75,8 @@ __all__ = [
     "UnknownEndpointError",
     "ValueMesh",
     "as_endpoint",
+    "attach",
+    "attach_to_workers",
     "concurrent_endpoint",
     "context",
     "current_actor_name",
@@ -81,6 +85,7 @@ __all__ = [
     "endpoint",
     "gather",
     "get_or_spawn_controller",
+    "run_worker_loop_forever",
     "send",
     "this_host",
     "this_proc",
