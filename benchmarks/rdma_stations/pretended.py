@@ -31,7 +31,7 @@ class Pretended(Ours):
     """Ours, but for the owner, who is in this process."""
 
     def __init__(self, nbytes: int) -> None:
-        open_device._devices.usable = lambda _: [PortFacts("pretended", 1, "ACTIVE", True, (GID,), -1)]  # type: ignore[assignment]
+        open_device.discovery.usable = lambda _: [PortFacts("pretended", 1, "ACTIVE", True, (GID,), -1)]  # type: ignore[assignment]
         self.far = FarOwner(Fabric(), f"{'far':0<23}", nbytes).until_up()
         self.there = torch.frombuffer(self.far.memory.map, dtype=torch.uint8)
         fill(self.there)

@@ -67,7 +67,7 @@ def install() -> Wires:
     wires: Any = Wires()
     gid = Gid(1, ROCE_V2, _NETWORK + os.getpid().to_bytes(3, "big"))
     facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
-    open_device._devices.usable = lambda settings, root=None: facts  # type: ignore[assignment]
+    open_device.discovery.usable = lambda settings, root=None: facts  # type: ignore[assignment]
     engine.available = availability.available = lambda *_: None  # type: ignore[assignment]
     engine.load = lambda wanted: wires  # type: ignore[assignment]
     eligibility.DEVICES, eligibility.PACKAGES = "/proc/self", ("os",)  # there is something in it

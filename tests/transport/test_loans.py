@@ -44,7 +44,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
     made = Fabric()
     gid = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
     facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
-    monkeypatch.setattr(open_device._devices, "usable", lambda *_: facts)
+    monkeypatch.setattr(open_device.discovery, "usable", lambda *_: facts)
     monkeypatch.setattr(engine, "available", lambda *_: None)
     monkeypatch.setattr(availability, "available", lambda *_: None)
     monkeypatch.setattr(engine, "load", lambda wanted: made)

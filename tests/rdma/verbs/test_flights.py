@@ -54,7 +54,7 @@ GID = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Make]:
     """``far(fabric)``: an owner that is connected already."""
-    monkeypatch.setattr(open_device._devices, "usable", lambda _: [PortFacts("fake0", 1, "ACTIVE", True, (GID,), -1)])
+    monkeypatch.setattr(open_device.discovery, "usable", lambda _: [PortFacts("fake0", 1, "ACTIVE", True, (GID,), -1)])
     made: list[FarOwner] = []
 
     def make(fabric: Fabric | None = None, **options: Any) -> FarOwner:

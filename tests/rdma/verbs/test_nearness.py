@@ -45,7 +45,7 @@ def on(monkeypatch: pytest.MonkeyPatch, posted: Posted) -> Iterator[Make]:
     def make(nodes: list[int], **settings: Any) -> Two:
         gid = Gid(1, ROCE_V2, GID)
         facts = [PortFacts(f"fake{i}", 1, "ACTIVE", True, (gid,), node) for i, node in enumerate(nodes)]
-        monkeypatch.setattr(open_device._devices, "usable", lambda _: facts)
+        monkeypatch.setattr(open_device.discovery, "usable", lambda _: facts)
         made.append(Two(Fabric(), **settings))
         made[-1].start([(0, 0, 1)]).wait()
         posted.clear()

@@ -33,7 +33,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
     made = Fabric()
     gid = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
     monkeypatch.setattr(
-        open_device._devices, "usable", lambda settings: [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
+        open_device.discovery, "usable", lambda settings: [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
     )
     monkeypatch.setattr(engine_module, "available", lambda: None)
     monkeypatch.setattr(engine_module, "load", lambda wanted: made)
