@@ -121,9 +121,10 @@ def cleaned_up(run: Run) -> set[int]:
 
 PLAIN = """
 import sys
-from monarch_backend.actor import Actor, _program, endpoint, this_host
+from monarch_backend._actor import runtime as _program
+from monarch_backend.actor import Actor, endpoint, this_host
 
-_program.HINT, _program.FAREWELL = 50, 55
+_program.SHUTDOWN_NOTICE_S, _program.SHUTDOWN_KILL_S = 50, 55
 
 GREETING = "hello"
 
@@ -677,7 +678,7 @@ def test_what_had_not_finished_at_the_end_is_named(finish: Start) -> None:
     ended = finish(
         """
 import monarch_backend._actor.runtime as _program
-_program.HINT, _program.FAREWELL = 0.1, 0.2
+_program.SHUTDOWN_NOTICE_S, _program.SHUTDOWN_KILL_S = 0.1, 0.2
 class Saver(Victim):
     @endpoint
     def save(self):
@@ -724,7 +725,7 @@ v = procs.spawn("v", Parent)
 for i, pid in enumerate(v.pid.call().get().values()):
     print(f"rank{i}={pid}")
 print("child={} daemon={} nested={}".format(*v.slice(gpus=0).spawn.call_one().get()))
-server = ma._program.program().owner._spawner._process
+server = runtime.program().owner._spawner._process
 print(f"server={server.pid}" if server else "", flush=True)
 v.slice(gpus=0).busy.call_one(1000)
 print("ready", flush=True)
@@ -764,7 +765,7 @@ def test_a_dead_fork_server_is_the_root_cause(start: Start, interpreter: WarmInt
         """
         v = this_host().spawn_procs({"gpus": 1}).spawn("v", Victim)
         worker = v.pid.call_one().get()  # so that there is a server
-        print(f"server={ma._program.program().owner._spawner._process.pid} worker={worker}", flush=True)
+        print(f"server={runtime.program().owner._spawner._process.pid} worker={worker}", flush=True)
         threading.Event().wait()
         """,
         own_server=True,
