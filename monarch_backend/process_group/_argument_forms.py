@@ -1,8 +1,7 @@
-"""The call forms of c10d's own methods: a list form with an options object, and single tensors with root, op, timeout.
+"""Call forms of c10d's methods: a list form with an options object, and single tensors with root, op, timeout.
 
-`ProcessGroup.broadcast` takes ``(tensors, opts)`` and ``(tensor, root, timeout)``, all by position or by name, and
-most collectives have such a pair. The methods in _collectives.py know the first form only; the decorator here makes
-it of the others. No collective lives here.
+`ProcessGroup.broadcast` takes ``(tensors, opts)`` and ``(tensor, root, timeout)``, all by position or by name. Most
+collectives have such a pair. Methods of _collectives.py take the first form only; the decorator converts the others.
 """
 
 from __future__ import annotations
@@ -11,29 +10,30 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from monarch_backend.process_group._collective_specs import BY_METHOD
+
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 _Method = Callable[..., Any]
 
 
-def call_forms(options: type, *tensors: tuple[str, ...], instead: tuple[str, ...] = ()) -> Callable[[_Method], _Method]:
-    """Decorator for ``method(self, *tensors, opts)``.
+def call_forms(method: _Method) -> _Method:
+    """Decorator for ``method(self, *tensors, opts)``, whose name is in the table of collectives.
 
-    ``options`` is the class of ``opts``; ``tensors`` has the names of each argument before it; ``instead`` names what
-    may be given in place of ``opts``, in c10d's order. Anything else is a TypeError, as it is from c10d.
+    The method also takes what the table allows in place of the options. Anything else is a TypeError, as from c10d.
     """
+    spec = BY_METHOD[method.__name__]
+    options, tensors, instead = spec.options, spec.arguments, spec.keywords
+    assert options is not None
     count = len(tensors)
 
-    def decorate(method: _Method) -> _Method:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **named: Any) -> Any:
-            if not named and len(args) == count + 1 and type(args[count]) is options:
-                return method(self, *args)  # what torch itself does
-            return method(self, *_parse(method.__name__, options, tensors, instead, args, named))
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        if not named and len(args) == count + 1 and type(args[count]) is options:
+            return method(self, *args)  # torch's own calls
+        return method(self, *_parse(method.__name__, options, tensors, instead, args, named))
 
-        return call
-
-    return decorate
+    return call
 
 
 def _parse(

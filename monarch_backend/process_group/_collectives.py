@@ -27,18 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
 
 from monarch_backend._core import torch_version
 from monarch_backend.process_group import _c10d_internals, _cpu_validation, _overlap, _tensor_lists
@@ -53,13 +41,6 @@ from monarch_backend.process_group._shm.shm_backend import SharedMemory, call_by
 # all_gather_single and reduce_scatter_single; before, only the old names are overridden from C++. An override of
 # both would call each other for ever.
 _NEW_NAMES = torch_version.torch_version() >= (2, 14)
-
-# Names of the tensor arguments in c10d's list form and in its single-tensor form.
-_TENSORS = ("tensors", "tensor")
-_OUTPUTS, _OUTPUT = ("output_tensors", "output_tensor", "output"), ("output", "outputTensor")
-_INPUTS, _INPUT = ("input_tensors", "input_tensor", "input"), ("input", "inputTensor")
-_SPLITS = (("output_split_sizes",), ("input_split_sizes",))
-
 
 # What an operation with several names is before it is called, and what is done with its work.
 _End = Callable[[Any], Any]
@@ -141,7 +122,7 @@ class Collectives(dist.ProcessGroup):
 
     # Reductions -------------------------------------------------------------------------------------------
 
-    @call_forms(AllreduceOptions, _TENSORS, instead=("op", "timeout"))
+    @call_forms
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """All-reduce in place, for torch.distributed.all_reduce. Several tensors all get the reduction of them all."""
         given = tensors = _listed(tensors)
@@ -163,7 +144,7 @@ class Collectives(dist.ProcessGroup):
             work = inner.allreduce(tensors, opts)
         return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
 
-    @call_forms(AllreduceCoalescedOptions, _TENSORS)
+    @call_forms
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
         """All-reduce of several tensors in one operation."""
         given = tensors = _listed(tensors)
@@ -188,7 +169,7 @@ class Collectives(dist.ProcessGroup):
             _cpu_validation.as_given(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu
         )
 
-    @call_forms(ReduceOptions, _TENSORS, instead=("root", "op", "timeout"))
+    @call_forms
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce to one rank; torch.distributed.reduce comes here."""
         given = tensors = _listed(tensors)
@@ -214,7 +195,7 @@ class Collectives(dist.ProcessGroup):
             work = inner.reduce(tensors, opts)
         return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "reduce", on_cpu)
 
-    @call_forms(ReduceScatterOptions, _OUTPUTS, _INPUTS, instead=("op", "timeout"))
+    @call_forms
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Reduce lists of tensors and scatter the result; torch.distributed.reduce_scatter comes here."""
         outputs, inputs = self._pairs(outputs, inputs)
@@ -245,7 +226,7 @@ class Collectives(dist.ProcessGroup):
 
     if not _NEW_NAMES:
 
-        @call_forms(ReduceScatterOptions, _OUTPUT, _INPUT)
+        @call_forms
         def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
             """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
             inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
@@ -254,7 +235,7 @@ class Collectives(dist.ProcessGroup):
                     return end(super()._reduce_scatter_base(*args))
             return end(inner._reduce_scatter_base(*args))
 
-    @call_forms(ReduceScatterOptions, _OUTPUT, _INPUT)
+    @call_forms
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
         if not _NEW_NAMES:
@@ -289,7 +270,7 @@ class Collectives(dist.ProcessGroup):
 
     # Gathering and moving ---------------------------------------------------------------------------------
 
-    @call_forms(BroadcastOptions, _TENSORS, instead=("root", "timeout"))
+    @call_forms
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Broadcast in place, for torch.distributed.broadcast. All of several tensors get the root's ``rootTensor``."""
         given = tensors = _listed(tensors)
@@ -307,7 +288,7 @@ class Collectives(dist.ProcessGroup):
             work = inner.broadcast(tensors, opts)
         return self._done(_cpu_validation.as_given(work, given) if on_cpu else work, "broadcast", on_cpu)
 
-    @call_forms(AllgatherOptions, _OUTPUTS, _INPUTS, instead=("timeout",))
+    @call_forms
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather tensors into lists on every rank, for torch.distributed.all_gather. A rank may give several."""
         inputs, outputs = self._pairs(inputs, outputs)
@@ -329,7 +310,7 @@ class Collectives(dist.ProcessGroup):
             work = inner.allgather(outputs, inputs, opts)
         return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "allgather", on_cpu)
 
-    @call_forms(AllgatherOptions, ("output_lists",), ("input_list",))
+    @call_forms
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather lists of tensors; torch.distributed.all_gather_coalesced comes here."""
         name, given, finish = "all_gather_coalesced", [tensor for row in outputs for tensor in row], None
@@ -355,7 +336,7 @@ class Collectives(dist.ProcessGroup):
 
     if not _NEW_NAMES:
 
-        @call_forms(AllgatherOptions, _OUTPUT, _INPUT)
+        @call_forms
         def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
             """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
             inner, aside, args, end = self._all_gather_one(output, input, opts)
@@ -364,7 +345,7 @@ class Collectives(dist.ProcessGroup):
                     return end(super()._allgather_base(*args))
             return end(inner._allgather_base(*args))
 
-    @call_forms(AllgatherOptions, _OUTPUT, _INPUT)
+    @call_forms
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
         if not _NEW_NAMES:
@@ -392,7 +373,7 @@ class Collectives(dist.ProcessGroup):
 
         return inner, aside, (output, input, opts), end
 
-    @call_forms(GatherOptions, _OUTPUTS, _INPUTS, instead=("root", "timeout"))
+    @call_forms
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather tensors into a list on one rank; torch.distributed.gather comes here."""
         inputs = _listed(inputs)
@@ -419,7 +400,7 @@ class Collectives(dist.ProcessGroup):
 
     if hasattr(dist.ProcessGroup, "gather_single"):
 
-        @call_forms(GatherOptions, _OUTPUT, _INPUT)
+        @call_forms
         def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
             """Gather into one tensor on one rank; torch.distributed.gather_single comes here, torch 2.14 and later."""
             inner, on_cpu, aside = self._find("gather_single", [output, input])
@@ -435,7 +416,7 @@ class Collectives(dist.ProcessGroup):
                     return super().gather_single(output, input, opts)  # type: ignore[misc]
             return inner.gather_single(output, input, opts)
 
-    @call_forms(ScatterOptions, _OUTPUTS, _INPUTS, instead=("root", "timeout"))
+    @call_forms
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Scatter a list of one rank; torch.distributed.scatter comes here."""
         given, finish = (outputs := _listed(outputs)), None
@@ -459,7 +440,7 @@ class Collectives(dist.ProcessGroup):
 
     if hasattr(dist.ProcessGroup, "all_to_all_single"):
 
-        @call_forms(AllToAllOptions, _OUTPUT, _INPUT, *_SPLITS, instead=("timeout",))
+        @call_forms
         def all_to_all_single(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Exchange slices of one tensor; torch.distributed.all_to_all_single comes here.
 
@@ -474,7 +455,7 @@ class Collectives(dist.ProcessGroup):
 
     else:
 
-        @call_forms(AllToAllOptions, _OUTPUT, _INPUT, *_SPLITS, instead=("timeout",))
+        @call_forms
         def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
             """The name that torch before 2.13 has for :meth:`all_to_all_single`."""
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
@@ -495,7 +476,7 @@ class Collectives(dist.ProcessGroup):
 
         return inner, aside, (output, input, outputs, inputs, opts), end
 
-    @call_forms(AllToAllOptions, _OUTPUTS, _INPUTS)
+    @call_forms
     def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Exchange lists of tensors; torch.distributed.all_to_all comes here."""
         outputs, inputs = _listed(outputs), _listed(inputs)
@@ -524,14 +505,14 @@ class Collectives(dist.ProcessGroup):
     # is the dispatcher's; they are here because without an override the GIL stays held (see _c10d_internals.py).
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced"):
 
-        @call_forms(AllgatherOptions, ("outputs",), ("inputs",))
+        @call_forms
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Gather each input into its large output, in one operation."""
             inner, args, end = self._all_gather_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().all_gather_single_coalesced(*args))
 
-        @call_forms(ReduceScatterOptions, ("outputs",), ("inputs",))
+        @call_forms
         def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Reduce each large input and scatter it into its output, in one operation."""
             inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
@@ -540,14 +521,14 @@ class Collectives(dist.ProcessGroup):
 
     else:
 
-        @call_forms(AllgatherOptions, ("outputs",), ("inputs",))
+        @call_forms
         def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """The name that torch before 2.13 has for :meth:`all_gather_single_coalesced`."""
             inner, args, end = self._all_gather_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().allgather_into_tensor_coalesced(*args))
 
-        @call_forms(ReduceScatterOptions, ("outputs",), ("inputs",))
+        @call_forms
         def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """The name that torch before 2.13 has for :meth:`reduce_scatter_single_coalesced`."""
             inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
@@ -627,7 +608,7 @@ class Collectives(dist.ProcessGroup):
                 return super().recv_anysource(tensors, tag)
         return inner.recv_anysource(tensors, tag)
 
-    @call_forms(BarrierOptions, instead=("timeout",))
+    @call_forms
     def barrier(self, opts: Any) -> Any:
         """Wait for all ranks: on the device that the options name, else on the CPU."""
         device = self._barrier_device(opts)
