@@ -39,6 +39,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from monarch_backend.process_group import _c10d_internals
+from monarch_backend.process_group._collective_specs import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    OPERATION_NAMES,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
 from monarch_backend.process_group._hierarchical.inter_host import (
     Cause,
     CollectiveCall,
@@ -145,7 +156,7 @@ class Hierarchy(SharedMemory):
                 call.owners = [*call.ins, *call.outs]
                 call.ins, call.outs = [_memory(t) for t in call.ins], [_memory(t) for t in call.outs]
                 self._agree(call)
-                _STAGES[call.what](self, call)
+                _ALGORITHMS[call.what](self, call)
         except GroupFailure as fault:
             raise self._break(fault) from None
         except BaseException as error:  # a bug, no memory, an interrupt: the others must not wait for us
@@ -174,7 +185,7 @@ class Hierarchy(SharedMemory):
     def _disconnect(self) -> None:
         """Fail the ranks that wait for us: on this host by an operation nobody expects, elsewhere by closing links."""
         if len(self._here) > 1:
-            self._core(0.0, shm_backend.BARRIER, shm_backend._BYTES, shm_backend._MOVES, -1, 0, [], [])
+            self._core(0.0, BARRIER, shm_backend._BYTES, shm_backend._MOVES, -1, 0, [], [])
         self._between.close_links()
 
     def set_reason(self, reason: str) -> None:
@@ -214,7 +225,7 @@ class Hierarchy(SharedMemory):
         mine, theirs = self._said[0], list(self._said[1:].unbind())
         mine.zero_()
         mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        self._local(call, shm_backend.ALL_GATHER, [mine], theirs, first=True)
+        self._local(call, ALL_GATHER, [mine], theirs, first=True)
         if any(not torch.equal(other, mine) for other in theirs):
             calls = (bytes(other.tolist()).rstrip(b"\0").decode(errors="replace")[:-10] for other in theirs)
             told = "; ".join(f"rank {rank} called {text}" for rank, text in zip(self._here, calls, strict=True))
@@ -235,7 +246,7 @@ class Hierarchy(SharedMemory):
         """One operation of the core on this host; ``root`` is a place on it."""
         piece = ins[0] if ins else outs[0]
         code = shm_backend._DTYPES.get(piece.dtype, shm_backend._BYTES)
-        size = 0 if what == shm_backend.ALL_TO_ALL else piece.nbytes
+        size = 0 if what == ALL_TO_ALL else piece.nbytes
         seconds = call.left() + (0.0 if first else _GRACE_S)
         fault = self._core(seconds, what, code, op, root, size, shm_backend._spans(ins), shm_backend._spans(outs))
         if fault is not None:
@@ -281,10 +292,10 @@ class Hierarchy(SharedMemory):
         if self._even and share > 1 and x.nbytes >= SLICE_MIN_BYTES and x.numel() >= share * share:
             self._all_reduce_slices(call, x)
             return
-        self._local(call, shm_backend.REDUCE, [x], [x], op=call.op_here, root=0)
+        self._local(call, REDUCE, [x], [x], op=call.op_here, root=0)
         if self._place == 0:
             self._end_between(call, x, self._begin_between(call, "between", x, self._leaders), self._leaders)
-        self._local(call, shm_backend.BROADCAST, [x], [x], root=0)
+        self._local(call, BROADCAST, [x], [x], root=0)
 
     def _all_reduce_slices(self, call: CollectiveCall, x: Tensor) -> None:
         """Each rank takes its slice of every segment; while one is on its way between hosts, the next is reduced."""
@@ -295,7 +306,7 @@ class Hierarchy(SharedMemory):
             parts[-2:] = [x[(len(parts) - 2) * step :]]  # too short to share
         for turn, part in enumerate(parts):
             slices = _Slices(part, len(self._here), self._place)
-            self._local(call, shm_backend.REDUCE_SCATTER, slices.pieces, [slices.mine], op=call.op_here)
+            self._local(call, REDUCE_SCATTER, slices.pieces, [slices.mine], op=call.op_here)
             under_way = self._begin_between(call, f"segment {turn}", slices.valid, self._column, turn % 2)
             if before is not None:
                 self._finish_slices(call, *before)
@@ -305,7 +316,7 @@ class Hierarchy(SharedMemory):
 
     def _finish_slices(self, call: CollectiveCall, slices: _Slices, under_way: _Sum) -> None:
         self._end_between(call, slices.valid, under_way, self._column)
-        self._local(call, shm_backend.ALL_GATHER, [slices.mine], slices.pieces)
+        self._local(call, ALL_GATHER, [slices.mine], slices.pieces)
         slices.write_back()
 
     def _begin_between(self, call: CollectiveCall, stage: str, x: Tensor, ranks: Sequence[int], key: int = 0) -> _Sum:
@@ -336,7 +347,7 @@ class Hierarchy(SharedMemory):
             others = [rank for rank in self._leaders if rank != self._rank]
             byte, *room = self._room(_BYTE, len(others) + 1)
             self._between.exchange(call, "all here", [(r, byte) for r in others], list(zip(others, room, strict=True)))
-        self._local(call, shm_backend.BARRIER, [_BYTE[:0]], [])
+        self._local(call, BARRIER, [_BYTE[:0]], [])
 
     def _agents(self, rank: int) -> tuple[int, ...]:
         """One rank of each host for what begins or ends at ``rank``: those with its place, if all hosts have it."""
@@ -349,7 +360,7 @@ class Hierarchy(SharedMemory):
         at_root = call.root in self._here
         (x,) = call.outs
         result = x if self._rank == call.root else self._room(x, 1)[0]
-        self._local(call, shm_backend.REDUCE, [call.ins[0]], [result], op=call.op_here, root=self._here.index(agent))
+        self._local(call, REDUCE, [call.ins[0]], [result], op=call.op_here, root=self._here.index(agent))
         if agent == self._rank and not at_root:
             target = next(a for a, host in zip(agents, self._hosts, strict=True) if call.root in host)
             self._between.exchange(call, "to the root", [(target, result)], [])
@@ -359,7 +370,7 @@ class Hierarchy(SharedMemory):
             room[self._host] = result
             combine(room, result, call.op, self._sizes)
         if at_root and agent != call.root:
-            self._local(call, shm_backend.BROADCAST, [result], [result], root=self._here.index(agent))
+            self._local(call, BROADCAST, [result], [result], root=self._here.index(agent))
 
     def _broadcast(self, call: CollectiveCall) -> None:
         agents = self._agents(call.root)
@@ -368,7 +379,7 @@ class Hierarchy(SharedMemory):
         home = next(h for h, host in enumerate(self._hosts) if call.root in host)
         at_root = home == self._host
         if at_root and agent != call.root:
-            self._local(call, shm_backend.BROADCAST, [x], [x], root=self._here.index(call.root))
+            self._local(call, BROADCAST, [x], [x], root=self._here.index(call.root))
         posted: Posted = []
         if agent == self._rank:
             parent, children = _tree((self._host - home) % len(self._hosts), len(self._hosts))
@@ -377,7 +388,7 @@ class Hierarchy(SharedMemory):
                 self._between.exchange(call, "tree", [], [(at[0], x)])
             posted = self._between.post(call, "tree", [(rank, x) for rank in at[1:]], [])
         if not at_root or agent == call.root:
-            self._local(call, shm_backend.BROADCAST, [x], [x], root=self._here.index(agent))
+            self._local(call, BROADCAST, [x], [x], root=self._here.index(agent))
         self._between.wait(call, posted)
 
     def _all_gather(self, call: CollectiveCall) -> None:
@@ -387,7 +398,7 @@ class Hierarchy(SharedMemory):
         if self._even:
             column = [host[self._place] for host in others]
             posted = self._between.post(call, "column", [(r, x) for r in column], [(r, outs[r]) for r in column])
-        self._local(call, shm_backend.ALL_GATHER, [x], [outs[rank] for rank in self._here])
+        self._local(call, ALL_GATHER, [x], [outs[rank] for rank in self._here])
         if not self._even and self._place == 0:
             sends = [(host[0], outs[rank]) for host in others for rank in self._here]
             posted = self._between.post(
@@ -396,10 +407,10 @@ class Hierarchy(SharedMemory):
         self._between.wait(call, posted)
         for host in others:
             if self._even:
-                self._local(call, shm_backend.ALL_GATHER, [outs[host[self._place]]], [outs[rank] for rank in host])
+                self._local(call, ALL_GATHER, [outs[host[self._place]]], [outs[rank] for rank in host])
             else:
                 for rank in host:
-                    self._local(call, shm_backend.BROADCAST, [outs[rank]], [outs[rank]], root=0)
+                    self._local(call, BROADCAST, [outs[rank]], [outs[rank]], root=0)
 
     def _reduce_scatter(self, call: CollectiveCall) -> None:
         (out,) = call.outs
@@ -411,7 +422,7 @@ class Hierarchy(SharedMemory):
         posted = self._between.post(call, "column", [], [(self._column[h], parts[h]) for h in others])
         for h in (*others, self._host):
             pieces = [call.ins[rank] for rank in self._hosts[h]]
-            self._local(call, shm_backend.REDUCE_SCATTER, pieces, [partial[h]], op=call.op_here)
+            self._local(call, REDUCE_SCATTER, pieces, [partial[h]], op=call.op_here)
             if h != self._host:
                 posted += self._between.post(call, "column", [(self._column[h], partial[h])], [])
         self._between.wait(call, posted)
@@ -422,7 +433,7 @@ class Hierarchy(SharedMemory):
         """All pieces to the first rank of each host, which gets those of its host from the other first ones."""
         sizes = [out.numel() * len(host) for host in self._hosts]
         whole = torch.cat([call.ins[rank] for host in self._hosts for rank in host])
-        self._local(call, shm_backend.REDUCE, [whole], [whole], op=call.op_here, root=0)
+        self._local(call, REDUCE, [whole], [whole], op=call.op_here, root=0)
         rows = list(torch.split(whole, sizes))
         mine = rows[self._host]
         if self._place == 0:
@@ -433,7 +444,7 @@ class Hierarchy(SharedMemory):
             parts[self._host] = mine
             combine(parts, mine, call.op, self._sizes)
         pieces = list(torch.split(mine, [out.numel()] * len(self._here)))
-        self._local(call, shm_backend.SCATTER, pieces if self._place == 0 else [], [out], root=0)
+        self._local(call, SCATTER, pieces if self._place == 0 else [], [out], root=0)
 
     def _gather(self, call: CollectiveCall) -> None:
         (x,), outs = call.ins, call.outs
@@ -443,7 +454,7 @@ class Hierarchy(SharedMemory):
         receives = [(rank, outs[rank]) for rank in self._elsewhere()] if self._rank == call.root else []
         posted = self._between.post(call, "to the root", [], receives)
         rows = [outs[rank] for rank in self._here] if self._rank == call.root else []
-        self._local(call, shm_backend.GATHER, [x], rows, root=self._here.index(call.root))
+        self._local(call, GATHER, [x], rows, root=self._here.index(call.root))
         self._between.wait(call, posted)
 
     def _scatter(self, call: CollectiveCall) -> None:
@@ -454,33 +465,24 @@ class Hierarchy(SharedMemory):
         sends = [(rank, ins[rank]) for rank in self._elsewhere()] if self._rank == call.root else []
         posted = self._between.post(call, "from the root", sends, [])
         rows = [ins[rank] for rank in self._here] if self._rank == call.root else []
-        self._local(call, shm_backend.SCATTER, rows, [out], root=self._here.index(call.root))
+        self._local(call, SCATTER, rows, [out], root=self._here.index(call.root))
         self._between.wait(call, posted)
 
     def _all_to_all(self, call: CollectiveCall) -> None:
         ins, outs = call.ins, call.outs
         sends, receives = ([(rank, side[rank]) for rank in self._elsewhere()] for side in (ins, outs))
         posted = self._between.post(call, "rank to rank", sends, receives)
-        self._local(
-            call, shm_backend.ALL_TO_ALL, [ins[rank] for rank in self._here], [outs[rank] for rank in self._here]
-        )
+        self._local(call, ALL_TO_ALL, [ins[rank] for rank in self._here], [outs[rank] for rank in self._here])
         self._between.wait(call, posted)
 
     def _elsewhere(self) -> Iterator[int]:
         return (rank for rank in range(self._size) if rank not in self._here)
 
 
-_STAGES: dict[int, Callable[[Hierarchy, CollectiveCall], None]] = {
-    shm_backend.BARRIER: Hierarchy._barrier,
-    shm_backend.ALL_REDUCE: Hierarchy._all_reduce,
-    shm_backend.REDUCE: Hierarchy._reduce,
-    shm_backend.BROADCAST: Hierarchy._broadcast,
-    shm_backend.ALL_GATHER: Hierarchy._all_gather,
-    shm_backend.GATHER: Hierarchy._gather,
-    shm_backend.SCATTER: Hierarchy._scatter,
-    shm_backend.REDUCE_SCATTER: Hierarchy._reduce_scatter,
-    shm_backend.ALL_TO_ALL: Hierarchy._all_to_all,
-}
+_ALGORITHMS: list[Callable[[Hierarchy, CollectiveCall], None]] = [
+    getattr(Hierarchy, f"_{name}") for name in OPERATION_NAMES
+]
+"""By the number of the operation."""
 
 
 @dataclass
@@ -520,29 +522,18 @@ def _tree(node: int, nodes: int) -> tuple[int, list[int]]:
 
 def _describe(collective: int, piece: Tensor, op: int, root: int) -> str:
     """The operation for people, in the words of the core."""
-    if collective == shm_backend.BARRIER:
+    if collective == BARRIER:
         return "barrier"
     parts = [str(piece.dtype).removeprefix("torch.")]
-    if collective != shm_backend.ALL_TO_ALL:
+    if collective != ALL_TO_ALL:
         parts.append(f"{piece.numel()} elements")
     if op != shm_backend._MOVES:
         parts.append(_OP_NAMES[op])
     if root >= 0:
         parts.append(f"root {root}")
-    return f"{_NAMES[collective]}({', '.join(parts)})"
+    return f"{OPERATION_NAMES[collective]}({', '.join(parts)})"
 
 
-_NAMES = (
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-)
 _OP_NAMES = {code: name for name, code in shm_backend._OPS.items()}
 _BYTE = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
