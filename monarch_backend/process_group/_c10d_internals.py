@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import (
 )
 
 from monarch_backend.process_group import _own_address
+from monarch_backend.process_group._collective_specs import COLLECTIVES
 from monarch_backend.process_group._handshake import Deadline, within
 
 BackendType = dist.ProcessGroup.BackendType
@@ -253,29 +254,9 @@ def _answering(name: str) -> Callable[..., Any]:
     return method
 
 
-_BACKEND_METHODS = (
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-)
-for _name in _BACKEND_METHODS:
-    setattr(DispatcherShimBackend, _name, _answering(_name))
+for _spec in COLLECTIVES:
+    if _spec.operator:
+        setattr(DispatcherShimBackend, _spec.methods[-1], _answering(_spec.methods[-1]))
 
 
 def free_backend_type(taken: set[Any]) -> Any:

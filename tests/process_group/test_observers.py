@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monarch_backend import CollectiveArgumentError
 from monarch_backend.process_group import MonarchProcessGroup
-from monarch_backend.process_group._shm import shm_backend
+from monarch_backend.process_group._collective_specs import BY_OPERATOR
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
 
@@ -271,7 +271,7 @@ def _profiled(rank: int) -> None:
         if name in ("send", "recv_any_source_"):
             gloo = {"send": "send", "recv_": "recv", "recv_any_source_": "recvAnySource"}[_expected(rank, name)]
         ranges = {n for n in names if n.startswith(("gloo:", "shm:"))}
-        ours = {f"gloo:{gloo}"} if reference.on_gloo() else {f"shm:{shm_backend._METHODS[_expected(rank, name)][1]}"}
+        ours = {f"gloo:{gloo}"} if reference.on_gloo() else {f"shm:{BY_OPERATOR[_expected(rank, name)].profiler_name}"}
         assert ranges == ours, f"{name}: {sorted(ranges)}"
 
 

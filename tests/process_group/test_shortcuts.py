@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from monarch_backend import CollectiveArgumentError, CollectiveMismatchError, RankFailedError
 from monarch_backend.process_group import MonarchProcessGroup, _process_group
+from monarch_backend.process_group._collective_specs import with_shortcut
 from monarch_backend.process_group._shm import shm_backend
 from tests.support.ranks import RankFailedError as DeadRank
 from tests.support.ranks import run_ranks
@@ -170,7 +171,7 @@ def _mixed_ways(rank: int) -> list[str]:
                 "all_to_all_single": (two.clone(), two, [], [], c10d.AllToAllOptions()),
                 "barrier": (c10d.BarrierOptions(),),
             }
-            assert calls.keys() == shm_backend._SHORTCUTS.keys()
+            assert calls.keys() == dict(with_shortcut()).keys()
             for name, args in calls.items():
                 if name not in group._shortcuts:
                     continue
@@ -249,7 +250,7 @@ def _watchers(_rank: int) -> tuple[int, int]:
 def test_hooks_and_the_end_of_a_group_end_its_shortcuts() -> None:
     for many, none in run_ranks(_watchers, 2):
         assert many == sum(
-            isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name in shm_backend._SHORTCUTS
+            isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name, _ in with_shortcut()
         )
         assert none == 0
 
@@ -402,10 +403,10 @@ def test_deaths_are_raised_by_shortcuts() -> None:
 
 def test_torch_s_methods_take_what_shortcuts_take() -> None:
     """The options' types and fields, and the methods' names, are torch's."""
-    for name, (_, _, options) in shm_backend._SHORTCUTS.items():
-        assert hasattr(options(), "asyncOp"), name
+    for name, spec in with_shortcut():
+        assert hasattr(spec.options(), "asyncOp"), name
     assert c10d.BarrierOptions().device is None
     assert c10d.BarrierOptions().device_ids == []
     assert {int(getattr(dist.ReduceOp.RedOpType, name)) for name in shm_backend._OPS} == set(range(8))
-    known = {name for name in shm_backend._SHORTCUTS if hasattr(dist.ProcessGroup, name)}
+    known = {name for name, _ in with_shortcut() if hasattr(dist.ProcessGroup, name)}
     assert known >= {"allreduce", "broadcast", "reduce", "allgather", "barrier"}

@@ -17,18 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-)
 from torch.futures import Future
 
-from monarch_backend.process_group import _c10d_internals, _cpu_validation
+from monarch_backend.process_group import _c10d_internals, _collective_specs, _cpu_validation
+from monarch_backend.process_group._collective_specs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    CollectiveSpec,
+    Form,
+)
 from monarch_backend.process_group._errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -37,8 +41,7 @@ from monarch_backend.process_group._errors import (
     RankFailedError,
 )
 
-# csrc/shm/group.h: Collective; csrc/shm/reduce.h: Dtype and ReduceOp.
-BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = range(9)
+# csrc/shm/reduce.h: Dtype and ReduceOp.
 _DTYPES = {
     dtype: code
     for code, dtype in enumerate(
@@ -76,21 +79,8 @@ _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's 
 # (process_group/_cpu_validation.py).
 _REDUCES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
 _MOVES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if dtype in _cpu_validation.REDUCIBLE}
-# Method -> (collective, the form of its arguments, the type of its options); csrc/shm/python/shortcut.h: Form.
-_IN_PLACE_FORM, _PAIR, _GATHERING, _EXCHANGE, _NOTHING_FORM = range(5)
-_SHORTCUTS = {
-    "allreduce": (ALL_REDUCE, _IN_PLACE_FORM, AllreduceOptions),
-    "broadcast": (BROADCAST, _IN_PLACE_FORM, BroadcastOptions),
-    "reduce": (REDUCE, _IN_PLACE_FORM, ReduceOptions),
-    "allgather": (ALL_GATHER, _GATHERING, AllgatherOptions),
-    "_allgather_base": (ALL_GATHER, _PAIR, AllgatherOptions),
-    "all_gather_single": (ALL_GATHER, _PAIR, AllgatherOptions),
-    "_reduce_scatter_base": (REDUCE_SCATTER, _PAIR, ReduceScatterOptions),
-    "reduce_scatter_single": (REDUCE_SCATTER, _PAIR, ReduceScatterOptions),
-    "alltoall_base": (ALL_TO_ALL, _EXCHANGE, AllToAllOptions),
-    "all_to_all_single": (ALL_TO_ALL, _EXCHANGE, AllToAllOptions),
-    "barrier": (BARRIER, _NOTHING_FORM, BarrierOptions),
-}
+_SHORTCUT_FORMS = (Form.IN_PLACE, Form.PAIR, Form.TO_LIST, Form.EXCHANGE, Form.NOTHING)
+"""In the order of csrc/shm/python/shortcut.h: Form."""
 
 
 def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -332,13 +322,13 @@ class SharedMemory:
         moves = _c10d_internals.shortcut_names(_OPS, _MOVES_AT_ONCE)
         reduces = _c10d_internals.shortcut_names(_OPS, _REDUCES_AT_ONCE)
         found = {}
-        for name, (collective, form, options) in _SHORTCUTS.items():
+        for name, spec in _collective_specs.with_shortcut():
             method = getattr(type(owner), name, None)
             if not isinstance(method, FunctionType) or method is not methods.get(name):
                 continue  # C++'s own would come back to the shortcut
-            names = reduces if collective in (ALL_REDUCE, REDUCE, REDUCE_SCATTER) else moves
+            form, names = _SHORTCUT_FORMS.index(spec.form), reduces if spec.reduces else moves
             found[name] = self.native.shortcut(
-                collective, form, owner, name, options, _Done, self._failed, self._seconds, names
+                spec.operation, form, owner, name, spec.options, _Done, self._failed, self._seconds, names
             )
         return found
 
@@ -493,7 +483,7 @@ class SharedMemory:
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
         """The operation that torch's dispatcher calls ``name``, with its arguments."""
-        with _c10d_internals.profiled(f"shm:{_METHODS[name][1]}", _read_by(name, args)):
+        with _c10d_internals.profiled(*_PROFILED[name](args)):
             work: ShmWork = call_by_operator(self, opts, name, args)
             return work
 
@@ -510,51 +500,43 @@ class SharedMemory:
         self.native.close()
 
 
-_POINT_TO_POINT = frozenset({"send", "recv_", "recv_any_source_"})
-_IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"})
-# torch's operator -> (method, what the profiler calls it)
-_METHODS = {
-    "allreduce_": ("allreduce", "all_reduce"),
-    "allreduce_coalesced_": ("allreduce_coalesced", "all_reduce"),
-    "broadcast_": ("broadcast", "broadcast"),
-    "reduce_": ("reduce", "reduce"),
-    "allgather_": ("allgather", "all_gather"),
-    "_allgather_base_": ("_allgather_base", "all_gather"),
-    "allgather_coalesced_": ("allgather_coalesced", "all_gather"),
-    "allgather_into_tensor_coalesced_": ("allgather_into_tensor_coalesced", "all_gather"),
-    "gather_": ("gather", "gather"),
-    "scatter_": ("scatter", "scatter"),
-    "reduce_scatter_": ("reduce_scatter", "reduce_scatter"),
-    "_reduce_scatter_base_": ("_reduce_scatter_base", "reduce_scatter"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_tensor_coalesced", "reduce_scatter"),
-    "alltoall_": ("alltoall", "all_to_all"),
-    "alltoall_base_": ("alltoall_base", "all_to_all"),
-    "barrier": ("barrier", "barrier"),
-    "send": ("send", "send"),
-    "recv_": ("recv", "recv"),
-    "recv_any_source_": ("recv_anysource", "recvAnySource"),
-}
-
-
 def call_by_operator(inner: Any, opts: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """The work of an inner group, the shared memory or torch's, for what torch's dispatcher calls ``name``."""
-    call = getattr(inner, _METHODS[name][0])
-    if name == "barrier":
-        return call(opts)
-    if name in _POINT_TO_POINT:
-        return call(args[0], *args[2:])  # args[1] is the group
-    if name == "alltoall_base_":
-        return call(args[0], args[1], args[3], args[4], opts)
-    return call(args[0], opts) if name in _IN_PLACE else call(args[0], args[1], opts)
+    """Call the method of an inner group, the shared memory or torch's, for the operator ``name`` of torch.ops.c10d."""
+    method, arguments = _CALLS[name]
+    return getattr(inner, method)(*arguments(args, opts))
 
 
-def _read_by(name: str, args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors whose shapes the profiler shows: what the operation reads."""
-    if name == "barrier":
-        return []
-    given = args[0] if name in _IN_PLACE or name in _POINT_TO_POINT else args[1]
-    tensors = [given] if isinstance(given, Tensor) else list(given)
-    return [t for row in tensors for t in (row if isinstance(row, (list, tuple)) else [row])]
+def _call_of(spec: CollectiveSpec) -> tuple[str, Callable[[tuple[Any, ...], Any], tuple[Any, ...]]]:
+    """Return the method for an operator, and what converts the operator's arguments and the options to the method's."""
+    if spec.form is Form.NOTHING:
+        return spec.key, lambda _, opts: (opts,)
+    if spec.form.is_point_to_point:
+        return spec.key, lambda args, _: (args[0], *args[2:])  # args[1] is the group
+    if spec.form is Form.EXCHANGE:
+        return spec.key, lambda args, opts: (args[0], args[1], args[3], args[4], opts)
+    if spec.form.is_in_place:
+        return spec.key, lambda args, opts: (args[0], opts)
+    return spec.key, lambda args, opts: (args[0], args[1], opts)
+
+
+def _range_of(spec: CollectiveSpec) -> Callable[[tuple[Any, ...]], tuple[str, list[Tensor]]]:
+    """Return what makes the profiler's range for an operator's arguments: its title, and the tensors that are read."""
+    title = f"shm:{spec.profiler_name}"
+    if spec.form is Form.NOTHING:
+        return lambda _: (title, [])
+    read = 0 if spec.form.is_in_place or spec.form.is_point_to_point else 1
+    return lambda args: (title, _flat(args[read]))
+
+
+def _flat(given: Any) -> list[Tensor]:
+    """Return the tensors of a tensor, a list or a list of lists."""
+    rows = [given] if isinstance(given, Tensor) else given
+    return [t for row in rows for t in (row if isinstance(row, (list, tuple)) else [row])]
+
+
+# By operator.
+_CALLS = {name: _call_of(spec) for name, spec in _collective_specs.BY_OPERATOR.items()}
+_PROFILED = {name: _range_of(spec) for name, spec in _collective_specs.BY_OPERATOR.items()}
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
