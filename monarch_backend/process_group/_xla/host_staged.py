@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend._core import env
 from monarch_backend.process_group import _c10d_internals, _c10d_patches
+from monarch_backend.process_group._collective_specs import BY_METHOD, CollectiveSpec, Form
 from monarch_backend.process_group._errors import where
 from monarch_backend.process_group._hooks import DeferredWork
 from monarch_backend.process_group._integer_mean import INTEGERS, divide_sum
@@ -29,21 +30,6 @@ from monarch_backend.process_group._xla import graph_hash_workaround
 
 if TYPE_CHECKING:
     from monarch_backend.process_group._process_group import MonarchProcessGroup
-
-_WRITING = frozenset({
-    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "_allgather_base",
-    "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather", "gather_single", "scatter",
-    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
-    "alltoall", "alltoall_base", "recv", "recv_anysource",
-})  # fmt: skip
-"""What changes its first argument, all tensors in it."""
-_FROM_WHAT_IS_THERE = frozenset({"allreduce", "allreduce_coalesced", "reduce", "broadcast"})
-"""Of these the ones that read it, too. For the others what is in it need not be computed."""
-_NAMES = {
-    "_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single",
-    "alltoall_base": "all_to_all_single",
-}  # fmt: skip
-"""Inner groups have the older names."""
 
 
 class NothingToEnd:
@@ -73,19 +59,21 @@ class StagedGroup(NothingToEnd):
         functional_by_groups()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("send", "barrier"):
+        spec = BY_METHOD.get(name)
+        if spec is None:
+            raise AttributeError(f"the XLA route has no {name}")
+        if not spec.form.writes:
             return functools.partial(self._staged, name)
-        if name in _WRITING:
-            return functools.partial(self._written, name)
-        raise AttributeError(f"the XLA route has no {name}")
+        return functools.partial(self._written, spec)
 
     def _staged(self, name: str, *args: Any) -> Any:
         return getattr(self._group, name)(*graph_hash_workaround.all_on_host(args))
 
-    def _written(self, name: str, outputs: Any, *rest: Any) -> Any:
+    def _written(self, spec: CollectiveSpec, outputs: Any, *rest: Any) -> Any:
         group = self._group
-        own = getattr(group, _NAMES.get(name, name), None) or getattr(group, name)
-        if name in _FROM_WHAT_IS_THERE:
+        # Of the names in several releases, the newest that this release of torch has.
+        own = next(getattr(group, name) for name in reversed(spec.methods) if hasattr(group, name))
+        if spec.form.is_in_place:
             there, *rest = graph_hash_workaround.all_on_host((outputs, *rest))
         else:
             there, rest = pytree.tree_map(_room_for, outputs), graph_hash_workaround.all_on_host(rest)
@@ -98,7 +86,7 @@ class StagedGroup(NothingToEnd):
 
         given = pytree.tree_leaves(outputs)
         late = DeferredWork(work, given, finish)
-        if name in ("recv", "recv_anysource"):  # the sender may be this very thread, later
+        if spec.form is Form.RECEIVE:  # the sender may be this very thread, later
             return late
         late.wait()
         return _c10d_internals.finished_work(given)
@@ -123,6 +111,8 @@ def _say_once(group: MonarchProcessGroup) -> None:
 # Functional collectives -----------------------------------------------------------------------------------------
 
 _libraries: list[torch.library.Library] = []
+_Kernel = Callable[..., torch.Tensor]
+_KERNELS: dict[str, Callable[..., Any]] = {"wait_tensor": lambda tensor: tensor}
 
 
 def functional_by_groups() -> None:
@@ -139,6 +129,18 @@ def functional_by_groups() -> None:
     _libraries.append(library)
 
 
+def _kernel(name: str, *, coalesced: bool = False) -> Callable[[_Kernel], _Kernel]:
+    """Decorator: the function is the kernel of the functional collective ``name``; maybe of the one for lists, too."""
+
+    def register(kernel: _Kernel) -> _Kernel:
+        _KERNELS[name] = kernel
+        if coalesced:
+            _KERNELS[f"{name}_coalesced"] = lambda tensors, *args: [kernel(each, *args) for each in tensors]
+        return kernel
+
+    return register
+
+
 def _op(name: str) -> Any:
     return getattr(dist.ReduceOp, name.upper())
 
@@ -147,6 +149,7 @@ def _group(name: str) -> Any:
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+@_kernel("all_reduce", coalesced=True)
 def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     out = x.clone()
     _reduce(out, op, group)
@@ -167,11 +170,13 @@ def _mean(total: torch.Tensor, count: int) -> torch.Tensor:
     return divide_sum(total, count) if total.dtype in INTEGERS else total / count
 
 
+@_kernel("all_reduce_")
 def _all_reduce_here(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     _reduce(x, op, group)
     return x
 
 
+@_kernel("all_gather_into_tensor", coalesced=True)
 def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     shape = (size * x.shape[0], *x.shape[1:]) if x.ndim else (size,)
     out = x.new_empty(shape)
@@ -179,6 +184,7 @@ def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return out
 
 
+@_kernel("reduce_scatter_tensor", coalesced=True)
 def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     mean = op.lower() == "avg"
@@ -186,6 +192,7 @@ def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: str) -> torch.Te
     return _mean(out, size) if mean else out
 
 
+@_kernel("all_to_all_single")
 def _all_to_all(x: torch.Tensor, outputs: Any, inputs: Any, group: str) -> torch.Tensor:
     outputs, inputs = list(map(int, outputs)), list(map(int, inputs))
     out = x.new_empty((sum(outputs), *x.shape[1:]) if outputs else x.shape)
@@ -193,19 +200,8 @@ def _all_to_all(x: torch.Tensor, outputs: Any, inputs: Any, group: str) -> torch
     return out
 
 
+@_kernel("broadcast")
 def _broadcast(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
     out = x.clone()
     dist.broadcast(out, group=_group(group), group_src=source)
     return out
-
-
-def _each(kernel: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
-    return lambda tensors, *args: [kernel(each, *args) for each in tensors]
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "all_reduce": _all_reduce, "all_reduce_coalesced": _each(_all_reduce), "all_reduce_": _all_reduce_here,
-    "all_gather_into_tensor": _all_gather, "all_gather_into_tensor_coalesced": _each(_all_gather),
-    "reduce_scatter_tensor": _reduce_scatter, "reduce_scatter_tensor_coalesced": _each(_reduce_scatter),
-    "all_to_all_single": _all_to_all, "broadcast": _broadcast, "wait_tensor": lambda tensor: tensor,
-}  # fmt: skip

@@ -7,6 +7,7 @@ those checks. May not import torch_xla before an XLA tensor comes: its import ta
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from monarch_backend.process_group import _c10d_internals, _c10d_patches
+from monarch_backend.process_group._collective_specs import BY_METHOD
 from monarch_backend.process_group._errors import NoRouteError, bad_argument, where
 from monarch_backend.process_group._xla.host_staged import NothingToEnd, StagedGroup
 
@@ -28,19 +30,6 @@ if TYPE_CHECKING:
 _BACKEND = "torch_xla.distributed.xla_backend"
 
 REDUCE_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR")
-_LACKING = {
-    "allreduce_coalesced": "Call all_reduce for each tensor; XLA fuses them.",
-    "allgather_into_tensor_coalesced": "Call all_gather_into_tensor for each tensor; XLA fuses them.",
-    "all_gather_single_coalesced": "Call all_gather_into_tensor for each tensor; XLA fuses them.",
-    "reduce_scatter_tensor_coalesced": "Call reduce_scatter_tensor for each tensor; XLA fuses them.",
-    "reduce_scatter_single_coalesced": "Call reduce_scatter_tensor for each tensor; XLA fuses them.",
-    "recv_anysource": "Name the source rank.",
-    "gather_single": "Use gather.",
-    "monitored_barrier": "Use a CPU barrier: call it without device_ids.",
-}
-_PASSED_ON = frozenset({"allgather", "_allgather_base", "allgather_coalesced", "reduce_scatter_coalesced", "barrier"})
-# These leave the group out when they call XLA (torch_xla 2.9), or take a rank of the group for one of the world.
-_WHOLE_WORLD_ONLY = frozenset({"reduce", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv"})
 
 
 def missing() -> str:
@@ -114,44 +103,32 @@ class XlaGroup(NothingToEnd):
         inner._mesh = (options or {}).get("mesh", mesh)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _LACKING:
-            raise self._refusal(name, "torch_xla's group lacks it", _LACKING[name])
-        if name in _WHOLE_WORLD_ONLY and not self._whole_world:
+        spec = BY_METHOD.get(name)
+        if spec is None:
+            raise AttributeError(f"the XLA route has no {name}")
+        if spec.xla_remedy:
+            raise self._refusal(name, "torch_xla's group lacks it", spec.xla_remedy)
+        if spec.xla_world_only and not self._whole_world:
             raise self._refusal(
                 name, "torch_xla's group does it for all ranks only, not for a subgroup", "Use the default group."
             )
-        if name not in _PASSED_ON | _WHOLE_WORLD_ONLY:
+        if name != spec.key:
             raise AttributeError(f"the XLA route has no {name}")
-        return getattr(self._inner, name)
+        method = getattr(self._inner, name)
+        return functools.partial(self._reduced, spec.name, method) if spec.reduces else method
 
     def _refusal(self, name: str, reason: str, remedy: str) -> NoRouteError:
         return NoRouteError(f"{name} on route xla -> xla: {reason}. {remedy} [{where(self._group)}]")
 
-    def _reduces(self, collective: str, opts: Any) -> None:
-        kind = getattr(opts.reduceOp, "op", opts.reduceOp)
+    def _reduced(self, collective: str, method: Callable[..., Any], *args: Any) -> Any:
+        """Call torch_xla's method if it has the reduce op of the options, the last argument."""
+        op = args[-1].reduceOp
+        kind = getattr(op, "op", op)
         name = str(getattr(kind, "name", kind))
         if name not in REDUCE_OPS:
             remedy = f"Use one of {', '.join(REDUCE_OPS)}."
             raise bad_argument(self._group, collective, f"torch_xla has no reduce op {name}", remedy)
-
-    def allreduce(self, tensors: Any, opts: Any) -> Any:
-        """All-reduce in place."""
-        self._reduces("all_reduce", opts)
-        return self._inner.allreduce(tensors, opts)
-
-    def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduce to one rank, in the default group."""
-        self._reduces("reduce", opts)
-        return self.__getattr__("reduce")(tensors, opts)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Reduce lists of tensors and scatter the result."""
-        self._reduces("reduce_scatter", opts)
-        return self._inner.reduce_scatter(outputs, inputs, opts)
-
-    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> Any:
-        self._reduces("reduce_scatter_tensor", opts)
-        return self._inner._reduce_scatter_base(output, input, opts)
+        return method(*args)
 
     def alltoall_base(self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any) -> Any:
         """Exchange equal slices of one tensor, in the default group."""
