@@ -14,32 +14,10 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch._C import _distributed_c10d as c
 
+from monarch_backend.process_group._collective_specs import COLLECTIVES
 from tests.process_group.test_work import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
 
-METHODS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "broadcast",
-    "allgather",
-    "allgather_coalesced",
-    "_allgather_base",
-    "all_gather_single",
-    "gather",
-    "gather_single",
-    "scatter",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "all_to_all_single",
-    "alltoall_base",
-    "alltoall",
-    "all_gather_single_coalesced",
-    "reduce_scatter_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "barrier",
-)
+METHODS = tuple(method for spec in COLLECTIVES if spec.options is not None for method in spec.methods)
 
 
 def _forms(method: str) -> Iterator[dict[str, str]]:

@@ -24,6 +24,7 @@ from monarch_backend import CollectiveArgumentError, CollectiveMismatchError, Ra
 from monarch_backend.process_group import MonarchProcessGroup, _process_group
 from monarch_backend.process_group._collective_specs import with_shortcut
 from monarch_backend.process_group._shm import shm_backend
+from tests.support.collective_references import REFERENCES, arguments, given_by, options
 from tests.support.ranks import RankFailedError as DeadRank
 from tests.support.ranks import run_ranks
 
@@ -157,25 +158,13 @@ def _mixed_ways(rank: int) -> list[str]:
     said = []
     for turn in range(2):
         for dtype in shm_backend._DTYPES:
-            one, two = torch.ones(2).to(dtype), torch.ones(4).to(dtype)
-            calls = {
-                "allreduce": ([one], dist.AllreduceOptions()),
-                "reduce": ([one], dist.ReduceOptions()),
-                "broadcast": ([one], dist.BroadcastOptions()),
-                "allgather": ([[one.clone(), one.clone()]], [one], c10d.AllgatherOptions()),
-                "_allgather_base": (two, one, c10d.AllgatherOptions()),
-                "all_gather_single": (two, one, c10d.AllgatherOptions()),
-                "_reduce_scatter_base": (one, two, dist.ReduceScatterOptions()),
-                "reduce_scatter_single": (one, two, dist.ReduceScatterOptions()),
-                "alltoall_base": (two.clone(), two, [], [], c10d.AllToAllOptions()),
-                "all_to_all_single": (two.clone(), two, [], [], c10d.AllToAllOptions()),
-                "barrier": (c10d.BarrierOptions(),),
-            }
-            assert calls.keys() == dict(with_shortcut()).keys()
-            for name, args in calls.items():
+            for name, spec in with_shortcut():
                 if name not in group._shortcuts:
                     continue
-                args[-1].asyncOp = False
+                given = [given_by(spec, each, 2) for each in range(2)]
+                outputs = [tensor.to(dtype) for tensor in REFERENCES[spec.key](given, rank, 0)]
+                mine = [tensor.to(dtype) for tensor in given[rank]]
+                args = (*arguments(spec, mine, outputs, 0, rank, 2), options(spec))
                 call = getattr(group, name) if rank == turn else getattr(type(group), name).__get__(group)
                 try:
                     call(*args).wait()
