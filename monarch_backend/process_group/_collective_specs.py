@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import (
     AllgatherOptions,
@@ -24,24 +25,28 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-# Operations of the compiled core, in the order of csrc/shm/operation.h: Collective. The algorithm of Hierarchy for
-# "all_reduce" is its method `_all_reduce`, and so on.
-OPERATION_NAMES = (
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
+
+class Operation(NamedTuple):
+    """An operation of the compiled core; the algorithm of Hierarchy for "all_reduce" is its method `_all_reduce`."""
+
+    name: str
+    has_root: bool = False
+    reduces: bool = False
+
+
+# The rows of csrc/shm/operation.h: collective_traits, in the same order.
+OPERATIONS = (
+    Operation("barrier"),
+    Operation("all_reduce", reduces=True),
+    Operation("reduce", has_root=True, reduces=True),
+    Operation("broadcast", has_root=True),
+    Operation("all_gather"),
+    Operation("gather", has_root=True),
+    Operation("scatter", has_root=True),
+    Operation("reduce_scatter", reduces=True),
+    Operation("all_to_all"),
 )
-BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = range(
-    len(OPERATION_NAMES)
-)
-_REDUCING = frozenset({ALL_REDUCE, REDUCE, REDUCE_SCATTER})
-_ROOTED = frozenset({REDUCE, BROADCAST, GATHER, SCATTER})
+BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = range(len(OPERATIONS))
 
 
 class Form(enum.Enum):
@@ -91,7 +96,7 @@ class CollectiveSpec:
 
     `arguments`: for each tensor argument the names that c10d's list form and single-tensor form give it.
     `keywords`: arguments that may replace the options.
-    `operation`: number of the core's operation; None if the method calls other collectives or messages.
+    `operation`: index in `OPERATIONS`; None if the method calls other collectives or messages.
     `shortcut`: True if the core may take calls before any line of Python (csrc/shm/python/shortcut.h).
     `xla_remedy`: if torch_xla's group lacks the collective, the advice in the error.
     `xla_world_only`: True if torch_xla's group (2.9) is right for all ranks only. It ignores the group when it calls
@@ -120,17 +125,17 @@ class CollectiveSpec:
     @property
     def reduces(self) -> bool:
         """True if the options have a reduce op."""
-        return self.operation in _REDUCING
+        return self.operation is not None and OPERATIONS[self.operation].reduces
 
     @property
     def has_root(self) -> bool:
         """True if the options have a root rank."""
-        return self.operation in _ROOTED
+        return self.operation is not None and OPERATIONS[self.operation].has_root
 
     @property
     def profiler_name(self) -> str:
         """Name of the profiler's range, after the name of the route."""
-        return self.range_name or OPERATION_NAMES[self.operation or 0]
+        return self.range_name or OPERATIONS[self.operation or 0].name
 
 
 _TENSORS = ("tensors", "tensor")

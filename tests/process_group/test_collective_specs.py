@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from monarch_backend import CollectiveArgumentError, NoRouteError, process_group
+from monarch_backend import CollectiveArgumentError, NoRouteError, _native, process_group
 from monarch_backend.process_group import _c10d_internals, _collective_specs
 from monarch_backend.process_group._collective_specs import (
     BY_METHOD,
     COLLECTIVES,
-    OPERATION_NAMES,
+    OPERATIONS,
     CollectiveSpec,
     Form,
     Overlap,
@@ -102,11 +102,16 @@ def test_collective_has_a_route_in_shared_memory(spec: CollectiveSpec) -> None:
     assert spec.profiler_name
 
 
-@pytest.mark.parametrize("name", OPERATION_NAMES)
-def test_operation_has_an_algorithm_between_hosts(name: str) -> None:
+@pytest.mark.parametrize("index", range(len(OPERATIONS)), ids=lambda index: OPERATIONS[index].name)
+def test_operation_has_an_algorithm_between_hosts(index: int) -> None:
+    name = OPERATIONS[index].name
     assert callable(getattr(Hierarchy, f"_{name}"))
-    assert getattr(_collective_specs, name.upper()) == OPERATION_NAMES.index(name)
-    assert any(spec.operation == OPERATION_NAMES.index(name) for spec in COLLECTIVES)
+    assert getattr(_collective_specs, name.upper()) == index
+    assert any(spec.operation == index for spec in COLLECTIVES)
+
+
+def test_operations_are_those_of_the_core() -> None:
+    assert _native.collectives == OPERATIONS
 
 
 @each_collective
@@ -333,8 +338,8 @@ NAMES = frozenset(
         *BY_METHOD,
         *_collective_specs.BY_OPERATOR,
         *(spec.name for spec in COLLECTIVES),
-        *OPERATION_NAMES,
-        *(name.upper() for name in OPERATION_NAMES),
+        *(operation.name for operation in OPERATIONS),
+        *(operation.name.upper() for operation in OPERATIONS),
     }
 )
 

@@ -97,9 +97,20 @@ std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, std::vec
   return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(boards), read_from, std::move(label));
 }
 
+// Names and properties of the collectives, for a test that Python has the same.
+py::tuple collectives() {
+  py::list rows;
+  for (int c = 0; c < static_cast<int>(Collective::send); ++c) {
+    const CollectiveTraits& its = collective_traits[static_cast<std::size_t>(c)];
+    rows.append(py::make_tuple(its.name, its.has_root, its.reduces));
+  }
+  return py::tuple(rows);
+}
+
 }  // namespace
 
 void bind_shared_memory(py::module_& m) {
+  m.attr("collectives") = collectives();
   py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer", "Another process of this host, alive or not.");
 
   py::class_<Host, std::shared_ptr<Host>>(m, "Host", "This process among those of its host: its arena and its peers.")

@@ -217,8 +217,7 @@ class Caller {
       if (header.root < 0 || header.root >= static_cast<std::int32_t>(n_)) return false;
       if (PyLong_AsLong(get(opts, names().root_tensor).ptr()) != 0) return false;
     }
-    const bool reduces = collective == Collective::all_reduce || collective == Collective::reduce || collective == Collective::reduce_scatter;
-    if (!reduces) return true;
+    if (!reduces(collective)) return true;
     const py::object op = get(opts, names().reduce_op);
     if (op.equal(its_.torch.sum)) {
       header.op = ReduceOp::sum;

@@ -15,10 +15,6 @@ namespace {
 // Data repeat after so many elements, a prime: a misplaced chunk does not look like the right one.
 constexpr int period = 251;
 
-bool reduces(Collective c) {
-  return c == Collective::all_reduce || c == Collective::reduce || c == Collective::reduce_scatter;
-}
-
 std::uint64_t mix(std::uint64_t x) {  // splitmix64
   x += 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;

@@ -45,7 +45,7 @@ from monarch_backend.process_group._collective_specs import (
     BARRIER,
     BROADCAST,
     GATHER,
-    OPERATION_NAMES,
+    OPERATIONS,
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
@@ -480,7 +480,7 @@ class Hierarchy(SharedMemory):
 
 
 _ALGORITHMS: list[Callable[[Hierarchy, CollectiveCall], None]] = [
-    getattr(Hierarchy, f"_{name}") for name in OPERATION_NAMES
+    getattr(Hierarchy, f"_{name}") for name, *_ in OPERATIONS
 ]
 """By the number of the operation."""
 
@@ -531,7 +531,7 @@ def _describe(collective: int, piece: Tensor, op: int, root: int) -> str:
         parts.append(_OP_NAMES[op])
     if root >= 0:
         parts.append(f"root {root}")
-    return f"{OPERATION_NAMES[collective]}({', '.join(parts)})"
+    return f"{OPERATIONS[collective].name}({', '.join(parts)})"
 
 
 _OP_NAMES = {code: name for name, code in shm_backend._OPS.items()}
