@@ -4,6 +4,7 @@
 module                         contents
 =============================  =====================================================================================
 _process_group.py              the ProcessGroup that torch sees: making, destroying, aborting
+_collective_specs.py           the table of collectives, from which the other modules take names, forms and routes
 _collectives.py                one method per collective: validation, choice of the backend, call
 _backend_selection.py          which backend a device takes and why; how the inner groups are made
 _rendezvous.py                 from the default group's address to a store that all ranks have reached

@@ -6,6 +6,7 @@ And no other module of process_group lists collectives. A new row is tested here
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -385,3 +386,23 @@ def test_a_list_of_collectives_is_found(source: str) -> None:
 @pytest.mark.parametrize("source", ['f(("input", "output"), "reduce")', "x = (dist.send, dist.recv)"])
 def test_other_expressions_are_no_lists(source: str) -> None:
     assert not _lists_of_collectives(source)
+
+
+# The guide ------------------------------------------------------------------------------------------------------------
+
+GUIDE = FOLDER.parents[1] / "docs" / "contributing-collective.md"
+
+
+def test_code_of_the_guide_is_in_the_files_that_it_names() -> None:
+    found = re.findall(r"^`([\w/]+\.py)`|^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    path, blocks = "", 0
+    for named, block in found:
+        path = named or path
+        blocks += bool(block)
+        assert block in (GUIDE.parents[1] / path).read_text(), f"{path} does not have:\n{block}"
+    assert blocks == 5
+
+
+def test_files_of_the_guide_exist() -> None:
+    for path in re.findall(r"`([\w/]+/[\w/]*\.\w+)`", GUIDE.read_text()):
+        assert (GUIDE.parents[1] / path).exists(), path
