@@ -223,8 +223,8 @@ class Operation:
     def fault(self) -> _Fault | None:
         """Why it failed, once it is done."""
 
-collectives: tuple[tuple[str, bool, bool], ...]
-"""Of each collective the name, whether it has a root, and whether it reduces."""
+def collectives() -> tuple[tuple[str, bool, bool], ...]:
+    """Of each collective the name, whether it has a root, and whether it reduces."""
 
 class ShmGroup:
     """A group of ranks on this host."""

@@ -112,7 +112,7 @@ def test_operation_has_an_algorithm_between_hosts(index: int) -> None:
 
 
 def test_operations_are_those_of_the_core() -> None:
-    assert _native.collectives == OPERATIONS
+    assert _native.collectives() == OPERATIONS
 
 
 @each_collective

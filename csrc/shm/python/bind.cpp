@@ -110,7 +110,7 @@ py::tuple collectives() {
 }  // namespace
 
 void bind_shared_memory(py::module_& m) {
-  m.attr("collectives") = collectives();
+  m.def("collectives", &collectives, "Of each collective the name, whether it has a root, and whether it reduces.");
   py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer", "Another process of this host, alive or not.");
 
   py::class_<Host, std::shared_ptr<Host>>(m, "Host", "This process among those of its host: its arena and its peers.")
