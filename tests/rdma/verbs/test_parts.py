@@ -205,7 +205,7 @@ def test_memory_nodes_have_distances(tmp_path: Path) -> None:
         ("DEVICES", "mlx5_0:x"),
         ("DEVICES", ":1"),
         ("GID_INDEX", "-1"),
-        ("QUEUE_PAIRS", "0"),
+        ("QPS_PER_PEER", "0"),
         ("TIMEOUT", "32"),
         ("RETRIES", "8"),
         ("TRAFFIC_CLASS", "256"),
