@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import signal
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context
 from monarch_backend._actor.errors import CancelledError
+from monarch_backend._core import fork
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runner import ActorRunner
@@ -43,7 +43,7 @@ _target: ActorRunner | None = None
 def install() -> None:
     """Install the handler and the hook, on the main thread of a worker."""
     signal.signal(CANCEL_SIGNAL, _on_signal)
-    os.register_at_fork(after_in_child=_uninstall)
+    fork.register(fork.Step.CANCEL_SIGNAL, after_in_child=_uninstall)
     former = sys.unraisablehook
 
     def repeat_or_report(unraisable: sys.UnraisableHookArgs) -> None:

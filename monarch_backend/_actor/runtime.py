@@ -33,7 +33,7 @@ from monarch_backend._actor.port import PortReceiver
 from monarch_backend._actor.runner import KILL_AFTER_S, ActorRunner, Message
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._actor.supervision import Restart, RestartLimiter, Supervision, check_policy
-from monarch_backend._core import env
+from monarch_backend._core import env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._core.timeouts import check_timeout
@@ -915,7 +915,7 @@ def _in_forked_child() -> None:
         _program = None
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+fork.register(fork.Step.RUNTIME, after_in_child=_in_forked_child)
 seam.install(program)
 
 __all__ = ["Runtime", "is_of_parent", "program", "start"]

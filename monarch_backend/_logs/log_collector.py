@@ -23,9 +23,9 @@ import termios
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 
+from monarch_backend._core import fork
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs.line_splitter import LineSplitter
 from monarch_backend._logs.mesh_log import STDERR, STDOUT, LogOptions, MeshLog
@@ -37,6 +37,8 @@ _READ_BYTES = 64 * 1024  # what a pipe holds unless somebody changed it
 # A line without its end (a prompt, a progress bar) is shown after this many seconds, or the mesh's window if that is
 # longer. Less would tear the lines of a C program, whose stdio hands over 4096 bytes at a time, wherever they end.
 _PARTIAL_LINE_TIMEOUT_S = 1.0
+
+_FORK_TIMEOUT_S = 1.0
 
 
 class _Pipe:
@@ -74,12 +76,18 @@ class LogCollector:
 
     def __init__(self) -> None:
         self._reset()
-        _COLLECTORS.add(self)
+        fork.register(
+            fork.Step.LOG_COLLECTORS,
+            before=self._before_fork,
+            after_in_parent=self._after_fork_in_parent,
+            after_in_child=self._forget_parent,
+        )
         atexit.register(self.close)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
+        self._held: dict[int, list[threading.Lock]] = {}  # by a thread that forks
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._pipes: dict[int, _Pipe] = {}
         self._partial: dict[_Pipe, float] = {}  # when what has no line end yet is shown
@@ -335,6 +343,16 @@ class LogCollector:
                 texts.append(outbox.popleft()[1])
             _show(stream, b"".join(texts).decode(errors="replace"))
 
+    # A fork copies locks and the buffer of sys.stdout in the state that they have. So the forking thread takes the
+    # locks first, with a timeout.
+    def _before_fork(self) -> None:
+        locks = (self._lock, self._writing)
+        self._held[threading.get_ident()] = [lock for lock in locks if lock.acquire(timeout=_FORK_TIMEOUT_S)]
+
+    def _after_fork_in_parent(self) -> None:
+        for lock in self._held.pop(threading.get_ident(), ()):
+            lock.release()
+
     def _forget_parent(self) -> None:
         """In a child of fork: its parent reads the pipes, and there is no thread here."""
         for pipe in self._pipes.values():
@@ -364,31 +382,3 @@ def _bytes_in(fd: int) -> int:
 def _left(deadline: float | None) -> float:
     """Seconds as `Lock.acquire` wants them: -1 for ever."""
     return -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-# A fork copies locks as they are and the buffer of sys.stdout as it is. So the forking thread holds all of them, or
-# has waited for a second; the child starts with new ones and closes the read ends that it got.
-_FORK_TIMEOUT_S = 1.0
-_COLLECTORS: weakref.WeakSet[LogCollector] = weakref.WeakSet()
-_forking = threading.local()
-
-
-def _before_fork() -> None:
-    _forking.held = held = []
-    for collector in list(_COLLECTORS):
-        for lock in (collector._lock, collector._writing):
-            if lock.acquire(timeout=_FORK_TIMEOUT_S):
-                held.append(lock)
-
-
-def _after_fork_in_parent() -> None:
-    for lock in _forking.__dict__.pop("held", ()):
-        lock.release()
-
-
-def _after_fork_in_child() -> None:
-    for collector in list(_COLLECTORS):
-        collector._forget_parent()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

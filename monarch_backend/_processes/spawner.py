@@ -17,12 +17,11 @@ import socket
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from monarch_backend._core import env
+from monarch_backend._core import env, fork
 from monarch_backend._core.limits import start_thread
 from monarch_backend._processes import linux, resource_limits
 from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S, ForkServer, connect, listen, start_server
@@ -193,7 +192,7 @@ class Spawner:
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        _spawners.add(self)
+        fork.register(fork.Step.SPAWNERS, after_in_child=self._abandon)
         atexit.register(self.close)
 
     @property
@@ -429,15 +428,3 @@ def _duplicates(files: Sequence[int], undo: contextlib.ExitStack) -> tuple[int, 
 def _close(files: Sequence[int]) -> None:
     for file in files:
         os.close(file)
-
-
-_spawners: weakref.WeakSet[Spawner] = weakref.WeakSet()
-
-
-def _in_forked_child() -> None:
-    for spawner in _spawners:
-        spawner._abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import os
 
-from monarch_backend._core import env
+from monarch_backend._core import env, fork
 
 log = logging.getLogger("monarch_backend")
 
@@ -68,4 +68,4 @@ def usable() -> bool:
         return False
 
 
-os.register_at_fork(after_in_child=usable.cache_clear)
+fork.register(fork.Step.RDMA_ELIGIBILITY, after_in_child=usable.cache_clear)

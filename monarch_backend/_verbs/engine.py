@@ -16,12 +16,12 @@ import secrets
 import select
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 from monarch_backend import _native
+from monarch_backend._core import fork
 from monarch_backend._verbs import wire_format as messages
 from monarch_backend._verbs.completion_poller import MAX_UNSIGNALED_BYTES, Completions
 from monarch_backend._verbs.config import Settings, from_environment
@@ -62,22 +62,14 @@ _FORK_TIMEOUT_S = 0.5
 """Seconds that a fork waits for engines."""
 
 _forks = 0  # between this process and the first one: getpid() asks the kernel
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def _before_fork() -> None:
-    for engine in list(_engines):
-        engine.settle(_FORK_TIMEOUT_S)
-
-
-def _in_forked_child() -> None:
+def _count_fork() -> None:
     global _forks
     _forks += 1
-    for engine in list(_engines):
-        engine.disown()
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_in_forked_child)
+fork.register(fork.Step.VERBS_ENGINES, after_in_child=_count_fork)
 
 _of_thread = threading.local()
 
@@ -170,7 +162,7 @@ class Engine:
         self._busy = 0  # threads that use open devices without the lock
         self._idle = threading.Condition(self._lock)
         self._fork = _forks
-        _engines.add(self)
+        fork.register(fork.Step.VERBS_ENGINES, before=self._before_fork, after_in_child=self.disown)
 
     # ---- opening and closing
 
@@ -246,6 +238,9 @@ class Engine:
         done = threading.Event()
         self._call_soon(done.set)
         done.wait(seconds)
+
+    def _before_fork(self) -> None:
+        self.settle(_FORK_TIMEOUT_S)
 
     def disown(self) -> None:
         """In a forked child: nothing that is done with this engine reaches the devices any more.

@@ -7,11 +7,11 @@ engine does is verbs/'s, what a user does with it its own.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from monarch_backend._core import fork
 from monarch_backend._verbs import Engine, VerbsError
 
 _lock = threading.Lock()
@@ -65,4 +65,4 @@ def _in_forked_child() -> None:
 
 
 atexit.register(_close)
-os.register_at_fork(after_in_child=_in_forked_child)
+fork.register(fork.Step.SHARED_ENGINE, after_in_child=_in_forked_child)

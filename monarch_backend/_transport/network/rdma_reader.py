@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from monarch_backend._core import fork
 from monarch_backend._transport.network.rdma_frame_header import Part
 from monarch_backend._verbs import eligibility
 
@@ -273,4 +274,4 @@ def _in_forked_child() -> None:
     _dials.clear()
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+fork.register(fork.Step.RDMA_READER, after_in_child=_in_forked_child)

@@ -6,13 +6,12 @@ What the words mean is dtensor/_protocol.py's. Any thread may write; one batch i
 from __future__ import annotations
 
 import itertools
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from monarch_backend._core import fork
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._errors import MeshClosedError
 
@@ -75,7 +74,7 @@ class Stream:
         self._timed = False
         self._batches_then = 0  # when the clock was set
         self.closed: Exception | None = None  # why nothing can be sent any more
-        _streams.add(self)
+        fork.register(fork.Step.COMMAND_STREAMS, after_in_child=self.in_forked_child)
 
     def define(self, *definition: Any) -> None:
         """Comes before all words that are not sent yet."""
@@ -187,14 +186,3 @@ class Stream:
             words += (_protocol.DELETE, len(dead), *dead)
         self._unanswered += max(len(words), MIN_BATCH_WORDS)
         return _protocol.encode((definitions, words)) if words or definitions else None
-
-
-_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-
-
-def _in_forked_child() -> None:
-    for each in list(_streams):
-        each.in_forked_child()
-
-
-os.register_at_fork(after_in_child=_in_forked_child)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import threading
 import time
 import weakref
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from monarch_backend._core import fork
 from monarch_backend._core.limits import start_thread
 from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
@@ -252,4 +252,4 @@ class _Watch:
 
 
 _watch = _Watch()
-os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc] # its thread is the parent's
+fork.register(fork.Step.GROUP_WATCH, after_in_child=_watch.__init__)  # type: ignore[misc] # no thread in the child

@@ -9,10 +9,10 @@ must not keep that from running. What an operation does is not known here.
 from __future__ import annotations
 
 import collections
-import os
 import threading
 from collections.abc import Callable
 
+from monarch_backend._core import fork
 from monarch_backend._core.limits import start_thread
 
 
@@ -158,7 +158,7 @@ class _Callbacks:
 
 
 _callbacks = _Callbacks()
-os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc] # its threads are the parent's
+fork.register(fork.Step.CALLBACK_THREADS, after_in_child=_callbacks.__init__)  # type: ignore[misc] # no threads in the child
 
 
 def in_a_thread(call: Callable[[], None]) -> None:

@@ -8,7 +8,6 @@ and rdma is imported only on a machine that has NICs. What ranks say to each oth
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -17,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+
+from monarch_backend._core import fork
 
 if TYPE_CHECKING:
     from monarch_backend._verbs import Engine, Region
@@ -333,4 +334,4 @@ def _in_forked_child() -> None:
     _process, _joining = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+fork.register(fork.Step.PEER_READS, after_in_child=_in_forked_child)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from monarch_backend import _native
-from monarch_backend._core import env
+from monarch_backend._core import env, fork
 from monarch_backend._core.limits import explained
 from monarch_backend.process_group._errors import MonarchError
 
@@ -68,7 +68,7 @@ def _in_forked_child() -> None:
         _process = None
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+fork.register(fork.Step.SHARED_MEMORY, after_in_child=_in_forked_child)
 
 
 def arena_bytes() -> int:
