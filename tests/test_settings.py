@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -28,6 +29,65 @@ def test_every_variable_that_is_read_is_in_the_table() -> None:
     named = {name for name in named if not name.endswith("_")} - env.FOREIGN - {"MONARCH_SMH"}  # an example
     assert named - set(env.SETTINGS) == set()
     assert "MONARCH_GPU_DRIVER" in named and "MONARCH_SHM" in named
+
+
+_READS = ("get", "pop", "setdefault", "getenv", "getenvb")
+
+
+def _read(node: ast.AST) -> ast.expr | None:
+    """The name that this expression reads from the environment, if it does."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        of, name = node.value, node.slice
+    elif isinstance(node, ast.Call) and node.args and getattr(node.func, "attr", "") in _READS:
+        assert isinstance(node.func, ast.Attribute)
+        of, name = node.func.value, node.args[0]
+    else:
+        return None
+    return name if ast.unparse(of) in ("os", "os.environ", "os.environb", "environ", "environment") else None
+
+
+def test_only_the_table_reads_the_environment() -> None:
+    """Others call ``env.get``. The compiled core reads one variable, since its stress programs run without Python."""
+    found = []
+    for file in (ROOT / "monarch_backend").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            name = _read(node)
+            if name is not None and "MONARCH_" in ast.unparse(name):
+                found.append(f"{file.relative_to(ROOT)}:{name.lineno}")
+    assert found == []
+    native = {
+        (file.name, name)
+        for file in (ROOT / "csrc").rglob("*")
+        if file.suffix in (".cpp", ".h") and "stress" not in file.parts
+        for name in re.findall(r"\bgetenv\(([^)]*)\)", file.read_text())
+    }
+    assert native == {("gpu.cpp", '"MONARCH_GPU_DRIVER"')}
+
+
+def test_reads_of_the_environment_are_found() -> None:
+    texts = [
+        'os.environ["MONARCH_A"]',
+        'os.environ.get("MONARCH_A", "")',
+        'os.getenv("MONARCH_A")',
+        'environ.pop(f"MONARCH_{x}")',
+        'os.environb.get(b"MONARCH_A")',
+    ]
+    for text in texts:
+        name = _read(ast.parse(text, mode="eval").body)
+        assert name is not None and "MONARCH_" in ast.unparse(name), text
+    stored = ast.parse('os.environ["MONARCH_A"] = "1"').body[0]
+    assert not any(_read(node) for node in ast.walk(stored))
+
+
+def test_rows_have_a_cell_per_column() -> None:
+    rows = env.rows()
+    assert [row[0] for row in rows] == list(env.SETTINGS)
+    assert {len(row) for row in rows} == {len(env.COLUMNS)}
+    assert {row[1] for row in rows} == {"flag", "integer", "choice", "text", "path", "list"}
+    for name, kind, _, unit, values, doc in rows:
+        assert values and doc.endswith("."), name
+        assert unit == "bytes" or not name.endswith("_BYTES"), name
+        assert kind == "integer" or not unit, name
 
 
 @pytest.mark.parametrize("name", [name for name, setting in env.SETTINGS.items() if setting.parse is not str])

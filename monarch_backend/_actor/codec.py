@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from os import getpid
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import msgspec
 
 from monarch_backend._actor.errors import ActorError, MeshFailure, SupervisionError
+from monarch_backend._core import env
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._serialization.exceptions import pack_exception, remote_traceback, unpack_exception
 from monarch_backend._serialization.pickling import dumps, loads
 from monarch_backend._transport.local.frames import FrameError, Status, decode
 
-HOST = os.environ.get("MONARCH_HOST_NAME") or socket.gethostname()
+HOST = env.get("MONARCH_HOST_NAME") or socket.gethostname()
 
 
 Address = tuple[str, int, int]

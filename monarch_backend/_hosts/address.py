@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
+from monarch_backend._core import env
 from monarch_backend._transport.network.auth import parse_secret, read_secrets, user_secret
 
 DEFAULT_PORT = 26600
@@ -28,9 +28,9 @@ def given_secrets() -> list[bytes]:
 
     Raises ValueError, OSError.
     """
-    if text := os.environ.get("MONARCH_SECRET"):
+    if text := env.get("MONARCH_SECRET"):
         return [parse_secret(text, "MONARCH_SECRET")]
-    if path := os.environ.get("MONARCH_SECRET_FILE"):
+    if path := env.get("MONARCH_SECRET_FILE"):
         return read_secrets(Path(path))
     return []
 
@@ -45,7 +45,7 @@ def find_secret(given: bytes | None) -> tuple[bytes, str]:
     if given is not None:
         return given, "the secret is that of secret="
     if secret := given_secret():
-        name = "MONARCH_SECRET" if os.environ.get("MONARCH_SECRET") else "MONARCH_SECRET_FILE"
+        name = "MONARCH_SECRET" if env.get("MONARCH_SECRET") else "MONARCH_SECRET_FILE"
         return secret, f"the secret is that of {name}"
     return user_secret(), (
         "no secret of the job is given: set MONARCH_SECRET_FILE, MONARCH_SECRET or secret=. This user's own secret of "

@@ -445,7 +445,8 @@ class AgentProcess:
     def _spec(self, message: Spawn, stdout: int, stderr: int) -> ProcessSpec:
         """Of this host's environment and paths, with what the controller adds; where it is, if that is here, too."""
         environment = {**os.environ, **{os.fsdecode(k): os.fsdecode(v) for k, v in message.environment.items()}}
-        here = int(environment.pop(RANKS_HERE, "1"))
+        here = int(env.get(RANKS_HERE, environment))
+        environment.pop(RANKS_HERE, None)
         theirs = [os.fsdecode(entry) for entry in message.path]
         added = [entry for entry in theirs if entry not in sys.path and _is_code(entry)]
         cwd = os.fsdecode(message.cwd)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import platform
 import socket
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from monarch_backend._core import env
 from monarch_backend._processes.spawn_protocol import Exited, Kill, Spawn, SpawnFailed, Started
 from monarch_backend._transport.network.connection_manager import Timeouts
 
@@ -213,4 +213,4 @@ def decode(data: Any) -> Any:
 
 def host_name() -> str:
     """Name of this host in messages: MONARCH_HOST_NAME where it is set, else the system's host name."""
-    return os.environ.get("MONARCH_HOST_NAME") or socket.gethostname()
+    return env.get("MONARCH_HOST_NAME") or socket.gethostname()

@@ -6,7 +6,6 @@ The certificates themselves are made by _transport/network/tls.py.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ def tls_for() -> Callable[[bytes], Any] | None:
 
     Raises ValueError for another MONARCH_TLS or some of FILES without the others, CertificateError for bad files.
     """
-    wanted, files = env.get("MONARCH_TLS"), [os.environ.get(name, "") for name in FILES]
+    wanted, files = env.get("MONARCH_TLS"), [env.get(name) for name in FILES]
     if not wanted:
         return None
     from monarch_backend._transport.network.tls import Tls

@@ -118,7 +118,7 @@ class Job:
         default = state_file.default_path(name)  # checks the name, too
         self.name = name
         self.path = default if path is None else Path(path).expanduser().absolute()
-        given = secret_file or os.environ.get("MONARCH_SECRET_FILE") or None
+        given = secret_file or env.get("MONARCH_SECRET_FILE") or None
         self._secret_file = None if given is None else Path(given).expanduser().absolute()
 
     # ---- of each kind

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
+from monarch_backend._core.env import without_secrets
 from monarch_backend._job.base import Job, Plan, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS
@@ -40,7 +41,7 @@ class ProcessJob(Job):
         self._env = dict(env or {})
 
     def _plans(self) -> list[Plan]:
-        inherited = {k: v for k, v in os.environ.items() if k not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
+        inherited = without_secrets(os.environ)
         plans = []
         for mesh, count in self._meshes.items():
             for index in range(count):

@@ -6,7 +6,6 @@ who call it, are routes/tcp.py's.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 import weakref
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from monarch_backend._actor.runtime import Runtime
+from monarch_backend._core import env
 from monarch_backend._core.addresses import local_addresses
 from monarch_backend._rdma.control_rpc import TOPICS, ask
 from monarch_backend._transport.local.peer import Peer
@@ -40,7 +40,7 @@ def place(owner: Runtime) -> ServerInfo:
         found = _place_of(owner, owner.router.token)
     else:
         found = msgspec.msgpack.decode(ask(owner, owner.root, "place"), type=ServerInfo)
-    if os.environ.get("MONARCH_TLS") == "0":  # in this process alone
+    if not env.get("MONARCH_TLS"):  # in this process alone
         found = ServerInfo(found.secret, found.addresses, False)
     return found
 

@@ -52,19 +52,19 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
 
     def get(name: str) -> Any:
         try:
-            return env.get(f"MONARCH_{name}", environment)
+            return env.get(name, environment)
         except ValueError as error:
             raise VerbsError(str(error)) from None
 
     return Settings(
-        devices=get("RDMA_DEVICES"),
-        gid_index=get("RDMA_GID_INDEX"),
-        binding=get("VERBS_PROVIDER"),
-        queue_pairs=get("RDMA_QPS_PER_PEER"),
-        timeout=get("RDMA_TIMEOUT"),
-        retries=get("RDMA_RETRIES"),
-        traffic_class=get("RDMA_TRAFFIC_CLASS"),
-        service_level=get("RDMA_SERVICE_LEVEL"),
-        cache_entries=get("RDMA_MR_CACHE_ENTRIES"),
-        cache_bytes=get("RDMA_MR_CACHE_BYTES"),
+        devices=get("MONARCH_RDMA_DEVICES"),
+        gid_index=get("MONARCH_RDMA_GID_INDEX"),
+        binding=get("MONARCH_VERBS_PROVIDER"),
+        queue_pairs=get("MONARCH_RDMA_QPS_PER_PEER"),
+        timeout=get("MONARCH_RDMA_TIMEOUT"),
+        retries=get("MONARCH_RDMA_RETRIES"),
+        traffic_class=get("MONARCH_RDMA_TRAFFIC_CLASS"),
+        service_level=get("MONARCH_RDMA_SERVICE_LEVEL"),
+        cache_entries=get("MONARCH_RDMA_MR_CACHE_ENTRIES"),
+        cache_bytes=get("MONARCH_RDMA_MR_CACHE_BYTES"),
     )

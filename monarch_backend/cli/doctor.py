@@ -10,7 +10,6 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
-from monarch_backend._core import torch_version
+from monarch_backend._core import env, torch_version
 from monarch_backend.process_group._backend_selection import survey
 
 
@@ -146,9 +145,9 @@ def _other_hosts() -> Finding:
     """Which way registered memory of other hosts is read and written."""
     from monarch_backend.rdma import get_rdma_backend
 
-    subject, wanted = "memory of other hosts", os.environ.get("MONARCH_RDMA_TRANSPORT", "")
+    subject = "memory of other hosts"
     try:
-        backend = get_rdma_backend()
+        wanted, backend = env.get("MONARCH_RDMA_TRANSPORT"), get_rdma_backend()
     except ValueError as error:
         return Finding(subject, "no route", str(error))
     if wanted not in ("", backend):
@@ -164,11 +163,15 @@ _DMA_BUF = "cuMemGetHandleForAddressRange", "hipMemGetHandleForAddressRange"
 def _memory_of_gpus(modules: Path = Path("/sys/module")) -> Finding:
     """Which ways there are for GPU memory that other processes read: as far as can be told without opening a GPU."""
     subject = "memory of GPUs"
-    names = [os.environ["MONARCH_GPU_DRIVER"]] if os.environ.get("MONARCH_GPU_DRIVER") else _GPU_DRIVERS
+    given = env.get("MONARCH_GPU_DRIVER")
+    names = (given,) if given else _GPU_DRIVERS
     driver = next((name for name in names if _library(name) == "loads"), None)
     if driver is None:
         return Finding(subject, f"no way: none of {', '.join(names)} loads", "NVIDIA's or AMD's driver; only for GPUs")
-    ipc = "through the host, since MONARCH_GPU_IPC=0" if os.environ.get("MONARCH_GPU_IPC") == "0" else "by IPC"
+    try:
+        ipc = "by IPC" if env.get("MONARCH_GPU_IPC") else "through the host, since MONARCH_GPU_IPC=0"
+    except ValueError as error:
+        return Finding(subject, "no way", str(error))
     ways = [f"{module} (peer memory)" for module in _PEER_MEMORY if (modules / module).exists()]
     if any(hasattr(ctypes.CDLL(driver), name) for name in _DMA_BUF):
         ways.append("dma-buf")

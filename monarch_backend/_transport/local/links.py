@@ -137,7 +137,7 @@ class LocalLinks:
 
     def go_through(self, far: Any) -> None:
         """From now on other hosts can be reached, too: ``far`` is a FarLinks that stands before these links."""
-        if not os.environ.get("MONARCH_BUSY_POLL"):
+        if not env.get("MONARCH_BUSY_POLL"):
             self.post.crowd(self._crowded or few_processors())
         self.connect, self.send, self.cast = far.connect, far.send, far.cast
         self.drop, self.unread, self.translate = far.drop, far.unread, far.translate

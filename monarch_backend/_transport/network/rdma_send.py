@@ -108,9 +108,9 @@ class Carrier(Protocol):
 
 def loans(carrier: Carrier) -> RdmaSender | None:
     """For a gateway on a machine that may have NICs, if it may use them."""
-    if os.environ.get("MONARCH_RDMA_TRANSPORT") == "tcp" or not eligibility.there():
-        return None
     try:
+        if not eligibility.there() or env.get("MONARCH_RDMA_TRANSPORT") == "tcp":
+            return None
         return RdmaSender(carrier, eligibility.wanted_least())
     except ValueError as error:
         log.warning("frames between hosts do without NICs in pid %d: %s", os.getpid(), error)
