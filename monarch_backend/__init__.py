@@ -35,6 +35,9 @@ if TYPE_CHECKING:
         Options as Options,
     )
     from monarch_backend.process_group import (
+        ProcessGroupError as ProcessGroupError,
+    )
+    from monarch_backend.process_group import (
         RankFailedError as RankFailedError,
     )
     from monarch_backend.process_group import (
@@ -60,6 +63,7 @@ __all__ = [
     "MonarchError",
     "NoRouteError",
     "Options",
+    "ProcessGroupError",
     "RankFailedError",
     "Route",
     "SharedMemoryError",

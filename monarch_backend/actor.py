@@ -34,7 +34,6 @@ from monarch_backend._actor.port import Channel, Port, PortClosedError, PortRece
 from monarch_backend._actor.supervision import Restart
 from monarch_backend._actor.supervision import end_program as unhandled_fault_hook
 from monarch_backend._actor.this_proc import get_or_spawn_controller, this_proc
-from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._hosts.attach import attach, attach_to_workers
 from monarch_backend._hosts.daemon import run_worker_loop_forever
 from monarch_backend._mesh.extent import Extent, Point, Shape
@@ -91,5 +90,3 @@ __all__ = [
     "this_proc",
     "unhandled_fault_hook",
 ]
-
-name_exceptions(__name__, globals())

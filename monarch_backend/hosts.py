@@ -5,12 +5,9 @@ the controller's side (attach.py, remote_spawner.py).
 """
 
 from monarch_backend import _wiring as _wiring
-from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._hosts.attach import attach, attach_to_workers
 from monarch_backend._hosts.daemon import run_worker_loop_forever
 from monarch_backend._hosts.protocol import host_name
 from monarch_backend._hosts.workspace_tree import WorkspaceError
 
 __all__ = ["WorkspaceError", "attach", "attach_to_workers", "host_name", "run_worker_loop_forever"]
-
-name_exceptions(__name__, globals())

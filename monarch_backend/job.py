@@ -9,7 +9,6 @@ Rooms: what is the same for all jobs (_job/base.py), their file (_job/state_file
 """
 
 from monarch_backend import _wiring as _wiring
-from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._job.base import HostStatus, Job, JobState
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.local import LocalJob
@@ -28,5 +27,3 @@ __all__ = [
     "SSHJob",
     "host_mesh_from_env",
 ]
-
-name_exceptions(__name__, globals())

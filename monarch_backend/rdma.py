@@ -20,7 +20,6 @@
 """
 
 from monarch_backend import _wiring as _wiring
-from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._rdma.action import RDMAAction
 from monarch_backend._rdma.availability import get_rdma_backend, is_rdma_available
 from monarch_backend._rdma.buffer import RDMABuffer
@@ -41,5 +40,3 @@ __all__ = [
     "get_rdma_backend",
     "is_rdma_available",
 ]
-
-name_exceptions(__name__, globals())

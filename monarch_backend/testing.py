@@ -54,11 +54,8 @@ is not run. os._exit ends the test: use ``context().actor_instance.kill()``.
 """
 
 from monarch_backend import _wiring as _wiring
-from monarch_backend._core.public_names import name_exceptions
 from monarch_backend._testing.fault_model import Conditions
 from monarch_backend._testing.process import SimulatedProcess
 from monarch_backend._testing.simulator import Simulation, SimulationError
 
 __all__ = ["Conditions", "SimulatedProcess", "Simulation", "SimulationError"]
-
-name_exceptions(__name__, globals())

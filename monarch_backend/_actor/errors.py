@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from monarch_backend._core.errors import MonarchError, public
+
 
 @dataclass(frozen=True)
 class Death:
@@ -53,7 +55,8 @@ def in_words(returncode: int, oom: bool = False) -> str:
     return f"killed by signal {-returncode} ({name})" + (": out of memory" if oom else "")
 
 
-class ActorError(RuntimeError):
+@public("monarch_backend.actor")
+class ActorError(MonarchError, RuntimeError):
     """An endpoint raised. ``__cause__`` is its exception; the text has the remote traceback. The actor lives on.
 
     ``rank`` is the rank in the mesh or slice that was called; ``delivery`` is always "ran".
@@ -72,7 +75,8 @@ class ActorError(RuntimeError):
         self.__cause__ = (state or {}).get("__cause__")
 
 
-class SupervisionError(RuntimeError):
+@public("monarch_backend.actor")
+class SupervisionError(MonarchError, RuntimeError):
     """A call on a mesh of which a rank is dead. ``endpoint`` names what was called.
 
     ``delivery`` says what became of the call there: "not sent", or "unknown" if it may have run. ``failure`` is the
@@ -116,7 +120,8 @@ class SupervisionError(RuntimeError):
         return (SupervisionError, (self.args[0], self.endpoint, self.failure, self.delivery))
 
 
-class MeshFailure(Exception):
+@public("monarch_backend.actor")
+class MeshFailure(MonarchError):
     """Ranks of a mesh are dead. What supervisors get, and at last the program.
 
     ``mesh`` is the mesh as its owner knows it (None once it has travelled), ``ranks`` the failed ones, ``deaths`` tells
@@ -165,6 +170,7 @@ def _told(failure: BaseException) -> str:
     return "\n".join(lines)
 
 
+@public("monarch_backend.actor")
 class CancelledError(BaseException):
     """Raised in an endpoint whose caller has cancelled the call, and in whoever waits for a cancelled future.
 
@@ -172,5 +178,6 @@ class CancelledError(BaseException):
     """
 
 
-class UnknownEndpointError(AttributeError):
+@public("monarch_backend.actor")
+class UnknownEndpointError(MonarchError, AttributeError):
     """The mesh's class has no such endpoint; the text lists those it has."""

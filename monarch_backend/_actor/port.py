@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend._actor.codec import Address, pack_error, read_error
 from monarch_backend._actor.future import Future
+from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._serialization.pickling import dumps, loads
 from monarch_backend._transport.local.frames import Frame, Kind, Status
 from monarch_backend._transport.local.peer import Peer
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class PortClosedError(RuntimeError):
+@public("monarch_backend.actor")
+class PortClosedError(MonarchError, RuntimeError):
     """The receiver is gone, or took its one value already."""
 
 

@@ -8,6 +8,8 @@ import resource
 import threading
 from collections.abc import Iterator
 
+from monarch_backend._core.errors import MonarchError, public
+
 _THREADS = ("RLIMIT_NPROC (ulimit -u)", "RLIMIT_AS (ulimit -v)")
 _MEMORY = ("RLIMIT_AS (ulimit -v)",)
 _FILE = ("RLIMIT_FSIZE (ulimit -f)",)
@@ -30,7 +32,8 @@ _REFUSALS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
 """Text of the system's error, its number, the limits of this process that lead to it, and others that may."""
 
 
-class ResourceLimitError(RuntimeError):
+@public("monarch_backend.errors")
+class ResourceLimitError(MonarchError, RuntimeError):
     """The system refused memory, a thread, a process or a file; the message names the limits that may be the cause."""
 
 

@@ -15,10 +15,13 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from monarch_backend._core.errors import MonarchError, public
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class WorkspaceError(ValueError):
+@public("monarch_backend.hosts")
+class WorkspaceError(MonarchError, ValueError):
     """A workspace that cannot be synchronised: a name or a link leads out of its root, or a file is in the way."""
 
 

@@ -1,5 +1,8 @@
 """What goes wrong with jobs."""
 
+from monarch_backend._core.errors import MonarchError, public
 
-class JobError(RuntimeError):
+
+@public("monarch_backend.job")
+class JobError(MonarchError, RuntimeError):
     """A job's hosts could not be started, found or ended; the text names each, says why, and what to do."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_backend._core.errors import public
 from monarch_backend._core.limits import ResourceLimitError
 from monarch_backend._processes import cgroup, linux
 
@@ -28,6 +29,7 @@ MAX_PROCESSES_PER_HOST = 1 << 16
 """Bound for a host with unknown limits: Linux has 2**22 process ids at most, and each process needs MEMORY_EACH."""
 
 
+@public("monarch_backend.actor")
 class SpawnLimitError(ResourceLimitError):
     """More processes asked for than the system has room for; the message names the limit. None were started."""
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from monarch_backend._core import env, fork
+from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._core.limits import start_thread
 from monarch_backend._processes import linux, resource_limits
 from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S, ForkServer, connect, listen, start_server
@@ -57,7 +58,8 @@ class LostWithHost:
     reason: str
 
 
-class HostLostError(RuntimeError):
+@public("monarch_backend.errors")
+class HostLostError(MonarchError, RuntimeError):
     """Nothing can be started there any more: the host is lost."""
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from monarch_backend._actor.errors import MeshFailure, SupervisionError
+from monarch_backend._core.errors import MonarchError, public
 
 
-class RDMAError(RuntimeError):
+@public("monarch_backend.rdma")
+class RDMAError(MonarchError, RuntimeError):
     """A transfer failed; the text says why, whose memory it was, and what to do."""
 
 
+@public("monarch_backend.rdma")
 class DroppedError(RDMAError):
     """The memory is not registered any more: somebody has called ``drop()``, or its owner has been started anew."""
 
 
+@public("monarch_backend.rdma")
 class OwnerLostError(RDMAError, SupervisionError):
     """The process that owns the memory is gone. ``failure``, ``rank``, ``host``, ``pid``: as SupervisionError's."""
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle  # type: ignore[import-untyped]
 from cloudpickle import cloudpickle as _by_value
 
+from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._serialization import unpicklable
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ OUT_OF_BAND = 8192
 """Bytes from which a buffer travels beside the pickle. Measured: below 4 to 16 KiB, copying it costs less."""
 
 
-class SerializationError(TypeError):
+@public("monarch_backend.actor")
+class SerializationError(MonarchError, TypeError):
     """An object can't be sent; ``path`` is the part of it that is to blame, as in ``args[1]['lock']``."""
 
     def __init__(self, message: str, path: str = "") -> None:
@@ -44,7 +46,8 @@ class SerializationError(TypeError):
         self.path = path
 
 
-class DeserializationError(RuntimeError):
+@public("monarch_backend.actor")
+class DeserializationError(MonarchError, RuntimeError):
     """A message arrived whole, but the object in it can't be rebuilt here; the cause says why."""
 
 

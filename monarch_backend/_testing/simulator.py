@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context, runtime
 from monarch_backend._actor.errors import MeshFailure
+from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._testing.event_queue import Agenda
 from monarch_backend._testing.fault_model import Conditions
 from monarch_backend._testing.process import ProcessDied, SimulatedProcess
@@ -30,7 +31,8 @@ MAX_NESTED_WAITS = 24
 """Turns that may wait on top of each other, each on the stack of the one below."""
 
 
-class SimulationError(RuntimeError):
+@public("monarch_backend.testing")
+class SimulationError(MonarchError, RuntimeError):
     """The simulation cannot go on: everybody waits, and nothing is under way that could end it."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 
+from monarch_backend._core.errors import MonarchError, public
+
 SUCCESS, FLUSHED, RETRY_EXCEEDED = 0, 5, 12
 """Of ibv_wc_status."""
 
@@ -54,7 +56,8 @@ _NEXT = {
 _SEE_LOG = "look at the kernel logs of both sides for this device"
 
 
-class VerbsError(ConnectionError):
+@public("monarch_backend.errors")
+class VerbsError(MonarchError, ConnectionError):
     """A transfer, a connection or a registration has failed.
 
     ``status``: the work completion's text, as "remote access error"; empty where none is the reason.
@@ -68,10 +71,12 @@ class VerbsError(ConnectionError):
         return self.message
 
 
+@public("monarch_backend.errors")
 class UnreachableMemoryError(VerbsError):
     """No NIC reaches this memory, here or at its owner: another route may."""
 
 
+@public("monarch_backend.errors")
 class NoConnectionError(VerbsError):
     """There is no connection, and nothing is under way: another route may do it."""
 

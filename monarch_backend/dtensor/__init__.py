@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monarch_backend._core import torch_version
-from monarch_backend._core.public_names import name_exceptions
 from monarch_backend.dtensor._errors import (
     MeshClosedError,
     MeshMismatchError,
@@ -70,8 +69,6 @@ __all__ = [
     "shard_batch",
     "simulated_mesh",
 ]
-
-name_exceptions(__name__, globals())
 
 _TORCH = (2, 13)
 """The torch whose private parts a controller finds. 2.14 keeps its shardings in other tables."""

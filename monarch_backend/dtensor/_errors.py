@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from monarch_backend._core.errors import MonarchError, public
 
-class RemoteTensorError(RuntimeError):
+
+@public("monarch_backend.dtensor")
+class RemoteTensorError(MonarchError, RuntimeError):
     """Base of the errors of remote tensors."""
 
 
+@public("monarch_backend.dtensor")
 class RankDependentError(RemoteTensorError):
     """A Python branch, or a number, that would have to differ by rank: there is one controller for all of them."""
 
@@ -21,6 +25,7 @@ class RankDependentError(RemoteTensorError):
         )
 
 
+@public("monarch_backend.dtensor")
 class RemoteOpError(RemoteTensorError):
     """An operation raised on a worker; what was read depends on it.
 
@@ -40,13 +45,16 @@ class RemoteOpError(RemoteTensorError):
         )
 
 
+@public("monarch_backend.dtensor")
 class NotReadableError(RemoteTensorError):
     """Something wants the memory of a tensor that lives on workers."""
 
 
+@public("monarch_backend.dtensor")
 class MeshMismatchError(RemoteTensorError, ValueError):
     """Tensors of different meshes or processes in one operation. Also a ValueError, which torch raises here."""
 
 
+@public("monarch_backend.dtensor")
 class MeshClosedError(RemoteTensorError):
     """The processes of this tensor have ended."""

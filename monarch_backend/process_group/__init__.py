@@ -25,15 +25,15 @@ _xla/                          collectives of XLA tensors
 =============================  =====================================================================================
 """
 
-from monarch_backend._core.public_names import name_exceptions
+from monarch_backend._core.errors import MonarchError
 from monarch_backend.process_group._backend_selection import Route, routes
 from monarch_backend.process_group._errors import (
     CollectiveArgumentError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     GroupClosedError,
-    MonarchError,
     NoRouteError,
+    ProcessGroupError,
     RankFailedError,
 )
 from monarch_backend.process_group._options import Options
@@ -49,6 +49,7 @@ __all__ = [
     "MonarchProcessGroup",
     "NoRouteError",
     "Options",
+    "ProcessGroupError",
     "RankFailedError",
     "Route",
     "SharedMemoryError",
@@ -57,5 +58,3 @@ __all__ = [
     "empty_shared",
     "routes",
 ]
-
-name_exceptions("monarch_backend", globals())

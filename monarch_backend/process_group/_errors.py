@@ -8,31 +8,39 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
+from monarch_backend._core.errors import MonarchError, public
+
 if TYPE_CHECKING:
     from monarch_backend.process_group._collectives import Collectives
 
 
-class MonarchError(DistError):
-    """Base of everything that monarch_backend raises on purpose; a ``torch.distributed.DistError``."""
+@public("monarch_backend")
+class ProcessGroupError(MonarchError, DistError):
+    """Base of the exceptions of process groups; also a ``torch.distributed.DistError``."""
 
 
-class NoRouteError(MonarchError, NotImplementedError):
+@public("monarch_backend")
+class NoRouteError(ProcessGroupError, NotImplementedError):
     """No route exists for the tensor's device; the message names the routes there are and what to install."""
 
 
-class CollectiveArgumentError(MonarchError, ValueError):
+@public("monarch_backend")
+class CollectiveArgumentError(ProcessGroupError, ValueError):
     """A collective was called with arguments that can't work; nothing was sent and the group stays usable."""
 
 
-class CollectiveMismatchError(MonarchError):
+@public("monarch_backend")
+class CollectiveMismatchError(ProcessGroupError):
     """The ranks called different collectives, or one with different shapes, dtypes, ops or roots."""
 
 
-class CollectiveTimeoutError(MonarchError):
+@public("monarch_backend")
+class CollectiveTimeoutError(ProcessGroupError):
     """A rank did not enter a collective in time; the message names the rank and the collective."""
 
 
-class RankFailedError(MonarchError):
+@public("monarch_backend")
+class RankFailedError(ProcessGroupError):
     """A rank of the group ended while the others needed it; ``rank`` is its rank in the group."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
@@ -40,7 +48,8 @@ class RankFailedError(MonarchError):
         self.rank = rank
 
 
-class GroupClosedError(MonarchError):
+@public("monarch_backend")
+class GroupClosedError(ProcessGroupError):
     """The process group was destroyed or aborted; make a new one."""
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._transport.local.frames import Frame
 from monarch_backend._transport.local.links import epoch_of
 
@@ -19,7 +20,8 @@ def short(token: str) -> str:
     return token[8:16]
 
 
-class PeerGoneError(ConnectionError):
+@public("monarch_backend.actor")
+class PeerGoneError(MonarchError, ConnectionError):
     """The process is not there any more; the text says which one, and how it ended."""
 
     @classmethod

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._core.state import make_private, state_directory
 
 SECRET_BYTES = 32
@@ -32,7 +33,8 @@ PROOF_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = _HELLO.size, _ANSWER.size + PROOF_BYTES
 
 
-class HandshakeError(ConnectionError):
+@public("monarch_backend.errors")
+class HandshakeError(MonarchError, ConnectionError):
     """The other side is no host of this job, or speaks another version; the text says which, and what to do."""
 
 

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._transport.network.auth import name_of
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -46,7 +47,8 @@ CERTIFICATE_LIFETIME = datetime.timedelta(days=3650)
 """No limit on a process: its key goes with it. A certificate has to have an end, that is all."""
 
 
-class CertificateError(ValueError):
+@public("monarch_backend.errors")
+class CertificateError(MonarchError, ValueError):
     """A file for TLS that can't be used; the text says which, why, and what to do."""
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from monarch_backend.process_group import _c10d_internals
-from monarch_backend.process_group._errors import MonarchError
+from monarch_backend.process_group._errors import ProcessGroupError
 from monarch_backend.process_group._hierarchical.work_queue import Operation, in_a_thread
 from monarch_backend.process_group._rdma import p2p_protocol, peer_reads
 from monarch_backend.process_group._rdma.p2p_protocol import (
@@ -364,7 +364,7 @@ class RdmaP2P:
         except TimeoutError:
             _c10d_internals.close_gloo_links(self._gloo, talk.rank)  # as Gloo does when a message of its own is late
             raise talk.late() from None
-        except (_Fault, MonarchError):  # of the conversation
+        except (_Fault, ProcessGroupError):  # of the conversation
             raise
         except Exception as error:
             why = _why(error)

@@ -18,8 +18,9 @@ import torch
 
 from monarch_backend import _native
 from monarch_backend._core import env, fork
+from monarch_backend._core.errors import public
 from monarch_backend._core.limits import explained
-from monarch_backend.process_group._errors import MonarchError
+from monarch_backend.process_group._errors import ProcessGroupError
 
 before_end: list[Callable[[], None]] = []
 """Called at the end of a process that shares memory, before its peers learn of the end."""
@@ -81,7 +82,8 @@ def read_from() -> int:
     return int(env.get("MONARCH_CMA_MIN_BYTES"))
 
 
-class SharedMemoryError(MonarchError, MemoryError):
+@public("monarch_backend")
+class SharedMemoryError(ProcessGroupError, MemoryError):
     """No room for a tensor in this process's shared memory; the message says how much there is."""
 
 

@@ -37,7 +37,7 @@ from monarch_backend.process_group._errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     GroupClosedError,
-    MonarchError,
+    ProcessGroupError,
     RankFailedError,
 )
 
@@ -242,7 +242,7 @@ def explained(fault: tuple[str, int, str], members: Sequence[str], me: int, clos
         end = end.replace("The group can't", "After a timeout the group can't")
         return CollectiveTimeoutError(f"timed out: {who} {text}. {end}")
     if kind == "unreadable":
-        return MonarchError(f"{who} {text}. {end}")
+        return ProcessGroupError(f"{who} {text}. {end}")
     return RankFailedError(f"{who} {text}. {end}", rank)
 
 
