@@ -33,7 +33,7 @@ from monarch_backend._actor.port import PortReceiver
 from monarch_backend._actor.runner import KILL_AFTER_S, ActorRunner, Message
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._actor.supervision import Restart, RestartLimiter, Supervision, check_policy
-from monarch_backend._core import env, fork
+from monarch_backend._core import debug_log, env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._core.timeouts import check_timeout
@@ -121,7 +121,7 @@ class Runtime:
         self.router.before_host_gone = self._find_peers_on
         self.router.on_met = self._met
         self.router.on_wait = self._say_wait
-        self.router.on_full = _say
+        self.router.on_full = _log_wait
         self.router.handlers.update({Kind.CALL: self._called, Kind.REPLY: self._replied, Kind.PORT: self._ported})
         self.router.control.update(
             {
@@ -752,7 +752,7 @@ class Runtime:
             # Nobody would take them while it waits here. Other actors of this process do: they have their own threads.
             what = "to a port of its own process" if kind == Kind.PORT else "to itself"
             raise RuntimeError(f"{cell.name} has sent so many messages {what} that the queue is full: {why}")
-        _say(why)
+        _log_wait(why)
 
     # ---- the end
 
@@ -824,10 +824,8 @@ def _alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:
     return [value for reference in table.valuerefs() if (value := reference()) is not None]
 
 
-def _say(why: str) -> None:
-    """To those who want to know."""
-    if env.get("MONARCH_DEBUG"):
-        sys.stderr.write(f"monarch: {why}\n")
+def _log_wait(why: str) -> None:
+    debug_log.write(f"monarch: {why}")
 
 
 def _is_newer(data: ProcReference, core: ProcMeshState) -> bool:

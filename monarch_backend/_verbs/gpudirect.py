@@ -8,10 +8,9 @@ is staged (_rdma/routes/gpu_staged.py).
 from __future__ import annotations
 
 import os
-import sys
 
 from monarch_backend import _native
-from monarch_backend._core import env
+from monarch_backend._core import debug_log
 from monarch_backend._verbs.errors import UnreachableMemoryError
 from monarch_backend._verbs.provider import Nic, Registration
 
@@ -56,5 +55,4 @@ def _by_dma_buf(nic: Nic, address: int, nbytes: int, access: int) -> Registratio
 
 
 def _say(nic: Nic, nbytes: int, how: str) -> None:
-    if env.get("MONARCH_DEBUG"):
-        sys.stderr.write(f"monarch: {nbytes} bytes of a GPU are registered with {nic.name} {how}\n")
+    debug_log.write(f"monarch: {nbytes} bytes of a GPU are registered with {nic.name} {how}")

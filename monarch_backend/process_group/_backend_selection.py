@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from monarch_backend._core import env
+from monarch_backend._core import debug_log
 from monarch_backend.process_group._xla import xla_backend
 
 if TYPE_CHECKING:
@@ -165,13 +164,11 @@ def announce(group: MonarchProcessGroup, route: Route) -> None:
     """Under MONARCH_DEBUG=1 print the choice; called once per group and device."""
     begin = debug_line(group)
     if begin:
-        # One write: the ranks of a host share a terminal.
-        sys.stderr.write(f"{begin}{route}\n")
-        sys.stderr.flush()
+        debug_log.write(f"{begin}{route}")
 
 
 def debug_line(group: MonarchProcessGroup) -> str:
     """How a line about the group begins under MONARCH_DEBUG=1; otherwise "", and nothing is to be printed."""
-    if not env.get("MONARCH_DEBUG"):
+    if not debug_log.is_enabled():
         return ""
     return f"[monarch rank {group.rank()}/{group.size()} pid {os.getpid()}] group {group._label}: "

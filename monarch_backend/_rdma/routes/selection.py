@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend._actor.runtime import Runtime, is_of_parent
-from monarch_backend._core import env
+from monarch_backend._core import debug_log, env
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
@@ -300,5 +299,4 @@ def _for_nics(handle: Handle) -> bool:
 
 
 def _say(handle: Handle, how: str) -> None:
-    if env.get("MONARCH_DEBUG"):
-        sys.stderr.write(f"monarch: memory of process {handle.pid} on host {handle.host}: {how}\n")
+    debug_log.write(f"monarch: memory of process {handle.pid} on host {handle.host}: {how}")

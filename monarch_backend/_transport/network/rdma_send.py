@@ -16,13 +16,12 @@ from __future__ import annotations
 import logging
 import os
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from monarch_backend._core import env
+from monarch_backend._core import debug_log, env
 from monarch_backend._transport.network import rdma_frame_header
 from monarch_backend._transport.network.rdma_frame_header import Part
 from monarch_backend._transport.network.rdma_reader import Key, Nics, PeerLink, UnusableError
@@ -365,5 +364,4 @@ def _nbytes(part: Any) -> int:
 
 
 def _debug(text: str) -> None:
-    if env.get("MONARCH_DEBUG"):
-        sys.stderr.write(f"monarch: {text}\n")
+    debug_log.write(f"monarch: {text}")

@@ -17,7 +17,7 @@ import torch
 
 from monarch_backend import _native
 from monarch_backend._actor.errors import SupervisionError
-from monarch_backend._core import env
+from monarch_backend._core import debug_log
 from monarch_backend._mesh.extent import Extent, Shape
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
@@ -54,7 +54,7 @@ class WorkerSet:
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
         )  # for csrc/records/issue.cpp
         self.sink.most = DELETE_THRESHOLD_BYTES
-        self.debug = env.get("MONARCH_DEBUG")
+        self.debug = debug_log.is_enabled()
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
         self._defining = threading.Lock()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
-from monarch_backend._core import env
+from monarch_backend._core import debug_log
 from monarch_backend.process_group import _c10d_internals, _c10d_patches
 from monarch_backend.process_group._collective_specs import BY_METHOD, CollectiveSpec, Form
 from monarch_backend.process_group._errors import where
@@ -98,14 +97,13 @@ def _room_for(value: Any) -> Any:
 
 @functools.cache
 def _say(_pid: int, text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    debug_log.write(text)
 
 
 def _say_once(group: MonarchProcessGroup) -> None:
-    if env.get("MONARCH_DEBUG"):
+    if debug_log.is_enabled():
         why = "the XLA clients of these processes can't talk to each other (PJRT's CPU client)"
-        _say(os.getpid(), f"monarch_backend: {why}: collectives of XLA tensors go through the host [{where(group)}]\n")
+        _say(os.getpid(), f"monarch_backend: {why}: collectives of XLA tensors go through the host [{where(group)}]")
 
 
 # Functional collectives -----------------------------------------------------------------------------------------
