@@ -19,7 +19,7 @@ from monarch_backend._actor import codec, context, ownership, runtime
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._mesh import proc_mesh
 from monarch_backend._mesh.extent import Extent, ranks_in_words
-from monarch_backend._transport.local import router
+from monarch_backend._transport.local import tuning as router_tuning
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,7 +86,7 @@ def simulated_seams(
         (public, "unhandled_fault_hook", on_fault),
         (runtime, "_program", None),
         (proc_mesh, "ranks_in_words", _ranks_in_words),
-        *((router, name, value) for name, value in tuning.items() if value is not None),
+        *((router_tuning, name, value) for name, value in tuning.items() if value is not None),
     ]
     cell, message = context.cell.set(None), context.message.set(None)
     try:

@@ -24,7 +24,7 @@ import pytest
 from monarch_backend._actor import ownership as owned
 from monarch_backend._actor.runtime import program
 from monarch_backend._processes.spawner import Exited
-from monarch_backend._transport.local import router as router
+from monarch_backend._transport.local import tuning
 from monarch_backend.actor import (
     Accumulator,
     ActorError,
@@ -362,8 +362,8 @@ def test_an_inner_process_of_a_tree_dies_and_everyone_below_is_answered_for(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large mesh is sent to down a tree, and here 20 are many: rank 0 passes the message on to ranks 8 to 15."""
-    monkeypatch.setattr(router, "MAX_DIRECT_RECEIVERS", 4)
-    assert router.TREE_FANOUT == 8
+    monkeypatch.setattr(tuning, "MAX_DIRECT_RECEIVERS", 4)
+    assert tuning.TREE_FANOUT == 8
     count = 20
     with this_host().spawn_procs({"gpus": count}) as procs:
         victims = procs.spawn("victims", Victim)

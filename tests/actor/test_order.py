@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from monarch_backend._actor.runtime import program
-from monarch_backend._transport.local import router as router_module
+from monarch_backend._transport.local import tuning
+from monarch_backend._transport.local.tree_multicast import TreeMulticast
 from monarch_backend.actor import (
     Accumulator,
     Actor,
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("faults")
 
 MANY = 24
 DIRECT = 16  # in place of the router's: more receivers than that are a tree, here already
-assert MANY > DIRECT > router_module.TREE_FANOUT  # so that the tree has two levels below the root
+assert MANY > DIRECT > tuning.TREE_FANOUT  # so that the tree has two levels below the root
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,8 @@ def many() -> Iterator[ProcMesh]:
 
 
 def plant_trees() -> None:
-    router_module.MAX_DIRECT_RECEIVERS = DIRECT
-    router_module.MOST_IN_ONE = 128 << 10  # so that the replies of a few ranks together are more than goes in one piece
+    tuning.MAX_DIRECT_RECEIVERS = DIRECT
+    tuning.MOST_IN_ONE = 128 << 10  # so that the replies of a few ranks together are more than goes in one piece
 
 
 @pytest.fixture(params=[Recorder, AsyncRecorder])
@@ -59,12 +60,12 @@ def recorders(procs: ProcMesh, request: pytest.FixtureRequest) -> Iterator[Actor
 
 @pytest.fixture
 def tree(many: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorMesh]:
-    monkeypatch.setattr(router_module, "MAX_DIRECT_RECEIVERS", DIRECT)
+    monkeypatch.setattr(tuning, "MAX_DIRECT_RECEIVERS", DIRECT)
     casts: list[Any] = []
-    cast_down = router_module.Router._cast_down
+    cast_down = TreeMulticast.send
     monkeypatch.setattr(
-        router_module.Router,
-        "_cast_down",
+        TreeMulticast,
+        "send",
         lambda self, *args, **kwargs: (casts.append(args), cast_down(self, *args, **kwargs)),
     )
     mesh = many.spawn("tree", Recorder)
@@ -136,7 +137,7 @@ def test_within_one_process(cls: type[Actor]) -> None:
 
 
 def test_one_sender_of_more_than_the_window(recorders: ActorMesh) -> None:
-    n = 2 * router_module.CREDIT_WINDOW + 100
+    n = 2 * tuning.CREDIT_WINDOW + 100
     for i in range(n):
         recorders.note.broadcast("main", i)
     all_came(recorders, {"main": n})
@@ -167,7 +168,7 @@ def read(receiver: PortReceiver[Any], n: int) -> dict[Any, list[int]]:
 def test_ports(procs: ProcMesh) -> None:
     senders = procs.spawn("senders", Recorder)
     port, receiver = Channel.open()
-    n = router_module.CREDIT_WINDOW + 200
+    n = tuning.CREDIT_WINDOW + 200
     for r in range(3):
         senders.slice(gpus=r).fill.broadcast(port, r, n)
     assert read(receiver, 3 * n) == {r: list(range(n)) for r in range(3)}
@@ -325,7 +326,7 @@ def test_tree_combines_replies_of_every_size(tree: ActorMesh, size: int) -> None
 
 def nothing_is_kept() -> None:
     router = program().router
-    until(lambda: not router._casts and not router.combiners, "nothing of the casts is remembered")
+    until(lambda: not router.tree.casts and not router.tree.combiners, "nothing of the casts is remembered")
 
 
 def test_tree_with_answers_of_others(tree: ActorMesh) -> None:
@@ -358,7 +359,7 @@ def test_tree_is_cancelled(tree: ActorMesh) -> None:
 
 
 def test_tree_of_more_than_the_window(tree: ActorMesh) -> None:
-    n = router_module.CREDIT_WINDOW + 200
+    n = tuning.CREDIT_WINDOW + 200
     for i in range(n):
         tree.note.broadcast("main", i)
     all_came(tree, {"main": n})

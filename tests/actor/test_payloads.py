@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from monarch_backend._transport.local import links, router
+from monarch_backend._transport.local import links, tuning
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -378,12 +378,12 @@ def in_pieces() -> Iterator[ProcMesh]:
 
 
 def send_in_pieces() -> None:
-    router.MOST_IN_ONE = 64 * KIB
+    tuning.MOST_IN_ONE = 64 * KIB
 
 
 @pytest.fixture
 def pieces(in_pieces: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorMesh]:
-    monkeypatch.setattr(router, "MOST_IN_ONE", 64 * KIB)
+    monkeypatch.setattr(tuning, "MOST_IN_ONE", 64 * KIB)
     mesh = in_pieces.spawn("pieces", Carrier)
     yield mesh
     mesh.stop().get(PATIENCE)
@@ -441,7 +441,7 @@ def test_pieces_of_many_threads(pieces: ActorMesh) -> None:
 def test_replies_in_pieces_from_many_actors_of_one_process(
     in_pieces: ProcMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "MOST_IN_ONE", 64 * KIB)
+    monkeypatch.setattr(tuning, "MOST_IN_ONE", 64 * KIB)
     proc = in_pieces.slice(gpus=0)
     meshes = [proc.spawn(f"m{i}", (Carrier, AsyncCarrier)[i % 2]) for i in range(6)]
     names = [f"tensor of {MIB}", "many large tensors", f"{MIB + 1} bytes"]
@@ -621,7 +621,7 @@ class Relay(Actor):
 
 def small_arena() -> None:
     links.ARENA_BYTES = 64 * MIB
-    router.MOST_IN_ONE = 16 * MIB
+    tuning.MOST_IN_ONE = 16 * MIB
 
 
 class Limited(Actor):

@@ -16,9 +16,9 @@ import pytest
 
 from monarch_backend._actor import sigint
 from monarch_backend._processes.linux import stands_still
-from monarch_backend._transport.local import router
+from monarch_backend._transport.local import tuning
 from monarch_backend._transport.local.links import MAX_UNREAD_BYTES
-from monarch_backend._transport.local.router import CREDIT_WINDOW
+from monarch_backend._transport.local.tuning import CREDIT_WINDOW
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -133,12 +133,12 @@ def test_a_slow_actor_holds_its_sender_up(recorders: ActorMesh, tmp_path: Path, 
 
 
 def small_places() -> None:
-    router.BYTES_PER_CREDIT = 4096
+    tuning.BYTES_PER_CREDIT = 4096
 
 
 @pytest.mark.usefixtures("procs")  # the first processes of all leave something behind
 def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "BYTES_PER_CREDIT", 4096)
+    monkeypatch.setattr(tuning, "BYTES_PER_CREDIT", 4096)
     payload, n = b"x" * (64 << 10), 200
     with running({"gpus": 2}, bootstrap=small_places) as procs, gate(tmp_path) as (name, open_gate):
         mesh = procs.spawn("recorders", Recorder)
@@ -191,7 +191,7 @@ def stopped(recorders: ActorMesh) -> Iterator[ActorMesh]:
 def test_others_of_a_tree_do_not_wait_for_one_that_is_stopped(
     recorders: ActorMesh, stopped: ActorMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "MAX_DIRECT_RECEIVERS", 1)
+    monkeypatch.setattr(tuning, "MAX_DIRECT_RECEIVERS", 1)
     for size in (100, 20_000):
         recorders.note.broadcast("main", size, b"x" * size)
     for gpu in (0, 2):

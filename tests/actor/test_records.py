@@ -38,7 +38,7 @@ def records() -> dict[str, int]:
         "meshes of actors": here.actors,
         "children": here.main_children,
         "peers": here.router.peers,
-        "links": here.router._by_link,
+        "links": here.router.by_link,
         "pending": here.pending,
         "meshes that run": owner._meshes,
         "members by number": owner._by_number,

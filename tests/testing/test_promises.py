@@ -87,7 +87,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-_IN_ORDER = Router._in_order
+_IN_ORDER = Router.in_order
 _ERROR = pending_calls.supervision_error
 _FAILED = Supervision.failed
 _PACK = runner.pack_failure
@@ -95,8 +95,8 @@ _PACK = runner.pack_failure
 WAITS = "promise 3|nothing that is waited for can happen"
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "order": (Router, "_in_order", _unordered, "promise 1"),
-    "twice": (Router, "_in_order", _taken_twice, "promise 2"),
+    "order": (Router, "in_order", _unordered, "promise 1"),
+    "twice": (Router, "in_order", _taken_twice, "promise 2"),
     "delivery": (pending_calls, "supervision_error", _always_not_sent, "promise 2"),
     "recast": (Router, "_recast", _nothing, WAITS),
     "replies of a lost child": (ReplyAggregator, "lost", _nothing, f"that are over|{WAITS}"),

@@ -23,7 +23,7 @@ import monarch_backend.testing
 from monarch_backend import _testing
 from monarch_backend._actor import context as actor_context
 from monarch_backend._actor import ownership, runtime
-from monarch_backend._transport.local import router as router_module
+from monarch_backend._transport.local import tuning
 from monarch_backend._transport.local.frames import Kind, Replaced
 from monarch_backend._transport.local.peer import CreditWaiter
 from monarch_backend.actor import (
@@ -170,12 +170,12 @@ def test_one_thread_no_process_no_time() -> None:
 def test_everything_is_put_back() -> None:
     def state() -> list[Any]:
         sizes = [
-            router_module.CREDIT_WINDOW,
-            router_module.BYTES_PER_CREDIT,
-            router_module.MOST_IN_ONE,
-            router_module.SHARED_COPY_MIN_BYTES,
+            tuning.CREDIT_WINDOW,
+            tuning.BYTES_PER_CREDIT,
+            tuning.MOST_IN_ONE,
+            tuning.SHARED_COPY_MIN_BYTES,
         ]
-        constants = [*sizes, router_module.TREE_FANOUT, router_module.MAX_DIRECT_RECEIVERS, runtime.secrets]
+        constants = [*sizes, tuning.TREE_FANOUT, tuning.MAX_DIRECT_RECEIVERS, runtime.secrets]
         seams = [runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
         return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 

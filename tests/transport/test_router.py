@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from monarch_backend._transport.local import router as router_module
+from monarch_backend._transport.local import flow_control
 from monarch_backend._transport.local.frames import Kind
 from monarch_backend._transport.local.links import Links
 from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneError
@@ -55,13 +55,13 @@ def _forever(_room: CreditWaiter) -> None:
 
 
 def _refill(router: Router, peer: Peer) -> None:
-    router._refill(peer, 1)
+    router.flow.refill(peer, 1)
 
 
 def test_room_that_comes_while_a_sender_begins_to_wait() -> None:
     router, peer = _router_with(_forever)
     router.on_wait = lambda *_: _refill(router, peer)
-    router.wait_for_credit(peer, Kind.CALL, 0)
+    router.flow.wait_for_credit(peer, Kind.CALL, 0)
     assert peer.credit == 1
 
 
@@ -69,13 +69,13 @@ def test_a_death_while_a_sender_begins_to_wait() -> None:
     router, peer = _router_with(_forever)
     router.on_wait = lambda *_: router.never_came(peer, "killed by signal 9")
     with pytest.raises(PeerGoneError, match="killed by signal 9"):
-        router.wait_for_credit(peer, Kind.CALL, 0)
+        router.flow.wait_for_credit(peer, Kind.CALL, 0)
 
 
 def test_a_death_while_a_sender_waits() -> None:
     router, peer = _router_with(lambda _: router.never_came(peer, "killed by signal 9"))
     with pytest.raises(PeerGoneError, match="killed by signal 9"):
-        router.wait_for_credit(peer, Kind.CALL, 0)
+        router.flow.wait_for_credit(peer, Kind.CALL, 0)
 
 
 def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch)
             _refill(router, peer)
 
     router, peer = _router_with(wait)
-    second = threading.Thread(target=router.wait_for_credit, args=(peer, Kind.CALL, 0))
+    second = threading.Thread(target=router.flow.wait_for_credit, args=(peer, Kind.CALL, 0))
 
     def make() -> Any:
         made = CreditWaiter()
@@ -101,7 +101,7 @@ def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch)
             assert second_waits.wait(PATIENCE)
         return made
 
-    monkeypatch.setattr(router_module, "CreditWaiter", make)
-    router.wait_for_credit(peer, Kind.CALL, 0)
+    monkeypatch.setattr(flow_control, "CreditWaiter", make)
+    router.flow.wait_for_credit(peer, Kind.CALL, 0)
     second.join()
     assert ends == [True], "the second one was never told"

@@ -102,7 +102,7 @@ class ReplyAggregator:
             )
             self._parts, self._chunks, self._buffers, self._missing = [], [], [], 0
         if complete:
-            self._router.combiners.pop((self._route.root, self._route.cast), None)
+            self._router.tree.combiners.pop((self._route.root, self._route.cast), None)
 
 
 def _urgent(status: bytes) -> bool:
