@@ -57,7 +57,8 @@ from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.local.router import Router
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.auth import SECRET_BYTES
-from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts, secrets_by_name
+from monarch_backend._transport.network.connection import PeerConnection, Timeouts
+from monarch_backend._transport.network.connection_manager import Tcp, secrets_by_name
 from monarch_backend._transport.network.envelope import Envelope, host_of
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT

@@ -25,7 +25,7 @@ from monarch_backend._transport.local.frames import Agent as AgentFrame
 from monarch_backend._transport.local.frames import Frame, Setting
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.network.auth import name_of
-from monarch_backend._transport.network.connection_manager import Timeouts
+from monarch_backend._transport.network.connection import Timeouts
 from monarch_backend._transport.network.envelope import HOST_ID_LENGTH, host_of
 from monarch_backend._transport.network.remote_links import FarLinks
 

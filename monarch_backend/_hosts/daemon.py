@@ -27,7 +27,8 @@ from monarch_backend._hosts.tls_config import tls_for
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed
 from monarch_backend._transport.network.auth import user_secret
-from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts, secrets_by_name
+from monarch_backend._transport.network.connection import PeerConnection, Timeouts
+from monarch_backend._transport.network.connection_manager import Tcp, secrets_by_name
 from monarch_backend._transport.network.envelope import HOST_ID_LENGTH
 
 log = logging.getLogger("monarch_backend")

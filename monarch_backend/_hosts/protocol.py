@@ -16,7 +16,7 @@ import msgspec
 
 from monarch_backend._core import env
 from monarch_backend._processes.spawn_protocol import Exited, Kill, Spawn, SpawnFailed, Started
-from monarch_backend._transport.network.connection_manager import Timeouts
+from monarch_backend._transport.network.connection import Timeouts
 
 __all__ = ["Exited", "Kill", "Spawn", "SpawnFailed", "Started"]
 

@@ -23,7 +23,7 @@ from monarch_backend._testing.links import SimulatedLocalLinks
 from monarch_backend._testing.network import Network, SimulatedTcp
 from monarch_backend._testing.process import SimulatedProcess
 from monarch_backend._testing.substitutions import Secrets, replaced
-from monarch_backend._transport.network.connection_manager import Address
+from monarch_backend._transport.network.connection import Address
 from monarch_backend._transport.network.envelope import host_of
 
 if TYPE_CHECKING:

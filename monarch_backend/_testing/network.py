@@ -11,13 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._transport.network.connection_manager import (
-    ANY_RECEIVER,
-    RECONNECT_AFTER_CLOSE_S,
-    Address,
-    PeerConnection,
-    Timeouts,
-)
+from monarch_backend._transport.network.connection import ANY_RECEIVER, Address, PeerConnection, Timeouts
+from monarch_backend._transport.network.connection_manager import RECONNECT_AFTER_CLOSE_S
 from monarch_backend._transport.network.session import BYE, DATA, HEAD_BYTES, read_head
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_backend._transport.network.auth import new_secret
-from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts, secrets_by_name
+from monarch_backend._transport.network.connection import PeerConnection, Timeouts
+from monarch_backend._transport.network.connection_manager import Tcp, secrets_by_name
 
 QUICK = Timeouts(heartbeat=0.05, silence=1.0, patience=2.0, pause=0.01)
 
@@ -44,4 +45,4 @@ def reset(side: Side, remote: PeerConnection) -> None:
     if remote.connection is not None:
         connection = remote.connection
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        side.tcp._drop(connection)
+        side.tcp.drop(connection)

@@ -21,7 +21,8 @@ import pytest
 from monarch_backend._rdma import availability
 from monarch_backend._transport.network import rdma_frame_header, rdma_reader, rdma_send
 from monarch_backend._transport.network.auth import new_secret
-from monarch_backend._transport.network.connection_manager import PeerConnection, Tcp, Timeouts
+from monarch_backend._transport.network.connection import PeerConnection, Timeouts
+from monarch_backend._transport.network.connection_manager import Tcp
 from monarch_backend._transport.network.rdma_frame_header import Part
 from monarch_backend._transport.network.session import HEAD_BYTES, LENT, SessionError, read_head
 from monarch_backend._transport.network.tls import Tls
@@ -199,7 +200,7 @@ def test_memory_is_given_back(make: Make, fabric: Fabric) -> None:
 
 def test_a_body_for_several_hosts_is_registered_once(make: Make, fabric: Fabric, sides: Callable[..., Side]) -> None:
     here, there, out, _ = make()
-    [secret] = here.tcp._secrets.values()
+    [secret] = here.tcp.secrets.values()
     fleet = [(there, out)]
     for _ in range(2):
         other = sides(secret, bounds=PATIENT, lends=True)
@@ -260,15 +261,15 @@ def test_a_break_while_it_is_read(make: Make, fabric: Fabric, side: str) -> None
 def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once as ever, with one warning on each side; and later by NICs again."""
     here, there, out, _ = make()
-    expose = here.tcp._loans._nics.expose  # type: ignore[union-attr]
+    expose = here.tcp.loans._nics.expose  # type: ignore[union-attr]
 
     def forged(lent: dict[int, memoryview]) -> Any:
         parts, keys = expose(lent)
         other, more = expose({part.offset: memoryview(bytearray(part.nbytes)) for part in parts})
-        here.tcp._loans._nics.release(more)  # type: ignore[union-attr]
+        here.tcp.loans._nics.release(more)  # type: ignore[union-attr]
         return other, keys
 
-    monkeypatch.setattr(here.tcp._loans._nics, "expose", forged)  # type: ignore[union-attr]
+    monkeypatch.setattr(here.tcp.loans._nics, "expose", forged)  # type: ignore[union-attr]
     with warnings() as said:
         for number in range(3):
             here.tcp.send(out, b"%d" % number, [numbers(2 * MIB, number)], 1)
@@ -377,7 +378,7 @@ def test_one_is_lost_while_it_is_read(make: Make, fabric: Fabric, who: str) -> N
     here.tcp.send(out, b"lost", [numbers(2 * MIB, 1)], 1)
     assert until(lambda: back.nics.reading is not None)
     side, remote, other = (here, out, there) if who == "here" else (there, back, here)
-    side.tcp.soon(lambda: side.tcp._lose(remote, "of its own"))
+    side.tcp.soon(lambda: side.tcp.lose(remote, "of its own"))
     assert other.lost.get(timeout=10) is not remote
     assert until(lambda: out.nics.loan is None and len(fabric.nics[0].registered) <= 1)
     fabric.run()
@@ -452,7 +453,7 @@ def test_settings_that_stand_against_it(fabric: Fabric, monkeypatch: Any, variab
         tcp = Tcp(os.urandom(16), {}, lambda *_: None, lambda _: None, lambda _: None, lends=True)
     tcp.close()
     tcp._end()
-    assert tcp._loans is None
+    assert tcp.loans is None
     assert len(said) == (value == "many")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from monarch_backend._transport.network import session
 from monarch_backend._transport.network.auth import HandshakeServer, new_secret
-from monarch_backend._transport.network.connection_manager import PeerConnection, Timeouts
+from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from tests.transport.sides import QUICK, Side, reset, together
 
 
@@ -72,7 +72,7 @@ def test_a_session_that_is_over_does_not_begin_anew(sides: Callable[..., Side]) 
     here, there, out, back = together(sides, bounds=Timeouts(heartbeat=60.0, silence=180.0))
     here.tcp.send(out, b"once", [])
     assert there.frames.get(timeout=10) == (b"once", b"")
-    there.tcp.soon(lambda: there.tcp._lose(back, "of its own"))
+    there.tcp.soon(lambda: there.tcp.lose(back, "of its own"))
     assert here.lost.get(timeout=10) is out and "has given up" in str(out.lost)
     assert there.lost.get(timeout=10) is back and there.frames.empty()
 
@@ -160,7 +160,7 @@ def test_strangers_hold_up_nobody(sides: Callable[..., Side]) -> None:
         assert here.up.get(timeout=10) is remote
         here.tcp.send(remote, b"still here", [])
         assert there.frames.get(timeout=10) == (b"still here", b"")
-        assert len(there.tcp._strangers) <= 256
+        assert len(there.tcp.strangers) <= 256
     finally:
         for stranger in strangers:
             stranger.close()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._transport.network import connection_manager, rdma_reader
-from monarch_backend._transport.network.connection_manager import PeerConnection, Timeouts
+from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from monarch_backend._transport.network.tls import Tls
 from tests.process_group import wires
 from tests.process_group.test_far import CABLE

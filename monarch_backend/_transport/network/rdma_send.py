@@ -29,7 +29,7 @@ from monarch_backend._transport.network.session import MOST_BODY, MOST_PREFIX, M
 from monarch_backend._verbs import eligibility
 
 if TYPE_CHECKING:
-    from monarch_backend._transport.network.connection_manager import PeerConnection
+    from monarch_backend._transport.network.connection import PeerConnection
 
 log = logging.getLogger("monarch_backend")
 
