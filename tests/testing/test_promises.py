@@ -13,7 +13,10 @@ from monarch_backend._actor.runner import ActorRunner
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._actor.supervision import Supervision
 from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
+from monarch_backend._transport.local.memory_pressure import RetryQueue
+from monarch_backend._transport.local.peer_lookup import PeerLookup
 from monarch_backend._transport.local.router import Router
+from monarch_backend._transport.local.tree_multicast import TreeMulticast
 from monarch_backend.testing import SimulationError
 from tests.testing import world
 from tests.testing.seeds import run_in_interpreters
@@ -98,11 +101,11 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "order": (Router, "in_order", _unordered, "promise 1"),
     "twice": (Router, "in_order", _taken_twice, "promise 2"),
     "delivery": (pending_calls, "supervision_error", _always_not_sent, "promise 2"),
-    "recast": (Router, "_recast", _nothing, WAITS),
+    "recast": (TreeMulticast, "_bypass", _nothing, WAITS),
     "replies of a lost child": (ReplyAggregator, "lost", _nothing, f"that are over|{WAITS}"),
-    "no room": (Router, "_unstick", _nothing, f"{WAITS}|steps, and no end|nobody whom it was for had died"),
-    "where": (Router, "_there", _nothing, WAITS),
-    "met": (Router, "_where", _nothing, WAITS),
+    "no room": (RetryQueue, "run", _nothing, f"{WAITS}|steps, and no end|nobody whom it was for had died"),
+    "where": (PeerLookup, "on_reply", _nothing, WAITS),
+    "met": (PeerLookup, "on_request", _nothing, WAITS),
     "gone, one call": (pending_calls.UnaryCall, "on_gone", _nothing, WAITS),
     "gone, many": (pending_calls.BroadcastCall, "on_gone", _nothing, WAITS),
     "gone, a stream": (pending_calls.Stream, "on_gone", _nothing, WAITS),
