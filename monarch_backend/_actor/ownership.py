@@ -237,7 +237,7 @@ class ProcessOwner:
             raise ValueError("proc_bind is for processes of this host; on others, bind them in bootstrap=")
         count = extent.nelements
         check_count(count // len(hosts or (0,)), here=hosts is None and self.collect_output)
-        homes = program.homes(hosts, count)
+        homes = program.placement.homes(hosts, count)
         spawner = self._spawner_of_this_process()
         allow_descriptors()
         name = name or f"procs-{len(self._meshes)}"
@@ -629,7 +629,7 @@ class ProcessOwner:
             if old is not member and not old.gone:
                 self._kill(old)
                 killed.add(old.peer.token)
-            token = _token(former.epoch + 1, program.home_again(old.peer.token, core.tokens))
+            token = _token(former.epoch + 1, program.placement.home_again(old.peer.token, core.tokens))
             program.router.expect(token, old.peer.label)  # before anybody sends to it
             core.replace(rank, token)
         self._tell_successors(core, ranks, killed)
@@ -640,7 +640,7 @@ class ProcessOwner:
             for other, base in enumerate(actors.bases):
                 if base in ranks and actors.stopped is None:
                     actors.dead.pop(other, None)
-                    program.construct(actors, other)
+                    program.actor_owner.construct(actors, other)
 
         chosen = {rank: core.tokens[rank] for rank in ranks}
 
@@ -734,7 +734,7 @@ class ProcessOwner:
         program, timeout = self._program, check_timeout(timeout)
         meshes = list(self._meshes) if core is None else [m for m in self._meshes if m.core is core]
         if hosts is not None:
-            meshes = [owned for owned in meshes if program.is_on(owned.core.tokens, hosts)]
+            meshes = [owned for owned in meshes if program.placement.is_on(owned.core.tokens, hosts)]
         if core is not None and core.owned is None:
             raise RuntimeError(f"mesh {core.name!r} is stopped by who has spawned it, not by who has a reference to it")
         future: Future[None] = Future(program.wait)

@@ -11,7 +11,6 @@ import atexit
 import itertools
 import logging
 import os
-import secrets
 import sys
 import threading
 import weakref
@@ -20,29 +19,28 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from monarch_backend import _native
-from monarch_backend._actor import context, named_actors, ownership, program_exit
+from monarch_backend._actor import context, named_actors, program_exit
 from monarch_backend._actor.actor import blueprint
 from monarch_backend._actor.actor_mesh import ActorMesh
-from monarch_backend._actor.async_runner import AsyncActorRunner
-from monarch_backend._actor.codec import HOST, pack_failure
-from monarch_backend._actor.errors import Death, MeshFailure, SupervisionError
+from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
+from monarch_backend._actor.codec import HOST
+from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.future import Future
+from monarch_backend._actor.local_actors import LocalActors
 from monarch_backend._actor.mesh_state import ActorMeshState
-from monarch_backend._actor.ownership import OwnedActors, ProcessOwner
+from monarch_backend._actor.ownership import ProcessOwner
+from monarch_backend._actor.placement import Placement
 from monarch_backend._actor.port import PortReceiver
-from monarch_backend._actor.runner import KILL_AFTER_S, ActorRunner, Message
+from monarch_backend._actor.runner import ActorRunner
 from monarch_backend._actor.sigint import Interrupts
-from monarch_backend._actor.supervision import Restart, RestartLimiter, Supervision, check_policy
+from monarch_backend._actor.supervision import Restart, Supervision
 from monarch_backend._core import debug_log, env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread
-from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._logs.worker_logging import install_worker_logging
 from monarch_backend._mesh import runtime_protocol as seam
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState, ProcReference, label_of
-from monarch_backend._serialization.exceptions import unpack_exception
-from monarch_backend._serialization.pickling import dumps
 from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import (
@@ -56,7 +54,6 @@ from monarch_backend._transport.local.frames import (
     MoreCredit,
     Replaced,
     Setting,
-    Status,
     Stop,
     Stopped,
 )
@@ -69,9 +66,6 @@ log = logging.getLogger("monarch_backend")
 
 SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
 """Seconds that processes get to stop when the program ends."""
-
-PENDING_ACTOR_TIMEOUT_S = 30.0
-"""Seconds that messages wait for an actor that is not built yet."""
 
 T = TypeVar("T")
 
@@ -87,8 +81,9 @@ class Runtime:
         # A receiver that nobody holds can't be read any more, unless somebody waits for its next value.
         self.expecting: set[PortReceiver[Any]] = set()
         self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
-        self.cells: dict[int, ActorRunner] = {}  # also those that have ended
-        self._unborn: dict[int, list[Message]] = {}  # messages for actors of which nothing is known here yet
+        self.local_actors, self.actor_owner = LocalActors(self), ActorMeshOwner(self)
+        self.placement = Placement(self)
+        self.cells = self.local_actors.cells
         # Of meshes that somebody uses: who has spawned one holds it until it has ended.
         self.procs: weakref.WeakValueDictionary[str, ProcMeshState] = weakref.WeakValueDictionary()
         self.actors: weakref.WeakValueDictionary[int, ActorMeshState] = weakref.WeakValueDictionary()
@@ -122,16 +117,18 @@ class Runtime:
         self.router.on_met = self._met
         self.router.on_wait = self._say_wait
         self.router.on_full = _log_wait
-        self.router.handlers.update({Kind.CALL: self._called, Kind.REPLY: self._replied, Kind.PORT: self._ported})
+        self.router.handlers.update(
+            {Kind.CALL: self.local_actors.receive, Kind.REPLY: self._replied, Kind.PORT: self._ported}
+        )
         self.router.control.update(
             {
-                Construct: self._construct,
-                Constructed: self._constructed,
-                Cancel: self._cancel,
-                MoreCredit: self._more,
-                Stop: self._stop,
-                Stopped: self._actor_stopped,
-                Failed: self._actor_failed,
+                Construct: self.local_actors.construct,
+                Constructed: self.actor_owner.on_constructed,
+                Cancel: self.local_actors.cancel,
+                MoreCredit: self.local_actors.add_credit,
+                Stop: self.local_actors.stop,
+                Stopped: self.actor_owner.on_stopped,
+                Failed: self.actor_owner.on_failed,
                 Replaced: self._replaced,
                 Setting: self._set,
             }
@@ -297,7 +294,7 @@ class Runtime:
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
         """Start a process for each rank of the extent."""
         program_exit.prepare()
-        return self.owner.spawn(extent, _living_cell("processes"), hosts=hosts.hosts, **options)
+        return self.owner.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
 
     # ---- hosts
 
@@ -319,80 +316,11 @@ class Runtime:
         numbers = sorted({host_of(token) for token in tokens})
         return tuple((number, name) for number in numbers if (name := self.host_name(number)) != number)
 
-    def homes(self, hosts: tuple[str, ...] | None, count: int) -> list[str]:
-        """The host of each rank. Raises RuntimeError for hosts that are lost, or that another process has attached."""
-        if hosts is None:
-            return [host_of(self.router.token)] * count
-        for each in hosts:
-            known = None if self.hosts is None else self.hosts.hosts.get(each)
-            if known is None:
-                raise RuntimeError(
-                    f"host {each} was attached by another process: only that one can start processes there"
-                )
-            if known.lost is not None:
-                raise RuntimeError(f"{known.lost}: take a slice of the hosts without it, or attach it again")
-        return [hosts[rank * len(hosts) // count] for rank in range(count)]
-
-    def home_again(self, token: str, others: Sequence[str]) -> str:
-        """Where the successor of a process is started: on its host, or, where that is lost, on another of its mesh."""
-        host = self.host(token)
-        if host is None or host.lost is None:
-            return host_of(token)
-        alive = [host_of(other) for other in others if (known := self.host(other)) is not None and known.lost is None]
-        return min(sorted(set(alive)), key=alive.count, default=host_of(token))
-
-    def is_on(self, tokens: Sequence[str], hosts: Sequence[str]) -> bool:
-        """Some of these processes are on some of these hosts; none given: on this one."""
-        wanted = set(hosts) or {host_of(self.router.token)}
-        return any(host_of(token) in wanted for token in tokens)
-
     def spawn_actors(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
     ) -> ActorMesh:
         """Build an actor in each process."""
-        plan = blueprint(cls)
-        if procs._core.stopped is not None:
-            raise SupervisionError(
-                f"{name!r} can't be spawned on mesh {procs._core.name!r}: it was stopped: {procs._core.stopped}",
-                "spawn",
-            )
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"an actor mesh has a name, not {name!r}")
-        _check_constructor(cls, args, kwargs)
-        check_policy(restart)
-        body, buffers = dumps((cls, args, kwargs, procs))
-        owner_cell = _living_cell(f"the mesh {name!r}")
-        core = ActorMeshState(
-            secrets.randbits(63) | 1, name, plan, procs._core, procs.extent, tuple(procs._shape.ranks), self.router.me
-        )
-        intensity = RestartLimiter(restart, self.clock) if restart is not None else None
-        built: Future[None] = Future(self.wait)
-        siblings = self.children_of(owner_cell)
-        core.owned = OwnedActors(core, owner_cell, siblings, _joined(body), _copied(buffers), intensity, built)
-        self.actors[core.actor] = core
-        siblings.append(core)
-        if procs._core.owned is not None:
-            procs._core.owned.actors.append(core)
-        for rank in range(len(core.bases)):
-            self.construct(core, rank)
-        return ActorMesh(core)
-
-    def construct(self, core: ActorMeshState, rank: int) -> None:
-        """Have one rank of an actor mesh built; again, if it was there before."""
-        owned = core.owned
-        owned.left.add(rank)
-        owned.constructing.add(rank)
-        peer = core.peer(rank)
-        if peer.gone is not None:
-            self.soon(lambda: self._lost_rank(core, rank, self.death_of(core.procs, core.bases[rank], peer)))
-            return
-        cell = owned.owner_cell
-        plan = Construct(
-            core.actor, core.name, rank, tuple(core.extent.labels), tuple(core.extent.sizes), cell.actor if cell else 0,
-            cell.name if cell else "main", owned.generations[rank], owned.intensity is not None,
-            core.blueprint.is_async,
-        )  # fmt: skip
-        self.router.tell(peer, plan, owned.body, owned.buffers)
+        return self.actor_owner.spawn(procs, name, cls, args, kwargs, restart)
 
     def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
         """Make the processes the ranks of a torch process group."""
@@ -426,73 +354,7 @@ class Runtime:
 
     def stop_actors(self, core: ActorMeshState, how: str, reason: str, timeout: float | None = None) -> Future[None]:
         """End actors; a Future that is done when they have. After ``timeout`` seconds they are interrupted."""
-        timeout = check_timeout(timeout)
-        if core.owned is None:
-            raise RuntimeError(
-                "a mesh of actors is stopped by who has spawned it; an actor may stop itself: context().actor_instance"
-            )
-        if core.stopped is None:
-            death = [
-                Death(
-                    rank,
-                    core.where(rank),
-                    self.host_name(core.peer(rank).token),
-                    core.peer(rank).pid,
-                    f"it was stopped: {reason}",
-                )
-                for rank in range(len(core.bases))
-            ]
-            core.stopped = MeshFailure(core.name, death[:1])
-            core.owned.built._fail(core.stopped)
-            for rank in range(len(core.bases)):
-                if core.dead.get(rank) is not None or core.peer(rank).gone is not None:
-                    core.owned.left.discard(rank)
-        self._tell_to_end(core, how, reason)
-        core.owned.settle()
-        future: Future[None] = core.owned.ended
-        if how == "abort":
-            self._end_late(core, future, None, reason)
-        elif timeout is not None:
-            self._end_late(core, future, timeout, reason)
-        return future
-
-    def _tell_to_end(self, core: ActorMeshState, how: str, reason: str) -> None:
-        for rank in list(core.owned.left):
-            if core.peer(rank).gone is None:
-                self.router.tell(core.peer(rank), Stop(core.actor, how, reason))
-
-    def _end_late(self, core: ActorMeshState, ended: Future[None], timeout: float | None, reason: str) -> None:
-        """Interrupt what has not ended after ``timeout`` seconds; an abort was told to all at once.
-
-        A process kills itself if that does not help. From here those are killed that do not read their messages, and
-        those that are not up yet are not waited for.
-        """
-
-        def interrupt() -> None:
-            if not ended.ready:
-                self._tell_to_end(core, "interrupt", f"{reason}; {timeout:g} s are over")
-
-        def give_up() -> None:
-            for rank in list(core.owned.left):
-                peer = core.peer(rank)
-                if peer is not self.router.me and not self.owner.kill_if_deaf(peer):
-                    log.warning(
-                        "%s of %s is not waited for: its process is not up yet, and ends the actor when it is",
-                        core.where(rank), core.name,
-                    )  # fmt: skip
-                    core.owned.is_gone(rank)
-            if not ended.ready:
-                timers.append(self.pump.later(ownership.CHECK_INTERVAL_S, give_up))
-
-        timers = [self.pump.later(ownership.SHUTDOWN_GRACE_S if timeout is None else timeout + KILL_AFTER_S, give_up)]
-        if timeout is not None:
-            timers.append(self.pump.later(timeout, interrupt))
-
-        def cancel(_: Future[None]) -> None:
-            for timer in timers:
-                timer.cancel()
-
-        ended.add_done_callback(cancel)
+        return self.actor_owner.stop(core, how, reason, timeout)
 
     def end_child(self, child: Any, failure: MeshFailure | None, how: str) -> None:
         """What an actor owns ends with it. Waits for it, for a while, where it may wait."""
@@ -503,41 +365,6 @@ class Runtime:
             self.wait(future, 10.0)
 
     # ---- messages
-
-    def _called(self, peer: Peer, frame: Frame, via: ReplyAggregator | None) -> None:
-        cell = self.cells.get(frame.target)
-        if cell is None and frame.target == named_actors.SERVICE_ACTOR_NUMBER and self.root is None:
-            cell = self._start_registrar()
-        if cell is not None:
-            cell.put((peer, frame, via))
-            return
-        # A reference may be here before the word of its owner: the message waits, though not for ever.
-        waiting = self._unborn.get(frame.target)
-        if waiting is None:
-            waiting = self._unborn[frame.target] = []
-            self.pump.later(PENDING_ACTOR_TIMEOUT_S, lambda: self._refuse_unborn(frame.target))
-        waiting.append((peer, frame, via))
-
-    def _refuse_unborn(self, actor: int) -> None:
-        where = str(self.home_extent.point(self.home_rank)) if self.home_extent is not None else "the main program"
-        for peer, frame, via in self._unborn.pop(actor, ()):
-            self.router.processed(peer, frame)
-            what = f"its actor was not built here within {PENDING_ACTOR_TIMEOUT_S:.0f} s"
-            failure = pack_failure(MeshFailure("?", [Death(frame.rank, where, HOST, self.pid, what)]))
-            if frame.ref and via is not None:
-                via.own(frame.rank, Status.DEAD, failure, None)
-            elif frame.ref:
-                self.router.send_or_keep(
-                    peer.link, Kind.REPLY, 0, frame.ref, Status.DEAD, failure, None, rank=frame.rank
-                )
-
-    def _start_registrar(self) -> ActorRunner:
-        body, buffers = dumps((named_actors.NamedActorService, (), {}, None))
-        cell = self.cells[named_actors.SERVICE_ACTOR_NUMBER] = ActorRunner(
-            self, named_actors.plan(), self.router.me, body, buffers
-        )
-        self.run_cell(cell)
-        return cell
 
     def _replied(self, peer: Peer, frame: Frame, _: ReplyAggregator | None) -> None:
         call = self.pending.get(frame.ref)
@@ -558,36 +385,7 @@ class Runtime:
                 self.router.tell(peer, Cancel(core.actor, ref, reason))
         self.pump.wake()  # a thread that waits for it reads perhaps, and must look up
 
-    def _cancel(self, peer: Peer, message: Cancel, _: Frame) -> None:
-        cell = self.cells.get(message.actor)
-        if cell is not None:
-            cell.cancel(peer, message)
-
-    def _more(self, peer: Peer, message: MoreCredit, _: Frame) -> None:
-        cell = self.cells.get(message.actor)
-        if cell is not None:
-            cell.more(peer, message)
-
     # ---- actors of this process
-
-    def _construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
-        former = self.cells.get(plan.actor)
-        cell = (AsyncActorRunner if plan.is_async else ActorRunner)(self, plan, peer, frame.body, frame.buffers)
-        self.cells[plan.actor] = cell
-        for message in self._unborn.pop(plan.actor, ()):
-            cell.put(message)
-        if former is not None:
-            cell.take_over(former)
-        else:
-            self.run_cell(cell)
-
-    def _stop(self, peer: Peer, message: Stop, _: Frame) -> None:
-        if message.actor == 0:
-            self.on_exit(message.how, message.reason)
-            return
-        cell = self.cells.get(message.actor)
-        if cell is not None:
-            cell.end_in_time(message.how, message.reason)
 
     def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
         core = self.procs.get(message.mesh)
@@ -624,80 +422,6 @@ class Runtime:
 
     def _leave(self, how: str, reason: str) -> None:
         """A worker's part is set by worker_main.py."""
-
-    # ---- what is told to owners
-
-    def _constructed(self, peer: Peer, message: Constructed, _: Frame) -> None:
-        if message.actor == 0:
-            self.owner.bootstrapped(peer)
-            return
-        core = self.actors.get(message.actor)
-        if core is not None and core.owned is not None:
-            core.owned.is_built(message.rank)
-
-    def _actor_stopped(self, peer: Peer, message: Stopped, _: Frame) -> None:
-        core = self.actors.get(message.actor)
-        if core is not None and core.owned is not None and message.generation == core.owned.generations[message.rank]:
-            core.owned.is_gone(message.rank)
-
-    def _actor_failed(self, peer: Peer, message: Failed, frame: Frame) -> None:
-        if message.actor == 0:
-            self.owner.bootstrap_failed(peer, unpack_exception(bytes(frame.body)))
-            return
-        core = self.actors.get(message.actor)
-        if core is None or core.owned is None or message.generation != core.owned.generations[message.rank]:
-            return
-        failure = unpack_exception(bytes(frame.body))
-        if isinstance(failure, MeshFailure):
-            self._lost_rank(core, message.rank, failure)
-
-    def _lost_rank(self, core: ActorMeshState, rank: int, failure: MeshFailure) -> None:
-        """An actor of a mesh of ours is dead, and its process is not."""
-        owned = core.owned
-        if core.peer(rank).gone is not None:
-            owned.is_gone(rank)
-        if core.stopped is not None or core.procs.stopped is not None or self.closing:
-            return
-        if core.dead.get(rank) is not None:
-            return  # known already, from its process's end or from its own word
-        delay = owned.intensity.allow() if owned.intensity is not None else None
-        gone = core.peer(rank).gone is not None
-        if delay is not None and gone and core.procs.owned is not None:
-            return  # what its process's own mesh tells of, and mends
-        cause = failure.deaths[0].what if failure.deaths else str(failure)
-        if delay is not None and not gone:
-            log.info("%s of %s: %s; %s", core.where(rank), core.name, cause, owned.intensity.last_restart(delay))
-            again = range(len(core.bases)) if owned.intensity.policy.strategy == "all" else [rank]
-            for other in again:
-                owned.generations[other] += 1
-                if other != rank:
-                    self.router.tell(core.peer(other), Stop(core.actor, "restart", "the whole mesh is restarted"))
-            homes = [(other, owned.generations[other], core.peer(other)) for other in again]
-            self.pump.later(delay, lambda: self._construct_again(core, homes))
-            return
-        if owned.intensity is not None and not gone:
-            cause = f"{cause}; {owned.intensity.used_up()}"
-        deaths = [replace(death, rank=rank, where=core.where(rank), what=cause) for death in failure.deaths[:1]]
-        mesh_failure = MeshFailure(core.name, deaths, ActorMesh(core))
-        mesh_failure.__cause__ = failure.__cause__
-        core.dead[rank] = mesh_failure
-        if owned.intensity is not None and core.peer(rank).gone is None:
-            self.router.tell(core.peer(rank), Stop(core.actor, "stop", "it died too often"))
-        owned.built._fail(mesh_failure)
-        if not self.owner.failed_to_start(core.peer(rank)) or self.supervision.is_asked(owned.owner_cell):
-            self.supervision.failed(owned.owner_cell, mesh_failure)
-
-    def _construct_again(self, core: ActorMeshState, homes: Sequence[tuple[int, int, Peer]]) -> None:
-        if core.stopped is not None:
-            for rank, generation, _ in homes:
-                if core.owned.generations[rank] == generation:
-                    core.owned.is_gone(rank)  # its predecessor has ended, and there will be no other
-        if core.stopped is not None or core.procs.stopped is not None:
-            return
-        for rank, generation, peer in homes:
-            # Or its process has ended, which is told by itself; or it has been started anew for another reason.
-            if core.peer(rank) is peer and peer.gone is None and core.owned.generations[rank] == generation:
-                self.construct(core, rank)
 
     # ---- processes that come and go
 
@@ -737,7 +461,7 @@ class Runtime:
                 lost = core.procs.rank_of(peer.token)
                 for rank, base in enumerate(core.bases):
                     if base == lost:
-                        self._lost_rank(core, rank, failure)
+                        self.actor_owner.lost_rank(core, rank, failure)
 
     def _seen_from_here(self, peer: Peer) -> MeshFailure:
         for core in _alive(self.procs):
@@ -833,33 +557,6 @@ def _is_newer(data: ProcReference, core: ProcMeshState) -> bool:
     if core.owned is not None:
         return False
     return any(epoch_of(token) > epoch_of(known) for token, known in zip(data.tokens, core.tokens, strict=True))
-
-
-def _living_cell(what: str) -> Any:
-    """The actor that spawns; None for the main program. One that has failed owns nothing more."""
-    cell = context.cell.get()
-    if cell is not None and cell.failure is not None:
-        raise SupervisionError(f"{cell.name} has ended and can't spawn {what}: {cell.failure}", "spawn", cell.failure)
-    return cell
-
-
-def _check_constructor(cls: type, args: Any, kwargs: Any) -> None:
-    import inspect
-
-    if cls.__init__ is object.__init__ and (args or kwargs):  # type: ignore[misc]
-        raise TypeError(f"{cls.__name__} has no __init__ that takes the arguments which it is given")
-    try:
-        inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
-    except TypeError as error:
-        raise TypeError(f"{cls.__name__} is built by __init__{inspect.signature(cls.__init__)}: {error}") from None  # type: ignore[misc]
-
-
-def _joined(body: Any) -> bytes:
-    return body if isinstance(body, bytes) else b"".join(body)
-
-
-def _copied(buffers: Any) -> list[bytes] | None:
-    return [bytes(buffer) for buffer in buffers] if buffers else None
 
 
 _program: Runtime | None = None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import monarch_backend.actor as public
-from monarch_backend._actor import codec, context, ownership, runtime
+from monarch_backend._actor import actor_mesh_owner, codec, context, ownership, runtime
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._mesh import proc_mesh
 from monarch_backend._mesh.extent import Extent, ranks_in_words
@@ -80,7 +80,7 @@ def simulated_seams(
     """Until the end, nothing is left to chance but ``rng``; ``tuning`` are constants of the router."""
     secrets = Secrets(rng)
     changes: list[tuple[Any, str, Any]] = [
-        (runtime, "secrets", secrets),
+        (actor_mesh_owner, "secrets", secrets),
         (ownership, "secrets", secrets),
         (codec, "getpid", _pid_here),
         (public, "unhandled_fault_hook", on_fault),

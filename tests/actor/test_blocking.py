@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._actor import runner, runtime
+from monarch_backend._actor import actor_mesh_owner, runner
 from monarch_backend._actor.runtime import program
 from monarch_backend.actor import (
     Actor,
@@ -438,7 +438,7 @@ def test_end_of_blocking_actor_of_the_program_leaves_the_program(
 ) -> None:
     monkeypatch.setattr(runner, "INTERRUPT_AFTER_S", 0.1)
     monkeypatch.setattr(runner, "KILL_AFTER_S", 0.4)
-    monkeypatch.setattr(runtime, "KILL_AFTER_S", 0.1)
+    monkeypatch.setattr(actor_mesh_owner, "KILL_AFTER_S", 0.1)
     release = threading.Event()
     monkeypatch.setitem(KINDS, "in_program", release.wait)
     here = this_proc().spawn("here", Blocking)

@@ -21,8 +21,8 @@ import pytest
 import monarch_backend.actor as public
 import monarch_backend.testing
 from monarch_backend import _testing
+from monarch_backend._actor import actor_mesh_owner, ownership, runtime
 from monarch_backend._actor import context as actor_context
-from monarch_backend._actor import ownership, runtime
 from monarch_backend._transport.local import tuning
 from monarch_backend._transport.local.frames import Kind, Replaced
 from monarch_backend._transport.local.peer import CreditWaiter
@@ -175,7 +175,7 @@ def test_everything_is_put_back() -> None:
             tuning.MOST_IN_ONE,
             tuning.SHARED_COPY_MIN_BYTES,
         ]
-        constants = [*sizes, tuning.TREE_FANOUT, tuning.MAX_DIRECT_RECEIVERS, runtime.secrets]
+        constants = [*sizes, tuning.TREE_FANOUT, tuning.MAX_DIRECT_RECEIVERS, actor_mesh_owner.secrets]
         seams = [runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
         return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 
