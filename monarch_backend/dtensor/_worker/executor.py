@@ -12,9 +12,6 @@ from collections import ChainMap
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
@@ -28,6 +25,8 @@ from monarch_backend.dtensor._worker import storage as storage_module
 from monarch_backend.dtensor._worker.control_actor import boards, meetings
 from monarch_backend.dtensor._worker.failures import Failure
 from monarch_backend.dtensor._worker.op_functions import Function
+from monarch_backend.dtensor._worker.pending_results import PendingResults
+from monarch_backend.dtensor._worker.worker_groups import WorkerGroups
 from monarch_backend.dtensor._worker.xla import xla_device
 from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
 
@@ -38,8 +37,7 @@ class Executor(Actor):
     def __init__(self, device_type: str, timeout: float) -> None:
         self._rank = current_rank().rank
         self._timeout = datetime.timedelta(seconds=timeout)
-        self._store: Any = None
-        self._rows: dict[str, list[list[int]]] = {}  # of groups
+        self.groups = WorkerGroups(self._rank, self._timeout)
         self.meshes: dict[str, Any] = {}
         """This worker's own, by their description; see remote_call_args.py."""
         self.board = boards[device_type]
@@ -47,15 +45,8 @@ class Executor(Actor):
         self._tensors: dict[int, Any] = {}
         self._functions: dict[int, Function | None] = {}
         self._calls: dict[int, Any] = {}  # of those functions that the compiled core can execute by itself
-        self._groups: dict[str, str] = {}
-        self._joined: dict[
-            tuple[int, ...], str
-        ] = {}  # by ranks: torch names such a group by them, and has each name once
-        self._pending: dict[
-            int, tuple[Signature, int, int]
-        ] = {}  # collectives' results that nobody has waited for, and whose: see _failure
-        self._sources: dict[int, frozenset[int]] = {}  # by these results: the storages that their collectives read
-        self._readers: dict[int, set[int]] = {}  # the other way round
+        self._results = PendingResults(self._tensors, self._failure)
+        self._pending = self._results.pending
         self._failures = failures.Failures()
         self._before = 0  # words in the batches that are done
         self._waiting = 0  # words since XLA did what they say
@@ -98,7 +89,7 @@ class Executor(Actor):
     def _read(self, number: int, rank: int, how: str) -> Any:
         if rank != self._rank and number not in self._tensors:
             return None
-        found = self._settled(number)
+        found = self._results.settled(number)
         self._sync()
         if isinstance(found, Failure):
             return self.told(found)
@@ -115,7 +106,7 @@ class Executor(Actor):
         return self._failures.beside(self._equal(one, other))
 
     def _equal(self, one: int, other: int) -> Any:
-        values = self._settled(one), self._settled(other)
+        values = self._results.settled(one), self._results.settled(other)
         self._sync()
         failed = next((each for each in values if isinstance(each, Failure)), None)
         if failed is not None:
@@ -132,7 +123,7 @@ class Executor(Actor):
 
     def _measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
         held = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteRef)]
-        failed = next((found for each in held if isinstance(found := self._settled(each.id), Failure)), None)
+        failed = next((found for each in held if isinstance(found := self._results.settled(each.id), Failure)), None)
         if failed is not None:
             return self.told(failed)
         if any(each.id not in self._tensors for each in held):
@@ -188,7 +179,7 @@ class Executor(Actor):
     def execute(self, run: int, number: int, site: int, meshes: list[Any], body: Any, buffers: Any) -> Any:
         """Call a function; its tensors stay here under this id. Returns the rest. Raises RunFailed."""
         for each in list(self._pending):
-            self._settled(each)
+            self._results.settled(each)
         if self._recorded is not None:
             self._recorded.lose_track()
         return remote_call.execute(self, run, number, site, meshes, body, buffers)
@@ -217,7 +208,7 @@ class Executor(Actor):
 
     def held(self, number: int) -> Any:
         """What is under this id: a tensor, or a Failure."""
-        return self._settled(number)
+        return self._results.settled(number)
 
     def failed_check(self) -> Failure | None:
         """One that has failed and was not raised yet."""
@@ -284,8 +275,8 @@ class Executor(Actor):
             return self._forget(words, i)
         function: Function = self._functions[number]  # type: ignore[assignment]
         if self._pending:
-            self._wait_for_operands(function, words, i)
-            self._wait_for_readers(function, words, i)
+            self._results.wait_for_operands(function, words, i)
+            self._results.wait_for_readers(function, words, i)
         try:
             function.run(self._tensors, words, i)
             if function.orders:
@@ -301,16 +292,16 @@ class Executor(Actor):
             written = [function.operands(words, i)[at] for at in function.signature.writes]
             under_way = [*function.results(words, i), *written]
             self._pending.update(dict.fromkeys(under_way, origin))
-            self._note_readers(under_way, self._memory_of(function.operands(words, i)))
+            self._results.note_readers(under_way, self._results.memory_of(function.operands(words, i)))
             for each in written:  # others may share their memory, for which nobody would wait
-                self._settled(each)
+                self._results.settled(each)
         return i + function.length
 
     def _delete(self, words: list[Any], i: int) -> int:
         end: int = i + 2 + words[i + 1]
         for number in words[i + 2 : end]:
             if number in self._pending:
-                self._settled(number)
+                self._results.settled(number)
             self._tensors.pop(number, None)
         return end
 
@@ -331,46 +322,21 @@ class Executor(Actor):
             known = self._functions[numbers[mine if mine >= 0 else 0]]
             self._functions[number] = known if mine >= 0 else op_functions.skip(known)  # type: ignore[arg-type]
         elif what == Define.GROUP:
-            self._join(*definition)
+            self.groups.join(*definition)
         elif what == Define.GRAPH:
             graph = Graph(*definition)
-            self._functions[graph.number] = graph_executor.make(graph, self._rank, self._device, self.group)
+            self._functions[graph.number] = graph_executor.make(graph, self._rank, self._device, self.groups.name_of)
 
     def _made(self, signature: Signature) -> Function:
         try:
-            return op_functions.make(signature, self._rank, self._device, self._groups.get)
+            return op_functions.make(signature, self._rank, self._device, self.groups.names.get)
         except Exception as error:
             return op_functions.refuse(signature, error)
 
     # Groups -----------------------------------------------------------------------------------------------------
 
-    def _join(self, name: str, rows: list[list[int]]) -> None:
-        """Of the ranks of this mesh: the row that this one is in."""
-        self._rows[name] = rows
-        mine = next((row for row in rows if self._rank in row), None)
-        if mine is None:
-            return
-        known = self._joined.get(tuple(mine))
-        if known is None:
-            if len(mine) == dist.get_world_size() and mine == sorted(mine):
-                group: Any = c10d._get_default_group()
-            else:
-                group = c10d_registry.new_group(f"{name}_{mine[0]}", mine)
-            known = self._joined[tuple(mine)] = group.group_name
-        self._groups[name] = known
-
-    def group(self, name: str) -> str:
-        """From the controller's name of a group to this worker's."""
-        return self._groups.get(name, name)
-
     def _meet_again(self, run: int) -> None:
-        """Groups whose ranks are at different collectives, or have given up in one, are of no use any more."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if self._store is None:
-            self._store = c10d_registry.default_store()
-        dist.destroy_process_group()
-        store = dist.PrefixStore(f"after_run_{run}", self._store)
-        dist.init_process_group("monarch", store=store, rank=rank, world_size=size, timeout=self._timeout)
+        self.groups.reinitialize(run)
         try:
             self._join_again()
         finally:  # not before: torch can't make two groups at once
@@ -379,60 +345,16 @@ class Executor(Actor):
     def _join_again(self) -> None:
         """The default group is a new one."""
         self.meshes.clear()
-        self._joined.clear()
         self._calls.clear()
-        for name, rows in self._rows.items():
-            self._join(name, rows)
+        self.groups.join_again()
         for number, function in list(self._functions.items()):  # which name groups
             if isinstance(function, graph_executor.GraphFunction):
-                self._functions[number] = graph_executor.make(function.graph, self._rank, self._device, self.group)
+                self._functions[number] = graph_executor.make(
+                    function.graph, self._rank, self._device, self.groups.name_of
+                )
             elif function is not None and function.signature.number == number:
                 made = self._made(function.signature)
                 function.run, function.call, function.orders = made.run, made.call, made.orders
-
-    # Collectives that are under way -----------------------------------------------------------------------------
-
-    def _wait_for_operands(self, function: Function | None, words: list[Any], i: int) -> None:
-        for each in function.operands(words, i):  # type: ignore[union-attr]
-            if each in self._pending:
-                self._settled(each)
-
-    def _wait_for_readers(self, function: Function, words: list[Any], i: int) -> None:
-        """What a collective still reads must not be changed yet: a program that has waited for it may change it."""
-        writes = function.signature.writes
-        if not writes:
-            return
-        operands = function.operands(words, i)
-        written = self._memory_of([operands[at] for at in writes])
-        for each in [each for storage in written for each in self._readers.get(storage, ())]:
-            self._settled(each)
-
-    def _note_readers(self, results: list[int], storages: frozenset[int]) -> None:
-        self._sources.update(dict.fromkeys(results, storages))
-        for storage in storages:
-            self._readers.setdefault(storage, set()).update(results)
-
-    def _forget_reader(self, result: int) -> None:
-        for storage in self._sources.pop(result, ()):
-            self._readers[storage].discard(result)
-            if not self._readers[storage]:
-                del self._readers[storage]
-
-    def _memory_of(self, numbers: list[int]) -> frozenset[int]:
-        found = [storage_module.identity(self._tensors.get(each)) for each in numbers]
-        return frozenset(each for each in found if each is not None)
-
-    def _settled(self, number: int) -> Any:
-        found = self._tensors.get(number)  # None: this rank takes no part in it
-        origin = self._pending.pop(number, None)
-        self._forget_reader(number)
-        if origin is not None and not isinstance(found, Failure):
-            try:
-                found = funcol.wait_tensor(found)
-            except Exception as error:  # another rank has died, say
-                found = self._failure(*origin, error)
-            self._tensors[number] = found
-        return found
 
     # Failures ---------------------------------------------------------------------------------------------------
 

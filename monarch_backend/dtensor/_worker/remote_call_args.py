@@ -92,7 +92,7 @@ def _mesh_of(executor: Executor, device_type: str, names: Any, groups: list[str]
     mine = next((row for row in map(torch.tensor, rows) if executor.rank in row), None)
     if mine is None:
         return None
-    own = [c10d_registry.by_name(executor.group(name)) for name in groups]
+    own = [c10d_registry.by_name(executor.groups.name_of(name)) for name in groups]
     if len(own) == 1:
         return DeviceMesh.from_group(own[0], device_type, mesh_dim_names=names)
     names = names or tuple(f"dim_{i}" for i in range(len(own)))
