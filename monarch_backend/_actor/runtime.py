@@ -15,8 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from monarch_backend import _native
 from monarch_backend._actor import context, named_actors, program_exit
@@ -24,9 +23,10 @@ from monarch_backend._actor.actor import blueprint
 from monarch_backend._actor.actor_mesh import ActorMesh
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
 from monarch_backend._actor.codec import HOST
-from monarch_backend._actor.errors import Death, MeshFailure
+from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.future import Future
 from monarch_backend._actor.local_actors import LocalActors
+from monarch_backend._actor.mesh_references import MeshReferences, alive
 from monarch_backend._actor.mesh_state import ActorMeshState
 from monarch_backend._actor.ownership import ProcessOwner
 from monarch_backend._actor.placement import Placement
@@ -40,7 +40,7 @@ from monarch_backend._core.limits import start_thread
 from monarch_backend._logs.worker_logging import install_worker_logging
 from monarch_backend._mesh import runtime_protocol as seam
 from monarch_backend._mesh.extent import Extent
-from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState, ProcReference, label_of
+from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
 from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import (
@@ -57,7 +57,7 @@ from monarch_backend._transport.local.frames import (
     Stop,
     Stopped,
 )
-from monarch_backend._transport.local.links import Clock, Links, LocalLinks, RealClock, epoch_of
+from monarch_backend._transport.local.links import Clock, Links, LocalLinks, RealClock
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.local.router import Router
 from monarch_backend._transport.network.envelope import host_of
@@ -66,8 +66,6 @@ log = logging.getLogger("monarch_backend")
 
 SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
 """Seconds that processes get to stop when the program ends."""
-
-T = TypeVar("T")
 
 
 class Runtime:
@@ -84,10 +82,10 @@ class Runtime:
         self.local_actors, self.actor_owner = LocalActors(self), ActorMeshOwner(self)
         self.placement = Placement(self)
         self.cells = self.local_actors.cells
-        # Of meshes that somebody uses: who has spawned one holds it until it has ended.
-        self.procs: weakref.WeakValueDictionary[str, ProcMeshState] = weakref.WeakValueDictionary()
-        self.actors: weakref.WeakValueDictionary[int, ActorMeshState] = weakref.WeakValueDictionary()
-        self.naming = threading.RLock()  # for whoever looks one up and puts it there
+        self.references = references = MeshReferences(self)
+        self.procs, self.actors, self.naming = references.procs, references.actors, references.naming
+        self.proc_core, self.actor_core = references.proc_core, references.actor_core
+        self.failure_of, self.death_of = references.failure_of, references.death_of
         self.this_proc: ProcMeshState | None = None
         self.main_children: list[Any] = []  # what the program itself has spawned
         self.closing = False
@@ -113,7 +111,7 @@ class Runtime:
         self.router.wake = pump.wake  # type: ignore[method-assign]
         self.router.later = pump.later  # type: ignore[method-assign]
         self.router.on_gone = self._gone
-        self.router.before_host_gone = self._find_peers_on
+        self.router.before_host_gone = self.references.find_peers_on
         self.router.on_met = self._met
         self.router.on_wait = self._say_wait
         self.router.on_full = _log_wait
@@ -202,82 +200,6 @@ class Runtime:
         start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
 
     # ---- references
-
-    def proc_core(self, data: ProcReference) -> ProcMeshState:
-        """The one ProcMeshState of a mesh in this process."""
-        core = self.procs.get(data.id)
-        if core is not None and not _is_newer(data, core):
-            return core
-        self.known_hosts.update(data.host_names)
-        owner = self.router.peer(data.owner)
-        with self.naming:  # which takes no other lock
-            core = self.procs.get(data.id)
-            if core is None:
-                extent = Extent(data.labels, data.sizes)
-                core = ProcMeshState(data.id, data.name, extent, owner, list(data.tokens), self._find_peer, data.server)
-                self.procs[data.id] = core
-            elif _is_newer(data, core):
-                for rank, token in enumerate(data.tokens):
-                    if epoch_of(token) > epoch_of(core.tokens[rank]):
-                        core.replace(rank, token)
-        for rank, token in enumerate(core.tokens):
-            if token in self.router.peers:
-                core.peer(rank)
-        return core
-
-    def _find_peer(self, core: ProcMeshState, rank: int) -> Peer:
-        """Looked up when it is needed: meshes are large, and most of their processes never talk to each other."""
-        peer = self.router.peer(core.tokens[rank], core.owner)
-        peer.label = label_of(core, rank)
-        if peer.gone is not None and not peer.peace:  # what has become of it we may have missed
-            self.router.ask_owner(peer)
-        return peer
-
-    def _find_peers_on(self, host: str) -> None:
-        """Look up the peers of all known processes on a lost host, so that each of them is marked as gone."""
-        for core in _alive(self.procs):
-            for rank, token in enumerate(core.tokens):
-                if host_of(token) == host:
-                    core.peer(rank)
-
-    def actor_core(
-        self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
-    ) -> ActorMeshState:
-        """The one ActorMeshState of a mesh in this process."""
-        proc_core, owner_peer = self.proc_core(procs), self.router.peer(owner)
-        with self.naming:
-            core = self.actors.get(actor)
-            if core is None:
-                core = self.actors[actor] = ActorMeshState(
-                    actor, name, blueprint(cls), proc_core, Extent(labels, sizes), tuple(bases), owner_peer
-                )
-            return core
-
-    def failure_of(self, core: ActorMeshState, rank: int) -> MeshFailure:
-        """Why this rank can't be called."""
-        known = core.failure_of(rank)
-        if known is not None:
-            return known
-        known = self.death_of(core.procs, core.bases[rank], core.peer(rank))
-        deaths = [replace(death, rank=rank, where=core.where(rank)) for death in known.deaths]
-        failure = MeshFailure(core.name, deaths)
-        failure.__cause__ = known.__cause__
-        return failure
-
-    def death_of(self, core: ProcMeshState, rank: int, peer: Peer, mesh_name: str = "") -> MeshFailure:
-        """A failure that tells of a process's end, as far as it is known here."""
-        if core.stopped is not None:
-            what, code = f"it was stopped: {core.stopped}", None
-        else:
-            what, code = self.owner.how_it_ended(peer)
-        death = Death(rank, core.where(rank), self.host_name(peer.token), peer.pid, what, code)
-        error = None
-        if core.stopped is None and self.owner.failed_to_start(peer):
-            error, trace = self.owner.bootstrap_error(peer)
-            death = replace(death, error=error, trace=trace, at_start=True)
-        failure = MeshFailure(mesh_name or core.name, [death])
-        failure.__cause__ = error
-        return failure
 
     def named_actor(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
         """The one actor of this name in the whole program."""
@@ -428,7 +350,7 @@ class Runtime:
     def _met(self, peer: Peer) -> None:
         self.owner.met(peer)
         if peer.owner is None:  # it has called us: whose it is, a reference that we have may say
-            for core in _alive(self.procs):
+            for core in alive(self.procs):
                 rank = core.rank_of(peer.token)
                 if rank is not None:
                     core.peer(rank)
@@ -447,7 +369,7 @@ class Runtime:
     def lost_process(self, peer: Peer, failure: MeshFailure | None) -> None:
         """Whoever waits for this process hears of it."""
         if failure is None:
-            failure = self._seen_from_here(peer)
+            failure = self.references.exit_of(peer)
         for call in list(self.pending.values()):
             call.on_gone(peer, failure)
         if self.mover is not None:
@@ -456,19 +378,12 @@ class Runtime:
             cell.reader_gone(peer)
             if cell.owner is peer and cell.failure is None:
                 cell.end("abort", f"its owner, {peer}, is gone")
-        for core in _alive(self.actors):
+        for core in alive(self.actors):
             if core.owned is not None and core.procs.owned is None:
                 lost = core.procs.rank_of(peer.token)
                 for rank, base in enumerate(core.bases):
                     if base == lost:
                         self.actor_owner.lost_rank(core, rank, failure)
-
-    def _seen_from_here(self, peer: Peer) -> MeshFailure:
-        for core in _alive(self.procs):
-            rank = core.rank_of(peer.token)
-            if rank is not None:
-                return self.death_of(core, rank, peer)
-        return MeshFailure("?", [Death(0, str(peer), self.host_name(peer.token), peer.pid, peer.gone or "it is gone")])
 
     def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
         cell = context.cell.get()
@@ -543,20 +458,8 @@ class Runtime:
             self.main_children.clear()
 
 
-def _alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:
-    """Its values, while other threads add some: iterating it would fail then."""
-    return [value for reference in table.valuerefs() if (value := reference()) is not None]
-
-
 def _log_wait(why: str) -> None:
     debug_log.write(f"monarch: {why}")
-
-
-def _is_newer(data: ProcReference, core: ProcMeshState) -> bool:
-    """It knows successors of processes that we have not heard of."""
-    if core.owned is not None:
-        return False
-    return any(epoch_of(token) > epoch_of(known) for token, known in zip(data.tokens, core.tokens, strict=True))
 
 
 _program: Runtime | None = None

@@ -541,7 +541,7 @@ class _Transfer:
         owner = self._engine.program
         peer = owner.router.peers.get(token)
         if peer is not None and peer.gone is not None:
-            self._gone.setdefault(token, owner._seen_from_here(peer))
+            self._gone.setdefault(token, owner.references.exit_of(peer))
         if token not in self._gone and self._number and self._untold.acquire(timeout=PEER_LOSS_TIMEOUT_S):
             _release(self._untold)  # for others who wait for the same
         return token in self._gone
@@ -593,7 +593,7 @@ def lost(owner: Runtime, handle: Handle, failure: MeshFailure | None) -> OwnerLo
     """What is said of a transfer whose other side is gone."""
     peer = owner.router.peers.get(handle.token)
     if failure is None and peer is not None and peer.gone is not None:
-        failure = owner._seen_from_here(peer)
+        failure = owner.references.exit_of(peer)
     how = str(failure) if failure is not None else "its process has ended"
     return OwnerLostError(f"the owner of {handle} is gone: {how}", failure)
 
