@@ -34,7 +34,7 @@ class FlowControl:
     """Credits of the messages to and from each peer. The counts themselves are fields of `Peer`."""
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        self._router, self._me = router, router.me
 
     @staticmethod
     def has_room(peer: Peer) -> bool:
@@ -93,7 +93,7 @@ class FlowControl:
         """Return the credit of a message that has left its queue."""
         body, buffers = frame.body, frame.buffers
         places = places_of(len(body) if not buffers else size_of(body, buffers))
-        if peer is self._router.me:
+        if peer is self._me:
             self.refill(peer, places)
             return
         peer.done += places
