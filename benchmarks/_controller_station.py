@@ -94,7 +94,7 @@ def ours() -> dict[str, Case]:
     from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 
     from monarch_backend.actor import this_host
-    from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+    from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 
     mesh = this_host().spawn_procs({"x": 2}).device_mesh("cpu")
     workers = device_mesh_and_api.workers_of(mesh)

@@ -28,7 +28,7 @@ def _create_process_group(options: Any, pg_options: Any = None) -> ProcessGroup:
 
 
 def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function ``name``, with the body of _torch_patches in front; that module is imported when called."""
+    """torch's function ``name``, with the body of _c10d_patches in front; that module is imported when called."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -50,12 +50,12 @@ def _hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_stand_ins(dist: Any) -> bool:
-    # torch 2.14 brought this method together with the last of the fixes (see _torch_patches.FIXED_IN).
+    # torch 2.14 brought this method together with the last of the fixes (see _c10d_patches.FIXED_IN).
     return not hasattr(dist.Backend, "_ensure_backend_registered")
 
 
 def _watch_rendezvous() -> None:
-    """Let ``init_process_group`` of every torch come by _torch_patches on its way to the store."""
+    """Let ``init_process_group`` of every torch come by _c10d_patches on its way to the store."""
     from torch.distributed import distributed_c10d as c10d
 
     module: Any = c10d

@@ -20,7 +20,8 @@ _dispatch/         the way of an operation from torch's dispatcher to a command 
 _ops/              sharding rules and operations that torch lacks or has wrong
 _rng/              random numbers of a single process on shards
 _compile/          captured steps: from torch.compile's graph to commands of workers
-_torch_patches/    functions of torch that are replaced on a controller
+_patches/          replaced names of torch: the manifest, and the replacements by kind
+_torch_internals/  private parts of torch that are read or called, and not replaced
 _worker/           what the processes do with a command
 _protocol.py       the messages between controller and workers
 _preload.py        modules that the fork server imports for workers

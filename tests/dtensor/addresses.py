@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from monarch_backend.dtensor._torch_patches import tensor_impl_layout
+from monarch_backend.dtensor._torch_internals import tensor_impl_layout
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -30,8 +30,8 @@ from torch.utils import cpp_extension
 
 from monarch_backend import _native
 from monarch_backend.dtensor import NotReadableError, simulated_mesh
-from monarch_backend.dtensor._torch_patches import tensor_impl_layout
-from monarch_backend.dtensor._torch_patches.invalid_access import AddressUsedError
+from monarch_backend.dtensor._torch_internals import tensor_impl_layout
+from monarch_backend.dtensor._torch_internals.invalid_access import AddressUsedError
 from tests.actor.scripts import Run
 from tests.dtensor.addresses import address_of
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.debug import CommDebugMode
 
 from monarch_backend.dtensor import MeshMismatchError, simulated_mesh
-from monarch_backend.dtensor._torch_patches import redispatch_cache, scalar_spec_cache
-from monarch_backend.dtensor._torch_patches.redispatch_cache import RedispatchPlan
+from monarch_backend.dtensor._patches.caches import redispatch_cache, scalar_spec_cache
+from monarch_backend.dtensor._patches.caches.redispatch_cache import RedispatchPlan
 from tests.dtensor.values import same, value
 
 NUMBERS: list[Any] = [

@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from monarch_backend._core import patches
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import (
     RankDependentError,
@@ -37,7 +38,8 @@ from monarch_backend.dtensor import (
     simulated_mesh,
 )
 from monarch_backend.dtensor._compile import compile_backend, merge_graphs, rank_classes
-from monarch_backend.dtensor._torch_patches import dynamo_and_aot
+from monarch_backend.dtensor._patches import manifest
+from monarch_backend.dtensor._patches.semantics import dynamo_and_aot
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -107,8 +109,9 @@ def test_the_entry_point_is_declared_and_resolves() -> None:
 
 
 def test_what_is_replaced_of_torch_is_there() -> None:
-    assert dynamo_and_aot.PATCHES
-    for where, name, _ in dynamo_and_aot.PATCHES:
+    assert manifest.COMPILE
+    for row in manifest.COMPILE:
+        where, name = patches.locate(row)
         assert getattr(where, name).__wrapped__.__name__ == name
 
 
@@ -690,7 +693,7 @@ def test_a_worker_without_a_compiler_runs_the_operations_one_by_one(
     two: Any, all_procs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from monarch_backend.dtensor._protocol import Graph, Tag
-    from monarch_backend.dtensor._torch_patches import inductor as _inductor
+    from monarch_backend.dtensor._torch_internals import inductor as _inductor
     from monarch_backend.dtensor._worker import graph_executor
 
     def no_compiler(*_: Any) -> Any:
@@ -714,7 +717,7 @@ def test_a_library_that_a_killed_worker_has_left_half_written_is_made_again(
 ) -> None:
     from torch._inductor.exc import InductorError
 
-    from monarch_backend.dtensor._torch_patches import inductor as _inductor
+    from monarch_backend.dtensor._torch_internals import inductor as _inductor
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     broken = tmp_path / "half.so"

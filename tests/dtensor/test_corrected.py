@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from monarch_backend.dtensor._torch_patches import view_writeback
+from monarch_backend.dtensor._patches.fixes import view_writeback
 from tests.dtensor.values import same
 
 

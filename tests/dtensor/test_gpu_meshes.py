@@ -39,7 +39,7 @@ from monarch_backend.dtensor import (
 )
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._ops import autocast_rules
-from monarch_backend.dtensor._torch_patches import autocast
+from monarch_backend.dtensor._patches.semantics import autocast
 from monarch_backend.dtensor._worker import attention as attention_module
 from tests.dtensor import on_workers
 from tests.dtensor.conftest import workers_of

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from monarch_backend.dtensor import RemoteTensor, put_module, run, shard_batch
 from monarch_backend.dtensor._compile import compile_backend
-from monarch_backend.dtensor._torch_patches import dynamo_and_aot
+from monarch_backend.dtensor._patches.semantics import dynamo_and_aot
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 

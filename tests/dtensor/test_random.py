@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import RemoteTensor, RemoteTensorError, own_random_numbers, simulated_mesh
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 from monarch_backend.dtensor._rng import cpu_generator, philox, random_ops
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 from monarch_backend.dtensor._worker import random_ops as worker_random
 from tests.dtensor import failing
 from tests.dtensor.conftest import DEVICE

@@ -12,7 +12,7 @@ import torch
 from monarch_backend import _native
 from monarch_backend._native import Call, execute
 from monarch_backend.dtensor._controller import call_sites
-from monarch_backend.dtensor._torch_patches import fast_op_lookup
+from monarch_backend.dtensor._torch_internals import fast_op_lookup
 
 NONE, ONE, MANY = 0, 1, 2
 _aten = torch.ops.aten

@@ -14,8 +14,8 @@ from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor.debug import CommDebugMode
 
 from monarch_backend.dtensor import simulated_mesh
-from monarch_backend.dtensor._torch_patches import redistribute_cache
-from monarch_backend.dtensor._torch_patches.redistribute_cache import MAX_TRIES, Recorded
+from monarch_backend.dtensor._patches.caches import redistribute_cache
+from monarch_backend.dtensor._patches.caches.redistribute_cache import MAX_TRIES, Recorded
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
 

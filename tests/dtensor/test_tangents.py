@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from monarch_backend.dtensor import put_module
-from monarch_backend.dtensor._torch_patches import aot_tangents
+from monarch_backend.dtensor._patches.semantics import aot_tangents
 from tests.dtensor.conftest import LAST_ROW
 from tests.dtensor.values import same, value
 

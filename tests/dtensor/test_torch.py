@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,23 +34,20 @@ from torch.distributed.tensor._ops import _tensor_ops as tensor_ops
 from torch.distributed.tensor._ops import _view_ops as view_ops
 from torch.distributed.tensor._ops import utils
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from monarch_backend._core import patches
+from monarch_backend._core.patches import Patch
 from monarch_backend.dtensor import RemoteTensorError, simulated_mesh
 from monarch_backend.dtensor._controller import remote_tensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._ops import convolution
-from monarch_backend.dtensor._torch_patches import (
-    c10d_registry,
-    decompositions,
-    device_mesh_and_api,
-    dynamo_and_aot,
-    replicate_fallback,
-    sharding_fixes,
-)
+from monarch_backend.dtensor._patches import manifest
+from monarch_backend.dtensor._patches.fixes import replicate_fallback, sharding_fixes
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api, dynamo_and_aot
+from monarch_backend.dtensor._torch_internals import c10d_registry, decompositions
 
 ASYNC_SAVE = (
     "state_dict checkpoint_id storage_writer planner process_group async_checkpointer_type async_stager no_dist "
@@ -101,9 +99,6 @@ FORMS = {
     "DeviceMesh._setup_world_group_and_device": "self",
     "DeviceMesh._compute_coordinate_on_dim": "self",
     "DeviceMesh._init_one_process_group": "sub_layout rank_map dim_name backend_override",
-    "torch.distributed._local_tensor.enabled_local_tensor_mode": "",
-    "torch.distributed._local_tensor.local_tensor_mode": "",
-    "torch.distributed.tensor._collective_utils.local_tensor_mode": "",
     "torch.distributed.tensor._collective_utils.get_group_rank": "group global_rank",
     "torch.distributed._local_tensor._for_each_rank_run_func": "func ranks args kwargs alias",
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": (
@@ -113,12 +108,6 @@ FORMS = {
     "torch.distributed.tensor._redistribute._optimize_transform_infos": (
         "transform_infos device_mesh src_placements dst_placements"
     ),
-    **{
-        f"torch.distributed.tensor.{where}.redistribute_local_tensor": (
-            "local_tensor current_spec target_spec async_op use_graph_based_transform is_explicit"
-        )
-        for where in ("_redistribute", "_api", "_dispatch")
-    },
     "ConvertFrameAssert.__call__": "self frame cache_entry hooks frame_state skip",
     "torch._meta_registrations._meta_grouped_mm_common": (
         "mat_a mat_b scale_a scale_b offs bias scale_result out_dtype use_fast_accum"
@@ -134,8 +123,6 @@ FORMS = {
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": (
         "state_dict storage_writer process_group coordinator_rank no_dist planner use_collectives"
     ),
-    "torch.distributed.checkpoint.state_dict_saver.async_save": ASYNC_SAVE,
-    "torch.distributed.checkpoint.async_save": ASYNC_SAVE,
     "torch.distributed.checkpoint.state_dict_loader._load_state_dict": (
         "state_dict storage_reader process_group coordinator_rank no_dist planner"
     ),
@@ -148,7 +135,6 @@ FORMS = {
     "torch.distributed.tensor._ops._math_ops._infer_reduction_dims": "dims_arg ndim",
     "torch.distributed.tensor._ops._view_ops.view_groups": "from_size to_size",
     "torch.distributed.tensor._ops._view_ops.dim_transpose": "ndim dim1 dim2",
-    "torch._utils._set_obj_state": "obj state",
     "torch.cuda._lazy_init": "",
     "torch.cuda.current_stream": "device",
     "torch.cuda.default_stream": "device",
@@ -179,6 +165,7 @@ FORMS = {
         "self op_call args kwargs compute_mesh output_sharding local_results participating is_inplace_op "
         "is_out_variant_op"
     ),
+    "OpDispatcher.redistribute_local_args": "op_info suggested_input_schema use_val_from_redistribute_schema",
     "OpDispatcher._propagate_op_sharding_dispatch_slow_path": "self op_call args kwargs op_info try_cache",
     "ShardingPropagator.propagate_op_sharding_non_cached": "self op_schema",
     "LocalLRUCache.__call__": "self args kwargs",
@@ -203,13 +190,6 @@ FORMS = {
     ),
     "torch.distributed.distributed_c10d._get_pg_default_device": "group",
     "torch.nn.parallel.distributed._verify_param_shape_across_processes": "process_group tensors logger",
-    **dict.fromkeys(
-        (
-            "torch.distributed._state_dict_utils._broadcast_state_dict",
-            "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
-        ),
-        "full_state_dict local_state_dict device pg strict cpu_offload",
-    ),
     "DTensor.storage": "self",
     "DTensor.share_memory_": "self",
     "DTensor.__dlpack__": "self stream max_version dl_device copy",
@@ -225,15 +205,39 @@ OF_C = {
     "DTensor.data_ptr", "DTensor.untyped_storage", "DTensor.apply_", "DTensor.map_", "DTensor.map2_",
     "DTensor.__cuda_array_interface__", "torch.to_dlpack", "torch.utils.dlpack.to_dlpack",
     "torch.nn.functional.one_hot",
-    "DTensor.get_device", "RemoteTensor.to", "RemoteTensor.cpu", "RemoteTensor.cuda", "RemoteTensor.type_as",
+    "DTensor.get_device", "DTensor.__setstate__",
 }  # fmt: skip
+
+
+device_mesh_and_api.install()
 
 
 def name_of(where: Any, name: str) -> str:
     return f"{where.__name__}.{name}"
 
 
-PLACES = {name_of(where, name): (where, name) for where, name, _ in device_mesh_and_api.PATCHES}
+def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
+    """By the name of each place torch's own object there; of what a subclass or a base class overrides, too."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        where, name = patches.locate(row)
+        own = patches.originals.get(row.target)
+        if row.swaps_code or row.adds or own is None:
+            continue
+        replaced = getattr(where, name)
+        if name == "__bases__":
+            ours = {each for base in replaced[0].__mro__[:-1] for each in vars(base) if each in dir(torch.Tensor)}
+            ours -= {"__module__", "__doc__", "__slots__"}
+            found.update({name_of(where, each): getattr(torch.Tensor, each) for each in ours})
+        elif inspect.isclass(own):
+            ours = [each for each in vars(replaced) if not (each.startswith("__") and each != "__call__")]
+            found.update({name_of(own, each): inspect.getattr_static(own, each) for each in ours})
+        else:
+            found[name_of(where, name)] = own
+    return found
+
+
+PLACES = places_of(manifest.MESH)
 
 
 def test_this_list_is_complete() -> None:
@@ -242,10 +246,8 @@ def test_this_list_is_complete() -> None:
 
 @pytest.mark.parametrize("place", sorted(FORMS))
 def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
-    where, name = PLACES[place]
-    raw = inspect.getattr_static(where, name)
-    replaced = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else getattr(where, name)
-    own = replaced.__wrapped__
+    own = PLACES[place]
+    own = own.__func__ if isinstance(own, (staticmethod, classmethod)) else own
     if isinstance(own, types.WrapperDescriptorType):  # C's own, which has no module
         assert own.__objclass__ is torch._C.TensorBase
         return
@@ -276,17 +278,15 @@ def test_an_index_of_masks_is_sharded_by_what_we_correct() -> None:
 
 
 def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:
-    own = api.compute_global_tensor_info.__wrapped__
+    own = patches.originals["torch.distributed.tensor._api:compute_global_tensor_info"]
     assert own is torch._C._DTensor_compute_global_tensor_info
     mesh = simulated_mesh((2, 3), ("x", "y"))
     assert own(torch.empty(2, 5), mesh, (Shard(0), Shard(1))) == ([4, 15], [15, 1])
 
 
 def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
-    forms = {
-        function.__name__: " ".join(inspect.signature(function).parameters)
-        for function, _ in device_mesh_and_api.CODE_SWAPS
-    }
+    swapped = [patches.originals[row.target] for row in manifest.MESH if row.swaps_code]
+    forms = {function.__name__: " ".join(inspect.signature(function).parameters) for function in swapped}
     assert forms == {
         "distribute_tensor": "tensor device_mesh placements src_data_rank",
         "distribute_module": "module device_mesh partition_fn input_fn output_fn",
@@ -297,6 +297,11 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
         "parallelize_module": "module device_mesh parallelize_plan src_data_rank",
         "visualize_sharding": "dtensor header use_rich",
         "_group_tensors_by_device_and_dtype": "tensorlistlist with_indices",
+        "redistribute_local_tensor": (
+            "local_tensor current_spec target_spec async_op use_graph_based_transform is_explicit"
+        ),
+        "async_save": ASYNC_SAVE,
+        "_broadcast_state_dict": "full_state_dict local_state_dict device pg strict cpu_offload",
     }
     assert dist.get_rank is c10d.get_rank
 
@@ -313,6 +318,12 @@ def test_a_dtensor_is_made_by_new_alone() -> None:
     assert "if not torch.compiler.is_exporting():\n            return" in inspect.getsource(
         wrappers.mark_subclass_constructor_exportable_experimental
     )
+
+
+def test_a_copy_is_filled_by_setstate_where_a_class_has_its_own() -> None:
+    source = inspect.getsource(torch._tensor._rebuild_from_type_v2)
+    assert "ret.__setstate__(state)" in source and "torch._utils._set_obj_state(ret, state)" in source
+    assert " ".join(inspect.signature(torch._utils._set_obj_state).parameters) == "obj state"
 
 
 def test_modes_are_counted_and_redistributions_have_the_settings_that_are_read() -> None:
@@ -339,7 +350,7 @@ def test_a_mesh_names_its_groups_by_dimension_and_a_slice_has_those_of_its_root(
 
 def test_parallelize_module_calls_itself_for_each_style() -> None:
     """So only the outermost call is the user's."""
-    make = dict(device_mesh_and_api.CODE_SWAPS)[parallelize_module]
+    make = device_mesh_and_api._parallelize
     seen: list[bool] = []
 
     def own(module: Any, mesh: Any, plan: Any) -> Any:
@@ -364,11 +375,16 @@ def test_modules_and_parameters_have_the_tables_of_hooks_that_are_read() -> None
 
 
 def test_torch_runs_functions_for_each_rank_by_the_names_that_are_replaced() -> None:
+    mode = device_mesh_and_api._mode
+    assert local_tensor._PROCESS_MODE and local_tensor._PROCESS_LOCAL_TENSOR_MODE[0] is mode
+    assert local_tensor.local_tensor_mode() is local_tensor.enabled_local_tensor_mode() is mode
+    with mode.disable():
+        assert local_tensor.enabled_local_tensor_mode() is None
     source = inspect.getsource(local_tensor.maybe_run_for_local_tensor)
     assert "enabled_local_tensor_mode()" in source
     assert "_for_each_rank_run_func(func, lm.ranks, args, kwargs, alias=False)" in source
     assert set(local_tensor._PATCHED_DEVICE_MESH_METHODS) <= {
-        name for where, name in PLACES.values() if where is DeviceMesh
+        name.partition(".")[2] for name in PLACES if name.startswith("DeviceMesh.")
     }
 
 
@@ -461,8 +477,9 @@ FORMS_OF_COMPILE = {
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
 def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(name: str) -> None:
     dynamo_and_aot.install()  # one of them is a classmethod, whose form depends on it
-    (own,) = [getattr(where, of) for where, of, _ in dynamo_and_aot.PATCHES if name_of(where, of) == name]
-    assert " ".join(inspect.signature(inspect.unwrap(own)).parameters) == FORMS_OF_COMPILE[name]
+    own = {**PLACES, **places_of(manifest.COMPILE)}[name]
+    own = own.__func__ if isinstance(own, (staticmethod, classmethod)) else own
+    assert " ".join(inspect.signature(own).parameters) == FORMS_OF_COMPILE[name]
 
 
 def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_of() -> None:
@@ -569,22 +586,25 @@ def test_parts_of_a_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ["_compile.compile_backend", pytest.param("_torch_patches.view_writeback", marks=pytest.mark.slow)]
+    "first", ["_compile.compile_backend", pytest.param("_patches.fixes.view_writeback", marks=pytest.mark.slow)]
 )
 def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
     """As `compile_backend` is, by torch's entry point, where a step is captured before there is a mesh."""
     program = f"""
 import monarch_backend.dtensor.{first}
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 device_mesh_and_api.install()
-placed = len(device_mesh_and_api.PATCHES)
+from monarch_backend._core import patches
+from monarch_backend.dtensor._patches import manifest
+placed = len(patches.originals)
 import monarch_backend.dtensor._controller.device_mesh
-from torch.distributed.tensor._dispatch import OpDispatcher
-assert len(device_mesh_and_api.PATCHES) == placed, "registered too late"
-print(placed, OpDispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
+from torch.distributed.tensor import DTensor
+assert len(patches.originals) == placed, "registered too late"
+placed = len([row for row in manifest.MESH if row.target in patches.originals])
+print(placed, DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
     count, file = said.stdout.split()
-    assert int(count) == len(device_mesh_and_api.PATCHES)
+    assert int(count) == len(manifest.MESH)
     assert "monarch_backend" in file

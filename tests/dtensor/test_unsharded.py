@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 
-from monarch_backend.dtensor._torch_patches import replicate_fallback
+from monarch_backend.dtensor._patches.fixes import replicate_fallback
 from tests.dtensor.values import same
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))

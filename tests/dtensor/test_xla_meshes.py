@@ -25,7 +25,9 @@ from monarch_backend.actor import this_host
 from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, put_module, run, simulated_mesh
 from monarch_backend.dtensor._controller import controller_process_group as groups
 from monarch_backend.dtensor._ops import autocast_rules
-from monarch_backend.dtensor._torch_patches import autocast, decompositions, xla_spmd
+from monarch_backend.dtensor._patches.fixes import xla_spmd
+from monarch_backend.dtensor._patches.semantics import autocast
+from monarch_backend.dtensor._torch_internals import decompositions
 from monarch_backend.dtensor._worker import op_functions
 from monarch_backend.dtensor._worker.xla import op_overrides
 from tests.dtensor import on_workers, on_xla

@@ -24,7 +24,7 @@ from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._torch_patches import aot_tangents, dynamo_and_aot
+from monarch_backend.dtensor._patches.semantics import aot_tangents, dynamo_and_aot
 
 OPTIONS = ("inductor",)
 statistics = {"graphs": 0, "calls": 0}

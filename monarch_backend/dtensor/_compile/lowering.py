@@ -25,7 +25,7 @@ from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._rng import random_ops, shard_origins, traced_random_op
 from monarch_backend.dtensor._rng.shard_origins import Operand, Origin
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
-from monarch_backend.dtensor._torch_patches import tracing_state
+from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker.random_ops import dropped
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """One operator that stands in a trace for a function which each worker calls with its own numbers.
 
 While torch.compile traces, torch's functions for "the rank that I am" (see
-dtensor/_torch_patches/device_mesh_and_api.py) meet tensors without values and ints that differ by rank. Such a call
+dtensor/_patches/semantics/device_mesh_and_api.py) meet tensors without values and ints that differ by rank. Such a call
 becomes one node here; a captured step (see lowering.py) has in its place the function itself and each rank's numbers.
 On real tensors, which are this process's, it runs for each rank (`here`).
 """
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._compile import rank_classes
 from monarch_backend.dtensor._controller import per_rank_host_tensor, per_rank_int
 from monarch_backend.dtensor._errors import RankDependentError
-from monarch_backend.dtensor._torch_patches import tracing_state
+from monarch_backend.dtensor._torch_internals import tracing_state
 
 
 class Call(NamedTuple):
@@ -56,7 +56,7 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise  # the ranks are traced again, in classes
         if not tracing_state.is_dynamos():
             raise  # make_fx() and torch.export leave nothing to eager code
-        from monarch_backend.dtensor._torch_patches import dynamo_and_aot  # with dynamo, which is there now
+        from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # with dynamo, which is there now
 
         dynamo_and_aot.break_graph(_calls[number].name, error)
     form, kept = _forms[number]

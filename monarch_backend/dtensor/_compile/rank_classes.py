@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend.dtensor._controller import per_rank_int
-from monarch_backend.dtensor._torch_patches import tracing_state
+from monarch_backend.dtensor._torch_internals import tracing_state
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._controller import fetch, remote_call
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import MeshMismatchError
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 from monarch_backend.dtensor._worker import checkpoint as there
 from monarch_backend.dtensor._worker.remote_call_args import Unfailed
 

@@ -20,7 +20,7 @@ from monarch_backend.dtensor._controller import host_collectives, per_rank_int
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import MeshClosedError, MeshMismatchError, RemoteTensorError
-from monarch_backend.dtensor._torch_patches import c10d_registry
+from monarch_backend.dtensor._torch_internals import c10d_registry
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet

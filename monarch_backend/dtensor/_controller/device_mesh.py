@@ -16,20 +16,8 @@ from monarch_backend.dtensor._controller.worker_set import ActorCommandChannel, 
 from monarch_backend.dtensor._dispatch import collectives, dispatch
 from monarch_backend.dtensor._dispatch import special_ops as special_ops
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches import autocast as autocast
-from monarch_backend.dtensor._torch_patches import data_ptr_guards as data_ptr_guards
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api, invalid_access
-from monarch_backend.dtensor._torch_patches import device_queries as device_queries
-from monarch_backend.dtensor._torch_patches import embedding_mask as embedding_mask
-from monarch_backend.dtensor._torch_patches import fsdp as fsdp
-from monarch_backend.dtensor._torch_patches import rank0_helpers as rank0_helpers
-from monarch_backend.dtensor._torch_patches import redispatch_cache as redispatch_cache
-from monarch_backend.dtensor._torch_patches import redistribute_cache as redistribute_cache
-from monarch_backend.dtensor._torch_patches import replicate_fallback as replicate_fallback
-from monarch_backend.dtensor._torch_patches import scalar_spec_cache as scalar_spec_cache
-from monarch_backend.dtensor._torch_patches import sharding_fixes as sharding_fixes
-from monarch_backend.dtensor._torch_patches import submesh_shapes as submesh_shapes
-from monarch_backend.dtensor._torch_patches import view_writeback as view_writeback  # these register what they know
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api, device_queries
+from monarch_backend.dtensor._torch_internals import invalid_access
 
 if TYPE_CHECKING:
     from monarch_backend._mesh.proc_mesh import ProcMeshState

@@ -1,7 +1,7 @@
 """Which device a tensor is on, where C++ says "the CPU" and the workers compute on GPUs; and the ways between the two.
 
 A worker has one GPU, its own: "cuda", "cuda:0" and "cuda:3" all mean that. What replaces functions of torch, so that
-programs get here, is in dtensor/_torch_patches/device_queries.py.
+programs get here, is in dtensor/_patches/semantics/device_queries.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from monarch_backend.dtensor._controller import controller_process_group, remote
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches import c10d_registry
+from monarch_backend.dtensor._torch_internals import c10d_registry
 from monarch_backend.dtensor._worker import device_moves as there
 
 if TYPE_CHECKING:

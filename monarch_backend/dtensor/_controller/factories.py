@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.overrides import TorchFunctionMode
 
 from monarch_backend.dtensor._dispatch import dispatch, local_results
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet

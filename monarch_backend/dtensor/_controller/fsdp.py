@@ -1,6 +1,6 @@
 """What FSDP needs of a controller: shards of a parameter by rank, inputs on the workers, a batch by rank.
 
-torch's `fully_shard` is the user's function, and unchanged; where it calls this is in dtensor/_torch_patches/fsdp.py.
+torch's `fully_shard` is unchanged. Its calls into this module are in dtensor/_patches/semantics/fsdp.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from monarch_backend.dtensor._controller import per_rank_host_tensor, per_rank_i
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import outside, workers_of
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import outside, workers_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from monarch_backend.dtensor._controller.tensor_meta import refuse_sparse
-from monarch_backend.dtensor._torch_patches import autograd_node
+from monarch_backend.dtensor._torch_internals import autograd_node
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor

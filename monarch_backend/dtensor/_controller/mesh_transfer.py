@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, empty
 
 from monarch_backend.dtensor._controller import remote_call, remote_call_args
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 from monarch_backend.dtensor._worker import mesh_transfer as there
 
 _numbers = itertools.count(1)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -20,7 +20,7 @@ from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.remote_call_args import Packer
 from monarch_backend.dtensor._controller.remote_tensor import Ref
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 from monarch_backend.dtensor._worker.remote_call import RunFailed
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from monarch_backend._serialization.pickling import SerializationError, dumps_by
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 from monarch_backend.dtensor._protocol import Kind, Tag
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
 from monarch_backend.dtensor._worker import remote_call_args as there
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
+from monarch_backend.dtensor._controller.device_methods import DeviceMethods
 from monarch_backend.dtensor._errors import NotReadableError
-from monarch_backend.dtensor._torch_patches import invalid_access as invalid_access  # which sets no_pointer up
+from monarch_backend.dtensor._torch_internals import invalid_access as invalid_access  # which sets no_pointer up
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta
@@ -48,7 +49,7 @@ def not_readable(what: str) -> NotReadableError:
     )
 
 
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(DeviceMethods, torch.Tensor):
     """A tensor of the workers of a mesh, one on each; made by operations, never by hand.
 
     As a DTensor's local tensor it is that rank's shard. Reading a value (``.item()``, ``.tolist()``, ``print``) waits

@@ -20,7 +20,7 @@ from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTens
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
-from monarch_backend.dtensor._torch_patches import decompositions
+from monarch_backend.dtensor._torch_internals import decompositions
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet

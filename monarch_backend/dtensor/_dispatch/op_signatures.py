@@ -24,7 +24,7 @@ from monarch_backend.dtensor._dispatch import output_strides
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._protocol import Kind
 from monarch_backend.dtensor._rng import shard_origins
-from monarch_backend.dtensor._torch_patches import tracing_state
+from monarch_backend.dtensor._torch_internals import tracing_state
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet

@@ -14,7 +14,7 @@ from monarch_backend.dtensor._dispatch import collectives, dispatch
 from monarch_backend.dtensor._dispatch.op_signatures import Operand, out_sizes, propagate, stands_in
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._ops import grad_scaler
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional

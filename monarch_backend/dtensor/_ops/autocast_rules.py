@@ -1,7 +1,7 @@
 """What autocast does with an operator on a kind of device: which ones it knows, and in which dtype each is done.
 
 As torch's documentation lists it for GPUs, and as torch_xla 2.9 has it. How calls get here is
-dtensor/_torch_patches/autocast.py's.
+dtensor/_patches/semantics/autocast.py's.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._dispatch import deferred_checks, local_results
-from monarch_backend.dtensor._torch_patches import tracing_state
+from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker import value_checks as worker_checks
 
 _aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._dispatch import local_results, output_strides
-from monarch_backend.dtensor._torch_patches import tracing_state
+from monarch_backend.dtensor._torch_internals import tracing_state
 
 _aten = torch.ops.aten
 _RUNNING = slice(3, 5)

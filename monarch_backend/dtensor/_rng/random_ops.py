@@ -33,7 +33,7 @@ from monarch_backend.dtensor._dispatch import dispatch, local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._rng import cpu_generator, philox, shard_origins, traced_random_op
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
-from monarch_backend.dtensor._torch_patches import tracing_state
+from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker import random_ops as _worker
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _workers(tensor: Any) -> WorkerSet:
     local = _local(tensor)
     if type(local) is RemoteTensor:
         return local._meta.workers
-    from monarch_backend.dtensor._torch_patches.device_mesh_and_api import workers_of  # which needs this module
+    from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # which needs this module
 
     return workers_of(tensor.device_mesh)  # type: ignore[return-value]
 
@@ -480,7 +480,7 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
     Without it they get the same on all ranks. For the mesh over which a batch is split, when its parts are no DTensors:
     whose ranks get the numbers of their shards, as before.
     """
-    from monarch_backend.dtensor._torch_patches.device_mesh_and_api import workers_of  # which needs this module
+    from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # which needs this module
 
     workers = workers_of(mesh)
     if workers is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from monarch_backend.dtensor._torch_patches import fast_op_lookup
+from monarch_backend.dtensor._torch_internals import fast_op_lookup
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _libraries: list[torch.library.Library] = []

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._torch_patches import c10d_registry
+from monarch_backend.dtensor._torch_internals import c10d_registry
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 """Of some of the ranks, by the default group. Kept: a new one of that name would meet what the old one has left."""

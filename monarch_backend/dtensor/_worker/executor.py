@@ -19,7 +19,7 @@ from monarch_backend._actor.actor import Actor, endpoint
 from monarch_backend._actor.context import current_rank
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._protocol import Define, Graph, RemoteRef, Signature
-from monarch_backend.dtensor._torch_patches import c10d_registry
+from monarch_backend.dtensor._torch_internals import c10d_registry
 from monarch_backend.dtensor._worker import attention, failures, graph_executor, op_functions, random_ops, remote_call
 from monarch_backend.dtensor._worker import storage as storage_module
 from monarch_backend.dtensor._worker.control_actor import boards, meetings

@@ -118,7 +118,7 @@ class GraphFunction(Function):
         """At the first call. A worker that can't compile runs the operations one by one: the results are the same."""
         self._wants_inductor = False
         try:
-            from monarch_backend.dtensor._torch_patches import inductor
+            from monarch_backend.dtensor._torch_internals import inductor
 
             self._compiled = inductor.compiled(self._all, given)
         except Exception as error:

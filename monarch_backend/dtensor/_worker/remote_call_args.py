@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from monarch_backend._serialization.pickling import DeserializationError, dumps_by, loads
-from monarch_backend.dtensor._torch_patches import c10d_registry
+from monarch_backend.dtensor._torch_internals import c10d_registry
 from monarch_backend.dtensor._worker import torch_compat
 from monarch_backend.process_group._xla import graph_hash_workaround
 

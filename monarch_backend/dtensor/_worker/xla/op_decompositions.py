@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._torch_patches import decompositions
+from monarch_backend.dtensor._torch_internals import decompositions
 from monarch_backend.process_group._xla import graph_hash_workaround
 
 _HERE = "monarch_backend.dtensor._worker.xla.op_decompositions:"

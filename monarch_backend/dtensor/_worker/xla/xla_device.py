@@ -45,7 +45,7 @@ def _device() -> torch.device:
 
 def start() -> torch.device:
     """This process's device. From here on operations that only a controller's CPU has are done there, too."""
-    from monarch_backend.dtensor._torch_patches import xla_functionalization, xla_spmd
+    from monarch_backend.dtensor._patches.fixes import xla_functionalization, xla_spmd
     from monarch_backend.dtensor._worker import attention, op_functions
     from monarch_backend.dtensor._worker.xla import op_decompositions, op_overrides
     from monarch_backend.process_group._xla import host_staged

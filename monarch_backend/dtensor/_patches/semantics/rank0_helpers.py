@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils as state_dicts
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.checkpoint import state_dict as checkpoint_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import visualize_sharding
-from torch.nn.parallel import distributed as data_parallel
 
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import CODE_SWAPS, Replacement, _is_remote, _replaces
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import (
+    Replacement,
+    _is_remote,
+)
 
 
-@_replaces(state_dicts, "_broadcast_state_dict")
-@_replaces(checkpoint_state_dict, "_broadcast_state_dict")
 def _broadcast(own: Any) -> Replacement:
     def _broadcast_state_dict(
         full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], device: torch.device, pg: Any = None,
@@ -58,7 +55,6 @@ def _filled(there: Any, received: Any) -> Any:
         return there.copy_(received)
 
 
-@_replaces(c10d, "_get_pg_default_device")
 def _device_of_all(own: Any) -> Replacement:
     # Where a state dict's values are put that belong to tensors without any, on "meta".
     def _get_pg_default_device(group: Any = None) -> torch.device:
@@ -70,7 +66,6 @@ def _device_of_all(own: Any) -> Replacement:
     return _get_pg_default_device
 
 
-@_replaces(data_parallel, "_verify_param_shape_across_processes")
 def _of_one_rank(own: Any) -> Replacement:
     # What DistributedDataParallel does first.
     def _verify_param_shape_across_processes(process_group: Any, tensors: Any, logger: Any = None) -> Any:
@@ -112,6 +107,3 @@ def _drawn_once(own: Any) -> Replacement:
         return own(drawn, header, use_rich)
 
     return stand_in
-
-
-CODE_SWAPS.append((visualize_sharding, _drawn_once))

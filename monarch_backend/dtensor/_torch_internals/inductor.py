@@ -13,7 +13,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from monarch_backend.dtensor._torch_patches import grouped_mm
+from monarch_backend.dtensor._patches.fixes import grouped_mm
 
 MAX_ATTEMPTS = 3
 """Workers of one host compile the same at the same time, and may remove a broken file after each other."""

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor import _api as api
-from torch.distributed.tensor import _dispatch as op_dispatch
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
@@ -27,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import MeshMismatchError
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api, tracing_state
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._torch_internals import tracing_state
 
 CACHE_SIZE = 1024
 """So many of one set of workers are known; when there are more, all are found out again."""
@@ -196,9 +195,6 @@ def _is_in_order(spec: DTensorSpec) -> bool:
     return DTensorSpec.is_default_device_order(spec.shard_order)  # False, where a placement has its own order
 
 
-@_replaces(redistribution, "redistribute_local_tensor")
-@_replaces(api, "redistribute_local_tensor")
-@_replaces(op_dispatch, "redistribute_local_tensor")
 def _redistribute(own: Any) -> Replacement:
     def redistribute_local_tensor(
         local_tensor: Any, current_spec: Any, target_spec: Any, *, async_op: bool = False,
@@ -269,7 +265,6 @@ def _maker_of_indices(local: Any, mesh: Any) -> Any:
     return tracing_state.mode_of(local) or contextlib.nullcontext()
 
 
-@_replaces(op_dispatch.OpDispatcher, "_propagate_op_sharding_dispatch_slow_path")
 def _of_one_mesh(own: Any) -> Replacement:
     # Each operator of torch has other words for it, and none has a way out.
     def _propagate_op_sharding_dispatch_slow_path(

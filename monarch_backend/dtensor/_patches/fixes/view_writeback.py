@@ -19,18 +19,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _dispatch as op_dispatch
 from torch.distributed.tensor import _redistribute as redistribution
-from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
-from monarch_backend.dtensor._torch_patches import (
-    per_rank_int_operands as per_rank_int_operands,  # whose way to index is the one below
-)
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+
+_Base: Any = torch.Tensor
 
 
 class _Taken:
@@ -68,7 +66,6 @@ def _version(tensor: Any) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-@_replaces(OpDispatcher, "_dispatch_get_local_results_slow_path")
 def _note_copies(own: Any) -> Replacement:
     def _dispatch_get_local_results_slow_path(self: Any, op_call: Any, args: Any, op_info: Any) -> Any:
         results = own(self, op_call, args, op_info)
@@ -105,14 +102,17 @@ def _keep(kept: dict[int, Any], copy: Any) -> None:
     kept[key] = weakref.ref(copy, lambda _: kept.pop(key, None))
 
 
-@_replaces(DTensor, "__getitem__")
-def _get(own: Any) -> Replacement:
+class IndexMethods:
+    """Base class of DTensor: an index of a controller's DTensor notes copies, and writes them back."""
+
+    __slots__ = ()
+
     def __getitem__(self: Any, index: Any) -> Any:
         if not _is_ours(self):
-            return own(self, index)
+            return _Base.__getitem__(self, index)
         before, _indexing.copies = _indexing.copies, []
         try:
-            found = own(self, index)
+            found = _Base.__getitem__(self, index)
             copies = _indexing.copies
         finally:
             _indexing.copies = before
@@ -128,21 +128,16 @@ def _get(own: Any) -> Replacement:
             found._local_tensor._through = last
         return found
 
-    return __getitem__
-
-
-@_replaces(DTensor, "__setitem__")
-def _set(own: Any) -> Replacement:
     def __setitem__(self: Any, index: Any, value: Any) -> None:
         if not _is_ours(self):
-            own(self, index, value)
+            _Base.__setitem__(self, index, value)
             return
         before, _indexing.copies = _indexing.copies, []
         chain = _chain(self)
         for taken, _ in chain:
             taken.check()
         try:
-            own(self, index, value)
+            _Base.__setitem__(self, index, value)
             copies = _indexing.copies
         finally:
             _indexing.copies = before
@@ -155,8 +150,6 @@ def _set(own: Any) -> Replacement:
             if _indexing.copies is None:
                 _write_through(chain[-1][0].args[0] if chain else self)
             _renew(self, 0, [each._local_tensor for each in (*copies, *(copy for _, copy in chain))])
-
-    return __setitem__
 
 
 def _is_ours(tensor: Any) -> bool:
@@ -179,7 +172,6 @@ def _chain(tensor: Any) -> list[tuple[_Taken, Any]]:
     return found
 
 
-@_replaces(OpDispatcher, "_dispatch_fast_path_python_tail")
 def _after_each(own: Any) -> Replacement:
     def _dispatch_fast_path_python_tail(
         self: Any, op_call: Any, args: Any, kwargs: Any, mesh: Any, sharding: Any, results: Any, participating: Any,

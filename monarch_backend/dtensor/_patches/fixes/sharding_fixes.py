@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import _meta_registrations
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -27,8 +25,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import deferred_checks, local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api, embedding_mask, grouped_mm, replicate_fallback
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
 from monarch_backend.dtensor._worker import value_checks as worker_checks
 
 _aten = torch.ops.aten
@@ -73,10 +72,6 @@ def correct() -> None:
     propagator.op_to_schema_info[_aten.view.dtype] = RuntimeSchemaInfo(1)  # else any dtype gets the first one's result
 
 
-_replaces(_meta_registrations, grouped_mm.NAME)(grouped_mm.corrected)
-
-
-@_replaces(math_ops, "common_reduction_strategy")
 def _of_norms(own: Any) -> Replacement:
     def common_reduction_strategy(
         input_strategy: Any, reduce_dims: Any, keep_dim: bool = False, reduction_linear: bool = True,
@@ -98,7 +93,6 @@ def _of_norms(own: Any) -> Replacement:
     return common_reduction_strategy
 
 
-@_replaces(view_ops, "view_groups")
 def _of_nothing(own: Any) -> Replacement:
     def view_groups(from_size: Any, to_size: Any) -> Any:
         if not any(type(size) is int and size == 0 for size in from_size):
@@ -112,7 +106,6 @@ def _of_nothing(own: Any) -> Replacement:
     return view_groups
 
 
-@_replaces(view_ops, "dim_transpose")
 def _of_a_number(own: Any) -> Replacement:
     def dim_transpose(ndim: int, dim1: int, dim2: int) -> Any:
         return own(ndim, dim1, dim2) if ndim else ()
@@ -321,7 +314,6 @@ def _also_of_a_number(own: Replacement) -> Replacement:
     return strategy
 
 
-@_replaces(math_ops, "_infer_reduction_dims")
 def _reduced(own: Any) -> Replacement:
     """No dimensions are all of them. torch itself asks for the gradient of ``amax()`` so."""
 
@@ -332,7 +324,6 @@ def _reduced(own: Any) -> Replacement:
     return _infer_reduction_dims
 
 
-@_replaces(loss, "_nll_loss_and_log_softmax_backward")
 def _of_weighted_classes(own: Any) -> Replacement:
     # torch looks up the weight of labels that are ignored, too, which are no classes.
     def _nll_loss_and_log_softmax_backward(
@@ -348,7 +339,6 @@ def _of_weighted_classes(own: Any) -> Replacement:
     return _nll_loss_and_log_softmax_backward
 
 
-@_replaces(F, "one_hot")
 def _one_hot(own: Any) -> Replacement:
     # C++ looks at the values of plain tensors only.
     def one_hot(tensor: Any, num_classes: int = -1) -> Any:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch.distributed._local_tensor import maybe_run_for_local_tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from monarch_backend.dtensor._ops import sharding_rules
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
 from monarch_backend.dtensor._worker import value_checks
 
 MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
@@ -27,7 +26,6 @@ MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
 _rows_here: Any = maybe_run_for_local_tensor(value_checks.rows_here)
 
 
-@_replaces(_MaskPartial, "_partition_value")
 def _partition(own: Any) -> Replacement:
     def _partition_value(self: Any, tensor: Any, mesh: Any, mesh_dim: int) -> Any:
         if device_mesh_and_api.workers_of(mesh) is None:
@@ -42,7 +40,6 @@ def _partition(own: Any) -> Replacement:
     return _partition_value
 
 
-@_replaces(OpDispatcher, "_dispatch_get_local_results_slow_path")
 def _local_results(own: Any) -> Replacement:
     """torch makes the mask before it calls the operator. Where that raises, nobody will add up its rows."""
 

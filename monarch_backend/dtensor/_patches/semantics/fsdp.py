@@ -11,29 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_collectives,
-    _fsdp_init,
-    _fsdp_param,
-    _fsdp_param_group,
-    _fsdp_state,
-    _fully_shard,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from monarch_backend.dtensor._controller import controller_process_group, fsdp, module_placement
 from monarch_backend.dtensor._controller.controller_process_group import ControllerGroup
 from monarch_backend.dtensor._controller.device_module import DeviceHandle
 from monarch_backend.dtensor._controller.factories import OnWorkers
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces, slices_of, workers_of
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement, slices_of, workers_of
 
 # Parameters and buffers -----------------------------------------------------------------------------------------
 
 
-@_replaces(_fully_shard, "_get_device_from_mesh")
 def _device_from_mesh(own: Any) -> Replacement:
     def _get_device_from_mesh(mesh: Any) -> torch.device:
         workers = workers_of(mesh)
@@ -42,7 +30,6 @@ def _device_from_mesh(own: Any) -> Replacement:
     return _get_device_from_mesh
 
 
-@_replaces(_fsdp_init, "_move_states_to_device")
 def _move_states(own: Any) -> Replacement:
     def _move_states_to_device(params: Any, buffers: Any, device: torch.device) -> None:
         if not controller_process_group.is_controller():
@@ -51,7 +38,6 @@ def _move_states(own: Any) -> Replacement:
     return _move_states_to_device
 
 
-@_replaces(_fully_shard, "_init_param_group")
 def _init_group(own: Any) -> Replacement:
     def _init_param_group(
         state: Any, params: Any, modules: Any, mesh_info: Any, after_forward: Any, device: Any, placement: Any,
@@ -83,29 +69,47 @@ def _is_by_another_dimension(placement_fn: Any, param: Any) -> bool:
     return found is not None and found.dim % param.ndim != 0
 
 
-@_replaces(FSDPParam, "_init_sharded_param")
-def _init_sharded(own: Any) -> Replacement:
-    def _init_sharded_param(self: Any, param: Any, device: Any, placement_fn: Any, mesh_info: Any) -> Any:
-        if workers_of(mesh_info.mesh) is None:
-            return own(self, param, device, placement_fn, mesh_info)
-        own(self, param, param.device, placement_fn, mesh_info)  # a host's parameter need not be moved first
-        self._monarch_padded = self._sharded_local_tensor._ref
-        return None
+def _param(own: Any) -> Any:
+    class ControllerFSDPParam(own):  # type: ignore[misc]
+        def _init_sharded_param(self, param: Any, device: Any, placement_fn: Any, mesh_info: Any) -> Any:
+            if workers_of(mesh_info.mesh) is None:
+                return super()._init_sharded_param(param, device, placement_fn, mesh_info)
+            # A host's parameter need not be moved first.
+            super()._init_sharded_param(param, param.device, placement_fn, mesh_info)
+            self._monarch_padded = self._sharded_local_tensor._ref
+            return None
 
-    return _init_sharded_param
+        def _init_sharding_spec_plain(self, param: Any, placement: Any) -> Any:
+            found, mesh = super()._init_sharding_spec_plain(param, placement), self.mesh_info.mesh
+            is_there = workers_of(mesh) is None or type(found.data) is not torch.Tensor
+            return found if is_there else fsdp.whole(found, mesh)
+
+        def reset_sharded_param(self) -> Any:
+            if workers_of(self.mesh_info.mesh) is None:
+                return super().reset_sharded_param()
+            self.sharded_param = param = getattr(self._module_info.module, self._module_info.param_name)
+            local = param._local_tensor
+            if local.is_meta or local._ref is self._monarch_padded:
+                return None
+            dim = self.fsdp_placement.dim
+            padded, length = local.new_zeros(self.padded_sharded_param_size), local.size(dim)
+            with torch.no_grad():
+                padded.narrow(dim, 0, length).copy_(local)
+                param._local_tensor = padded.narrow(dim, 0, length)
+            self._sharded_param_data, self._monarch_padded = padded.view(-1), param._local_tensor._ref
+            self._sharding_spec = param._spec
+            return None
+
+        def init_all_gather_outputs(self, *args: Any) -> Any:
+            if self.all_gather_outputs or workers_of(self.mesh_info.mesh) is None:
+                return super().init_all_gather_outputs(*args)
+            with OnWorkers(self.mesh_info.mesh):
+                super().init_all_gather_outputs(*args)
+            return None
+
+    return ControllerFSDPParam
 
 
-@_replaces(FSDPParam, "_init_sharding_spec_plain")
-def _init_spec(own: Any) -> Replacement:
-    def _init_sharding_spec_plain(self: Any, param: Any, placement: Any) -> Any:
-        found, mesh = own(self, param, placement), self.mesh_info.mesh
-        is_there = workers_of(mesh) is None or type(found.data) is not torch.Tensor
-        return found if is_there else fsdp.whole(found, mesh)
-
-    return _init_sharding_spec_plain
-
-
-@_replaces(_fsdp_param, "_chunk_with_empty")
 def _chunk(own: Any) -> Replacement:
     def _chunk_with_empty(tensor: Any, num_chunks: int, dim: int) -> Any:
         return (
@@ -117,31 +121,9 @@ def _chunk(own: Any) -> Replacement:
     return _chunk_with_empty
 
 
-@_replaces(FSDPParam, "reset_sharded_param")
-def _reset_sharded(own: Any) -> Replacement:
-    def reset_sharded_param(self: Any) -> Any:
-        if workers_of(self.mesh_info.mesh) is None:
-            return own(self)
-        self.sharded_param = param = getattr(self._module_info.module, self._module_info.param_name)
-        local = param._local_tensor
-        if local.is_meta or local._ref is self._monarch_padded:
-            return None
-        dim = self.fsdp_placement.dim
-        padded, length = local.new_zeros(self.padded_sharded_param_size), local.size(dim)
-        with torch.no_grad():
-            padded.narrow(dim, 0, length).copy_(local)
-            param._local_tensor = padded.narrow(dim, 0, length)
-        self._sharded_param_data, self._monarch_padded = padded.view(-1), param._local_tensor._ref
-        self._sharding_spec = param._spec
-        return None
-
-    return reset_sharded_param
-
-
 # Buffers that FSDP makes for itself -----------------------------------------------------------------------------
 
 
-@_replaces(FSDPParamGroup, "__init__")
 def _make_group(own: Any) -> Replacement:
     def __init__(self: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any) -> Any:
         if workers_of(mesh_info.mesh) is None:
@@ -153,19 +135,6 @@ def _make_group(own: Any) -> Replacement:
     return __init__
 
 
-@_replaces(FSDPParam, "init_all_gather_outputs")
-def _init_outputs(own: Any) -> Replacement:
-    def init_all_gather_outputs(self: Any, *args: Any) -> Any:
-        if self.all_gather_outputs or workers_of(self.mesh_info.mesh) is None:
-            return own(self, *args)
-        with OnWorkers(self.mesh_info.mesh):
-            own(self, *args)
-        return None
-
-    return init_all_gather_outputs
-
-
-@_replaces(_fsdp_param_group, "foreach_all_gather", "foreach_reduce")
 def _communicate(own: Any) -> Replacement:
     def communicate(fsdp_params: Any, *args: Any, **options: Any) -> Any:
         mesh = fsdp_params[0].mesh_info.mesh
@@ -177,7 +146,6 @@ def _communicate(own: Any) -> Replacement:
     return communicate
 
 
-@_replaces(_fsdp_collectives, "_get_dim0_padded_size")
 def _padded_size(own: Any) -> Replacement:
     def _get_dim0_padded_size(tensor_size: Any, dim0_factor: int) -> Any:
         return (
@@ -189,7 +157,6 @@ def _padded_size(own: Any) -> Replacement:
     return _get_dim0_padded_size
 
 
-@_replaces(_fsdp_collectives, "_get_gradient_divide_factors")
 def _divide_factors(own: Any) -> Replacement:
     def _get_gradient_divide_factors(
         scatter_group: Any, reduce_group: Any, dtype: Any, device_type: str = "", factor: Any = None,
@@ -206,7 +173,6 @@ def _divide_factors(own: Any) -> Replacement:
 # Running --------------------------------------------------------------------------------------------------------
 
 
-@_replaces(FSDPState, "_root_pre_forward")
 def _root_forward(own: Any) -> Replacement:
     def _root_pre_forward(self: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         workers = getattr(self, "_monarch_workers", None)
@@ -220,9 +186,6 @@ def _root_forward(own: Any) -> Replacement:
 _handle = DeviceHandle()
 
 
-@_replaces(_fsdp_collectives, "_get_device_handle")
-@_replaces(_fsdp_param_group, "_get_device_handle")
-@_replaces(_fsdp_state, "_get_device_handle")
 def _device_handle(own: Any) -> Replacement:
     def _get_device_handle(device_type: str = "cuda") -> Any:
         return _handle if device_type != "cpu" and controller_process_group.is_controller() else own(device_type)

@@ -7,7 +7,6 @@ itself, or is no controller.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import sys
 from collections.abc import Iterator
@@ -16,19 +15,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
-from torch.utils import _foreach_utils
-from torch.utils import checkpoint as torch_checkpoint
 
 from monarch_backend.dtensor._controller import controller_process_group, device_moves
 from monarch_backend.dtensor._controller.device_module import Event, Stream
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import (
-    CODE_SWAPS,
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import (
     Replacement,
-    _is_remote,
-    _replaces,
-    grouped_by_device,
 )
 from monarch_backend.process_group._c10d_patches import overriding
 
@@ -58,24 +51,6 @@ def controls_others() -> bool:
 def is_of_workers(device_type: str) -> bool:
     """Whether only workers have such devices, and some have."""
     return device_type in ("cuda", "xla") and not _is_here(device_type) and controls(device_type)
-
-
-# Ways between devices -------------------------------------------------------------------------------------------
-
-
-@_replaces(DTensor, "pin_memory")
-def _pin(own: Any) -> Replacement:
-    return lambda self, *args, **options: device_moves.pinned(self) if _is_remote(self) else own(self, *args, **options)
-
-
-@_replaces(DTensor, "record_stream")
-def _record_stream(own: Any) -> Replacement:
-    return lambda self, stream: None if _is_remote(self) else own(self, stream)
-
-
-@_replaces(DTensor, "get_device")
-def _get_device(own: Any) -> Replacement:
-    return lambda self: self._local_tensor.get_device() if _is_remote(self) else own(self)
 
 
 # Tensors that a program makes on "cuda" -------------------------------------------------------------------------
@@ -129,13 +104,6 @@ def _factory(operator: Any, device_type: str) -> Any:
     return make
 
 
-# Lists of tensors by device -------------------------------------------------------------------------------------
-
-
-# Who calls it has it from here: torch's own is behind a decorator, whose function all others share.
-CODE_SWAPS.append((inspect.unwrap(_foreach_utils._group_tensors_by_device_and_dtype), grouped_by_device))
-
-
 # Streams, events, the device ------------------------------------------------------------------------------------
 
 
@@ -146,18 +114,14 @@ def _if_here(own: Any, other: Any) -> Replacement:
 _stream = Stream()
 
 
-@_replaces(torch.cuda, "current_stream", "default_stream")
 def _the_stream(own: Any) -> Replacement:
     return _if_here(own, lambda *_, **__: _stream)
 
 
-@_replaces(torch.cuda, "stream")
 def _in_stream(own: Any) -> Replacement:
     return _if_here(own, lambda *_, **__: contextlib.nullcontext())
 
 
-@_replaces(torch.cuda.Stream, "__new__")
-@_replaces(torch.cuda.Event, "__new__")
 def _new(own: Any) -> Replacement:
     def __new__(cls: Any, *args: Any, **options: Any) -> Any:
         if stands_for_gpus():
@@ -167,7 +131,6 @@ def _new(own: Any) -> Replacement:
     return __new__
 
 
-@_replaces(torch.cuda, "synchronize")
 def _synchronize(own: Any) -> Replacement:
     def synchronize(device: Any = None) -> Any:
         for workers in controller_process_group.owners() if controller_process_group.is_controller() else ():
@@ -178,12 +141,10 @@ def _synchronize(own: Any) -> Replacement:
     return synchronize
 
 
-@_replaces(torch.cuda, "current_device")
 def _current_device(own: Any) -> Replacement:
     return _if_here(own, lambda: 0)
 
 
-@_replaces(torch_checkpoint, "_get_device_module")
 def _device_module(own: Any) -> Replacement:
     def _get_device_module(device: str = "cuda") -> Any:
         # It saves the numbers that the workers' GPUs draw, of which torch.cuda would say that there are none.
@@ -195,7 +156,6 @@ def _device_module(own: Any) -> Replacement:
     return _get_device_module
 
 
-@_replaces(torch.random, "fork_rng")
 def _fork_rng(own: Any) -> Replacement:
     def fork_rng(
         devices: Any = None, enabled: bool = True, _caller: str = "fork_rng", _devices_kw: str = "devices",
@@ -229,12 +189,10 @@ class _Checkpointed:
 _checkpointed = _Checkpointed()
 
 
-@_replaces(torch.cuda, "set_device")
 def _set_device(own: Any) -> Replacement:
     return _if_here(own, lambda device: None)  # noqa: ARG005 -- each worker has set its own
 
 
-@_replaces(torch.cuda, "_exchange_device", "_maybe_exchange_device")
 def _exchange(own: Any) -> Replacement:
     return _if_here(own, lambda device: 0)  # noqa: ARG005 -- ``with torch.cuda.device(...)``
 
@@ -242,7 +200,6 @@ def _exchange(own: Any) -> Replacement:
 # Attention ------------------------------------------------------------------------------------------------------
 
 
-@_replaces(torch.nn.attention, "_sdpa_kernel")
 def _kernels(own: Any) -> Replacement:
     def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
         backends = list(backends)
@@ -260,7 +217,6 @@ _FUSED = {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION}
 # Modules --------------------------------------------------------------------------------------------------------
 
 
-@_replaces(torch.nn.Module, "to")
 def _module_to(own: Any) -> Replacement:
     def to(self: Any, *args: Any, **options: Any) -> Any:
         if not stands_for_gpus() and not _stands_for_xla():
@@ -289,7 +245,6 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     return itertools.chain(module.parameters(), module.buffers())
 
 
-@_replaces(torch.nn.Module, "cuda")
 def _module_cuda(own: Any) -> Replacement:
     return lambda self, device=None: self.to("cuda") if stands_for_gpus() else own(self, device)
 
@@ -312,11 +267,9 @@ def _with_number(value: Any) -> Any:
 # Mixed precision ------------------------------------------------------------------------------------------------
 
 
-@_replaces(torch.cuda.amp.common, "amp_definitely_not_available")
 def _no_amp(own: Any) -> Replacement:
     return lambda: own() and not controls("cuda")
 
 
-@_replaces(torch.cuda, "is_bf16_supported")
 def _bf16(own: Any) -> Replacement:
     return lambda *args, **options: (controls("cuda") and stands_for_gpus()) or own(*args, **options)

@@ -18,7 +18,7 @@ import torch
 
 from monarch_backend import _native
 from monarch_backend.dtensor._errors import NotReadableError
-from monarch_backend.dtensor._torch_patches import tensor_impl_layout
+from monarch_backend.dtensor._torch_internals import tensor_impl_layout
 
 _INSTEAD = (
     "the memory is in other processes. Read the values before (.numpy(), .full_tensor()), or run what needs the memory "

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -28,8 +27,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results, op_signatures
 from monarch_backend.dtensor._ops import attention, sharding_rules
-from monarch_backend.dtensor._torch_patches import decompositions, device_mesh_and_api, tracing_state, view_writeback
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._patches.fixes import view_writeback
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._torch_internals import decompositions, tracing_state
 
 log = logging.getLogger("monarch_backend")
 
@@ -62,7 +63,6 @@ _SQUEEZED = _aten.squeeze_.default, _aten.squeeze_.dim, _aten.squeeze_.dims
 """Those that torch has a sharding for: it leaves the old sizes to autograd where the placements stay the same."""
 
 
-@_replaces(OpDispatcher, "_propagate_op_sharding_dispatch_slow_path")
 def _or_whole(own: Any) -> Replacement:
     def _propagate_op_sharding_dispatch_slow_path(
         self: Any, op_call: Any, args: Any, kwargs: Any, *rest: Any, **options: Any

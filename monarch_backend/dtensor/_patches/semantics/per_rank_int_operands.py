@@ -18,13 +18,12 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import RankDependentError
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
-from monarch_backend.dtensor._torch_patches.submesh_shapes import LOCALLY
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.semantics.submesh_shapes import LOCALLY
 
 _aten = torch.ops.aten
 
 
-@_replaces(torch.Tensor, "__getitem__")
 def _get(own: Any) -> Replacement:
     def __getitem__(self: Any, index: Any) -> Any:
         try:
@@ -37,7 +36,6 @@ def _get(own: Any) -> Replacement:
     return __getitem__
 
 
-@_replaces(torch.Tensor, "__setitem__")
 def _set(own: Any) -> Replacement:
     def __setitem__(self: Any, index: Any, value: Any) -> None:
         try:
@@ -70,14 +68,17 @@ _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
 def install() -> None:
     """Let torch's stand-ins for such numbers be seen: they get the bit of a negation, whose kernels are here then."""
     global _library
-    # C++ reads this attribute of every number that is an operand: a getter in Python would cost 1 us.
-    torch.Tensor._wrapped_number = property(operator.attrgetter(_NUMBER), _stand_in)  # type: ignore[attr-defined]
     _library = torch.library.Library("aten", "IMPL")
     for each in _OPERATORS:
         _library.impl(each, functools.partial(_calculate, each), "Negative")
 
 
 _NUMBER = "_monarch_wrapped_number"
+
+
+def wrapped_number(_own: None) -> property:
+    """Return the property that torch's C++ sets on a tensor that it makes of a number, and reads of every operand."""
+    return property(operator.attrgetter(_NUMBER), _stand_in)  # a getter in Python would cost 1 us
 
 
 def _stand_in(tensor: Any, number: Any) -> None:

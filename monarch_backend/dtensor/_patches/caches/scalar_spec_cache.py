@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
 
 _KNOWN = "_monarch_numbers"
 """On a mesh of a controller: the fields of such specs, but for the mesh, by dtype and number of placements."""
 
 
-@_replaces(DTensorSpec, "__init__")
 def _made(own: Any) -> Replacement:
     def __init__(
         self: Any, mesh: Any, placements: Any, tensor_meta: Any = None, shard_order: Any = None,
@@ -61,7 +60,6 @@ def _keep(spec: DTensorSpec, mesh: Any) -> None:
     mesh.__dict__.setdefault(_KNOWN, {})[spec.tensor_meta.dtype, len(spec.placements)] = fields
 
 
-@_replaces(DTensorSpec, "__eq__")
 def _equal(own: Any) -> Replacement:
     # By which torch finds what it knows of an operation: `own` is seven functions, each time.
     def __eq__(self: Any, other: Any) -> Any:

@@ -1,6 +1,6 @@
 """Private parts of torch that captured steps need: dynamo and AOTAutograd.
 
-REPLACED is in place once torch.compile has this backend. What becomes of a trace is dtensor/_compile/lowering.py's.
+Applied once torch.compile has this backend (`manifest.COMPILE`). A trace is lowered by dtensor/_compile/lowering.py.
 """
 
 from __future__ import annotations
@@ -32,17 +32,12 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.symbolic_convert import tls as dynamos
 from torch._dynamo.variables import builder
-from torch._dynamo.variables.script_object import TorchScriptObjectVariable
-from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch
-from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch._subclasses.meta_utils import MetaConverter, MetaTensorDescriber
 from torch.amp.autocast_mode import _enter_autocast
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,29 +47,28 @@ from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor import _dispatch as dispatch
 from torch.distributed.tensor import _redistribute as redistribute
 from torch.distributed.tensor import _utils as utils
-from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 import monarch_backend
 from monarch_backend import dtensor
+from monarch_backend._core import patches
 from monarch_backend.dtensor._compile import rank_classes
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._controller import device_methods, per_rank_int
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, on_the_cpu
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._rng import shard_origins
-from monarch_backend.dtensor._torch_patches import (
-    aot_tangents,
+from monarch_backend.dtensor._patches import manifest
+from monarch_backend.dtensor._patches.fixes import embedding_mask
+from monarch_backend.dtensor._patches.semantics import (
     device_mesh_and_api,
     device_queries,
-    embedding_mask,
+    dtensor_methods,
     submesh_shapes,
-    tracing_state,
 )
+from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._torch_internals import tracing_state
 
 Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -209,14 +203,14 @@ _installed = False
 
 
 def install() -> None:
-    """Put all of them in place, and those of device_mesh_and_api.py; again: nothing."""
+    """Apply the rows of the manifest that a trace needs, after those that a mesh needs; again: nothing."""
     global _installed
     device_mesh_and_api.install()
     if _installed:
         return
     _installed = True
-    for replaced in PATCHES:
-        device_mesh_and_api.put_in_place(*replaced)
+    patches.apply(manifest.COMPILE)
+    device_mesh_and_api.before_to_local = before_to_local
     _leave_alone()
     _have_nothing_captured()
     _take_plain_tensors()
@@ -233,7 +227,7 @@ def _have_nothing_captured() -> None:
         if module.name != dtensor.__name__:
             trace_rules.add(module.name)
     for module in pkgutil.walk_packages(dtensor.__path__, f"{dtensor.__name__}."):
-        if not module.ispkg and module.name != device_mesh_and_api.__name__:
+        if not module.ispkg and module.name not in (device_mesh_and_api.__name__, device_methods.__name__):
             trace_rules.add(module.name)
 
 
@@ -275,20 +269,18 @@ def _leave_alone() -> None:
             isinstance(code, CodeType) and code.co_filename == device_mesh_and_api.__file__
         ):  # for what torch has no handler of
             set_code_exec_strategy(code, alone)
+    files = (device_mesh_and_api.__file__, dtensor_methods.__file__, device_methods.__file__)
+    ours = [*DTensor.__mro__, *type(DTensor._op_dispatcher).__mro__]
     for module in (api, collective_utils, dispatch, redistribute, utils, placement_types, device_mesh):
-        functions = list(vars(module).values())
+        functions = [*vars(module).values(), *ours]
         functions += [each for found in functions if inspect.isclass(found) for each in vars(found).values()]
         for found in functions:
             function = getattr(found, "__func__", found)
             while function is not None:
                 code = getattr(function, "__code__", None)
-                if isinstance(code, CodeType) and code.co_filename in (module.__file__, device_mesh_and_api.__file__):
+                if isinstance(code, CodeType) and code.co_filename in (module.__file__, *files):
                     set_code_exec_strategy(code, alone)
                 function = getattr(function, "__wrapped__", None)
-
-
-PATCHES: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = []
-"""As `device_mesh_and_api.PATCHES`."""
 
 
 def break_graph(what: str, error: Exception) -> NoReturn:
@@ -472,16 +464,11 @@ def _describe(own: Any) -> Any:
     return describe_tensor
 
 
-def _local_of_uneven(own: Any) -> Any:
-    """A program sees the sizes of a plain tensor, and a trace has them for some ranks only."""
-
-    def to_local(self: Any, **options: Any) -> Any:
-        if tracing_state.is_dynamos() and not rank_classes.stands_for_some() and _differs(self._spec):
-            _refuse_sizes(self._spec)
-        _note_origin(self)
-        return own(self, **options)
-
-    return to_local
+def before_to_local(tensor: Any) -> None:
+    """Break the graph where a program would see sizes that differ by rank: a trace has those of some ranks only."""
+    if tracing_state.is_dynamos() and not rank_classes.stands_for_some() and _differs(tensor._spec):
+        _refuse_sizes(tensor._spec)
+    _note_origin(tensor)
 
 
 def _note_origin(tensor: Any) -> None:
@@ -521,29 +508,6 @@ def _differs(spec: DTensorSpec) -> bool:
 def _refuse_sizes(spec: DTensorSpec) -> NoReturn:
     what = f"the local part of a DTensor of shape {list(spec.shape)}, {spec.placements} on {spec.mesh.shape}"
     break_graph(what, RankDependentError(what, "has sizes that differ by rank"))
-
-
-def _for_all_ranks(own: Any) -> Any:
-    """torch remembers it, also for eager code, and for the other classes of ranks."""
-
-    def propagate_op_sharding_non_cached(self: Any, op_schema: Any) -> Any:
-        with rank_classes.unseen():
-            return own(self, op_schema)
-
-    return propagate_op_sharding_non_cached
-
-
-def _seen_arguments(own: Any) -> Any:
-    """Of what is remembered, the sizes of the ranks that a trace stands for."""
-
-    def redistribute_local_args(op_info: Any, *rest: Any) -> None:
-        own(op_info, *rest)
-        workers = device_mesh_and_api.workers_of(op_info.compute_mesh)
-        if workers is not None and any(map(tracing_state.is_traced, op_info.local_args)):
-            seen = lambda each: rank_classes.seen(each, workers)  # noqa: E731
-            op_info.local_args = pytree.tree_map_only(torch.SymInt, seen, op_info.local_args)
-
-    return redistribute_local_args
 
 
 def _between_devices(own: Any) -> Any:
@@ -704,30 +668,6 @@ def _is_of_workers(value: Any) -> bool:
     return type(local) is RemoteTensor or (
         isinstance(real, DeviceMesh) and device_mesh_and_api.workers_of(real) is not None
     )
-
-
-PATCHES += [
-    (torch._TorchCompileInductorWrapper, "__call__", _on_workers),
-    (MetaConverter, "_backward_error", _with_history),
-    (builder, "_automatic_dynamic", _static),
-    (builder, "get_fake_value", _or_with_sizes),
-    (ShardingPropagator, "propagate_op_sharding_non_cached", _for_all_ranks),
-    (OpDispatcher, "redistribute_local_args", _seen_arguments),
-    (DTensor, "to_local", _local_of_uneven),
-    (DTensor, "__tensor_unflatten__", _strided_again),
-    (_StridedShard, "local_shard_size_and_offset", _places_of_strided),
-    (TensorVariable, "var_getattr", _attribute),
-    (TensorVariable, "call_method", _between_devices),
-    (TorchInGraphFunctionVariable, "call_function", _made_there),
-    (TorchScriptObjectVariable, "call_method", _number_of_the_rank),
-    (MetaTensorDescriber, "describe_tensor", _describe),
-    (builder.VariableBuilder, "__call__", _wrap_value),
-    (builder.SourcelessBuilder, "create", _wrap_value),
-    (runtime_wrappers, "gen_alias_from_base", _view_of),
-    (builder, "wrap_to_fake_tensor_and_record", _wrap_input),
-    (runtime_wrappers, "coerce_to_expected_memory_format", _same_strides),
-    (runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", aot_tangents.process),
-]
 
 
 def autocasts(graph: torch.fx.GraphModule) -> set[str]:

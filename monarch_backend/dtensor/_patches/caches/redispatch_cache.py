@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _dispatch as op_dispatch
-from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-from monarch_backend.dtensor._torch_patches import view_writeback
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._patches.fixes import view_writeback
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
 
 _ADDED = "_monarch_way"
 """On an OutputSharding: its `RedispatchPlan`; None where it has none."""
@@ -138,7 +137,6 @@ def _rows(op_call: Any, args: Any, schema: Any) -> Any:
     return None if gathered is None or gathered == args[0].placements else gathered
 
 
-@_replaces(OpDispatcher, "_unwrap_to_op_info_impl")
 def _later(own: Any) -> Replacement:
     def _unwrap_to_op_info_impl(self: Any, op_call: Any, args: Any, kwargs: Any, create_schema: bool) -> Any:
         if create_schema:  # what becomes of the operation is not known yet
@@ -148,7 +146,6 @@ def _later(own: Any) -> Replacement:
     return _unwrap_to_op_info_impl
 
 
-@_replaces(OpDispatcher, "_dispatch_get_local_results_slow_path")
 def _again(own: Any) -> Replacement:
     def _dispatch_get_local_results_slow_path(self: Any, op_call: Any, args: Any, op_info: Any) -> Any:
         if type(op_info) is not OpInfo:

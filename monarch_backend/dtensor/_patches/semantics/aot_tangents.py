@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._torch_patches import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 
 
 class _Step:

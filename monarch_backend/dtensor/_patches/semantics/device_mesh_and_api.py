@@ -1,47 +1,32 @@
 """Functions of torch that act for "the rank that I am", and what stands in for them where one controller acts for all.
 
-The only module here that replaces anything of torch. `install` does it with the first mesh; a mesh that is no
-controller's gets torch's own functions. REPLACED names each place; tests/dtensor/test_torch.py fails when one moves.
+`install` applies the manifest with the first mesh; a mesh that is not a controller's gets torch's own functions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
 import math
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._local_tensor as local_tensor
-from torch._dynamo import convert_frame
-from torch.distributed import checkpoint as dcp
-from torch.distributed import device_mesh as device_meshes
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed._mesh_layout import _MeshLayout
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import _api as api
-from torch.distributed.tensor import _collective_utils as collective_utils
-from torch.distributed.tensor import _dispatch as op_dispatch
-from torch.distributed.tensor import _op_schema as schemas
-from torch.distributed.tensor import _redistribute as redistribution
-from torch.distributed.tensor import _utils as utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _pointwise_ops as pointwise
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from monarch_backend import _native
+from monarch_backend._core import patches
 from monarch_backend.dtensor._compile import per_rank_op, rank_classes
 from monarch_backend.dtensor._controller import controller_process_group, fetch, per_rank_host_tensor, per_rank_int
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
@@ -58,45 +43,32 @@ from monarch_backend.dtensor._ops import (
     normalization,
     sharding_rules,
 )
+from monarch_backend.dtensor._patches.fixes.xla_spmd import handle_for, without_spmd
 from monarch_backend.dtensor._rng import philox, random_ops, shard_origins
-from monarch_backend.dtensor._torch_patches import tracing_state
-from monarch_backend.dtensor._torch_patches.xla_spmd import handle_for, without_spmd
+from monarch_backend.dtensor._torch_internals import tracing_state
 
 _aten = torch.ops.aten
 
 Replacement = Callable[..., Any]
 
-PATCHES: list[tuple[Any, str, Callable[[Any], Replacement]]] = []
-"""Where, which name, and what makes the replacement from torch's own."""
-
-
-def _replaces(where: Any, *names: str) -> Callable[[Callable[[Any], Replacement]], Callable[[Any], Replacement]]:
-    def note(make: Callable[[Any], Replacement]) -> Callable[[Any], Replacement]:
-        PATCHES.extend((where, name, make) for name in names)
-        return make
-
-    return note
-
-
-_installed = False
-
 
 def install() -> None:
-    """Put all of them in place; again: nothing."""
+    """Apply the rows of the manifest that a mesh needs, and register operators; again: nothing."""
     global _installed
     if _installed:
         return
     _installed = True
-    from monarch_backend.dtensor._torch_patches import per_rank_int_operands, sharding_fixes  # which need this module
+    from monarch_backend.dtensor._patches import manifest  # imports this module
+    from monarch_backend.dtensor._patches.fixes import sharding_fixes
+    from monarch_backend.dtensor._patches.semantics import per_rank_int_operands
 
-    for replaced in PATCHES:
-        put_in_place(*replaced)
+    patches.apply(manifest.MESH)
+    modes: list[Any] = local_tensor._PROCESS_LOCAL_TENSOR_MODE
+    modes.insert(0, _mode)  # where torch looks for its LocalTensorMode
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _item
     handlers[torch.ops.aten.is_nonzero.default] = lambda func, args, kwargs: bool(_item(func, args, kwargs))
     handlers[torch.ops.aten.equal.default] = _equal
-    for diverted in CODE_SWAPS:
-        _divert(*diverted)
     handlers.update({func: _random_operation(handle) for func, handle in random_ops.handlers.items()})
     for operator, ours in {**convolution.HANDLERS, **grad_scaler.HANDLERS}.items():
         handlers[operator] = _of_controllers(ours, handlers[operator])
@@ -112,27 +84,7 @@ def install() -> None:
     torch._C._set_dtensor_allow_implicit_replication(True)
 
 
-def _divert(function: Any, stand_in: Callable[[Any], Replacement]) -> None:
-    """As a replacement, for who knows the function already, dynamo's tables among them: its code calls the stand-in."""
-    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    own.__kwdefaults__ = function.__kwdefaults__
-    function.__signature__ = inspect.signature(own)
-    name = f"_monarch_{function.__name__}"  # a module may have several
-    function.__globals__[name] = stand_in(own)
-    calls = (lambda *args, **kwargs: _monarch_stand_in(*args, **kwargs)).__code__  # type: ignore[name-defined] # noqa: F821
-    function.__code__ = calls.replace(co_names=(name,))
-
-
-def put_in_place(where: Any, name: str, make: Callable[[Any], Replacement]) -> None:
-    """One of them."""
-    raw = inspect.getattr_static(where, name)
-    own = getattr(where, name)
-    if isinstance(raw, (staticmethod, classmethod)):
-        made = functools.wraps(raw.__func__)(make(raw.__func__))
-        setattr(where, name, type(raw)(made))
-    else:
-        stands_in = make(own)
-        setattr(where, name, stands_in if isinstance(stands_in, property) else functools.wraps(own)(stands_in))
+_installed = False
 
 
 def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
@@ -227,7 +179,6 @@ def remote_of(tensor: DTensor) -> RemoteTensor | None:
     return local if isinstance(local, RemoteTensor) else None
 
 
-@_replaces(DeviceMesh, "get_coordinate")
 def _get_coordinate(own: Any) -> Replacement:
     def get_coordinate(self: Any) -> Any:
         known = self.__dict__.get("_monarch_coordinate")
@@ -239,7 +190,6 @@ def _get_coordinate(own: Any) -> Replacement:
     return get_coordinate
 
 
-@_replaces(DeviceMesh, "_is_current_rank_part_of_mesh")
 def _is_part(own: Any) -> Replacement:
     def _is_current_rank_part_of_mesh(self: Any) -> bool:
         return True if workers_of(self) is not None else own(self)
@@ -247,7 +197,6 @@ def _is_part(own: Any) -> Replacement:
     return _is_current_rank_part_of_mesh
 
 
-@_replaces(DeviceMesh, "_sym_get_coordinate")
 def _sym_coordinate(own: Any) -> Replacement:
     def _sym_get_coordinate(self: Any, index: int) -> Any:
         workers = None if _mode.disabled else workers_of(self)
@@ -256,7 +205,6 @@ def _sym_coordinate(own: Any) -> Replacement:
     return _sym_get_coordinate
 
 
-@_replaces(DeviceMesh, "get_local_rank")
 def _local_rank(own: Any) -> Replacement:
     def get_local_rank(self: Any, mesh_dim: int | str | None = None) -> Any:
         workers = workers_of(self)
@@ -270,7 +218,6 @@ def _local_rank(own: Any) -> Replacement:
     return get_local_rank
 
 
-@_replaces(DeviceMesh, "get_rank")
 def _rank(own: Any) -> Replacement:
     def get_rank(self: Any) -> Any:
         workers = workers_of(self)
@@ -281,7 +228,6 @@ def _rank(own: Any) -> Replacement:
     return get_rank
 
 
-@_replaces(DeviceMesh, "_get_mesh_tensor_from_full_mesh")
 def _mesh_tensor(own: Any) -> Replacement:
     def _get_mesh_tensor_from_full_mesh(full_mesh: torch.Tensor, current_rank: int | None = None) -> Any:
         # The slice of the first rank: all have the same shape.
@@ -291,7 +237,6 @@ def _mesh_tensor(own: Any) -> Replacement:
     return _get_mesh_tensor_from_full_mesh
 
 
-@_replaces(DeviceMesh, "_setup_world_group_and_device")
 def _setup(own: Any) -> Replacement:
     def _setup_world_group_and_device(self: Any) -> Any:
         return own(self) if workers_of(self) is None else None  # no device of the controller's is used
@@ -299,7 +244,6 @@ def _setup(own: Any) -> Replacement:
     return _setup_world_group_and_device
 
 
-@_replaces(DeviceMesh, "_compute_coordinate_on_dim")
 def _compute_coordinate(own: Any) -> Replacement:
     def _compute_coordinate_on_dim(self: Any) -> Any:
         workers = workers_of(self)
@@ -313,7 +257,6 @@ def _compute_coordinate(own: Any) -> Replacement:
     return _compute_coordinate_on_dim
 
 
-@_replaces(DeviceMesh, "_init_one_process_group")
 def _init_group(own: Any) -> Replacement:
     def _init_one_process_group(sub_layout: Any, rank_map: Any, dim_name: str, backend_override: Any) -> Any:
         if controller_process_group.owner_of(rank_map.tolist()) is None:
@@ -366,18 +309,6 @@ class _Disabled:
 _mode = _Mode()
 
 
-@_replaces(local_tensor, "enabled_local_tensor_mode")
-def _enabled(own: Any) -> Replacement:
-    return lambda: own() or (None if _mode.disabled else _mode)
-
-
-@_replaces(local_tensor, "local_tensor_mode")
-@_replaces(collective_utils, "local_tensor_mode")
-def _any_mode(own: Any) -> Replacement:
-    return lambda: own() or _mode
-
-
-@_replaces(local_tensor, "_for_each_rank_run_func")
 def _for_each_rank(own: Any) -> Replacement:
     def _for_each_rank_run_func(func: Any, ranks: Any, args: Any, kwargs: Any, *, alias: bool = True) -> Any:
         if ranks is not _mode.ranks:
@@ -419,7 +350,6 @@ def _settled(value: Any) -> Any:
     return value.wait() if isinstance(value, funcol.AsyncCollectiveTensor) else value
 
 
-@_replaces(utils, "_compute_local_shape_and_global_offset")
 def _local_shape(own: Any) -> Replacement:
     def _compute_local_shape_and_global_offset(
         global_shape: Any, mesh_shape: Any, my_coordinate: Any, placements: Any, skip_offset: bool = False
@@ -445,7 +375,6 @@ def _rank_in(own: Any) -> Replacement:
     return get_rank
 
 
-@_replaces(redistribution, "_optimize_transform_infos")
 def _one_collective(own: Any) -> Replacement:
     def _optimize_transform_infos(
         transform_infos: Any, device_mesh: Any, src_placements: Any, dst_placements: Any
@@ -475,13 +404,11 @@ def _is_uneven(info: Any, mesh: Any, placements: Any) -> bool:
 # Collectives ----------------------------------------------------------------------------------------------------
 
 
-@_replaces(collective_utils, "get_group_rank")
 def _rank_of_a_trace(own: Any) -> Replacement:
     # Asked for the size of what a rank gets of a tensor that is sharded anew, which is the same for all.
     return lambda group, rank: 0 if isinstance(group, controller_process_group.ControllerGroup) else own(group, rank)
 
 
-@_replaces(funcol, "_maybe_wrap_tensor")
 def _wrap(own: Any) -> Replacement:
     # Workers wait for a collective when its result is used: nothing need be wrapped to wait here.
     return lambda tensor: tensor if type(tensor) is RemoteTensor else own(tensor)
@@ -502,8 +429,6 @@ def _broadcast_objects(own: Any) -> Replacement:
 # Values of the controller that become distributed ---------------------------------------------------------------
 
 
-@_replaces(Shard, "_shard_tensor")
-@_replaces(_StridedShard, "_shard_tensor")
 def _shard_tensor(own: Any) -> Replacement:
     def _shard_tensor(self: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
         workers = workers_of(mesh)
@@ -514,7 +439,6 @@ def _shard_tensor(own: Any) -> Replacement:
     return _shard_tensor
 
 
-@_replaces(DeviceMesh, "__init__")
 def _mesh_init(own: Any) -> Replacement:
     ours = without_spmd(own)
 
@@ -524,7 +448,6 @@ def _mesh_init(own: Any) -> Replacement:
     return __init__
 
 
-@_replaces(device_meshes, "_get_device_handle")
 def _handle(own: Any) -> Replacement:
     def _get_device_handle(device_type: str = "cuda") -> Any:
         return handle_for(own, device_type) if controller_process_group.is_controller() else own(device_type)
@@ -532,7 +455,6 @@ def _handle(own: Any) -> Replacement:
     return _get_device_handle
 
 
-@_replaces(schemas, "_rebuild_tensor_from_dtensor_meta")
 def _without_values(own: Any) -> Replacement:
     # For shapes only. Some of torch's C++ would switch to the device, which it refuses for XLA's; the CPU's is there.
     def _rebuild_tensor_from_dtensor_meta(arg: Any) -> Any:
@@ -586,7 +508,6 @@ def _distribute(own: Any) -> Replacement:
     return distribute_tensor
 
 
-@_replaces(Replicate, "_make_replicate_tensor")
 def _replicate_tensor(own: Any) -> Replacement:
     def _make_replicate_tensor(cls: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
         workers = workers_of(mesh)
@@ -605,7 +526,6 @@ _NO_PLAIN_TENSOR = (
 )
 
 
-@_replaces(DTensor, "from_local")
 def _from_local(own: Any) -> Replacement:
     def from_local(local: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         mesh = device_mesh or api._mesh_resources.get_current_mesh()
@@ -626,10 +546,15 @@ def _from_local(own: Any) -> Replacement:
     return from_local
 
 
-@_replaces(DTensor, "to_local")
+before_to_local: Callable[[Any], None] | None = None
+"""Called in a trace; set by dynamo_and_aot.py."""
+
+
 def _to_local(own: Any) -> Replacement:
     # A plain tensor does not say whether it is a shard; random operations on it have to know.
     def to_local(self: Any, *args: Any, **options: Any) -> Any:
+        if before_to_local is not None and (tracing_state.is_traced(self._local_tensor) or tracing_state.is_dynamos()):
+            before_to_local(self)
         local = own(self, *args, **options)
         if type(local) is not RemoteTensor:
             return local
@@ -684,7 +609,6 @@ def _from_local_here(
     return api._FromTorchTensor.apply(local, mesh, tuple(placed), run_check, shape, stride, back)
 
 
-@_replaces(DTensor, "redistribute")
 def _on_its_mesh(own: Any) -> Replacement:
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
         # torch's own looks at the placements first: where they are the same, it returns what is on the old mesh.
@@ -702,8 +626,6 @@ def _on_its_mesh(own: Any) -> Replacement:
     return redistribute
 
 
-@_replaces(api, "compute_global_tensor_info")
-@_replaces(utils, "compute_global_tensor_info")
 def _whole_of_shards(own: Any) -> Replacement:
     # torch's own multiplies one rank's sizes, for from_local and for the gradient of to_local.
     def compute_global_tensor_info(tensor: Any, mesh: Any, placements: Any) -> Any:
@@ -717,7 +639,6 @@ def _whole_of_shards(own: Any) -> Replacement:
     return compute_global_tensor_info
 
 
-@_replaces(api, "_dtensor_init_helper")
 def _init_helper(own: Any) -> Replacement:
     def _dtensor_init_helper(
         init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **options: Any
@@ -736,7 +657,6 @@ def _init_helper(own: Any) -> Replacement:
 # Checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@_replaces(state_dict_saver, "_save_state_dict")
 def _save(own: Any) -> Replacement:
     def _save_state_dict(
         state_dict: Any, storage_writer: Any, process_group: Any = None, coordinator_rank: int = 0,
@@ -752,8 +672,6 @@ def _save(own: Any) -> Replacement:
     return _save_state_dict
 
 
-@_replaces(state_dict_saver, "async_save")
-@_replaces(dcp, "async_save")
 def _async_save(own: Any) -> Replacement:
     def async_save(
         state_dict: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, planner: Any = None, **options: Any
@@ -768,7 +686,6 @@ def _async_save(own: Any) -> Replacement:
     return async_save
 
 
-@_replaces(state_dict_loader, "_load_state_dict")
 def _load(own: Any) -> Replacement:
     def _load_state_dict(
         state_dict: Any, storage_reader: Any, process_group: Any = None, coordinator_rank: int = 0,
@@ -792,7 +709,6 @@ def _checkpoint() -> Any:
     return found
 
 
-@_replaces(DTensor, "__init__")
 def _made(own: Any) -> Replacement:
     # torch's own does nothing outside of a trace, by way of six functions, for each result of each operation.
     def __init__(self: Any, local_tensor: Any = None, *args: Any, **options: Any) -> None:
@@ -804,7 +720,6 @@ def _made(own: Any) -> Replacement:
     return __init__
 
 
-@_replaces(op_dispatch.OpDispatcher, "wrap")
 def _wrap_result(own: Any) -> Replacement:
     new = DTensor.__new__
 
@@ -813,73 +728,13 @@ def _wrap_result(own: Any) -> Replacement:
             made = new(DTensor, res, spec, requires_grad=res.requires_grad)  # all that __init__ would do is this
             no_pointer(made)
             return made
+        if type(res) in (list, tuple) and isinstance(spec, (list, tuple)):
+            return type(res)([wrap(each, one) for each, one in zip(res, spec, strict=False)])
         return own(res, spec)
 
     return wrap
 
 
-@_replaces(DTensor, "device", "is_cpu", "is_cuda", "is_meta")
-def _device_of(own: Any) -> Any:
-    # For C++ a remote tensor is on the CPU, and so is a DTensor of it.
-    name = own.__name__
-    return property(lambda self: getattr(self._local_tensor, name) if _is_remote(self) else own.__get__(self))
-
-
-@_replaces(RemoteTensor, "to")
-@_replaces(DTensor, "to")
-def _to(own: Any) -> Replacement:
-    # These are in this file because dynamo traces them, and then has the tensors where C++ has them.
-    def to(self: Any, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() or (len(args) == 1 and not options and type(args[0]) is torch.dtype):
-            return own(self, *args, **options)
-        return _devices().to(own, self, args, options)
-
-    return to
-
-
-@_replaces(RemoteTensor, "cpu")
-@_replaces(DTensor, "cpu")
-def _cpu(own: Any) -> Replacement:
-    def cpu(self: Any, memory_format: Any = torch.preserve_format) -> Any:
-        if torch.compiler.is_compiling():
-            return own(self, memory_format=memory_format)
-        return self.to("cpu", memory_format=memory_format)
-
-    return cpu
-
-
-@_replaces(RemoteTensor, "cuda")
-@_replaces(DTensor, "cuda")
-def _cuda(own: Any) -> Replacement:
-    # The number of a GPU means nothing.
-    def cuda(
-        self: Any, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            return own(self, device, non_blocking, memory_format=memory_format)
-        return self.to("cuda", non_blocking=non_blocking, memory_format=memory_format)
-
-    return cuda
-
-
-@_replaces(RemoteTensor, "type_as")
-@_replaces(DTensor, "type_as")
-def _type_as(own: Any) -> Replacement:
-    def type_as(self: Any, other: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return own(self, other)
-        return self.to(other.device, other.dtype)
-
-    return type_as
-
-
-def _devices() -> Any:
-    from monarch_backend.dtensor._controller import device_moves as found  # which needs this module
-
-    return found
-
-
-@_replaces(torch.cuda, "_lazy_init")
 def _device_for_whom(own: Any) -> Replacement:
     def _lazy_init() -> None:
         # Each function of torch with a device among its arguments calls it, also where it is the workers' device.
@@ -892,13 +747,12 @@ def _device_for_whom(own: Any) -> Replacement:
 # Compiling ------------------------------------------------------------------------------------------------------
 
 
-@_replaces(convert_frame.ConvertFrameAssert, "__call__")
 def _first_trace(own: Any) -> Replacement:
     """Dynamo traces remote tensors for each backend; what this needs takes a second to import, so not with a mesh."""
 
     def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:
         if controller_process_group.is_controller():
-            from monarch_backend.dtensor._torch_patches import dynamo_and_aot  # which needs this module
+            from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # which needs this module
 
             dynamo_and_aot.install()
         return own(self, *args, skip=skip + 1, **options)
@@ -974,7 +828,6 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     return one.shape == other.shape and bool((one == other).all())
 
 
-@_replaces(DTensor, "__repr__")
 def _repr(own: Any) -> Replacement:
     def __repr__(self: Any, **options: Any) -> str:
         if not _is_remote(self):
@@ -984,28 +837,6 @@ def _repr(own: Any) -> Replacement:
     return __repr__
 
 
-@_replaces(DTensor, "__format__")
-def _format(own: Any) -> Replacement:
-    def __format__(self: Any, spec: str) -> str:
-        return format(self.item(), spec) if _is_remote(self) and self.ndim == 0 and spec else own(self, spec)
-
-    return __format__
-
-
-@_replaces(DTensor, "data")
-def _data(own: Any) -> Any:
-    def set_data(self: Any, other: Any) -> None:
-        if _is_remote(self):
-            if not isinstance(other, DTensor):
-                other = api.distribute_tensor(other, self.device_mesh, self.placements)
-            # torch gives it the other's sizes only: the values of a DTensor stand in attributes.
-            self._local_tensor, self._spec = other.detach()._local_tensor, other._spec
-        own.__set__(self, other)
-
-    return property(own.__get__, set_data)
-
-
-@_replaces(op_dispatch.OpDispatcher, "_dispatch_fast_path_python_tail")
 def _of_the_host(own: Any) -> Replacement:
     def _dispatch_fast_path_python_tail(
         self: Any, op_call: Any, args: Any, kwargs: Any, mesh: Any, sharding: Any, results: Any, participating: Any,
@@ -1020,7 +851,6 @@ def _of_the_host(own: Any) -> Replacement:
     return _dispatch_fast_path_python_tail
 
 
-@_replaces(torch.nn.LSTM, "forward")
 def _in_parts(own: Any) -> Replacement:
     # By its parts: oneDNN's operator for CPUs, a whole layer, leaves out on workers what its backward needs.
     def forward(self: Any, *args: Any, **options: Any) -> Any:
@@ -1037,29 +867,6 @@ def _in_parts(own: Any) -> Replacement:
     return forward
 
 
-@_replaces(DTensor, "__iter__")
-def _iterate(own: Any) -> Replacement:
-    def __iter__(self: Any) -> Any:
-        if _is_remote(self) and self.ndim:  # no rank has all rows of what is sharded by rows
-            keep = [p if not p.is_shard(0) and not p.is_partial() else Replicate() for p in self.placements]
-            self = self.redistribute(self.device_mesh, keep)
-        return own(self)
-
-    return __iter__
-
-
-@_replaces(DTensor, "tolist", "numpy", "__array__")
-def _reading(own: Any) -> Replacement:
-    name = own.__name__
-
-    def read(self: Any, *args: Any, **options: Any) -> Any:
-        if not _is_remote(self):
-            return own(self, *args, **options)
-        return getattr(fetch.as_host(self.detach().full_tensor()), name)(*args, **options)
-
-    return read
-
-
 # Random numbers -------------------------------------------------------------------------------------------------
 
 
@@ -1068,14 +875,14 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
         tensors = [each for each in args if isinstance(each, DTensor)]
         if all(map(_is_remote, tensors)) or (func not in random_ops.BY_VALUES and all(map(_is_traced, tensors))):
             result = handle(func, args, dict(kwargs))
-            from monarch_backend.dtensor._torch_patches import view_writeback  # which needs this module
+            from monarch_backend.dtensor._patches.fixes import view_writeback  # which needs this module
 
             view_writeback.write_back(func, args, kwargs)
             return result
         if any(map(_is_traced, tensors)):
             if random_ops.is_bernoulli_on_a_cpu(func, args, kwargs):
                 return random_ops.bernoulli_in_a_trace(args[0])
-            from monarch_backend.dtensor._torch_patches import dynamo_and_aot  # with dynamo, which is there now
+            from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # with dynamo, which is there now
 
             dynamo_and_aot.break_graph(str(func), RemoteTensorError(f"{func} draws as many numbers as its values say"))
         return _in_torchs_way(func, args, kwargs)
@@ -1087,7 +894,6 @@ def _is_traced(tensor: Any) -> bool:
     return tracing_state.is_traced(tensor._local_tensor) and workers_of(tensor.device_mesh) is not None
 
 
-@_replaces(torch.cuda, "manual_seed", "manual_seed_all")
 def _seeding(own: Any) -> Replacement:
     def manual_seed(seed: int) -> None:  # torch.manual_seed() calls it
         philox.default.manual_seed(int(seed))
@@ -1096,12 +902,10 @@ def _seeding(own: Any) -> Replacement:
     return manual_seed
 
 
-@_replaces(torch.cuda, "get_rng_state")
 def _get_rng_state(own: Any) -> Replacement:
     return lambda *device, **named: own(*device, **named) if torch.cuda.is_available() else philox.default.get_state()
 
 
-@_replaces(torch.cuda, "set_rng_state")
 def _set_rng_state(own: Any) -> Replacement:
     def set_rng_state(new_state: torch.Tensor, *device: Any, **named: Any) -> None:
         if torch.cuda.is_available():
@@ -1112,7 +916,6 @@ def _set_rng_state(own: Any) -> Replacement:
     return set_rng_state
 
 
-@_replaces(torch.nn.init, "orthogonal_", "sparse_")
 def _on_the_host(own: Any) -> Replacement:
     def init(tensor: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(tensor, DTensor) or not _is_remote(tensor) or tensor.device.type == "meta":
@@ -1274,15 +1077,3 @@ def _by_mesh(values: list[Any], tensors: list[Any]) -> list[list[Any]]:
 
 def _on_each_rank(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-CODE_SWAPS = [
-    (api.distribute_tensor, _distribute),
-    (api.distribute_module, _distribute_module),
-    (c10d.get_rank, _rank_in),
-    (inspect.unwrap(c10d.broadcast_object_list), _broadcast_objects),
-    (inspect.unwrap(clip_grad._get_total_norm), _total_norm),
-    (inspect.unwrap(clip_grad._clip_grads_with_norm_), _clip_by_norm),
-    (parallelize_module, _parallelize),
-]
-"""Functions that stay what they are, for who has them by then; and what makes what their code calls."""

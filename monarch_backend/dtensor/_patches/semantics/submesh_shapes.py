@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor._sharding_prop import LocalLRUCache, ShardingPropagator
 
 from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _replaces
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
 
 LOCALLY = (
     "A DTensor is one tensor for all of them: calculate with the ranks' parts and say what they are of "
@@ -29,7 +27,6 @@ LOCALLY = (
 """What to do where an operation of a DTensor got a number that differs by rank."""
 
 
-@_replaces(torch.SymInt, "__hash__")
 def _hash(own: Any) -> Replacement:
     # Of a DTensor's sizes, by which torch remembers what becomes of an operation.
     def __hash__(self: Any) -> int:
@@ -39,7 +36,6 @@ def _hash(own: Any) -> Replacement:
     return __hash__
 
 
-@_replaces(ShardingPropagator, "propagate_op_sharding_non_cached")
 def _for_each_slice(own: Any) -> Replacement:
     def propagate_op_sharding_non_cached(self: Any, op_schema: Any) -> Any:
         found = numbers(op_schema)
@@ -61,7 +57,6 @@ def _for_each_slice(own: Any) -> Replacement:
     return propagate_op_sharding_non_cached
 
 
-@_replaces(LocalLRUCache, "__call__")
 def _not_remembered(own: Any) -> Replacement:
     # torch's propagator, which is older than these replacements, remembers what its own function finds.
     def __call__(self: Any, *args: Any, **options: Any) -> Any:
@@ -72,7 +67,6 @@ def _not_remembered(own: Any) -> Replacement:
     return __call__
 
 
-@_replaces(OpDispatcher, "_propagate_op_sharding_dispatch_slow_path")
 def _ours_as_raised(own: Any) -> Replacement:
     def _propagate_op_sharding_dispatch_slow_path(self: Any, *args: Any, **options: Any) -> Any:
         try:

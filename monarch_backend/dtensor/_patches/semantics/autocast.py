@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._controller import device_moves
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._ops import autocast_rules
-from monarch_backend.dtensor._torch_patches.device_mesh_and_api import Replacement, _is_remote, _replaces
-from monarch_backend.dtensor._torch_patches.device_queries import controls
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement, _is_remote
+from monarch_backend.dtensor._patches.semantics.device_queries import controls
 from monarch_backend.process_group._c10d_patches import overriding
 
 _RULES = {"cuda": autocast_rules.CUDA, "xla": autocast_rules.XLA}
@@ -105,7 +105,6 @@ def _as(tensor: Any, dtype: torch.dtype) -> Any:
     return found[1]
 
 
-@_replaces(torch.autocast, "__enter__")
 def _enter(own: Any) -> Replacement:
     def __enter__(self: Any) -> Any:
         found = own(self)
@@ -119,7 +118,6 @@ def _enter(own: Any) -> Replacement:
     return __enter__
 
 
-@_replaces(torch.autocast, "__exit__")
 def _exit(own: Any) -> Replacement:
     def __exit__(self: Any, *error: Any) -> Any:
         guard = self.__dict__.pop("_monarch_guard", None)

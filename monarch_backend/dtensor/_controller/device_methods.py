@@ -1,0 +1,48 @@
+"""Methods that move a tensor between devices, of remote tensors and of DTensors of a controller.
+
+A module of its own, because dynamo traces these methods: in a trace a tensor is where C++ has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_Base: Any = torch.Tensor
+
+
+class DeviceMethods:
+    """Base class of tensors whose device is the workers'; on the controller C++ has them on the CPU."""
+
+    __slots__ = ()
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        """See `torch.Tensor.to`."""
+        if torch.compiler.is_compiling() or (len(args) == 1 and not options and type(args[0]) is torch.dtype):
+            return _Base.to(self, *args, **options)
+        return _device_moves().to(_Base.to, self, args, options)
+
+    def cpu(self, memory_format: Any = torch.preserve_format) -> Any:
+        """See `torch.Tensor.cpu`."""
+        if torch.compiler.is_compiling():
+            return _Base.cpu(self, memory_format=memory_format)
+        return self.to("cpu", memory_format=memory_format)
+
+    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format) -> Any:
+        """See `torch.Tensor.cuda`. The number of a GPU means nothing: each worker has its own."""
+        if torch.compiler.is_compiling():
+            return _Base.cuda(self, device, non_blocking, memory_format=memory_format)
+        return self.to("cuda", non_blocking=non_blocking, memory_format=memory_format)
+
+    def type_as(self, other: Any) -> Any:
+        """See `torch.Tensor.type_as`."""
+        if torch.compiler.is_compiling():
+            return _Base.type_as(self, other)
+        return self.to(other.device, other.dtype)
+
+
+def _device_moves() -> Any:
+    from monarch_backend.dtensor._controller import device_moves  # imports remote tensors
+
+    return device_moves

@@ -1,1 +1,0 @@
-"""Functions of torch that are replaced on a controller, by topic."""
