@@ -136,7 +136,8 @@ def _swap_code(function: Any, makers: Sequence[Maker]) -> Any:
         made = maker(made)
     function.__globals__[name] = made
     calls = (lambda *args, **kwargs: _monarch_stand_in(*args, **kwargs)).__code__  # type: ignore[name-defined] # noqa: F821
-    function.__code__ = calls.replace(co_names=(name,))
+    # dynamo decides by the file whether it traces a function: as it does the replacement.
+    function.__code__ = calls.replace(co_names=(name,), co_filename=made.__code__.co_filename)
     return own
 
 

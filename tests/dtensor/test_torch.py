@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.meta_utils import MetaTensorDesc
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _dispatch as op_dispatch
@@ -74,9 +75,6 @@ FORMS_OF_FSDP = {
         "reduce_scatter_group all_reduce_group reduce_dtype device_type factor force_sum_reduction_for_comms"
     ),
     "_fsdp_collectives._get_dim0_padded_size": "tensor_size dim0_factor",
-    "_fsdp_collectives._get_device_handle": "device_type",
-    "_fsdp_param_group._get_device_handle": "device_type",
-    "_fsdp_state._get_device_handle": "device_type",
 }
 FORMS_OF_FSDP_PARAM = {
     "_init_sharded_param": "self param device shard_placement_fn mesh_info",
@@ -88,7 +86,6 @@ FORMS = {
     "DeviceMesh.__init__": (
         "self device_type mesh mesh_dim_names backend_override _init_backend _rank _layout _rank_map _root_mesh"
     ),
-    "torch.distributed.device_mesh._get_device_handle": "device_type",
     "torch.distributed.tensor._op_schema._rebuild_tensor_from_dtensor_meta": "arg",
     "DeviceMesh.get_coordinate": "self",
     "DeviceMesh._is_current_rank_part_of_mesh": "self",
@@ -98,7 +95,7 @@ FORMS = {
     "DeviceMesh._get_mesh_tensor_from_full_mesh": "full_mesh current_rank",
     "DeviceMesh._setup_world_group_and_device": "self",
     "DeviceMesh._compute_coordinate_on_dim": "self",
-    "DeviceMesh._init_one_process_group": "sub_layout rank_map dim_name backend_override",
+    "DeviceMesh._init_process_groups": "layout rank_map mesh_dim_names backend_override",
     "torch.distributed.tensor._collective_utils.get_group_rank": "group global_rank",
     "torch.distributed._local_tensor._for_each_rank_run_func": "func ranks args kwargs alias",
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": (
@@ -205,7 +202,7 @@ OF_C = {
     "DTensor.data_ptr", "DTensor.untyped_storage", "DTensor.apply_", "DTensor.map_", "DTensor.map2_",
     "DTensor.__cuda_array_interface__", "torch.to_dlpack", "torch.utils.dlpack.to_dlpack",
     "torch.nn.functional.one_hot",
-    "DTensor.get_device", "DTensor.__setstate__",
+    "DTensor.get_device", "DTensor.__setstate__", "DeviceMesh.__new__",
 }  # fmt: skip
 
 
@@ -229,11 +226,17 @@ def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
             ours = {each for base in replaced[0].__mro__[:-1] for each in vars(base) if each in dir(torch.Tensor)}
             ours -= {"__module__", "__doc__", "__slots__"}
             found.update({name_of(where, each): getattr(torch.Tensor, each) for each in ours})
+        elif name == "__new__" and where is DeviceMesh:
+            ours = vars(device_mesh_and_api.ControllerMesh)
+            methods = {each for each in ours if each == "__init__" or not each.startswith("__")}
+            found.update({name_of(where, each): inspect.getattr_static(DeviceMesh, each) for each in methods})
+            found[name_of(where, name)] = own
         elif inspect.isclass(own):
             ours = [each for each in vars(replaced) if not (each.startswith("__") and each != "__call__")]
             found.update({name_of(own, each): inspect.getattr_static(own, each) for each in ours})
         else:
             found[name_of(where, name)] = own
+    found["FSDPState._root_pre_forward"] = FSDPState._root_pre_forward  # which a state's subclass overrides
     return found
 
 
@@ -290,6 +293,7 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
     assert forms == {
         "distribute_tensor": "tensor device_mesh placements src_data_rank",
         "distribute_module": "module device_mesh partition_fn input_fn output_fn",
+        "_get_device_handle": "device_type",
         "get_rank": "group",
         "broadcast_object_list": "object_list src group device group_src",
         "_get_total_norm": "tensors norm_type error_if_nonfinite foreach",

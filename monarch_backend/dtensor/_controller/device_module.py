@@ -54,12 +54,15 @@ class Stream:
 
 
 class DeviceHandle:
-    """As the module torch.cuda."""
+    """As the module torch.cuda: streams and events of the workers, and all else of this process' module."""
 
     Stream, Event = Stream, Event
 
-    def __init__(self) -> None:
-        self._stream = Stream()
+    def __init__(self, module: Any = None) -> None:
+        self._stream, self._module = Stream(), module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
     def current_stream(self, _device: Any = None) -> Any:
         """The only one."""

@@ -50,59 +50,14 @@ def _cache(target: str, maker: str, why: str, test: str, *, swaps_code: bool = F
 
 _MESHES = (
     _semantics(
-        f"{_MESH}.__init__", f"{_API}:_mesh_init",
-        "torch takes a mesh of XLA devices for its SPMD mode and makes no groups.",
-        "test_xla_meshes.py::test_functions_of_torch_have_one_case_for_spmd",
-    ),
-    _semantics(
-        f"{_MESH}.get_coordinate", f"{_API}:_get_coordinate",
-        "The coordinate of each rank, where torch has that of this process.",
+        f"{_MESH}.__new__", f"{_API}:make_mesh",
+        "A mesh of a controller's ranks is of a subclass, which has ranks and coordinates of all processes.",
         "test_meshes.py::test_each_process_has_its_part_of_three_dimensions",
     ),
     _semantics(
-        f"{_MESH}._is_current_rank_part_of_mesh", f"{_API}:_is_part",
-        "A controller acts for the ranks of each of its meshes.",
-        "test_meshes.py::test_one_and_two_dimensions_of_three",
-    ),
-    _semantics(
-        f"{_MESH}._sym_get_coordinate", f"{_API}:_sym_coordinate",
-        "The coordinate of each rank in one dimension.",
-        "test_meshes.py::test_redistribution_in_three_dimensions",
-    ),
-    _semantics(
-        f"{_MESH}.get_local_rank", f"{_API}:_local_rank",
-        "The local rank of each rank.",
-        "test_rank_ints.py::test_calculating",
-    ),
-    _semantics(
-        f"{_MESH}.get_rank", f"{_API}:_rank",
-        "The global rank of each rank.",
-        "test_torch_bases.py::RulesTest",
-    ),
-    _semantics(
-        f"{_MESH}._get_mesh_tensor_from_full_mesh", f"{_API}:_mesh_tensor",
-        "A slice stands for each rank's own; the first gives its shape.",
-        "test_meshes.py::test_slices_of_the_processes_are_meshes_of_fewer_dimensions",
-    ),
-    _semantics(
-        f"{_MESH}._setup_world_group_and_device", f"{_API}:_setup",
-        "The controller sets no device and has no group of its own.",
-        "test_gpu_meshes.py::test_a_program_makes_tensors_by_their_device",
-    ),
-    _semantics(
-        f"{_MESH}._compute_coordinate_on_dim", f"{_API}:_compute_coordinate",
-        "A mesh of ended processes must not equal one of new processes with the same ranks.",
-        "test_torch.py::test_meshes_of_processes_that_have_ended_are_not_those_of_new_ones",
-    ),
-    _semantics(
-        f"{_MESH}._init_one_process_group", f"{_API}:_init_group",
-        "A mesh dimension gets a group that names the workers' groups.",
-        "test_meshes.py::test_collectives_with_groups_of_any_mesh",
-    ),
-    _semantics(
         "torch.distributed.device_mesh:_get_device_handle", f"{_API}:_handle",
-        "torch has no module torch.xla to ask for devices.",
-        "test_xla_meshes.py::test_functions_of_torch_have_one_case_for_spmd",
+        "FSDP's streams and events are those of a device that is not here; and there is no module torch.xla.",
+        "test_fsdp.py::test_a_mesh_of_gpus_needs_none_here", swaps_code=True,
     ),
 )  # fmt: skip
 
@@ -474,7 +429,6 @@ _CUDA = (
     ),
 )  # fmt: skip
 
-_HANDLE = "FSDP's streams and events are those of a device that is not here."
 _HANDLE_TEST = "test_fsdp.py::test_a_mesh_of_gpus_needs_none_here"
 _ON_WORKERS = "Buffers that FSDP makes are made on the workers."
 _FSDP2 = (
@@ -488,7 +442,7 @@ _FSDP2 = (
     ),
     _semantics(
         f"{_FSDP}._fully_shard:_init_param_group", f"{_FSDP_MAKERS}:_init_group",
-        "Buffers go to the workers, and groups that torch cannot make are refused.",
+        "Buffers go to the workers, the state is of a subclass, and groups that torch cannot make are refused.",
         "test_fsdp.py::test_buffers_are_changed_on_the_workers",
     ),
     _semantics(
@@ -522,18 +476,6 @@ _FSDP2 = (
         f"{_FSDP}._fsdp_collectives:_get_gradient_divide_factors", f"{_FSDP_MAKERS}:_divide_factors",
         "A factor in the operation of a collective has no place in a record.",
         "test_fsdp.py::test_an_own_factor_for_the_gradients",
-    ),
-    _semantics(
-        f"{_FSDP}._fsdp_state:FSDPState._root_pre_forward", f"{_FSDP_MAKERS}:_root_forward",
-        "A batch of the controller is sent once, to all workers.",
-        "test_fsdp.py::test_a_hosts_batch_is_the_same_for_all_ranks_and_sent_once",
-    ),
-    _semantics(f"{_FSDP}._fsdp_state:_get_device_handle", f"{_FSDP_MAKERS}:_device_handle", _HANDLE, _HANDLE_TEST),
-    _semantics(
-        f"{_FSDP}._fsdp_param_group:_get_device_handle", f"{_FSDP_MAKERS}:_device_handle", _HANDLE, _HANDLE_TEST,
-    ),
-    _semantics(
-        f"{_FSDP}._fsdp_collectives:_get_device_handle", f"{_FSDP_MAKERS}:_device_handle", _HANDLE, _HANDLE_TEST,
     ),
 )  # fmt: skip
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -30,7 +29,7 @@ def _made(own: Any) -> Replacement:
             and type(placements) is tuple
             and shard_order is None
             and use_strided_shard_as_shard_order is None
-            and type(mesh) is DeviceMesh
+            and type(mesh) is device_mesh_and_api.ControllerMesh
         )
         if is_number:
             for each in placements:
@@ -45,8 +44,7 @@ def _made(own: Any) -> Replacement:
                     fields["mesh"] = mesh
                     return
                 own(self, mesh, placements, tensor_meta)
-                if device_mesh_and_api.workers_of(mesh) is not None:
-                    _keep(self, mesh)
+                _keep(self, mesh)
                 return
         own(self, mesh, placements, tensor_meta, shard_order, use_strided_shard_as_shard_order)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -29,6 +30,7 @@ from monarch_backend import _native
 from monarch_backend._core import patches
 from monarch_backend.dtensor._compile import per_rank_op, rank_classes
 from monarch_backend.dtensor._controller import controller_process_group, fetch, per_rank_host_tensor, per_rank_int
+from monarch_backend.dtensor._controller.device_module import DeviceHandle
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
@@ -179,92 +181,81 @@ def remote_of(tensor: DTensor) -> RemoteTensor | None:
     return local if isinstance(local, RemoteTensor) else None
 
 
-def _get_coordinate(own: Any) -> Replacement:
-    def get_coordinate(self: Any) -> Any:
+class ControllerMesh(DeviceMesh):
+    """A mesh of a controller: ranks and coordinates are those of all of its processes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _init_without_spmd(self, *args, **options)
+
+    def get_coordinate(self) -> Any:
         known = self.__dict__.get("_monarch_coordinate")
         if known is not None and not _mode.disabled and not rank_classes.is_tracing():  # each operation on one asks
             return known
         workers = None if _mode.disabled else workers_of(self)
-        return own(self) if workers is None else coordinate(self, workers)
+        return super().get_coordinate() if workers is None else coordinate(self, workers)
 
-    return get_coordinate
+    def _is_current_rank_part_of_mesh(self) -> bool:
+        return True
 
-
-def _is_part(own: Any) -> Replacement:
-    def _is_current_rank_part_of_mesh(self: Any) -> bool:
-        return True if workers_of(self) is not None else own(self)
-
-    return _is_current_rank_part_of_mesh
-
-
-def _sym_coordinate(own: Any) -> Replacement:
-    def _sym_get_coordinate(self: Any, index: int) -> Any:
+    def _sym_get_coordinate(self, index: int) -> Any:
         workers = None if _mode.disabled else workers_of(self)
-        return own(self, index) if workers is None else coordinate(self, workers)[index]
+        return super()._sym_get_coordinate(index) if workers is None else coordinate(self, workers)[index]
 
-    return _sym_get_coordinate
-
-
-def _local_rank(own: Any) -> Replacement:
-    def get_local_rank(self: Any, mesh_dim: int | str | None = None) -> Any:
-        workers = workers_of(self)
-        if workers is None:
-            return own(self, mesh_dim)
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
         if mesh_dim is None and self.ndim > 1:
             raise RuntimeError(f"this mesh has {self.ndim} dimensions: say which one by mesh_dim")
-        dim = self._mesh_dim_names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
-        return coordinate(self, workers)[dim]
+        dim = self._mesh_dim_names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0  # type: ignore[union-attr]
+        return coordinate(self, _workers(self))[dim]
 
-    return get_local_rank
-
-
-def _rank(own: Any) -> Replacement:
-    def get_rank(self: Any) -> Any:
-        workers = workers_of(self)
-        if workers is None:
-            return own(self)
+    def get_rank(self) -> Any:
+        workers = _workers(self)
         return per_rank_int.by_rank([workers.first + rank for rank in range(workers.size)])
 
-    return get_rank
-
-
-def _mesh_tensor(own: Any) -> Replacement:
+    @staticmethod
     def _get_mesh_tensor_from_full_mesh(full_mesh: torch.Tensor, current_rank: int | None = None) -> Any:
         # The slice of the first rank: all have the same shape.
-        ours = current_rank is None and controller_process_group.owner_of(full_mesh.flatten()[:1].tolist()) is not None
-        return full_mesh[0] if ours else own(full_mesh, current_rank)
+        own = DeviceMesh._get_mesh_tensor_from_full_mesh
+        return full_mesh[0] if current_rank is None else own(full_mesh, current_rank)
 
-    return _get_mesh_tensor_from_full_mesh
+    def _setup_world_group_and_device(self) -> Any:
+        return None  # no device of the controller's is used
 
-
-def _setup(own: Any) -> Replacement:
-    def _setup_world_group_and_device(self: Any) -> Any:
-        return own(self) if workers_of(self) is None else None  # no device of the controller's is used
-
-    return _setup_world_group_and_device
-
-
-def _compute_coordinate(own: Any) -> Replacement:
-    def _compute_coordinate_on_dim(self: Any) -> Any:
-        workers = workers_of(self)
-        if workers is None:
-            return own(self)
+    def _compute_coordinate_on_dim(self) -> Any:
         # torch caches what it found out by what meshes are equal to. Ranks come again when processes are started anew;
         # a mesh of those that have ended must not be found for one of the new ones.
-        self._thread_id = workers.serial
+        self._thread_id = _workers(self).serial
         return (0,) * self.ndim
 
-    return _compute_coordinate_on_dim
+    @staticmethod
+    def _init_process_groups(layout: Any, rank_map: Any, mesh_dim_names: Any, backend_override: Any) -> Any:  # noqa: ARG004
+        rows = [_MeshLayout([each]).remap_to_tensor(rank_map).tolist() for each in layout]
+        names = mesh_dim_names or [f"dim_{dim}" for dim in range(len(rows))]
+        made = [controller_process_group.make(ranks, f"mesh_{name}") for ranks, name in zip(rows, names, strict=True)]
+        return [each.group_name for each in made]
 
 
-def _init_group(own: Any) -> Replacement:
-    def _init_one_process_group(sub_layout: Any, rank_map: Any, dim_name: str, backend_override: Any) -> Any:
-        if controller_process_group.owner_of(rank_map.tolist()) is None:
-            return own(sub_layout, rank_map, dim_name, backend_override)
-        rows = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
-        return controller_process_group.make(rows, f"mesh_{dim_name}").group_name
+_init_without_spmd: Any = without_spmd(DeviceMesh.__init__)
 
-    return _init_one_process_group
+
+def _workers(mesh: Any) -> WorkerSet:
+    found = workers_of(mesh)
+    assert found is not None, "a controller has ended"
+    return found
+
+
+def make_mesh(_own: Any) -> Replacement:
+    """Replacement for `DeviceMesh.__new__`: a mesh of a controller's ranks is a `ControllerMesh`."""
+
+    def __new__(
+        cls: Any, _device_type: str = "", mesh: Any = None, *, _rank_map: Any = None, **_options: Any
+    ) -> Any:  # fmt: skip
+        ranks = _rank_map if mesh is None else mesh
+        if cls is DeviceMesh and ranks is not None and controller_process_group.is_controller():
+            ranks = torch.as_tensor(ranks).flatten().tolist()
+            cls = DeviceMesh if controller_process_group.owner_of(ranks) is None else ControllerMesh
+        return object.__new__(cls)
+
+    return __new__
 
 
 # Functions that torch itself runs once for each rank ------------------------------------------------------------
@@ -439,18 +430,14 @@ def _shard_tensor(own: Any) -> Replacement:
     return _shard_tensor
 
 
-def _mesh_init(own: Any) -> Replacement:
-    ours = without_spmd(own)
-
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
-        (ours if controller_process_group.is_controller() else own)(self, *args, **options)
-
-    return __init__
-
-
 def _handle(own: Any) -> Replacement:
+    @functools.cache
+    def made(device_type: str) -> Any:
+        return DeviceHandle(handle_for(own, device_type))
+
     def _get_device_handle(device_type: str = "cuda") -> Any:
-        return handle_for(own, device_type) if controller_process_group.is_controller() else own(device_type)
+        is_ours = device_type != "cpu" and controller_process_group.is_controller()
+        return made(device_type) if is_ours else own(device_type)
 
     return _get_device_handle
 

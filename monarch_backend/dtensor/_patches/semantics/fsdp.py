@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from monarch_backend.dtensor._controller import controller_process_group, fsdp, module_placement
 from monarch_backend.dtensor._controller.controller_process_group import ControllerGroup
-from monarch_backend.dtensor._controller.device_module import DeviceHandle
 from monarch_backend.dtensor._controller.factories import OnWorkers
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement, slices_of, workers_of
@@ -55,7 +55,7 @@ def _init_group(own: Any) -> Replacement:
                     f"reshard_after_forward={options.get('reshard_after_forward')} with a shard_placement_fn that "
                     "shards by another dimension than 0: torch reshards by that one only. Give True or False"
                 )
-            state._monarch_workers = workers
+            state.__class__, state._monarch_workers = _ControllerState, workers
             for module in modules:
                 module_placement.put_buffers(module.modules(), mesh_info.mesh)
         own(state, params, modules, mesh_info, after_forward, device, placement, *args, **options)
@@ -173,21 +173,12 @@ def _divide_factors(own: Any) -> Replacement:
 # Running --------------------------------------------------------------------------------------------------------
 
 
-def _root_forward(own: Any) -> Replacement:
-    def _root_pre_forward(self: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        workers = getattr(self, "_monarch_workers", None)
-        if workers is not None and self._state_ctx.iter_forward_root is None:
-            args, kwargs = fsdp.put_inputs((args, kwargs), workers)
-        return own(self, module, args, kwargs)
+class _ControllerState(FSDPState):
+    """The state of a module on a mesh of a controller."""
 
-    return _root_pre_forward
+    _monarch_workers: Any
 
-
-_handle = DeviceHandle()
-
-
-def _device_handle(own: Any) -> Replacement:
-    def _get_device_handle(device_type: str = "cuda") -> Any:
-        return _handle if device_type != "cpu" and controller_process_group.is_controller() else own(device_type)
-
-    return _get_device_handle
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._state_ctx.iter_forward_root is None:
+            args, kwargs = fsdp.put_inputs((args, kwargs), self._monarch_workers)
+        return super()._root_pre_forward(module, args, kwargs)
