@@ -1,9 +1,8 @@
 """Functions of torch that refuse or degrade a backend because of its name, and what stands in for them.
 
-The only module whose functions replace any of torch's; _autoload.py puts them in place and imports this module
-at the first call. Each names torch's file and function and the releases that need it, and is checked by
-tests/test_torch_patches.py, which fails when torch no longer needs it or changed its shape. Groups of other
-backends reach torch's own function untouched.
+Listed in _c10d_manifest.py. _autoload.py puts them in place and imports this module at the first call. Each is checked
+by tests/test_torch_patches.py, which fails when torch no longer needs it or has changed its shape. Groups of other
+backends reach torch's own function.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from typing import Any
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import ControllerMesh, Replacement
 
 _KNOWN = "_monarch_numbers"
 """On a mesh of a controller: the fields of such specs, but for the mesh, by dtype and number of placements."""
@@ -29,7 +28,7 @@ def _made(own: Any) -> Replacement:
             and type(placements) is tuple
             and shard_order is None
             and use_strided_shard_as_shard_order is None
-            and type(mesh) is device_mesh_and_api.ControllerMesh
+            and type(mesh) is ControllerMesh
         )
         if is_number:
             for each in placements:

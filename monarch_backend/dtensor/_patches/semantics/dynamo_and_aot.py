@@ -270,7 +270,7 @@ def _leave_alone() -> None:
         ):  # for what torch has no handler of
             set_code_exec_strategy(code, alone)
     files = (device_mesh_and_api.__file__, dtensor_methods.__file__, device_methods.__file__)
-    ours = [*DTensor.__mro__, *type(DTensor._op_dispatcher).__mro__]
+    ours = [*DTensor.__mro__, *type(DTensor._op_dispatcher).__mro__, device_mesh_and_api.ControllerMesh]
     for module in (api, collective_utils, dispatch, redistribute, utils, placement_types, device_mesh):
         functions = [*vars(module).values(), *ours]
         functions += [each for found in functions if inspect.isclass(found) for each in vars(found).values()]
