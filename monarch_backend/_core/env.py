@@ -26,7 +26,7 @@ FOREIGN = frozenset(
         "MONARCH_HOST_MESH_V1_REMOVE_ME_BEFORE_RELEASE",
     }
 )
-"""Names of the package torchmonarch, which may be set for programs that use both. They have no effect here."""
+"""Names of the package torchmonarch, which may be set for programs that use both packages. They have no effect here."""
 
 
 class Setting(NamedTuple):
@@ -156,7 +156,7 @@ SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
 
 
 def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
-    """Return the value of the setting ``name``, its default if it is unset or empty. Raises ValueError.
+    """Return the value of the setting ``name``, or its default if it is unset or empty. Raises ValueError.
 
     >>> get("MONARCH_SHM_ARENA_BYTES", {"MONARCH_SHM_ARENA_BYTES": "1048576"}), get("MONARCH_SHM", {})
     (1048576, True)
@@ -172,7 +172,7 @@ def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
 
 
 def check(environment: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError for a name that begins with MONARCH_ and is no setting, and for a setting with a bad value.
+    """Raise ValueError for a setting with a bad value, and for a name that begins with MONARCH_ and is not a setting.
 
     >>> try:
     ...     check({"MONARCH_SMH": "1"})
@@ -191,7 +191,7 @@ def check(environment: Mapping[str, str] | None = None) -> None:
 
 
 def _unknown(name: str, *, warn: bool) -> None:
-    # Without the prefix, which would make every two names alike.
+    # Without the prefix, which would make every pair of names similar.
     words = {setting.removeprefix(PREFIX): setting for setting in SETTINGS}
     close = [words[word] for word in difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)]
     text = (
@@ -204,7 +204,9 @@ def _unknown(name: str, *, warn: bool) -> None:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for the processes of a job, whose connections the program or their host makes."""
+    """Return the environment for the processes of a job without its secret: their program or host makes the
+    connections.
+    """
     return {name: value for name, value in environment.items() if name not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
 
 

@@ -1,6 +1,7 @@
-"""What higher layers add to lower ones: `_wiring.py` provides it by name, and lower layers ask for it.
+"""Registry of functions that higher layers add to lower ones. `_wiring.py` provides each by name.
 
-So a lower layer imports nothing of a higher one, and the module of an extension is imported at its first use.
+A lower layer asks for an extension by its name, and so imports nothing from a higher layer. The module of an extension
+is imported at its first use.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ _loaders: dict[str, Callable[[], Any]] = {}
 
 
 def provide(name: str, load: Callable[[], Any]) -> None:
-    """Have ``extension(name)`` return what ``load`` returns."""
+    """Make ``extension(name)`` return the result of ``load()``."""
     _loaders[name] = load
 
 
 def has_extension(name: str) -> bool:
-    """Whether anything is provided under this name."""
+    """Return whether an extension of this name is provided."""
     return name in _loaders
 
 

@@ -1,4 +1,4 @@
-"""Which releases of torch this package was run on, and the one line that is said outside of them."""
+"""Releases of torch that this package was tested with, and the warning for other ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NEWEST = (2, 15)
 
 
 def torch_version() -> tuple[int, int]:
-    """(major, minor) of the torch that runs."""
+    """Return (major, minor) of the installed torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int("".join(c for c in minor if c.isdigit()))
 
 
 @functools.cache
 def remark() -> str:
-    """Warn, once per process and in one line, when torch is outside the tested range; return that line or ''."""
+    """Warn, once per process and in one line, when torch is outside the tested range. Return that line or ''."""
     if OLDEST <= torch_version() <= NEWEST:
         return ""
     tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
