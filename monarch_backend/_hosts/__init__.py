@@ -1,1 +1,1 @@
-"""Programs over several hosts: daemons, agents, attaching, workspaces. Public: monarch_backend.hosts."""
+"""Programs that use several hosts: daemons, agents, attaching, workspaces. Public: monarch_backend.hosts."""

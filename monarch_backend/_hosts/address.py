@@ -1,4 +1,4 @@
-"""Where hosts are, as users write it, and which secret goes with it."""
+"""Addresses of hosts as users write them, and the choice of the secret for a connection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT_PORT = 26600
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port, of "tcp://10.0.0.2:26600", "node7", "[::1]:26600" and the like.
+    """Return host and port of "tcp://10.0.0.2:26600", "node7", "[::1]:26600" and similar texts. Raises ValueError.
 
     >>> parse_address("tcp://node7:1234"), parse_address("[::1]"), parse_address("10.0.0.2")
     (('node7', 1234), ('::1', 26600), ('10.0.0.2', 26600))
@@ -24,7 +24,8 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def given_secrets() -> list[bytes]:
-    """From MONARCH_SECRET or the file named by MONARCH_SECRET_FILE; a host may have several, one for each job.
+    """Return the secrets from MONARCH_SECRET or the file named by MONARCH_SECRET_FILE. A host may have one for each
+    job.
 
     Raises ValueError, OSError.
     """
@@ -36,12 +37,12 @@ def given_secrets() -> list[bytes]:
 
 
 def given_secret() -> bytes | None:
-    """The job's: the first one."""
+    """Return the first of `given_secrets`, which is the job's."""
     return next(iter(given_secrets()), None)
 
 
 def find_secret(given: bytes | None) -> tuple[bytes, str]:
-    """The secret for a connection, and a sentence about its source for errors. Raises ValueError, OSError."""
+    """Return the secret for a connection, and a sentence about its source for errors. Raises ValueError, OSError."""
     if given is not None:
         return given, "the secret is that of secret="
     if secret := given_secret():

@@ -1,7 +1,8 @@
-"""A controller's agent on a host: its gateway there, starts processes for it, and ends with it.
+"""A controller's agent on a host: the gateway of that controller there. It starts the host's processes and ends with
+it.
 
-On the controller's own host it is the gateway only. One process, forked from the host's fork server; everything that it
-has started dies with it. What it is told stands in protocol.py.
+The agent is one process, forked from the host's fork server. All processes that it started are killed at its end. On
+the controller's own host it is the gateway only. protocol.py defines its messages.
 """
 
 from __future__ import annotations
@@ -67,26 +68,28 @@ from monarch_backend._transport.network.remote_links import FarLinks
 log = logging.getLogger("monarch_backend")
 
 LOOPBACK_LINK = -9
-"""The link on which the agent's own router gets what comes for it from other hosts."""
+"""Link on which the agent's own router receives frames from other hosts that are addressed to the agent."""
 
 
 CONTROLLER_TIMEOUT_S = 10.0
-"""Seconds in which the controller that has asked for an agent calls it; it may have died, or given up, meanwhile."""
+"""Seconds in which the controller that requested an agent must connect to it: it may have died or given up meanwhile.
+"""
 
 
 AGENT_START_MIN_S = 5.0
-"""Seconds that an agent of a host that has answered gets in any case: its fork server may be importing torch."""
+"""Minimum of seconds for the start of an agent whose host has answered: its fork server may be importing torch."""
 
 
 AGENT_REPLY_MIN_S = 3.0
-"""Seconds that the agent of another host gets at least to answer the first call; then its host is lost to this one."""
+"""Minimum of seconds for another host's agent to answer the first connection. After them this host counts it as lost.
+"""
 
 
 class Plan(NamedTuple):
     """Configuration of an agent. ``server``: address of the host's fork server.
 
-    ``asker``: the gateway that asked for this agent, and its route to the controller; "" on the controller's own host.
-    The job's secret is not among it: the plan goes through the fork server, from which workers inherit their memory.
+    ``asker``: the gateway that requested this agent, and its route to the controller; "" on the controller's own host.
+    The plan does not contain the job's secret: workers inherit the memory of the fork server, which reads the plan.
     """
 
     token: str
@@ -98,23 +101,25 @@ class Plan(NamedTuple):
 
     @property
     def home(self) -> bool:
-        """On the controller's own host."""
+        """Whether this agent runs on the controller's own host."""
         return not self.asker
 
 
 def meeting_point(token: str) -> str:
-    """Where the host's daemon hands connections over to its agent: an abstract socket, of this user only."""
+    """Return the abstract socket on which the host's daemon hands connections over to its agent."""
     return f"\0monarch-agent-{token}"
 
 
 class AgentProcess:
-    """All that an agent is; `run` returns when it is to end."""
+    """The main object of an agent's process. `run` returns when the agent has to end."""
 
     def __init__(self, plan: Plan, next_secret: Callable[[], bytes]) -> None:
-        """``next_secret`` reads one: the first is of this host's job. On the controller's host one for each job."""
+        """``next_secret`` reads one secret. The first is that of this host's job; on the controller's host there is one
+        for each job.
+        """
         self._plan, self._next_secret = plan, next_secret
         self._secrets: dict[bytes, bytes] = {}  # by name
-        self._secret = b"" if plan.home else next_secret()  # of this host
+        self._secret = b"" if plan.home else next_secret()  # this host's
         self._pid = os.getpid()
         self._links = LocalLinks(plan.token, crowded=few_processors())
         self._pump = ProgressLoop(self._links.post, self._handle)
@@ -140,32 +145,32 @@ class AgentProcess:
             bytes.fromhex(plan.token), accepted, self._arrived, self._up, self._lost, bounds=bounds,
             tls=tls_for(), lends=True,
         )  # fmt: skip
-        # Sessions and what is waited for: _hosts, _known, _ways, _attached, _asking, _until, _awaited.
+        # Guards the sessions and all that is waited for: _hosts, _known, _ways, _attached, _asking, _until, _awaited.
         self._lock = threading.RLock()
         self._hosts: dict[
             str, list[PeerConnection]
         ] = {}  # sessions by host; there are two where both sides have called
-        self._known: dict[str, tuple[str, int, str, str]] = {}  # where hosts can be reached
-        self._ways: dict[str, str] = {}  # through which others
-        self._attached: set[str] = set()  # by this agent
+        self._known: dict[str, tuple[str, int, str, str]] = {}  # addresses of hosts
+        self._ways: dict[str, str] = {}  # the next host on the route to a host
+        self._attached: set[str] = set()  # hosts that this agent has attached
         if plan.asker and host_of(plan.asker) != host_of(plan.root):
             self._ways[host_of(plan.root)] = host_of(plan.asker)
-        self._asking: dict[PeerConnection, Attach] = {}  # daemons that are asked for an agent
-        self._until: dict[int, float] = {}  # when they have to be reached
+        self._asking: dict[PeerConnection, Attach] = {}  # requests to daemons for an agent
+        self._until: dict[int, float] = {}  # deadlines of these requests, by id
         self._awaited: dict[
             PeerConnection, Attached
-        ] = {}  # agents that are called for the first time: what is said then
-        self._births = threading.Lock()  # held until it is known whose a new process is
+        ] = {}  # first connections to agents, and the message to send once they are up
+        self._births = threading.Lock()  # held until a new process has its entry in _numbers
         self._spawner: Spawner | None = None
-        self._numbers: dict[int, int] = {}  # the spawner's, by the controller's
-        self._names: dict[int, int] = {}  # and the reverse
-        self._pids: dict[int, int] = {}  # by the controller's
+        self._numbers: dict[int, int] = {}  # the spawner's numbers, by the controller's
+        self._names: dict[int, int] = {}  # the controller's numbers, by the spawner's
+        self._pids: dict[int, int] = {}  # by the controller's numbers
         self._output: OutputReader | None = None
         self._end = CreditWaiter()
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
-        """Until the controller is gone."""
+        """Run until the controller ends or is lost."""
         self._pump.start()
         self._tcp.start()
         if self._plan.home:
@@ -193,7 +198,7 @@ class AgentProcess:
             raise SystemExit(1)
 
     def _take_over(self) -> None:
-        """Connections that the daemon of this host has accepted for us."""
+        """Accept connections that the daemon of this host hands over."""
         assert self._listener is not None
         while True:
             try:
@@ -201,7 +206,7 @@ class AgentProcess:
             except OSError as error:
                 if error.errno in (errno.EBADF, errno.EINVAL):
                     return
-                time.sleep(0.1)  # no descriptors, for now
+                time.sleep(0.1)  # out of descriptors at present
                 continue
             with connection:
                 if spawn_messages.peer(connection)[1] != os.geteuid():
@@ -225,7 +230,7 @@ class AgentProcess:
         return self._pump.wait(room, seconds)
 
     def _handle(self, events: list[Any]) -> None:
-        for event in events:  # one by one: a way that is told comes before the frame that takes it
+        for event in events:  # one by one: a message that tells a route comes before the frame that takes it
             rest = self._gateway.handle((event,))
             if rest:
                 self._router.handle(rest)
@@ -264,7 +269,9 @@ class AgentProcess:
             self._lost(remote)
 
     def _learn_way(self, remote: PeerConnection, caller: str) -> None:
-        """A call may come before the controller's message about its host. The answer takes the way of the call."""
+        """Send answers to ``caller`` on the route of its call, which may arrive before the controller's message about
+        its host.
+        """
         with self._lock:
             if caller not in self._known and caller not in self._hosts:
                 self._ways.setdefault(caller, _host_of(remote))
@@ -304,16 +311,18 @@ class AgentProcess:
                 self._attached.discard(host)
             elif remote not in self._hosts.get(host, []):
                 return
-        if awaited is not None:  # without the lock: whoever is told may be reached through another host, of ours
+        if awaited is not None:  # without the lock: the route to the controller may be another host of this agent
             self._tell(AttachFailed(awaited.id, f"{remote}: its agent {remote.lost}"))
             return
         self._lost_host(host, f"host {self._name_of_host(host)} is lost: {remote.lost}", host in self._attached)
 
     def _lost_host(self, host: str, why: str, for_good: bool) -> None:
-        """It, and those behind it; ``for_good``: not only to this one."""
+        """Drop a host, and the hosts that are reached through it. ``for_good``: they are lost to all hosts, not only to
+        this one.
+        """
         with self._lock:
             remotes = self._hosts.pop(host, [])
-        for remote in remotes:  # it is lost as a whole, and finds us lost as a whole
+        for remote in remotes:  # all its connections end, so that it loses this host as a whole, too
             if remote.lost is None:
                 self._tcp.hang_up(remote)
         if host == host_of(self._plan.asker):
@@ -337,7 +346,7 @@ class AgentProcess:
             self._finish(f"its controller is gone: {peer.gone}")
 
     def _answered(self, remote: PeerConnection, body: memoryview) -> None:
-        """A daemon has made an agent for us, or has not."""
+        """Handle a daemon's answer to the request for an agent."""
         asked = self._asking.pop(remote)
         self._tcp.hang_up(remote)
         try:
@@ -354,7 +363,7 @@ class AgentProcess:
         self._tell(AttachFailed(asked.id, f"{asked.host}:{asked.port}: {answer.reason}"))
 
     def _call_agent(self, asked: Attach, answer: Welcome) -> None:
-        """At once: it is attached when it answers itself."""
+        """Connect to the new agent. Its host counts as attached when the agent answers."""
         whom = bytes.fromhex(answer.token)
         with self._lock:
             left = max(AGENT_START_MIN_S, self._until.pop(asked.id, 0.0) - time.monotonic())
@@ -399,7 +408,9 @@ class AgentProcess:
             self._output.taken(message.count)
 
     def _ask(self, message: Attach) -> None:
-        """On the thread of the connections: nothing comes of the call before it is written down."""
+        """Connect to a daemon. On the thread of the connections: no event of this one is handled before it is in
+        `_asking`.
+        """
         remote = self._tcp.call((message.host, message.port), self._secret_for(message), patience=message.patience)
         self._asking[remote] = message
 
@@ -419,7 +430,7 @@ class AgentProcess:
             self._spawner.kill(number)
 
     def _ignore(self, *_: Any) -> None:
-        """What is said to everybody, and is nothing to an agent."""
+        """Ignore a message to all processes that does not concern an agent."""
 
     def _spawn(self, message: Spawn) -> None:
         pipes: list[int] = []
@@ -430,7 +441,7 @@ class AgentProcess:
                 self._spawner = Spawner(self._event, self._plan.server)
             for _ in range(2):
                 pipes += os.pipe()
-            with self._births:  # events wait until it is known whose they are
+            with self._births:  # events wait until their process has its entry
                 [number] = self._spawner.spawn([self._spec(message, pipes[1], pipes[3])])
                 self._numbers[message.id], self._names[number] = number, message.id
                 self._output.add(message.id, 1, pipes[0])
@@ -444,7 +455,9 @@ class AgentProcess:
         os.close(pipes[3])
 
     def _spec(self, message: Spawn, stdout: int, stderr: int) -> ProcessSpec:
-        """Of this host's environment and paths, with what the controller adds; where it is, if that is here, too."""
+        """Merge this host's environment and paths with the controller's. Its working directory is used if it exists
+        here.
+        """
         environment = {**os.environ, **{os.fsdecode(k): os.fsdecode(v) for k, v in message.environment.items()}}
         here = int(env.get(RANKS_HERE, environment))
         environment.pop(RANKS_HERE, None)
@@ -460,7 +473,7 @@ class AgentProcess:
         )  # fmt: skip
 
     def _event(self, event: Event) -> None:
-        """On the spawner's thread."""
+        """Forward an event to the controller. Runs on the spawner's thread."""
         with self._births:
             number = self._names.get(event.id)
         if number is None:
@@ -479,20 +492,20 @@ class AgentProcess:
 
 
 def _branches() -> int:
-    """Hosts that a message for many goes to straight, and that each of those sends it on to."""
+    """Return the number of hosts that a multicast message is sent to directly, here and at each of those hosts."""
     return int(env.get("MONARCH_TREE_FANOUT") or DEFAULT_FANOUT)
 
 
 def _host_of(remote: PeerConnection) -> str:
-    """Where it is, or where we want it to be."""
+    """Return the host that this connection reaches, or is meant to reach."""
     return (remote.who if remote.up else remote.wanted).hex()[: envelope.HOST_ID_LENGTH]
 
 
 def start(spawner: Spawner, label: str, plan: Plan, secrets: int) -> int:
-    """Start an agent's process, and return the spawner's number of it. Raises what `Spawner.spawn` raises.
+    """Start an agent's process, and return its number at the spawner. Raises as `Spawner.spawn` does.
 
-    ``secrets`` is the read end of a pipe, which is closed here. The fork server does not read it: what it reads stays
-    in its memory, and each process forked from it would have a copy.
+    ``secrets`` is the read end of a pipe, which is closed here. The fork server does not read it: each process that is
+    forked later would have a copy of the secret.
     """
     try:
         spec = ProcessSpec(
@@ -519,12 +532,15 @@ def main(plan: Plan) -> None:
             raise EOFError("the pipe with secrets has ended")
         return secret
 
-    allow_descriptors()  # two pipes, a link and a pidfd for each process here
+    allow_descriptors()  # each process here needs two pipes, a link and a pidfd
     AgentProcess(plan, next_secret).run()
 
 
 def _is_code(entry: str) -> bool:
-    """Whether it is here, and not where the controller, on this machine too, has the packages of another torch."""
+    """Return whether the path exists here and does not contain a torch of another version.
+
+    A controller with another torch on this machine has such paths in its sys.path.
+    """
     if not os.path.exists(entry):
         return False
     try:

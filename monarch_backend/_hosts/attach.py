@@ -1,4 +1,4 @@
-"""The controller's side of other hosts: its own gateway, the agents that it has there, and the HostMesh of them."""
+"""The controller's side of other hosts: its own gateway, its agents on the hosts, and the HostMesh of the hosts."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from monarch_backend._transport.network.envelope import HOST_ID_LENGTH, host_of
 from monarch_backend._transport.network.remote_links import FarLinks
 
 CLOSE_TIMEOUT_S = 1.0
-"""Seconds for it to say goodbye to other hosts."""
+"""Seconds for the gateway to end its sessions with other hosts."""
 
 GATEWAY_REPORT_S = 6.0
-"""Seconds that the gateway has to say that time is up, and what the trouble was."""
+"""Seconds after a deadline in which the gateway reports that it has passed, and why."""
 
 GATEWAY_START_TIMEOUT_S = 120.0
-"""Seconds for this host's gateway to start, whose end is noticed at once: it may be the first that needs the fork
-server, which imports, on a busy machine.
+"""Seconds for the start of this host's gateway, whose end is noticed at once. It may be the first process that needs
+the fork server, whose imports take long on a busy machine.
 """
 
 
 class Host:
-    """Another machine, as its controller knows it."""
+    """Another host, as its controller knows it."""
 
     def __init__(
         self, answer: Attached, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner, through: Host | None,
@@ -51,8 +51,8 @@ class Host:
         self.secret = secret
         self.id, self.token, self.name, self.address = host_of(answer.token), answer.token, answer.host_name, address
         self.agent, self.spawner, self.workers = agent, spawner, answer.workers
-        self.through = through  # the host that can reach it, if this one can't
-        self.lost: str | None = None  # why, once it is
+        self.through = through  # the host on the route to it, if this one cannot connect to it
+        self.lost: str | None = None  # the reason, once it is lost
 
 
 class HostRegistry:
@@ -61,15 +61,15 @@ class HostRegistry:
     def __init__(self, owner: Any, bounds: Timeouts) -> None:
         self._program = owner
         self._bounds = bounds
-        self._sent: set[bytes] = set()  # names of the secrets that the gateway has
+        self._sent: set[bytes] = set()  # names of the secrets that were sent to the gateway
         self.hosts: dict[str, Host] = {}
-        self._lost_before: dict[str, str] = {}  # hosts, before the program knew that it has them
-        self._answers: dict[int, Any] = {}  # of what was asked: a message, once it is there
+        self._lost_before: dict[str, str] = {}  # reasons of losses that were reported before the host was added
+        self._answers: dict[int, Any] = {}  # answers to Attach, by its id
         self._rooms: dict[int, CreditWaiter] = {}
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()  # hosts and their loss; nothing is sent under it
-        self._ended = threading.Event()  # the gateway has
-        tls_for()  # what is wrong with it is said here, not by the gateway
+        self._lock = threading.Lock()  # guards hosts and their loss; not held while a message is sent
+        self._ended = threading.Event()  # set at the end of the gateway
+        tls_for()  # raises here for wrong TLS settings, rather than in the gateway
         self.gateway = self._start_gateway()
 
     # ---- this host's gateway
@@ -102,7 +102,7 @@ class HostRegistry:
             self._program.soon(lambda: self._program.router.never_came(peer, str(event)))
 
     def join(self, gateway: Peer) -> None:
-        """From now on this process, and those that it has started, can reach other hosts."""
+        """Connect this process, and those that it has started, to the gateway of this host."""
         go_through(self._program, gateway.token)
 
     def _until(self, ready: Callable[[], bool], seconds: float) -> bool:
@@ -120,7 +120,7 @@ class HostRegistry:
     ) -> list[Host]:  # fmt: skip
         """Attach hosts, and return them in this order. ``source`` is a sentence about the secret.
 
-        Raises ConnectionError, which names each host that can't be reached or does not fit, and why.
+        Raises ConnectionError, which names each host that cannot be reached or does not fit, and why.
         """
         numbers = [next(self._ids) for _ in addresses]
         asked, named = self.gateway, name_of(secret)
@@ -161,12 +161,12 @@ class HostRegistry:
         self._program.router.tell(agent, AgentFrame(), protocol.encode(message))
 
     def _dismiss(self, agents: Sequence[str]) -> None:
-        """They were made for nothing."""
+        """End agents that are not needed after all."""
         for token in agents:
             self._say(self._program.router.peer(token), Finish())
 
     def leave(self, host: Host) -> None:
-        """It is not needed after all."""
+        """End the agent of a host that is not needed after all."""
         self._dismiss([host.token])
 
     def _add(self, answer: Attached, address: tuple[str, int], through: Host | None, secret: bytes) -> Host:
@@ -194,15 +194,16 @@ class HostRegistry:
         for host in alive:
             self._say(host.agent, Hosts(known, self._ways_of(host, alive)))
         for host in alive:
-            if host.lost is not None:  # in the meantime: they may have heard of that before
+            if host.lost is not None:  # meanwhile: the other agents may have had the report before the host's address
                 self._tell_of_loss(host)
 
     def _ways_of(self, host: Host, alive: Sequence[Host]) -> dict[str, str]:
-        """Routes to hosts that ``host`` can't connect to. Both directions take the same route, and break together.
+        """Return routes to the hosts that ``host`` cannot connect to. Both directions take one route, and break
+        together.
 
         A host behind a gateway reaches all others through it. The gateway connects to the hosts behind it, and reaches
-        others through the controller's own host, as these reach it. Hosts of another job have another secret: the
-        controller's host, which has both, is the route between them.
+        others through the controller's own host, as these reach it. Hosts of another job have another secret. The
+        controller's host has both secrets and is the route between them.
         """
         home = host_of(self._program.router.token)
         if host.through is not None:
@@ -227,13 +228,13 @@ class HostRegistry:
             host.spawner.heard(message)
 
     def gone(self, peer: Peer) -> None:
-        """An agent, perhaps."""
+        """Handle the end of a process that may be an agent."""
         host = self.hosts.get(host_of(peer.token))
         if host is not None and host.agent is peer:
             self.lost(host.id, f"host {host.name} ({host.address[0]}) is lost: {peer.gone}")
 
     def lost(self, number: str, why: str) -> None:
-        """All that was there is gone."""
+        """Mark a host as lost, with all its processes."""
         with self._lock:
             host = self.hosts.get(number)
             if host is None:
@@ -245,12 +246,12 @@ class HostRegistry:
         self._tell_of_loss(host)
 
     def _tell_of_loss(self, host: Host) -> None:
-        """They may not have talked to it, or not see that it is lost."""
+        """Report the loss to all agents: they may have no session with the host, or not notice that it is lost."""
         for agent in (self.gateway, *(other.agent for other in self._alive())):
             self._say(agent, Lost(host.id, host.lost or ""))
 
     def close(self) -> None:
-        """Agents end with their controller; the gateway of this host tells them."""
+        """End the gateway of this host, which tells the agents to end."""
         self._say(self.gateway, Finish())
         self._ended.wait(CLOSE_TIMEOUT_S)
         self._spawner.close()
@@ -260,7 +261,7 @@ class HostRegistry:
 
 
 def go_through(owner: Any, gateway: str) -> None:
-    """Let this process, and those that it has started, reach other hosts through this gateway."""
+    """Connect this process, and those that it has started, to other hosts through this gateway."""
     links, router = owner.links, owner.router
     while (link := links.post.connect(gateway)) < 0:
         if link == -1:
@@ -279,19 +280,23 @@ def attach_to_workers(
     workers: Sequence[str], name: str = "hosts", *, secret: bytes | None = None, timeout: float = 15.0,
     heartbeat: float = 1.0, silence: float = 3.0, any_torch: bool = False,
 ) -> HostMesh:  # fmt: skip
-    """A HostMesh of machines on which `monarch-backend up` runs: one dimension, "hosts". ``name`` is for people.
+    """Return a HostMesh of machines on which `monarch-backend up` runs. Its one dimension is "hosts".
 
-    ``workers``: their addresses, as "tcp://10.0.0.2:26600". ``secret``: the job's, of 32 bytes; by default that of
-    MONARCH_SECRET or MONARCH_SECRET_FILE, or else the user's own, which only hosts on this machine know. A host that
-    says nothing for ``silence`` seconds is lost; each says something every ``heartbeat`` seconds (those of the first
-    call hold for the whole program). ``any_torch``: they may have another release of torch than the controller, as
-    hosts with TPUs have. Tensors and code travel all the same; an object of torch's own whose form has changed between
-    the two, and is sent, raises where it arrives.
+    ``workers``: their addresses, as "tcp://10.0.0.2:26600". ``name`` is used in messages. ``secret``: the job's, 32
+    bytes. The default is that of MONARCH_SECRET or MONARCH_SECRET_FILE, or else the user's own, which only hosts on
+    this machine know.
 
-    Raises ConnectionError, with all that went wrong, if not all of them can be reached within ``timeout`` seconds,
-    prove that they know the secret, and have the same versions; ValueError for what is no address, or for bounds that
-    no host could keep; RuntimeError if this program's own gateway has ended. Hosts of several secrets may be attached:
-    a secret is used for the connections to its own hosts only.
+    Each host sends a heartbeat every ``heartbeat`` seconds. A host is lost after ``silence`` seconds without any
+    message. The values of the first call hold for the whole program.
+
+    ``any_torch``: hosts may have another release of torch than the controller, as hosts with TPUs have. Tensors and
+    code travel all the same. An object of torch whose pickled form differs between the two releases raises where it
+    arrives.
+
+    Raises ConnectionError, with all reasons, unless all hosts are reached within ``timeout`` seconds, prove that they
+    know the secret, and have the same versions. Raises ValueError for an invalid address and for bounds that no host
+    could keep. Raises RuntimeError if this program's own gateway has ended. Hosts with several secrets may be attached:
+    each secret is used for connections to its own hosts only.
     """
     addresses, timeout = _addresses(workers), check_bounded(timeout)
     with _attaching:
@@ -304,13 +309,14 @@ def attach(
     address: str, workers: Sequence[str] | None = None, name: str = "hosts", *, secret: bytes | None = None,
     timeout: float = 15.0, heartbeat: float = 1.0, silence: float = 3.0, any_torch: bool = False,
 ) -> HostMesh:  # fmt: skip
-    """A HostMesh of machines that can be reached from one machine only, as from the login node of a cluster.
+    """Return a HostMesh of machines that can be reached from one machine only, such as the login node of a cluster.
 
-    ``address``: of that one, on which `monarch-backend up` runs as on the others; all that is said to them goes through
-    it. ``workers``: their addresses, as it sees them; by default those that it was started with (``--workers``). It is
-    in the mesh only if it is among them. The rest is as with `attach_to_workers`.
+    ``address``: that machine, on which `monarch-backend up` runs as on the others. All messages to the others go
+    through it. ``workers``: their addresses, as seen from there. The default is the list that it was started with
+    (``--workers``). The machine itself is in the mesh only if it is in the list. The other parameters are those of
+    `attach_to_workers`.
 
-    Raises what that one raises, and ValueError if nobody says which workers.
+    Raises as `attach_to_workers` does, and ValueError if there is no list of workers.
     """
     addresses, timeout = [] if workers is None else _addresses(workers), check_bounded(timeout)
     with _attaching:
@@ -338,8 +344,8 @@ def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _registry(heartbeat: float, silence: float) -> HostRegistry:
-    """The program's; the first one to ask makes it."""
-    if not 0 < heartbeat <= silence / 3:  # one word may come late, and one be lost
+    """Return the registry of the program; the first call makes it."""
+    if not 0 < heartbeat <= silence / 3:  # one heartbeat may be late, and one may be lost
         raise ValueError(f"heartbeat={heartbeat:g} and silence={silence:g}: silence is at least three heartbeats")
     owner: Any = program()
     if owner.hosts is None:

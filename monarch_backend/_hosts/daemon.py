@@ -1,7 +1,8 @@
-"""`monarch-backend up`: makes a machine a host. It checks the secret, and makes an agent for each controller.
+"""`monarch-backend up`: the daemon that makes a machine a host. It checks secrets, and starts an agent for each
+controller.
 
-It holds a fork server with torch imported, so that agents and their processes are there in milliseconds. What an agent
-does is agent.py's; all of them end with the daemon.
+The daemon has a fork server with torch imported, so that agents and their processes start in milliseconds. agent.py
+defines what an agent does. All agents end with the daemon.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from monarch_backend._transport.network.envelope import HOST_ID_LENGTH
 log = logging.getLogger("monarch_backend")
 
 AGENT_READY_TIMEOUT_S = 5.0
-"""Seconds that an agent may take to be there for a connection."""
+"""Seconds until a new agent must accept a connection that is handed over to it."""
 
 MAX_FRAME_BYTES = 64 << 10
-"""A daemon reads questions (`Ask`), of a few hundred bytes each, and nothing else."""
+"""Limit of a frame to a daemon. It reads only `Ask` messages, which have a few hundred bytes."""
 
 MAX_SESSIONS = 1024
-"""Controllers that a daemon talks to at one time. Together they can make it reserve 64 MiB."""
+"""Limit of controllers that are connected to a daemon at one time. Together they can make it reserve 64 MiB."""
 
 PRELOAD = (
     "monarch_backend._wiring",
@@ -52,14 +53,14 @@ PRELOAD = (
 
 
 class Daemon:
-    """A host's; `start` says where it listens."""
+    """The daemon of a host. `start` returns the address on which it listens."""
 
     def __init__(self, *known: bytes, workers: Sequence[str] = ()) -> None:
         self._workers = tuple(workers)
         self._spawner = Spawner(self._event, preload=PRELOAD)
         self._closing = False
         self._lock = threading.Lock()
-        self._agents: dict[int, str] = {}  # tokens by the spawner's number
+        self._agents: dict[int, str] = {}  # tokens of agents, by the spawner's numbers
         self._tcp = Tcp(
             os.urandom(16),
             secrets_by_name(*known),
@@ -74,20 +75,20 @@ class Daemon:
         )
 
     def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen. Raises OSError."""
+        """Listen on this address. Raises OSError."""
         address = self._tcp.listen(host, port)
         self._spawner.start()
         self._tcp.start()
         return address
 
     def close(self) -> None:
-        """All agents end, and all that they have started."""
+        """End all agents, and all processes that they have started."""
         self._closing = True
         self._tcp.close()
         self._spawner.close()
 
     def _asked(self, remote: PeerConnection, _: bytes, body: memoryview) -> None:
-        """On the thread of the connections."""
+        """Answer a request. Runs on the thread of the connections."""
         try:
             ask = protocol.decode(body)
             if not isinstance(ask, Ask):
@@ -99,7 +100,7 @@ class Daemon:
         self._tcp.send(remote, b"", [protocol.encode(self._answer(ask, remote.secret))])
 
     def _answer(self, ask: Ask, secret: bytes) -> Welcome | Unwelcome:
-        """``secret``: of the job, which has proved that it knows it."""
+        """Start an agent. ``secret``: that of the job; the controller has proved that it knows it."""
         here = Versions.here()
         if differences := ask.versions.differences(here):
             return Unwelcome(f"{', '.join(differences)}: {protocol.REMEDY}")
@@ -128,7 +129,7 @@ class Daemon:
                 log.warning("agent %s: %s", token[:HOST_ID_LENGTH], event)
 
     def _hand_over(self, whom: bytes, connection: socket.socket, knock: bytes) -> bool:
-        """A connection of another gateway, to the agent that it is for; it proves itself there."""
+        """Pass a connection of another gateway on to the agent that it is for. The agent checks its proof."""
         with self._lock:
             if whom.hex() not in self._agents.values():
                 return False
@@ -145,7 +146,7 @@ class Daemon:
             except OSError:
                 with self._lock:
                     there = token in self._agents.values()
-                if there and time.monotonic() < until:  # it has only just been started
+                if there and time.monotonic() < until:  # the agent is still starting
                     self._tcp.later(0.01, lambda: self._pass_on(token, connection, knock, until))
                     return
         connection.close()
@@ -158,16 +159,19 @@ def run_worker_loop_forever(
     workers: Sequence[str] = (),
     on_ready: Any = None,
 ) -> None:
-    """Make this machine a host for controllers, until SIGTERM or Ctrl-C; what runs here then ends, too.
+    """Make this machine a host for controllers, until SIGTERM or Ctrl-C. Processes that run on the host are killed
+    then.
 
-    ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 for any that is free. ``secret``: the job's, of 32
-    bytes, or those of several jobs, which get nothing of each other; by default from MONARCH_SECRET or the file
-    MONARCH_SECRET_FILE, which has one in each line, or else the user's own, on loopback only.
-    ``workers``: addresses of hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)``
-    is called once it listens.
+    ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 stands for any free port. ``workers``: addresses of
+    hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)`` is called when the host
+    listens.
 
-    Raises ValueError for what is no address, PermissionError for one that others can reach without a secret of the
-    job's, OSError if it can't be listened on.
+    ``secret``: that of the job, 32 bytes, or those of several jobs, which cannot access each other. The default is
+    MONARCH_SECRET or the file MONARCH_SECRET_FILE, which has one secret in each line. Without these it is the user's
+    own, on loopback only.
+
+    Raises ValueError for an invalid address, and OSError if it is not possible to listen on it. Raises PermissionError
+    for an address that other machines can reach without a secret of the job.
     """
     host, port = parse_address(address)
     if isinstance(workers, str):
@@ -194,9 +198,9 @@ def run_worker_loop_forever(
 
 @contextlib.contextmanager
 def _signals(*numbers: int) -> Iterator[Callable[[], None]]:
-    """What waits for one of these signals, also for one that has come before.
+    """Yield a function that waits for one of these signals, and returns at once where one has arrived before.
 
-    They are read from a socket: who waits for a lock misses a signal that comes in the moment before it begins to.
+    Signals are read from a socket: a thread that waits for a lock misses a signal that arrives just before it waits.
     """
     told, tell = socket.socketpair()
     with told, tell:

@@ -1,6 +1,6 @@
-"""What processes of a host write, on its way to their controller: pipes here, messages to there, no more than it takes.
+"""Output of a host's processes on its way to their controller: read from pipes, sent in messages, with a limit.
 
-Reads and sends bytes; lines and their prefixes are made where they are shown.
+It handles bytes only. The controller splits them into lines and adds prefixes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from monarch_backend._core.limits import start_thread
 
 CHUNK_BYTES = 64 << 10
 MAX_PIPE_BYTES = 1 << 20
-"""Bytes that are read of a process that has ended: pipes hold no more."""
+"""Limit of bytes that are read from a process that has ended. A pipe holds no more."""
 
 MAX_UNACKNOWLEDGED_BYTES = 4 << 20
-"""Bytes that the controller has not dealt with; then pipes fill up, and processes wait in print()."""
+"""Limit of bytes that the controller has not handled. Beyond it pipes fill up, and processes wait in print()."""
 
 
 class OutputReader:
-    """Reads the pipes of many processes, on a thread. ``say(id, stream, data)`` sends; the end has no data."""
+    """Reader of the pipes of many processes, on one thread.
+
+    ``say(id, stream, data)`` sends; empty data marks the end.
+    """
 
     def __init__(self, say: Callable[[int, int, bytes], None]) -> None:
         self._say = say
@@ -37,7 +40,7 @@ class OutputReader:
         start_thread(self._thread)
 
     def add(self, number: int, stream: int, fd: int) -> None:
-        """The read end of a pipe, which belongs to the reader now."""
+        """Read from the read end of a pipe, which the reader owns from now on."""
         os.set_blocking(fd, False)
         with self._lock:
             self._open[number, stream] = fd
@@ -45,13 +48,13 @@ class OutputReader:
         os.write(self._write, b"\0")
 
     def taken(self, count: int) -> None:
-        """The controller has dealt with so many bytes."""
+        """Note that the controller has handled ``count`` more bytes."""
         with self._room:
             self._untaken -= count
             self._room.notify_all()
 
     def end(self, number: int) -> None:
-        """The process has ended: what it left in its pipes, and no more, whoever holds their other end."""
+        """Read the rest of an ended process's pipes and close them, even if a descendant holds their other end."""
         for stream in (1, 2):
             with self._lock:
                 fd = self._open.get((number, stream))
@@ -75,7 +78,7 @@ class OutputReader:
                         self._close(number, stream)
 
     def _take(self, number: int, stream: int, fd: int, patient: bool = False) -> bool:
-        """False at the end; with ``patient`` what is empty for now is no end. With the lock."""
+        """Read once, with the lock held; return False at the end. With ``patient`` an empty pipe is not the end."""
         try:
             data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Which process is meant, and no other that got its pid later: by its start time and the boot of its machine."""
+"""Identity of a process, by pid, start time and boot of its machine. A later process can get the same pid."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class Identity(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Of a process of this machine. Raises ProcessLookupError."""
+        """Return the identity of a process of this machine. Raises ProcessLookupError."""
         state, start = _stat(pid)
         if state == "Z":
             raise ProcessLookupError(f"process {pid} has ended")
         return cls(pid, start, boot())
 
     def runs(self) -> bool:
-        """It does, here."""
+        """Return whether this process runs on this machine."""
         try:
             return Identity.of(self.pid) == self
         except ProcessLookupError:
             return False
 
     def end(self, grace: float) -> None:
-        """SIGTERM, and SIGKILL ``grace`` seconds later; nothing if it is gone. Raises PermissionError."""
+        """Send SIGTERM, and SIGKILL ``grace`` seconds later. Do nothing if it has ended. Raises PermissionError."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return
         try:
-            if not self.runs():  # what the descriptor means can't change any more
+            if not self.runs():  # from here on the descriptor refers to this one process
                 return
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signal.SIGTERM)
@@ -65,12 +65,12 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def boot() -> str:
-    """Of this machine: another one after each."""
+    """Return the id of this machine's boot, which is another one after each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Its state, and when it was started."""
+    """Return the state of a process and its start time. Raises ProcessLookupError."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""What controllers, agents and daemons say to each other; typed, and each decoded only after its sender's proof.
+"""Messages between controllers, agents and daemons. They are typed, and decoded only after the sender's proof.
 
-Processes are spoken of in the words of _processes/spawn_protocol.py. No sending.
+Processes are described by the messages of _processes/spawn_protocol.py. This module does not send.
 """
 
 from __future__ import annotations
@@ -22,39 +22,41 @@ __all__ = ["Exited", "Kill", "Spawn", "SpawnFailed", "Started"]
 
 
 ANY = "any"
-"""In the place of a version: it need not be the same."""
+"""Stands for a version that may differ."""
 REMEDY = "install the same versions on both, or, if torch differs on purpose, attach with any_torch=True"
-"""Where versions differ."""
+"""Advice for versions that differ."""
 
 
 def _torch_version() -> str:
-    """Without an import of it, which takes a daemon ten times as long as all else that it does."""
+    """Return the version of torch without importing it. The import takes ten times as long as the rest of a daemon's
+    start.
+    """
     loaded = sys.modules.get("torch")
     if loaded is None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version("torch")
-        loaded = importlib.import_module("torch")  # it was built, and not installed
+        loaded = importlib.import_module("torch")  # built in place, without installed metadata
     return str(loaded.__version__)
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """What must be the same on both sides, since code and data travel."""
+    """Versions that must be equal on both sides, because code and data travel."""
 
     python: str
     torch: str
-    """Or ANY."""
+    """A version, or ANY."""
     monarch_backend: str
 
     @classmethod
     def here(cls, any_torch: bool = False) -> Versions:
-        """Of this interpreter. ``any_torch``: the other side may have another one."""
+        """Return those of this interpreter. ``any_torch``: the other side may have another torch."""
         from monarch_backend import __version__
 
         # The build's suffix ("+cpu", "+cu126") may differ: hosts may have other accelerators.
         return cls(platform.python_version(), ANY if any_torch else _torch_version().partition("+")[0], __version__)
 
     def differences(self, host: Versions) -> list[str]:
-        """Of a controller's from a host's, in words; Python's micro versions may differ."""
+        """Return how these, a controller's, differ from a host's, in words. Micro versions of Python may differ."""
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(host)
         for each in (mine, theirs):
             each["python"] = each["python"].rpartition(".")[0]
@@ -68,9 +70,9 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """A controller to a daemon: an agent, please."""
+    """Request of a controller to a daemon: start an agent."""
 
-    token: str  # of the gateway that asks: the controller's, or one that the controller has on another host
+    token: str  # of the gateway that sends it: the controller's own one, or an agent of it on another host
     root: str
     versions: Versions
     heartbeat: float
@@ -78,12 +80,14 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
     @property
     def bounds(self) -> Timeouts:
-        """The controller's."""
+        """The controller's heartbeat and silence."""
         return Timeouts(heartbeat=self.heartbeat, silence=self.silence)
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The daemon's answer: call this one at the same address. ``workers``: addresses that can be reached from there."""
+    """The daemon's answer: the agent can be reached at the same address. ``workers``: hosts that can be reached from
+    there.
+    """
 
     token: str
     host_name: str
@@ -92,17 +96,17 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
-    """Or why not."""
+    """The daemon's answer if it starts no agent, with the reason."""
 
     reason: str
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
-    """A controller to an agent: reach the host at this address within ``patience`` seconds.
+    """Request of a controller to an agent: reach the host at this address within ``patience`` seconds.
 
-    ``secret_name``: `name_of` the secret of that host's job, for the controller's own gateway, which finds the secret
-    in its pipe. Messages lie in memory that processes of the program share. An agent on another host gets b"": it has
-    the secret of its job.
+    ``secret_name``: `name_of` the secret of that host's job. The controller's own gateway finds the secret in its pipe:
+    messages are in memory that the program's processes share. An agent on another host gets b"": it has the secret of
+    its job.
     """
 
     id: int
@@ -114,7 +118,7 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
 
 
 class Attached(msgspec.Struct, tag="attached", frozen=True):
-    """It is reached."""
+    """Answer to `Attach`: the host is attached."""
 
     id: int
     token: str
@@ -123,16 +127,16 @@ class Attached(msgspec.Struct, tag="attached", frozen=True):
 
 
 class AttachFailed(msgspec.Struct, tag="attach_failed", frozen=True):
-    """It is not."""
+    """Answer to `Attach`: the host cannot be attached."""
 
     id: int
     reason: str
 
 
 class Hosts(msgspec.Struct, tag="hosts", frozen=True):
-    """To every agent: where the others are. By host: address, port, the agent's token, its name for people.
+    """Addresses of all hosts, sent to every agent. By host: address, port, the agent's token, its name in messages.
 
-    ``ways``: which other host those are reached through that can't be called.
+    ``ways``: the next host on the route to each host that cannot be connected to.
     """
 
     known: dict[str, tuple[str, int, str, str]]
@@ -140,9 +144,10 @@ class Hosts(msgspec.Struct, tag="hosts", frozen=True):
 
 
 class KillIfDeaf(msgspec.Struct, tag="kill_if_deaf", frozen=True):
-    """To an agent: this process was told to stop a while ago; kill it if it does not even read.
+    """Request to an agent: kill this process if it does not read its messages. It was told to stop a while ago.
 
-    ``knocked``: it has read so much that it may be at work since, unless it stands still.
+    ``knocked``: it has read that order, and may be busy. Then it is killed only if a signal or a debugger has stopped
+    it.
     """
 
     id: int
@@ -150,7 +155,7 @@ class KillIfDeaf(msgspec.Struct, tag="kill_if_deaf", frozen=True):
 
 
 class Output(msgspec.Struct, tag="output", frozen=True):
-    """What a process has written; stream 1 or 2. No data: the end."""
+    """Output of a process; stream 1 or 2. Empty data marks the end."""
 
     id: int
     stream: int
@@ -158,19 +163,19 @@ class Output(msgspec.Struct, tag="output", frozen=True):
 
 
 class OutputTaken(msgspec.Struct, tag="output_taken", frozen=True):
-    """So many bytes of it are dealt with: the agent may send more."""
+    """Acknowledgement of ``count`` bytes of output: the agent may send more."""
 
     count: int
 
 
 class Finish(msgspec.Struct, tag="finish", frozen=True):
-    """A controller to its own gateway: say goodbye to all hosts, and end."""
+    """Order of a controller to a gateway: end the sessions with all hosts, and end."""
 
 
 class Lost(msgspec.Struct, tag="lost", frozen=True):
-    """A gateway to its controller, which has asked it to reach this host: it is lost, and why.
+    """Report that a host is lost, with the reason. A gateway sends it to the controller that has attached the host.
 
-    And the controller to all: what it has lost is lost to everybody.
+    The controller then sends it to all agents: a host that it has lost is lost to all.
     """
 
     host: str
@@ -202,12 +207,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Any) -> bytes:
-    """Its bytes."""
+    """Return the message as bytes."""
     return _encode(message)
 
 
 def decode(data: Any) -> Any:
-    """One of the above. Raises msgspec.DecodeError for anything else."""
+    """Return the message in ``data``. Raises msgspec.DecodeError for anything else."""
     return _decoder.decode(data)
 
 

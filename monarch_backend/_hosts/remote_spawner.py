@@ -1,7 +1,6 @@
-"""Processes on another host, for their controller: what a Spawner is for this one.
+"""Spawner for processes on another host, with the methods of `Spawner`, which starts processes on this one.
 
-Orders go to the host's agent, which has a Spawner there; what becomes of the processes, and what they write, comes
-back.
+Requests go to the host's agent, which has a Spawner there. Events and output of the processes come back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from monarch_backend._processes.spawner import HostLostError, LostWithHost, Proc
 
 
 class RemoteSpawner:
-    """``tell(message)`` sends to the agent, in order, and never waits. Ids are unique in a process."""
+    """Spawner for one other host. ``tell(message)`` sends to the agent, in order, and never waits. Ids are unique."""
 
     _hosts = itertools.count(1)
 
@@ -28,7 +27,7 @@ class RemoteSpawner:
         self._tell, self._on_event = tell, on_event
         self._ids = itertools.count(next(self._hosts) << 40)
         self._lock = threading.Lock()
-        self._files: dict[int, dict[int, int]] = {}  # by process and stream: where what it writes is wanted
+        self._files: dict[int, dict[int, int]] = {}  # descriptors that take the output, by process and stream
         self._running: set[int] = set()
         self._lost: str | None = None
         self._output: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
@@ -36,11 +35,11 @@ class RemoteSpawner:
 
     @property
     def address(self) -> str:
-        """The agent of the host knows its fork server."""
+        """Empty: the agent of the host knows its fork server."""
         return ""
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
-        """Have the processes started; their ids at once. Raises HostLostError if it is."""
+        """Request the start of processes, and return their ids at once. Raises HostLostError where the host is lost."""
         messages = [spawn_message(next(self._ids), spec, None) for spec in specs]
         with self._lock:
             if self._lost is not None:
@@ -54,17 +53,17 @@ class RemoteSpawner:
         return [message.id for message in messages]
 
     def kill(self, number: int, signal: int = 9) -> None:
-        """As Spawner.kill."""
+        """Send a signal, as Spawner.kill does."""
         if self._lost is None:
             self._tell(Kill(number, signal))
 
     def kill_if_deaf(self, number: int, knocked: bool) -> None:
-        """Only its host knows whether it reads."""
+        """Kill a process that does not read its messages. Only its host can find that out."""
         if self._lost is None:
             self._tell(KillIfDeaf(number, knocked))
 
     def heard(self, message: Any) -> None:
-        """A message of the agent's."""
+        """Handle a message of the agent."""
         if isinstance(message, Output):
             self._put(message)
         elif isinstance(message, (Started, Exited, SpawnFailed)):
@@ -73,7 +72,7 @@ class RemoteSpawner:
             self._on_event(message)
 
     def host_lost(self, why: str) -> None:
-        """Nothing comes from there any more."""
+        """Report the end of all processes there: the host is lost."""
         with self._lock:
             self._lost = why
             running = sorted(self._running)
@@ -83,7 +82,7 @@ class RemoteSpawner:
         self._output.put(None)
 
     def close(self) -> None:
-        """Kill all; the agent goes with its controller, and all of them with it."""
+        """Kill all processes. The agent ends with its controller, and kills those that are left."""
         with self._lock:
             running = sorted(self._running)
         for number in running:
@@ -106,7 +105,7 @@ class RemoteSpawner:
                 start_thread(self._writer)
 
     def _write(self) -> None:
-        """On a thread of its own: the reader of these pipes may take its time."""
+        """Write output, on a separate thread: the reader of these pipes may be slow."""
         while (output := self._output.get()) is not None:
             with self._lock:
                 files = self._files.get(output.id, {})
@@ -124,5 +123,5 @@ class RemoteSpawner:
                 with contextlib.suppress(OSError):
                     while view:
                         view = view[os.write(fd, view) :]
-            if self._lost is None:  # also for what nobody wants: the agent counts what is under way
+            if self._lost is None:  # also for output without a descriptor: the agent counts unacknowledged bytes
                 self._tell(OutputTaken(len(output.data)))

@@ -1,7 +1,7 @@
-"""How `monarch-backend up` stands to whoever starts it: what it reads and prints, whether it stays when that one goes.
+"""Startup handshake of `monarch-backend up` with the program that runs it.
 
-A job's hosts get the secret on standard input, are tethered to their starter until it has noted them, and then stay
-alone. What a host does is daemon.py's.
+A job's host reads the secret from standard input and prints its address. It is tethered: it ends with its standard
+input, until the program has noted it and sends "stay". daemon.py defines what a host does.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PROCESS = "monarch_backend: its process is "
 STAY = b"stay"
 _ADDRESS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN)
 DETACH_TIMEOUT_S = 600.0
-"""Seconds that a starter may take to note a detached host before it ends: the connection may have been cut."""
+"""Seconds in which the starting program must note a detached host. Then the host ends: the connection may be cut."""
 
 
 def run(
     address: str, *, secret_from_stdin: bool, tether: bool, detach: bool, log: str | None, workers: Sequence[str] = ()
 ) -> int:
-    """A host, until it is told to end; with ``detach`` until it stands alone. An exit code; raises OSError, ValueError.
+    """Run a host until it has to end; with ``detach``, until it is independent. Return an exit code.
 
-    ``secret_from_stdin``: the first line there is the job's secret. ``tether``: end with standard input, unless there
-    is a line "stay". ``detach``: go on in a session of its own, with the output in ``log``. ``workers``: addresses of
-    hosts that can be reached through this one.
+    ``secret_from_stdin``: the first line of standard input is the job's secret. ``tether``: end with standard input,
+    unless there is a line "stay". ``detach``: continue in a new session, with the output in ``log``. ``workers``:
+    addresses of hosts that can be reached through this one. Raises OSError, ValueError.
     """
     if detach:
         where = log_file(log)
@@ -52,14 +52,14 @@ def run(
 
 
 class _Host:
-    """``done``: where to say that it stands alone."""
+    """A host and its startup. ``done``: descriptor that reports that it is independent."""
 
     def __init__(self, done: int | None, log: Path | None) -> None:
         self._done, self._log = done, log
         self._in, self._out = os.dup(0), os.dup(1)
 
     def run(self, address: str, secret_from_stdin: bool, tether: bool, workers: Sequence[str]) -> int:
-        """As above."""
+        """Run the host; parameters and result are those of `run`."""
         self._leave_streams()
         secret = None
         if secret_from_stdin:
@@ -86,7 +86,9 @@ class _Host:
         return 0
 
     def _leave_streams(self) -> None:
-        """What this host starts inherits them: nobody may wait for their end, nor read what is not for it."""
+        """Replace the standard streams. Processes inherit them, and must neither keep them open nor read this host's
+        input.
+        """
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
@@ -97,7 +99,7 @@ class _Host:
             os.close(fd)
 
     def _line(self) -> bytes:
-        """The next of standard input, not a byte more; b"" at its end."""
+        """Read the next line of standard input and not a byte more. Return b"" at the end."""
         line = b""
         while len(line) < 1024 and not line.endswith(b"\n"):
             patience = None if self._done is None else DETACH_TIMEOUT_S
@@ -108,7 +110,7 @@ class _Host:
         return line
 
     def _hold_on(self) -> None:
-        """On a thread."""
+        """Wait for "stay"; end this process if standard input ends before. Runs on a thread."""
         while line := self._line():
             if line.strip() == STAY:
                 self._stand_alone()
@@ -125,7 +127,7 @@ class _Host:
 
 
 def _see_it_off(child: int, done: int, log: Path) -> int:
-    """The one that was called: until the host stands alone, or has ended."""
+    """Wait in the original process until the detached host is independent or has ended."""
     with os.fdopen(done, "rb") as file:
         if file.read(1):
             return 0
@@ -136,7 +138,7 @@ def _see_it_off(child: int, done: int, log: Path) -> int:
 
 
 def log_file(given: str | None) -> Path:
-    """Where a detached host writes to, in a folder that is there: by default below that of the user's state."""
+    """Return the log of a detached host, by default below the user's state directory. Make its directory."""
     if given is not None:
         path = Path(given).expanduser().absolute()
     else:
@@ -146,12 +148,12 @@ def log_file(given: str | None) -> Path:
 
 
 def state_folder() -> Path:
-    """What this user keeps on this machine."""
+    """Return the directory of this user's state."""
     return state_directory()
 
 
 def tail(path: Path, lines: int = 5) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))

@@ -1,6 +1,6 @@
-"""Whether connections between hosts are encrypted, and with what: TLS 1.3 by the job's secret, or the user's own files.
+"""TLS settings of connections between hosts: TLS 1.3 by the job's secret, the user's own files, or none.
 
-The certificates themselves are made by _transport/network/tls.py.
+_transport/network/tls.py makes the certificates.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from monarch_backend._core import env
 
 FILES = ("MONARCH_TLS_CA", "MONARCH_TLS_CERT", "MONARCH_TLS_KEY")
-"""Variables that name files in PEM: those who may be talked to, our own certificate, and its key."""
+"""Variables that name files in PEM: the accepted authorities, this host's certificate, and its key."""
 
 
 def tls_for() -> Callable[[bytes], Any] | None:
-    """What makes the Tls of a secret; None with MONARCH_TLS=0. With FILES it is that of the files, for every secret.
+    """Return a function from a secret to its Tls, or None with MONARCH_TLS=0. With FILES all secrets have one Tls.
 
     Raises ValueError for another MONARCH_TLS or some of FILES without the others, CertificateError for bad files.
     """

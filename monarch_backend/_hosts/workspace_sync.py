@@ -1,7 +1,7 @@
-"""Synchronise a directory to other hosts: send changed files once to each host, then reload modules.
+"""Synchronisation of a directory to other hosts: changed files are sent once to each host, then modules are reloaded.
 
-Content is named by its hash, and a host asks for what it lacks. A file that an earlier sync wrote is removed when it
-is gone at the source. Other files of the host are left alone.
+Content is named by its hash, and a host requests what it lacks. A file that an earlier sync wrote is removed when it is
+gone at the source. Other files of the host are not touched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Synced:
-    """What a sync has done: files there are; files written and removed on all hosts together; bytes sent to each."""
+    """Result of a sync: number of files; files written and removed on all hosts together; bytes sent to each host."""
 
     files: int
     written: int
@@ -46,10 +46,10 @@ class Synced:
 
 
 def manifest(root: Path, ignored: Sequence[str]) -> dict[str, Entry]:
-    """All files below a directory, by their paths relative to it.
+    """Return all files below a directory, by their paths relative to it.
 
-    A link to a file counts as that file, a link to a directory is left out. Raises WorkspaceError where a link leads
-    out of ``root``: a cloned repository could send any file of this machine.
+    A link to a file counts as that file; a link to a directory is skipped. Raises WorkspaceError where a link leads out
+    of ``root``: a cloned repository could send any file of this machine.
     """
     found = {}
     for folder, folders, names in os.walk(root):
@@ -70,12 +70,12 @@ def manifest(root: Path, ignored: Sequence[str]) -> dict[str, Entry]:
 
 
 def _is_ignored(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a part of a relative path matches one of the patterns."""
+    """Return whether a part of a relative path matches one of the patterns."""
     return any(fnmatch.fnmatch(part, pattern) for part in name.split("/") for pattern in patterns)
 
 
 class Keeper(Actor):
-    """A host's copy of a workspace."""
+    """Actor that writes a host's copy of a workspace."""
 
     def __init__(self, to: str, ignored: Sequence[str]) -> None:
         self._tree = WorkspaceTree(Path(os.path.expanduser(os.path.expandvars(to))))
@@ -86,7 +86,7 @@ class Keeper(Actor):
 
     @endpoint
     def lacks(self, files: dict[str, Entry]) -> set[str]:
-        """Hashes of the content that this host needs.
+        """Return hashes of the content that this host needs.
 
         All names are checked here, before a file is written or removed. Raises WorkspaceError.
         """
@@ -120,7 +120,9 @@ class Keeper(Actor):
         return written, removed
 
     def _recorded(self) -> list[str]:
-        """Names that earlier syncs wrote. The file may come from elsewhere: its names are checked like a peer's."""
+        """Return names that earlier syncs wrote. The file may come from elsewhere, so its names are checked like a
+        peer's.
+        """
         record = self._tree.root / RECORD
         try:
             names = json.loads(self._tree.read(RECORD) or b"[]")
@@ -139,7 +141,7 @@ class Keeper(Actor):
 
 
 class Reloader(Actor):
-    """Reloads the workspace's modules in one process."""
+    """Actor that reloads the workspace's modules in one process."""
 
     @endpoint
     def reload(self, to: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Files of a workspace on one host, read and written without leaving its root directory.
 
-Names come from another host, and from a file that a cloned repository can bring. So each directory is opened by
-descriptor and without following links: a name or a link that leads out of the root raises WorkspaceError.
+Names come from another host, and from a file that a cloned repository can contain. So each directory is opened by
+descriptor and without following links. A name or a link that leads out of the root raises WorkspaceError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WorkspaceError(MonarchError, ValueError):
 
 
 def check_name(name: str) -> tuple[str, ...]:
-    """The parts of a relative file name. Raises WorkspaceError where it is absolute, empty, or contains ``..``.
+    """Return the parts of a relative file name. Raises WorkspaceError where it is absolute, empty, or contains ``..``.
 
     >>> check_name("package/module.py")
     ('package', 'module.py')
@@ -40,7 +40,7 @@ def check_name(name: str) -> tuple[str, ...]:
 
 
 def digest(chunks: Iterable[bytes]) -> str:
-    """SHA-256 of the chunks, in hexadecimal."""
+    """Return the SHA-256 of the chunks, in hexadecimal."""
     found = hashlib.sha256()
     for chunk in chunks:
         found.update(chunk)
@@ -48,7 +48,7 @@ def digest(chunks: Iterable[bytes]) -> str:
 
 
 def digest_of_file(handle: int) -> str:
-    """SHA-256 of an open file, which is read to its end and closed."""
+    """Return the SHA-256 of an open file. Reads the file to its end and closes it."""
     with open(handle, "rb") as file:
         return digest(iter(lambda: file.read(1 << 20), b""))
 
@@ -63,12 +63,12 @@ class WorkspaceTree:
         self.root = root
 
     def digest(self, name: str) -> str | None:
-        """SHA-256 of a regular file, or None where there is none."""
+        """Return the SHA-256 of a regular file, or None where there is none."""
         handle = self._open(name)
         return None if handle is None else digest_of_file(handle)
 
     def read(self, name: str) -> bytes | None:
-        """The content of a regular file, or None where there is none."""
+        """Return the content of a regular file, or None where there is none."""
         handle = self._open(name)
         if handle is None:
             return None
@@ -104,7 +104,9 @@ class WorkspaceTree:
                     os.close(handle)
 
     def remove(self, name: str) -> bool:
-        """Remove a regular file or a link, and directories that are empty then. False where there is no such file."""
+        """Remove a regular file or a link, and directories that are empty then. Return False where there is no such
+        file.
+        """
         try:
             with self._parent(name) as (folder, last):
                 if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):
@@ -135,7 +137,7 @@ class WorkspaceTree:
 
     @contextlib.contextmanager
     def _parent(self, name: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
-        """A descriptor of the directory of a file, and the file's name in there."""
+        """Yield a descriptor of the directory of a file, and the file's name in it."""
         *folders, last = check_name(name)
         handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -155,7 +157,7 @@ class WorkspaceTree:
             os.close(handle)
 
     def _refuse(self, error: OSError, handle: int, folders: list[str], create: bool) -> None:
-        """Raise a WorkspaceError where a link, or for a write a file, stands in place of a directory."""
+        """Raise a WorkspaceError where a link, or for a write a file, is in place of a directory."""
         try:
             mode = os.stat(folders[-1], dir_fd=handle, follow_symlinks=False).st_mode
         except OSError:
