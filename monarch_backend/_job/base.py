@@ -1,6 +1,6 @@
-"""What all jobs have in common: hosts by the name of their mesh, started once, found again by the job's file, ended.
+"""Base class of jobs. It starts hosts once, finds them again by the job's file, and ends them.
 
-How a kind of job starts, finds and ends its hosts is said in its own module, in four methods.
+A subclass defines in four methods how its kind of job starts, finds and ends hosts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from monarch_backend._mesh.runtime_protocol import program
 from monarch_backend._transport.network.auth import new_secret, read_secret
 
 MAX_CONCURRENT_STARTS = 64
-"""Hosts that are started at a time: each is a process here meanwhile."""
+"""Limit of hosts that are started at a time. Each needs a process of this host while it starts."""
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
-"""Seconds that what this program runs on a job's hosts may take to finish when the job is ended."""
+"""Seconds for this program's processes on a job's hosts to finish when the job is ended."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class HostStatus:
 
 
 class JobState(Mapping[str, HostMesh]):
-    """The meshes of a job, attached: attributes and items by their names."""
+    """The attached meshes of a job, as attributes and items by their names."""
 
     def __init__(self, name: str, meshes: Mapping[str, HostMesh]) -> None:
         self._name, self._meshes = name, dict(meshes)
@@ -80,7 +80,9 @@ class JobState(Mapping[str, HostMesh]):
 
 @dataclass(frozen=True)
 class Plan:
-    """How one host is started. ``where``: "" for this machine; ``reach``: its address, if it is not what it says."""
+    """How one host is started. ``where``: "" for this machine. ``reach``: its address, if not the one that it
+    prints.
+    """
 
     mesh: str
     index: int
@@ -91,20 +93,20 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Name of the host in messages."""
         return f"{self.mesh}[{self.index}]{f' ({self.where})' if self.where else ''}"
 
 
 class Job:
-    """Meshes of hosts by name, and the file that says what runs of them.
+    """Meshes of hosts by name, and the file that records which of them run.
 
-    Not made itself: see LocalJob, ProcessJob and SSHJob. ``name`` tells the jobs of a user apart; ``path`` is the job's
-    file, by default $XDG_STATE_HOME/monarch_backend/jobs/NAME.json. ``secret_file`` holds the secret that all hosts and
-    the program have, by default MONARCH_SECRET_FILE's, or a fresh one for this job.
+    This is the base of LocalJob, ProcessJob and SSHJob. ``name`` distinguishes the jobs of a user. ``path`` is the
+    job's file, by default $XDG_STATE_HOME/monarch_backend/jobs/NAME.json. ``secret_file`` holds the secret of all hosts
+    and of the program. The default is MONARCH_SECRET_FILE's, or a new one for this job.
     """
 
     kind: ClassVar[str]
-    looks_at_once: ClassVar[bool] = False  # to find out whether hosts run costs nothing
+    looks_at_once: ClassVar[bool] = False  # whether it is cheap to find out if hosts run
     _kinds: ClassVar[dict[str, type[Job]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -124,26 +126,28 @@ class Job:
     # ---- of each kind
 
     def _plans(self) -> list[Plan]:
-        """How each host is started."""
+        """Return how each host is started."""
         raise NotImplementedError
 
     def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
-        """Of each: "up", "gone", or "unknown: " and why."""
+        """Return the state of each host: "up", "gone", or "unknown: " and the reason."""
         raise NotImplementedError
 
     def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
-        """End them; what is true of each then, in the same words."""
+        """End hosts, and return their states afterwards, as `_look` does."""
         raise NotImplementedError
 
     def _description(self) -> dict[str, Any]:
-        """The arguments that make it again, of what JSON has."""
+        """Return the arguments that make this job again, as values that JSON has."""
         raise NotImplementedError
 
     # ---- of all
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Job:
-        """The job of this file, or of this name: for a second program. Raises JobError if there is none."""
+        """Return the job of this file, or of this name, for use in a second program. Raises JobError if there is
+        none.
+        """
         text = os.fspath(path)
         where = Path(text).expanduser().absolute()
         if os.sep not in text and not where.exists() and not text.endswith(".json"):
@@ -169,8 +173,8 @@ class Job:
     def apply(self, timeout: float = START_TIMEOUT_S) -> None:
         """Start the hosts that do not run yet, and return when all listen.
 
-        What has been started by this job before, also by another program, is found by the job's file. Raises JobError,
-        with nothing new left running, if one of them can't be started within ``timeout`` seconds.
+        The job's file records hosts that this job has started before, also from another program. Raises JobError if a
+        host cannot be started within ``timeout`` seconds; then no new host is left running.
         """
         env.check()
         timeout, plans = check_bounded(timeout), self._plans()
@@ -197,12 +201,12 @@ class Job:
                     self._forget(file)
 
     def _described(self) -> dict[str, Any]:
-        """As it reads when it comes back from JSON."""
+        """Return the description as it is after a round trip through JSON."""
         described: dict[str, Any] = json.loads(json.dumps(self._description()))
         return described
 
     def _running(self, file: JobFile) -> dict[tuple[str, int], HostEntry]:
-        """Raises JobError if it can't be known of one."""
+        """Return the hosts that run. Raises JobError if the state of one is unknown."""
         states = self._look(file.hosts)
         unknown = [f"{h.label}: {s}" for h, s in zip(file.hosts, states, strict=True) if s not in ("up", "gone")]
         if unknown:
@@ -223,7 +227,7 @@ class Job:
         )  # fmt: skip
 
     def _start(self, plans: Sequence[Plan], file: JobFile, until: float) -> None:
-        """All of them, or none; the file is written before the first may stay."""
+        """Start all of these hosts, or none. The file is written before the first one is told to stay."""
         before = list(file.hosts)
         launches: list[Launch] = []
         try:
@@ -261,9 +265,9 @@ class Job:
         return file
 
     def state(self, timeout: float = 15.0) -> JobState:
-        """The meshes of the job, of hosts that this program has attached; attached once however often it is called.
+        """Attach the hosts, and return the meshes of the job. Later calls return the same meshes.
 
-        Raises JobError if the job has not been applied, or hosts of it are gone: their names, and their logs.
+        Raises JobError if the job has not been applied, or if hosts of it are gone, with their names and logs.
         """
         timeout, file = check_bounded(timeout), self._read()
         if file is None:
@@ -308,7 +312,7 @@ class Job:
         return f": {'; '.join(gone)}. apply() starts again what is gone" if gone else ""
 
     def status(self) -> list[HostStatus]:
-        """Of each host, without attaching any."""
+        """Return the status of each host, without attaching any."""
         file = self._read()
         hosts = [] if file is None else file.hosts
         found = dict(zip(((h.mesh, h.index) for h in hosts), zip(hosts, self._look(hosts), strict=True), strict=True))
@@ -320,10 +324,10 @@ class Job:
         return result
 
     def kill(self) -> None:
-        """End all that the job has started, whichever program has; nothing if there is nothing.
+        """End all hosts that the job has started, from this program or another one.
 
-        What this program runs there is stopped before. Raises JobError, naming them, for hosts that could not be ended:
-        they stay in the job's file.
+        What this program runs on them is stopped before. Raises JobError, naming them, for hosts that could not be
+        ended: they stay in the job's file.
         """
         with state_file.locked(self.path):
             file = self._read()
@@ -348,7 +352,7 @@ class Job:
 
 
 def check_mesh_name(name: str) -> str:
-    """It is an attribute of the job's state. Raises ValueError."""
+    """Return ``name``. Raises ValueError where it cannot be an attribute of the job's state."""
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(JobState, name):
         raise ValueError(f"{name!r} can't be the name of a mesh: state() has it as an attribute")
     return name
@@ -368,7 +372,7 @@ def _entry(plan: Plan, up: Up) -> HostEntry:
 
 
 def _refuse(addresses: Sequence[str]) -> list[bool]:
-    """Of each: nobody listens there. Known at once, where a host that is to be attached is waited for."""
+    """Return for each host whether its address refuses connections. Attaching would wait for its timeout instead."""
 
     def refuses(address: str) -> bool:
         try:
@@ -391,7 +395,7 @@ def _lost(mesh: HostMesh) -> bool:
 
 
 def _stop_using(file: JobFile) -> None:
-    """What this program runs on a job's hosts ends before they do: else it would be a failure."""
+    """Stop this program's processes on a job's hosts before the hosts end; otherwise their end would be a failure."""
     with _attaching:
         keys = [key for key in _attached if key[0] == file.id]
         meshes = [_attached.pop(key) for key in keys]

@@ -1,4 +1,4 @@
-"""What `monarch-backend run --controller` runs on each node: a host, and on the first one the script as well.
+"""Main program of `monarch-backend run --controller` on each node: a host, and on the first node the script as well.
 
 ``python -m monarch_backend._job.controller_main [-m MODULE | SCRIPT] ARGUMENTS...``, with a launcher's variables.
 """
@@ -13,7 +13,7 @@ from monarch_backend._job.spmd import host_mesh_from_env
 
 
 def main() -> None:
-    """Ends with the script; on other nodes, with the script's end on the first one."""
+    """Run until the script ends; on other nodes, until it has ended on the first one."""
     words = sys.argv[1:]
     host_mesh_from_env()
     if words[0] == "-m":

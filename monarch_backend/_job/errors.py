@@ -1,4 +1,4 @@
-"""What goes wrong with jobs."""
+"""Errors of jobs."""
 
 from monarch_backend._core.errors import MonarchError, public
 

@@ -1,7 +1,7 @@
-"""Starting one host by a command, here or through ssh: the secret goes in, the address comes out, and it may stay.
+"""Start of one host by a command, on this machine or through ssh. The command reads the secret and prints the address.
 
-The host is tethered to the command until `stay`, so that nothing is left behind by a program that fails or is killed
-before the host is noted.
+The host is tethered to the command until `stay`. A program that fails or is killed before it has noted the host leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from monarch_backend._job.errors import JobError
 REACHED = "monarch_backend: reached at "
 ARGUMENTS = ("up", "--secret-from-stdin", "--tether")
 KILL_TIMEOUT_S = 10.0
-"""Seconds for a host that is given up to end."""
+"""Seconds for a host to end after `give_up`."""
 
 
 class Up(NamedTuple):
@@ -36,7 +36,9 @@ class Up(NamedTuple):
 
 
 class Launch:
-    """A host that is being started. ``label`` is for people. The secret is on no command line and in no environment."""
+    """A host that is being started. ``label`` names it in messages. The secret is on no command line and in no
+    environment.
+    """
 
     def __init__(
         self, label: str, command: Sequence[str], secret: bytes, environment: Mapping[str, str] | None = None
@@ -61,12 +63,14 @@ class Launch:
 
     @property
     def pid(self) -> int:
-        """Of the command."""
+        """Process id of the command."""
         return self._process.pid
 
     def ready(self, until: float) -> Up:
-        """What it says once it listens. Raises JobError if it has ended, or does not by this monotonic time."""
-        says = select.poll()  # select() ends at 1024 descriptors
+        """Return the host once it listens. Raises JobError if it has ended, or does not listen before this monotonic
+        time.
+        """
+        says = select.poll()  # select() is limited to 1024 descriptors
         says.register(self._out, select.POLLIN)
         while (up := self._parse()) is None:
             left = until - time.monotonic()
@@ -101,7 +105,7 @@ class Launch:
         return f": {text}" if text else ""
 
     def stay(self) -> None:
-        """It is noted: it may go on without us. Raises JobError if it has ended meanwhile."""
+        """Tell the host, which has been noted, to run independently. Raises JobError if it has ended meanwhile."""
         with contextlib.suppress(BrokenPipeError):
             self._in.write(STAY + b"\n")
         try:
@@ -113,15 +117,15 @@ class Launch:
         self.close()
 
     def running(self) -> bool:
-        """The command still runs."""
+        """Return whether the command still runs."""
         return self._process.poll() is None
 
     def let_go(self) -> None:
-        """It is not wanted any more, and ends unless it was told to stay."""
+        """Close the tether. The host ends unless it was told to stay."""
         self._in.close()
 
     def give_up(self) -> None:
-        """That, and return when it has ended."""
+        """Close the tether, and return when the host has ended."""
         self.let_go()
         try:
             self._process.wait(KILL_TIMEOUT_S)
@@ -131,6 +135,6 @@ class Launch:
         self.close()
 
     def close(self) -> None:
-        """Of what is kept here."""
+        """Close descriptors and files of this launch."""
         for file in (self._in, self._out, self._errors):
             file.close()

@@ -1,4 +1,4 @@
-"""`LocalJob`: this machine under the names that a program has for its hosts; nothing is started."""
+"""`LocalJob`: this machine under the names of a program's host meshes. Nothing is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monarch_backend._mesh.host_mesh import this_host
 
 
 class LocalJob(Job):
-    """Each mesh is `this_host()` of the program that asks: for the same program on a laptop and on a cluster."""
+    """Job in which each mesh is `this_host()`. A program then runs unchanged on a laptop and on a cluster."""
 
     kind: ClassVar[str] = "local"
 
@@ -40,6 +40,6 @@ class LocalJob(Job):
         state_file.write(self.path, file)
 
     def state(self, timeout: float = 15.0) -> JobState:
-        """As Job.state; it needs no apply()."""
+        """Return the meshes, as Job.state does. It needs no apply()."""
         check_bounded(timeout)
         return JobState(self.name, {name: this_host() for name in self._meshes})

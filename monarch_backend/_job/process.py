@@ -1,4 +1,4 @@
-"""`ProcessJob`: hosts that are processes of this machine, for tests, and for trying out what is to run on many."""
+"""`ProcessJob`: hosts that are processes of this machine, for tests and for trials of programs for many hosts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TERM_GRACE_S = 10.0
 
 
 class ProcessJob(Job):
-    """Meshes of hosts on this machine, of so many each: ``ProcessJob({"trainers": 2, "dataloaders": 1})``.
+    """Meshes of hosts on this machine, with a number of hosts each: ``ProcessJob({"trainers": 2, "dataloaders": 1})``.
 
-    They outlive the program; ``kill()`` ends them. ``env`` is added to their environment. What they write goes to files
-    below the folder of the job's file, named in errors and by ``status()``.
+    The hosts outlive the program; ``kill()`` ends them. ``env`` is added to their environment. Their output goes to
+    files below the folder of the job's file, which errors and ``status()`` name.
     """
 
     kind: ClassVar[str] = "process"

@@ -1,8 +1,8 @@
-"""`SPMDJob`: the ranks that torchrun, or another launcher, has started become hosts, and rank 0 their controller.
+"""`SPMDJob`: ranks of torchrun, or of another launcher, become hosts, and rank 0 becomes their controller.
 
-The first rank of each node runs a host in a process below it; all ranks but 0 wait for rank 0's end. They meet in the
-TCPStore of torch's rendezvous, and stay connected to rank 0: the end of that connection tells of its end, in time
-whatever it computes.
+The first rank of each node runs a host in a child process. All ranks but 0 wait for the end of rank 0. They meet in the
+TCPStore of torch's rendezvous, and stay connected to rank 0. The end of that connection reports the end of rank 0 at
+once, even while rank 0 computes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PREFIX = "monarch_backend/spmd/"
 _OF_A_RANK = re.compile(
     r"MONARCH_SECRET(_FILE)?|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
-"""Variables that would mislead what runs on a host: it is no rank of the launcher's."""
+"""Variables that do not apply to processes of a host, because they are not ranks of the launcher."""
 
 
 class Ranks(NamedTuple):
-    """What a launcher says."""
+    """The launcher's variables of one rank."""
 
     rank: int
     size: int
@@ -50,7 +50,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def from_env(cls) -> Ranks:
-        """Raises JobError, with what is missing."""
+        """Read the variables. Raises JobError that names the missing ones."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
@@ -64,11 +64,11 @@ class Ranks(NamedTuple):
 
 
 def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_TIMEOUT_S) -> HostMesh:
-    """In a script under torchrun: a HostMesh with a host for each node, for rank 0, which goes on as the controller.
+    """Return a HostMesh with a host for each node, in a script under torchrun. Rank 0 continues as the controller.
 
-    Every rank calls it. In the others it does not return: they wait until rank 0 has ended and end with 0 then, or with
-    1 if rank 0 has died. The job's secret is MONARCH_SECRET's or MONARCH_SECRET_FILE's, or a fresh one that goes
-    through the rendezvous, which has to be trusted with it, as torchrun trusts it already.
+    Every rank calls it. In ranks other than 0 it does not return: they wait for the end of rank 0. Then they end with
+    0, or with 1 if rank 0 has died. The job's secret is MONARCH_SECRET's or MONARCH_SECRET_FILE's, or a new one. A new
+    one goes through the rendezvous, which has to be trusted with it, as torchrun trusts it already.
 
     Raises JobError if the launcher's variables are missing, or not all nodes have a host within ``timeout`` seconds.
     """
@@ -96,7 +96,7 @@ _controller: list[_Controller] = []
 
 
 def _store(ranks: Ranks, timeout: float) -> Any:
-    """The launcher's, or that of rank 0."""
+    """Return the store of the launcher, or that of rank 0."""
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -122,7 +122,7 @@ class _Rank:
         return str(bytes(self._store.get(key)).decode())
 
     def _start_host(self, address: str, secret: bytes) -> str:
-        """On this node, for as long as this rank runs; where it listens."""
+        """Start a host on this node that ends with this rank, and return its address."""
         where = f"[{address}]" if ":" in address else address
         command = [sys.executable, "-m", "monarch_backend.cli", *ARGUMENTS, "--address", f"{where}:0"]
         environment = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
@@ -136,7 +136,7 @@ class _Rank:
 
 
 class _Controller(_Rank):
-    """Rank 0."""
+    """Rank 0 of the launcher's ranks."""
 
     def run(self, name: str) -> HostMesh:
         given = given_secret()
@@ -145,7 +145,7 @@ class _Controller(_Rank):
         self._waiting: list[socket.socket] = []
         self._lock = threading.Condition()
         threading.Thread(target=self._accept, name="monarch-spmd", daemon=True).start()
-        atexit.register(self.end)  # before the program's own, which runs earlier then
+        atexit.register(self.end)  # before the program's own exit hook, which then runs earlier
         try:
             self._store.set("secret", "" if given else self._secret.hex())
             self._store.set("port", str(self._listener.getsockname()[1]))
@@ -159,7 +159,9 @@ class _Controller(_Rank):
             raise
 
     def _listen(self) -> socket.socket:
-        """Where the others find the rendezvous, if that is here; else everywhere: it only tells of our end."""
+        """Listen on the host of the rendezvous, if that is this one, else on all addresses. The connections carry only
+        the end.
+        """
         with contextlib.suppress(OSError):
             for family, kind, _, _, at in socket.getaddrinfo(self._ranks.master, 0, type=socket.SOCK_STREAM):
                 listener = socket.socket(family, kind)
@@ -172,7 +174,9 @@ class _Controller(_Rank):
         return socket.create_server(("", 0), backlog=self._ranks.size)
 
     def _accept(self) -> None:
-        """On a thread: one connection of each rank; strangers learn nothing, and are few."""
+        """Accept one connection of each rank, on a thread. The number of other connections is limited; they receive
+        nothing.
+        """
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -186,7 +190,7 @@ class _Controller(_Rank):
                 self._lock.notify_all()
 
     def _addresses(self) -> list[str]:
-        """Of the hosts, in the order of their first ranks."""
+        """Return addresses of the hosts, in the order of their first ranks."""
         with self._lock:
             self._lock.wait_for(lambda: len(self._waiting) >= self._ranks.size - 1, self._left())
         addresses = {}
@@ -206,7 +210,7 @@ class _Controller(_Rank):
         return [addresses[rank] for rank in sorted(addresses)]
 
     def _seen_as(self) -> str:
-        """Our address, as a rank of another node has reached it; loopback if all are here."""
+        """Return this host's address as a rank of another node has reached it, or loopback if all ranks are here."""
         with self._lock:
             pairs = [(c.getsockname()[0], c.getpeername()[0]) for c in self._waiting]
         away = [mine for mine, theirs in pairs if mine != theirs]
@@ -214,7 +218,7 @@ class _Controller(_Rank):
         return str(seen).removeprefix("::ffff:")
 
     def end(self) -> None:
-        """At exit, or before: the others may go."""
+        """Tell the other ranks to end, at exit or before."""
         atexit.unregister(self.end)
         self._close(_goodbye(self._secret))
 
@@ -232,7 +236,7 @@ class _Controller(_Rank):
 
 
 class _Waiting(_Rank):
-    """The others."""
+    """Ranks other than 0."""
 
     def run(self, name: str) -> HostMesh:  # noqa: ARG002
         secret = given_secret() or parse_secret(self._get("secret"), "what rank 0 says")
@@ -264,7 +268,7 @@ class _Waiting(_Rank):
         return connection
 
     def _until_the_end(self, connection: socket.socket, secret: bytes) -> bool:
-        """True if rank 0 has said that it is the end."""
+        """Return whether rank 0 has reported a regular end."""
         said = b""
         with contextlib.suppress(OSError):
             while data := connection.recv(64):
@@ -277,24 +281,26 @@ def _goodbye(secret: bytes) -> bytes:
 
 
 class SPMDJob:
-    """The same as a job: ``SPMDJob().apply()`` in every rank, then ``state().hosts`` in rank 0.
+    """Job for a launcher's ranks: ``SPMDJob().apply()`` in every rank, then ``state().hosts`` in rank 0.
 
-    It has no file, and no second program can pick it up: its processes are the launcher's.
+    It has no file, and no second program can use it, because the launcher owns its processes.
     """
 
     def __init__(self, mesh: str = "hosts", *, timeout: float = START_TIMEOUT_S) -> None:
         self._mesh, self._timeout = check_mesh_name(mesh), check_bounded(timeout)
 
     def apply(self) -> None:
-        """As host_mesh_from_env: returns in rank 0 only."""
+        """Start the hosts as host_mesh_from_env does. Returns in rank 0 only."""
         host_mesh_from_env(self._mesh, timeout=self._timeout)
 
     def state(self) -> JobState:
-        """The mesh of all nodes. Raises JobError as host_mesh_from_env does."""
+        """Return the mesh of all nodes. Raises JobError as host_mesh_from_env does."""
         return JobState("spmd", {self._mesh: host_mesh_from_env(self._mesh, timeout=self._timeout)})
 
     def kill(self) -> None:
-        """Stop what this program runs there; then the hosts and the other ranks end. It can't be applied again."""
+        """Stop what this program runs on the hosts; then the hosts and the other ranks end. It cannot be applied
+        again.
+        """
         if _mesh:
             with contextlib.suppress(Exception):
                 _mesh[0].shutdown().get(STOP_TIMEOUT_S)

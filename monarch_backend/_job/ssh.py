@@ -1,7 +1,7 @@
-"""`SSHJob`: hosts that are started through OpenSSH's client, as its user's configuration says.
+"""`SSHJob`: hosts that are started with OpenSSH's client, with its user's configuration.
 
-The secret goes through ssh's standard input. Nothing but a POSIX shell, /proc and Python with this package is needed on
-the other side.
+The secret goes through ssh's standard input. The other machine needs a POSIX shell, /proc, and Python with this
+package.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from monarch_backend._job.host_launcher import ARGUMENTS, REACHED
 from monarch_backend._job.state_file import HostEntry
 
 MAX_CONNECTIONS = 32
-"""Connections that look for hosts, or end them."""
+"""Limit of connections that look for hosts or end them at a time."""
 COMMAND_TIMEOUT_S = 45.0
-"""Seconds for one of these."""
+"""Seconds for the command of one such connection."""
 
 # runs PID START BOOT: the same process, not one that got its pid later.
 _RUNS = """
@@ -46,11 +46,11 @@ end() {
 
 
 class SSHJob(Job):
-    """Hosts on other machines, started by ``ssh -o BatchMode=yes``: its keys and known hosts are the user's.
+    """Hosts on other machines, started with ``ssh -o BatchMode=yes``. Keys and known hosts are those of the user's ssh.
 
-    ``user``, ``port`` and ``identity`` (a file with a key) are ssh's -l, -p and -i; ``options`` are further words of
-    its command line, such as ``["-o", "ProxyJump=gate"]``. ``python`` runs on the other side, by default the path of
-    this one; ``env`` is added to its environment (visible there in ``ps``: not for secrets).
+    ``user``, ``port`` and ``identity`` (a file with a key) are ssh's -l, -p and -i. ``options`` are further words of
+    its command line, such as ``["-o", "ProxyJump=gate"]``. ``python`` runs on the other machine, by default the path of
+    this one. ``env`` is added to its environment. It is visible there in ``ps``: do not put secrets into it.
 
     >>> from monarch_backend.job import SSHJob
     >>> job = SSHJob(user="me").add_mesh("trainers", ["node1", "node2"])
@@ -80,10 +80,10 @@ class SSHJob(Job):
     def add_mesh(
         self, name: str, hosts: Sequence[str], *, listen: str | None = None, reach: Sequence[str] | None = None
     ) -> Self:
-        """A mesh of these hosts, as ssh calls them; one may stand there twice. Returns the job.
+        """Add a mesh of these hosts, named as for ssh; a name may occur twice. Return the job.
 
-        They listen on the address that ssh has reached and any free port, or where ``listen`` says ("0.0.0.0:26600");
-        ``reach``: by which address or name each of them is reached, if that is another one.
+        The hosts listen on the address that ssh has reached and any free port, or where ``listen`` says
+        ("0.0.0.0:26600"). ``reach``: address or name under which each of them is reached, if it is another one.
         """
         if isinstance(hosts, str) or not hosts:
             raise ValueError(f"the hosts of mesh {name!r} are a list of one or more names")
@@ -126,7 +126,7 @@ class SSHJob(Job):
         return self._ask(hosts, "end")
 
     def _ask(self, hosts: Sequence[HostEntry], what: str) -> list[str]:
-        """On each machine, of all its hosts."""
+        """Run a command on each machine, for all of its hosts."""
         by_machine: dict[str, list[HostEntry]] = {}
         for host in hosts:
             by_machine.setdefault(host.where, []).append(host)

@@ -1,6 +1,6 @@
-"""The file of a job: what runs where, for whoever wants to reach it or end it. And the file of its secret beside it.
+"""The file of a job, which records its hosts for programs that attach or end them, and the file of its secret.
 
-Reading, writing and locking; no processes.
+This module reads, writes and locks files. It starts no processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATE_VERSION = 1
 
 
 class HostEntry(msgspec.Struct, frozen=True):
-    """A host that has been started. ``where``: what ssh calls its machine; "" for a process of this one."""
+    """A host that has been started. ``where``: its machine's name for ssh; "" for a process of this machine."""
 
     mesh: str
     index: int
@@ -37,12 +37,12 @@ class HostEntry(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Name of the host in messages."""
         return f"{self.mesh}[{self.index}] ({self.where or self.address})"
 
 
 class JobFile(msgspec.Struct):
-    """All that another program needs. ``machine``: where it was applied. ``description``: the arguments of the job."""
+    """Content of a job's file. ``machine``: where it was applied. ``description``: the arguments of the job."""
 
     version: int
     kind: str
@@ -60,14 +60,17 @@ class _OnlyVersion(msgspec.Struct):
 
 
 def default_path(name: str) -> Path:
-    """Of a job's file."""
+    """Return the default path of a job's file. Raises ValueError for a bad name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
         raise ValueError(f"{name!r} is no name for a job: letters, digits, '_', '.' and '-'")
     return state_folder() / "jobs" / f"{name}.json"
 
 
 def read(path: Path) -> JobFile | None:
-    """None if there is none. Raises JobError for what is no file of a job, or could be written by somebody else."""
+    """Return the content, or None where there is no file.
+
+    Raises JobError for a file that is not that of a job, or that other users can access.
+    """
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -93,12 +96,12 @@ def read(path: Path) -> JobFile | None:
 
 
 def write(path: Path, file: JobFile) -> None:
-    """At once, whoever reads it or dies meanwhile."""
+    """Replace the file atomically: readers see the old or the new content, even if this process dies meanwhile."""
     write_private(path, msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """A file that only we can read, replaced as a whole."""
+    """Replace a file as a whole with one that only this user can read."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
@@ -112,7 +115,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One program at a time starts or ends the hosts of a job. The folder is there afterwards."""
+    """Hold the lock of a job: one program at a time starts or ends its hosts. Makes the folder."""
     make_private(path.parent)
     fd = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
