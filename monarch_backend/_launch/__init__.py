@@ -1,8 +1,8 @@
-"""`monarch-backend run`: torchrun, whose ranks come from a fork server.
+"""`monarch-backend run`: torchrun, with ranks that come from a fork server.
 
-The parser, the rendezvous, restarts, logs and error files are torch's own; torchelastic_patches.py is where we touch
-them. rank_processes.py starts and ends this host's ranks, fork_server_bootstrap.py makes the fork server out of the
-launcher, run_script.py is what a rank does.
+The parser, the rendezvous, restarts, logs and error files are torch's own. torchelastic_patches.py replaces parts of
+them. rank_processes.py starts and ends this host's ranks. fork_server_bootstrap.py forks the fork server from the
+launcher. run_script.py runs in each rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["run"]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run what torchrun would run with these arguments; 0 when all ranks have ended well.
+    """Run what torchrun would run with these arguments. Return 0 when all ranks have ended well.
 
     A failed rank raises torch's ChildFailedError, a signal its SignalException, a wrong argument SystemExit(2).
     """
@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         server, why_not = (
             fork_server_bootstrap.fork()
-        )  # first: what else this process imports, and its threads, are not for ranks
+        )  # first: ranks must not get later imports of this process, or its threads
         ranks = None
         if server is not None:
             stack.callback(server.wait)

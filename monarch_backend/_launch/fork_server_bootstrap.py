@@ -1,7 +1,7 @@
-"""The launcher becomes two: itself, and a fork server that has torch already.
+"""Fork of the launcher into itself and a fork server, which then has torch already imported.
 
-A fork server of mesh/ is a fresh interpreter. A launcher has imported torch and done nothing else yet, so a copy of it
-is as good, and nobody waits for a second import. Only that copying, and whether it was safe, live here.
+Other fork servers are fresh interpreters. A launcher has imported torch and done nothing else, so a copy of it is as
+good and saves a second import. This module contains only the fork and the check that it was safe.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S
 
 @dataclass(frozen=True)
 class ForkedServer:
-    """A fork server that was forked from this process; it ends when ``connection`` does."""
+    """A fork server that was forked from this process. It ends when ``connection`` does."""
 
     pid: int
     connection: socket.socket
 
     def inherit(self) -> None:
-        """Should it die, what it would have ended becomes this process's, which then does it in `wait`."""
+        """Adopt the server's children should it die; `wait` ends them then."""
         linux.adopt_orphans()
 
     def wait(self) -> None:
-        """Wait for its end, which the end of the connection has brought about; end what it did not.
+        """Wait for the server's end after that of its connection, and end the processes that it has left.
 
-        A rank that hangs in a driver can't be killed, and the server would wait for it for ever: not so we.
+        A rank that hangs in a driver cannot be killed. The server would wait for it without limit; this function does
+        not.
         """
-        with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python built on one, before 5.3
+        with contextlib.suppress(OSError, AttributeError):  # a kernel before 5.3, or a Python built on one
             watch = os.pidfd_open(self.pid)
             if not select.select([watch], [], [], REPLY_TIMEOUT_S)[0]:
                 os.kill(self.pid, signal.SIGKILL)
@@ -48,7 +49,7 @@ class ForkedServer:
             _kill_children()
 
     def discard(self) -> None:
-        """End it before it has served."""
+        """End the server before it has served."""
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -56,7 +57,7 @@ class ForkedServer:
 
 
 def fork() -> tuple[ForkedServer | None, str]:
-    """Make the server, before this process has threads or a device; or (None, why not)."""
+    """Return the server, made before this process has threads or a device, or None; and the reason for None."""
     if not linux.LINUX:
         return None, f"fork is not safe on {sys.platform}"
     if threading.current_thread() is not threading.main_thread() or threading.active_count() > 1:
@@ -66,7 +67,7 @@ def fork() -> tuple[ForkedServer | None, str]:
     ours, theirs = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()  # else both would print it
+            stream.flush()  # otherwise both processes would print it
     launcher = os.getpid()
     # What is imported is there to stay. The collector, which would write to all of it, leaves it alone from now on; at
     # the launcher's end, too, where a last collection takes half a second.
@@ -87,7 +88,7 @@ def fork() -> tuple[ForkedServer | None, str]:
 
 
 def _kill_children() -> None:
-    """And their descendants, who become children meanwhile."""
+    """Kill the children, and their descendants, which become children meanwhile."""
     give_up = time.monotonic() + REPLY_TIMEOUT_S
     while (pids := linux.children()) and time.monotonic() < give_up:
         for pid in pids:
@@ -102,14 +103,14 @@ def _kill_children() -> None:
 def _serve(connection: socket.socket, launcher: int) -> NoReturn:
     try:
         linux.die_with_parent(launcher)
-        os.setsid()  # Ctrl-C is for the launcher, which decides what becomes of its ranks
+        os.setsid()  # the launcher handles Ctrl-C and ends its ranks
         linux.set_title("monarch fork server")
         stdout, stderr = _duplicate(1), _duplicate(2)
         configuration = fork_server.Configuration(connection.detach(), None, stdout, stderr, [], lasting=False)
         child_bootstrap.run(fork_server.serve(configuration))
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        os._exit(1)  # never into the launcher's own code
+        os._exit(1)  # never return into the launcher's own code
 
 
 def _duplicate(number: int) -> int:

@@ -1,6 +1,6 @@
-"""This host's ranks as processes of the fork server: started, waited for, signalled.
+"""This host's ranks as processes of the fork server: start, wait, signal.
 
-A `RankProcess` is to torch's agent what a subprocess.Popen is. Nothing of torch is known here.
+A `RankProcess` has the role that subprocess.Popen has for torch's agent. This module does not use torch.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class RankProcess:
     def __init__(self, ranks: Ranks, label: str) -> None:
         self._ranks = ranks
         self.label = label
-        self.number = 0  # the spawner's
-        self.pid = 0  # 0: not there yet
+        self.number = 0  # the spawner's number
+        self.pid = 0  # 0: not started yet
         self.returncode: int | None = None
-        self.refusal = ""  # why it will never be there
+        self.refusal = ""  # the reason, if it cannot be started
 
     def poll(self) -> int | None:
-        """How it has ended, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal, or None while the rank runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same, once it has ended. Raises subprocess.TimeoutExpired."""
+        """Return the exit code after the rank's end. Raises subprocess.TimeoutExpired."""
         if not self._ranks.wait_until(lambda: self.returncode is not None, timeout):
             raise subprocess.TimeoutExpired(self.label, timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it and its process group; no effect after its end.
+        """Send a signal to the rank and its process group; no effect after its end.
 
         SIGCONT follows, as from systemd: a stopped process would handle the signal only after the grace period.
         """
@@ -57,7 +57,7 @@ class RankProcess:
 
 
 class Ranks:
-    """Makes and watches ranks. Closed, which the end of a ``with`` does, it kills those that are left."""
+    """The ranks of this host. `close`, which a ``with`` calls at its end, kills those that are left."""
 
     def __init__(self, server: ForkedServer) -> None:
         self._changed = threading.Condition()
@@ -65,7 +65,7 @@ class Ranks:
         self._ended = 0
         self._server = server
         self._spawner = Spawner(self._on_event, connection=server.connection)
-        # As a new interpreter would have it, but for the entry of the launcher's own script.
+        # The path of a new interpreter, without the entry of the launcher's own script.
         safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
         self._path = sys.path[0 if safe else 1 :]
 
@@ -82,10 +82,10 @@ class Ranks:
         stdouts: Sequence[str],
         stderrs: Sequence[str],
     ) -> list[RankProcess]:
-        """Start ``python *words[i]`` for each i, and return when all are there.
+        """Start ``python *words[i]`` for each i, and return when all run.
 
         Each environment is added to this process's. ``stdouts`` and ``stderrs`` are paths, empty for this process's
-        own. Raises RuntimeError, with none of them running, when one can't be started.
+        own. Raises RuntimeError, with none of them running, when one cannot be started.
         """
         handled = [int(number) for number in signal.valid_signals() if callable(signal.getsignal(number))]
         self._server.inherit()
@@ -111,7 +111,7 @@ class Ranks:
         return started
 
     def _spawn(self, specs: Sequence[ProcessSpec]) -> list[RankProcess]:
-        with self._changed:  # events come on another thread, and must find the processes here
+        with self._changed:  # events come on another thread, which looks the processes up here
             started = [RankProcess(self, spec.label) for spec in specs]
             for process, number in zip(started, self._spawner.spawn(specs), strict=True):
                 process.number = number
@@ -128,19 +128,19 @@ class Ranks:
         self._spawner.kill(process.number, number, group=True)
 
     def wait_for_end(self, seen: int, timeout: float) -> int:
-        """How many ranks have ended since the beginning, as soon as they are more than ``seen``."""
+        """Wait until more than ``seen`` ranks have ended, and return their number since the beginning."""
         self.wait_until(lambda: self._ended > seen, timeout)
         return self._ended
 
     def wait_until(self, happened: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait for an event that makes ``happened()`` true; false after ``timeout`` seconds."""
+        """Wait for an event that makes ``happened()`` true. Return False after ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(happened, timeout)
 
     def _on_event(self, event: Event) -> None:
         with self._changed:
             process = self._processes.get(event.id)
-            if process is None:  # a signal came between its start and its being noted: all will end
+            if process is None:  # a signal came between its start and its entry here: all ranks will end
                 return
             if isinstance(event, Started):
                 process.pid = event.pid
@@ -156,7 +156,7 @@ class Ranks:
 
 
 def _remark(process: RankProcess, event: Exited) -> None:
-    """What an exit code does not tell."""
+    """Return what an exit code does not tell about an end."""
     if event.reason:
         _log.error("%s (pid %d) was lost: %s", process.label, event.pid, event.reason)
     if event.oom_killed:

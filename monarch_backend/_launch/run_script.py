@@ -1,7 +1,7 @@
-"""What a forked rank does: it becomes ``python -u script args`` or ``python -u -m module args``.
+"""Main function of a forked rank, which becomes ``python -u script args`` or ``python -u -m module args``.
 
-Runs in ranks only. The environment, the directory, argv and the standard files are there already
-(_processes/child_bootstrap.py).
+It runs in ranks only. _processes/child_bootstrap.py has set the environment, the directory, argv and the standard files
+before.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["run"]
 
 
 def run(words: Sequence[str], handled: Collection[int] = ()) -> None:
-    """Be the interpreter that was given ``words``: "-u", then a script or "-m" and a module, then their arguments.
+    """Act as the interpreter that was given ``words``: "-u", a script or "-m" and a module, then their arguments.
 
     ``handled`` are the signals that the launcher handles. As after execve, they have their default action here. All
     others stay as inherited: a shell ignores SIGINT for the commands that it starts with ``&``.
     """
     __tracebackhide__ = True
     sys.orig_argv[:] = [sys.executable, *words]
-    # Libraries ask whether they are in a process that multiprocessing has started; this one is not.
+    # Libraries check whether multiprocessing has started their process; it has not started this one.
     multiprocessing.process.current_process().name = "MainProcess"
     for number in handled:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -42,7 +42,7 @@ def run(words: Sequence[str], handled: Collection[int] = ()) -> None:
 
 
 def _unbuffer() -> None:
-    """What -u does, as far as a running interpreter can; sys.flags.unbuffered stays 0."""
+    """Do what -u does, as far as a running interpreter can; sys.flags.unbuffered stays 0."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         old: TextIO | None = getattr(sys, name)
         if old is None:
@@ -55,7 +55,9 @@ def _unbuffer() -> None:
 
 
 def _first_on_path(entry: str) -> None:
-    """Unless the environment says no: a new interpreter would know that, and not the flags of the launcher."""
+    """Insert the entry unless the environment forbids it. A new interpreter would obey that, not the launcher's
+    flags.
+    """
     if not (hasattr(sys.flags, "safe_path") and os.environ.get("PYTHONSAFEPATH")):
         sys.path.insert(0, entry)
 
@@ -78,7 +80,7 @@ def _run_script(path: str) -> None:
 
 
 def _run_module_as_main(name: str, alter_argv: bool) -> None:
-    """What the interpreter itself calls for -m, directories and archives."""
+    """Run a module as the interpreter does for -m, directories and archives."""
     __tracebackhide__ = True
     runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
 

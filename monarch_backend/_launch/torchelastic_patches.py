@@ -1,9 +1,8 @@
-"""Everything in launch/ that leans on a private part of torch.distributed.elastic or replaces one, and nothing else.
+"""Uses and replacements of private parts of torch.distributed.elastic.
 
-torch's own `run` runs here, while four of its names stand for ours: the agent, which hears of a rank's end instead of
-asking for it; the start of the ranks; the handler of a program that torch starts; and a pause that is there for many
-hosts. tests/launch/test_elastic_internals.py
-has a test for each, which fails when torch changes it.
+torch's own `run` is called while four of its names are replaced. The agent is notified of a rank's end instead of
+polling. The start of ranks and the handler of a program use the fork server. A pause for many hosts is left out.
+tests/launch/test_elastic_internals.py has a test for each, which fails when torch changes it.
 """
 
 from __future__ import annotations
@@ -43,13 +42,15 @@ monarch_backend.job.host_mesh_from_env() is the mesh of hosts, and MONARCH_NPROC
 
 
 def run(argv: Sequence[str], ranks: Ranks | None, why_not: str) -> None:
-    """Do what torchrun does with ``argv``. ``ranks`` makes the processes; None: torch does, because of ``why_not``."""
+    """Do what torchrun does with ``argv``. ``ranks`` makes the processes; with None torch does, because of
+    ``why_not``.
+    """
     args = _parse(argv)
     reason, unusual = _why_not_forked(args, why_not)
     if unusual:
         _log.warning("each rank starts an interpreter and imports torch by itself: %s", reason)
     with _standing_in(None if reason else ranks, one_host=args.nnodes in ("1", "1:1")):
-        record(torchrun.run)(args)  # torchrun.main, but for the parser
+        record(torchrun.run)(args)  # torchrun.main without the parser
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -64,7 +65,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_once(args: argparse.Namespace) -> None:
-    """One rank for each node, which becomes a host; the first one runs the script."""
+    """Run one rank for each node, which becomes a host. The first one runs the script."""
     if args.no_python or args.run_path:
         raise SystemExit("monarch-backend run: --controller runs a script or, with -m, a module of Python")
     os.environ["MONARCH_NPROC_PER_NODE"] = str(torchrun.determine_local_world_size(args.nproc_per_node))
@@ -74,7 +75,9 @@ def _run_once(args: argparse.Namespace) -> None:
 
 
 def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
-    """Why torch must start the ranks itself, or ""; and whether the user did not ask for it."""
+    """Return the reason for which torch must start the ranks itself, or "", and whether the user did not request
+    that.
+    """
     if args.no_python:
         return "--no-python", False
     if args.run_path:
@@ -88,7 +91,7 @@ def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def _standing_in(ranks: Ranks | None, one_host: bool) -> Iterator[None]:
-    """Replace four names of torch's launcher while the block runs."""
+    """Replace four names of torch's launcher within the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", Agent))
         stack.enter_context(_replaced(handlers, "SubprocessHandler", _ResumedProgram))
@@ -118,7 +121,7 @@ _FIRST_DELAY = (0, 0.3)
 
 
 def _but_the_first(delay: Callable[..., None]) -> Callable[..., None]:
-    """The first rendezvous waits for a random time, so that hosts don't all come at once; here is only one."""
+    """Skip the first random wait of the rendezvous. It spreads the arrival of many hosts; here is only one."""
 
     def wait(seconds: float | tuple[float, float]) -> None:
         if seconds != _FIRST_DELAY:
@@ -128,10 +131,10 @@ def _but_the_first(delay: Callable[..., None]) -> Callable[..., None]:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, whose look at the ranks waits until there is something to see.
+    """torch's agent, but its monitoring call waits for the end of a rank.
 
-    Between two looks torch sleeps for --monitor-interval. Here that is how long a look takes at most: then it is time
-    to ask whether a host wants to join.
+    torch sleeps for --monitor-interval between two calls. Here a call takes at most that long: then it is time to check
+    whether a host wants to join.
     """
 
     def __init__(self, spec: Any, *args: Any, **kwargs: Any) -> None:
@@ -150,13 +153,13 @@ class Agent(LocalElasticAgent):
 
 
 class _Ends:
-    """Waits for the end of processes that somebody else will reap, once for each."""
+    """Waits for the end of processes that other code reaps, once for each process."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def wait(self, pids: Iterable[int], timeout: float) -> None:
-        """Until one of ``pids`` ends that had not ended the last time."""
+        """Wait until one of ``pids`` ends that had not ended at the last call."""
         if not hasattr(os, "pidfd_open"):
             time.sleep(timeout)
             return
@@ -177,7 +180,7 @@ class _Ends:
 
 
 def _start_processes(ranks: Ranks) -> Callable[..., PContext]:
-    """torch's function of that name, for ``python -u ...`` only."""
+    """Replacement of torch's function of this name, for ``python -u ...`` only."""
 
     def start_processes(*, start_method: str, **kwargs: Any) -> PContext:  # noqa: ARG001 # of functions, not programs
         context = ForkedContext(ranks, **kwargs)
@@ -192,9 +195,9 @@ def _start_processes(ranks: Ranks) -> Callable[..., PContext]:
 
 
 class _HeldSignals:
-    """Signals that come while ranks start, from ``hold`` on, are handled by ``let_go``: when the agent knows the ranks.
+    """Delays signals during the start of ranks: from ``hold`` until ``let_go``, when the agent knows the ranks.
 
-    torch's handler raises. Earlier, nobody would tell the ranks, and they would end without a word.
+    torch's handler raises. An earlier call would not reach the ranks, which would end without a message.
     """
 
     def __init__(self) -> None:
@@ -212,13 +215,13 @@ class _HeldSignals:
         held, self._handlers = self._handlers, {}
         for number, handler in held.items():
             signal.signal(number, handler)
-        for number in self._came[:1]:  # its handler ends all
+        for number in self._came[:1]:  # its handler ends all ranks
             self._came.clear()
             held[number](number, None)
 
 
 class ForkedContext(SubprocessContext):
-    """torch's bookkeeping of programs, whose processes the fork server makes."""
+    """torch's bookkeeping of programs, for processes of the fork server."""
 
     def __init__(self, ranks: Ranks, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -246,12 +249,12 @@ class ForkedContext(SubprocessContext):
         self.subprocess_handlers = made
 
     def wait(self, timeout: float = -1, period: float = 1) -> Any:
-        """torch's, by an agent that has this context."""
+        """Replacement of torch's method, for an agent that has this context."""
         self._held.let_go()
         return super().wait(timeout, period)
 
     def wait_for_end(self, timeout: float) -> None:
-        """Until a rank ends that had not ended the last time."""
+        """Wait until a rank ends that had not ended at the last call."""
         self._held.let_go()
         self._ends_seen = self._ranks.wait_for_end(self._ends_seen, timeout)
 
@@ -266,7 +269,7 @@ class _ResumedProgram(handlers.SubprocessHandler):
 
 
 class _Handler:
-    """What torch's SubprocessHandler is to SubprocessContext."""
+    """Handler of a program for ForkedContext, as SubprocessHandler is for torch's SubprocessContext."""
 
     def __init__(self, process: RankProcess) -> None:
         self.proc = process
