@@ -1,6 +1,6 @@
-"""`monarch-backend doctor`: torch, devices, routes, libraries, kernel; what is missing and how to get it.
+"""`monarch-backend doctor`: report on torch, devices, routes, libraries and kernel, with remedies for missing parts.
 
-Only looks: opens no device, makes no group, needs no privilege.
+It opens no device, makes no group and needs no privilege.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Finding:
 
 
 def run(*, as_json: bool) -> int:
-    """Print the report; returns 0 when CPU tensors have a route, else 1."""
+    """Print the report. Return 0 when CPU tensors have a route, else 1."""
     findings = examine()
     with contextlib.suppress(BrokenPipeError):  # `doctor | head`
         print(json.dumps([asdict(f) for f in findings], indent=1) if as_json else _as_text(findings))
@@ -52,7 +52,7 @@ def _as_text(findings: Sequence[Finding]) -> str:
 
 
 def examine() -> list[Finding]:
-    """Everything the report says, in its order."""
+    """Yield the lines of the report in order."""
     return [*_software(), *_routes(), *_libraries(), *_verbs(), _memory_of_gpus(), *_core()]
 
 
@@ -117,7 +117,7 @@ _NO_LIBRARY = "apt install libibverbs1 ibverbs-providers, dnf install libibverbs
 
 
 def _verbs() -> list[Finding]:
-    """What RDMA between hosts needs, piece by piece; the last two say what comes of it."""
+    """Yield the requirements of RDMA between hosts. The last two lines give the result."""
     from monarch_backend import _verbs as _verbs_
 
     seen = [Finding(fact.subject, fact.state, fact.remedy) for fact in _verbs_.describe()]
@@ -135,14 +135,14 @@ def _verbs() -> list[Finding]:
 
 def _library(name: str) -> str:
     try:
-        ctypes.CDLL(name)  # it opens no device by that
+        ctypes.CDLL(name)  # this opens no device
     except OSError as error:
         return f"does not load: {error}"
     return "loads"
 
 
 def _other_hosts() -> Finding:
-    """Which way registered memory of other hosts is read and written."""
+    """Report the route for reads and writes of registered memory on other hosts."""
     from monarch_backend.rdma import get_rdma_backend
 
     subject = "memory of other hosts"
@@ -161,7 +161,7 @@ _DMA_BUF = "cuMemGetHandleForAddressRange", "hipMemGetHandleForAddressRange"
 
 
 def _memory_of_gpus(modules: Path = Path("/sys/module")) -> Finding:
-    """Which ways there are for GPU memory that other processes read: as far as can be told without opening a GPU."""
+    """Report the routes for reads of GPU memory by other processes, as far as is known without opening a GPU."""
     subject = "memory of GPUs"
     given = env.get("MONARCH_GPU_DRIVER")
     names = (given,) if given else _GPU_DRIVERS
