@@ -1,18 +1,16 @@
-"""What many ranks say, said once: folding of equal lines, and the limit on lines per second.
+"""De-duplication of the output of many ranks, and the limit on lines per second.
 
-Pure logic: the time comes in as a number of seconds, what is to be shown goes out as values. May not live here: pipes,
-threads, clocks, how ranks are named, how bytes become lines.
+This is pure logic: times are parameters, and lines to show are results. It has no pipes, threads or clocks.
 
-How lines fold. Every rank has a queue of the lines it has said and that are not shown yet. The n-th waiting "x" of one
-rank and the n-th waiting "x" of another are one entry. Entries are shown so that each rank's own lines keep their
-order: an entry is ready when it stands first in the queue of every rank that said it, and of the ready ones the one
-said first goes first. Where ranks said the same lines in opposite orders no entry is ready; then the oldest entry at
-the head of a queue is shown for those ranks where it is the head, and waits on for the others.
+How lines fold. Every rank has a queue of lines that it has written and that are not shown yet. The n-th waiting "x" of
+one rank and the n-th waiting "x" of another are one entry. Each rank's own lines keep their order: an entry is ready
+when it is first in the queue of every rank that wrote it. Of several ready entries the oldest is shown first. Where
+ranks wrote the same lines in opposite orders no entry is ready. Then the oldest entry at the head of a queue is shown
+for the ranks where it is the head, and waits for the others.
 
-Entries are shown when their window ends, or as soon as every rank that still lives has said them; with an entry goes
-all that was said before it. Nobody who has said the later one could join an earlier one any more, so nothing is gained
-by waiting. A line that one rank repeats is shown as often as it was said: "(x3)" would save lines and cost the reader
-the output as it was; floods are what `RateLimit` is for.
+Entries are shown when their window ends, or as soon as every living rank has written them. All earlier entries are
+shown with them: no rank that has written the later one could still join an earlier one. A line that one rank repeats is
+shown as often as it was written. "(x3)" would save lines, but change the output; `RateLimit` handles floods.
 """
 
 from __future__ import annotations
@@ -30,15 +28,17 @@ _CACHED_SETS = 1024
 
 
 class _Entry:
-    """A line, and who has said it and not been shown saying it. Sets of ranks are bits of an integer."""
+    """A line, the ranks that wrote it, and those for which it is not shown yet. Sets of ranks are bits of an
+    integer.
+    """
 
     __slots__ = ("at_head", "born", "in_ready", "number", "ranks", "said", "text")
 
     def __init__(self, text: bytes, born: float, number: int) -> None:
         self.text = text
         self.born = born
-        self.number = number  # in the order in which entries were first said
-        self.said = 0  # all that ever said it
+        self.number = number  # order of first occurrence
+        self.said = 0  # all ranks that wrote it
         self.ranks = 0  # of these, those not shown yet
         self.at_head = 0  # of these, those in whose queue it is first
         self.in_ready = False
@@ -48,9 +48,9 @@ _Queue = tuple[int, deque[_Entry]]  # a rank's bit, and what it has said and is 
 
 
 class _Repeated:
-    """The waiting entries of one text that some rank has said more than once, numbered from the first one on.
+    """The waiting entries of one text that a rank has written more than once, numbered from the first one on.
 
-    Most texts have one entry, which then stands alone in the index: objects are what the garbage collector counts.
+    Most texts have one entry, which then is in the index by itself: each object costs time in the garbage collector.
     """
 
     __slots__ = ("entries", "first", "last_of")
@@ -61,16 +61,16 @@ class _Repeated:
         self.last_of = dict.fromkeys(ranks_of(entry.said), 0)  # rank -> number of the entry that it said last
 
     def next_for(self, rank: int) -> _Entry | None:
-        """The entry that ``rank`` says when it says the text once more; None: a new one, which the caller appends."""
+        """Return the entry for the next occurrence from ``rank``, or None for a new one, which the caller appends."""
         number = max(self.last_of.get(rank, -1) + 1, self.first)
         waiting = len(self.entries)
         while (index := number - self.first) < waiting and not self.entries[index].ranks:
-            number += 1  # shown already, behind one that is not
+            number += 1  # shown already, after one that is not
         self.last_of[rank] = number
         return self.entries[index] if index < waiting else None
 
     def forget_shown(self) -> bool:
-        """Drop shown entries from the front; whether none is left."""
+        """Drop shown entries from the front. Return whether none is left."""
         while self.entries and not self.entries[0].ranks:
             del self.entries[0]
             self.first += 1
@@ -103,7 +103,7 @@ class LineDeduplicator:
         self.window = window
         self._everyone = 0
         self._queues: dict[int, _Queue] = {}
-        self._index: dict[bytes, _Entry | _Repeated] = {}  # what waits, by its text
+        self._index: dict[bytes, _Entry | _Repeated] = {}  # waiting entries by their text
         self._by_age: deque[_Entry] = deque()  # also entries that are shown, until they are the oldest
         self._ready: list[tuple[int, _Entry]] = []
         self._complete: list[_Entry] = []  # said by everyone; the last of each `add`, which has the others before it
@@ -113,17 +113,17 @@ class LineDeduplicator:
         self._members: dict[int, list[_Queue]] = {}  # set of ranks -> their queues
 
     def join(self, rank: int) -> None:
-        """From now on a line is not complete until ``rank`` (0 or more) has said it; needed before `add`."""
+        """Make lines incomplete until ``rank`` (0 or more) has written them. Needed before `add`."""
         self._everyone |= 1 << rank
         if rank not in self._queues:
             self._queues[rank] = 1 << rank, deque()
 
     def leave(self, rank: int) -> None:
-        """``rank`` will say no more. What it has said is shown as if it were there."""
+        """Note the end of ``rank``. Its lines are shown as if it still ran."""
         self._everyone &= ~(1 << rank)
 
     def add(self, rank: int, lines: Sequence[bytes], now: float) -> None:
-        """``rank`` has said ``lines``, in this order, at ``now``."""
+        """Note that ``rank`` has written ``lines``, in this order, at ``now``."""
         bit, queue = self._queues[rank]
         if self.window <= 0:
             self._show_all()
@@ -152,7 +152,7 @@ class LineDeduplicator:
             self._make_room()
 
     def take(self, now: float) -> list[tuple[int, bytes]]:
-        """What is to be shown at ``now``; everything, when no rank is left that could say it too."""
+        """Return what is to be shown at ``now``: everything, when no rank is left that could write it too."""
         if not self._everyone:
             self._show_all()
         for entry in self._complete:
@@ -165,13 +165,13 @@ class LineDeduplicator:
         return shown
 
     def flush(self) -> list[tuple[int, bytes]]:
-        """Everything that waits."""
+        """Return everything that waits."""
         self._show_all()
         shown, self._shown = self._shown, []
         return shown
 
     def deadline(self) -> float | None:
-        """When `take` has to be called next; None when nothing waits."""
+        """Return the time of the next `take`, or None when nothing waits."""
         oldest = self._oldest()
         return None if oldest is None else oldest.born + self.window
 
@@ -252,7 +252,7 @@ class LineDeduplicator:
 
 
 class Dropped(NamedTuple):
-    """What a `RateLimit` kept back: the lines, of which ranks (as bits), within how many seconds."""
+    """Lines that a `RateLimit` dropped: their number, their ranks (as bits), and the period in seconds."""
 
     ranks: int
     lines: int
@@ -284,12 +284,12 @@ class RateLimit:
         self._since = 0.0
 
     def change(self, per_second: float | None, burst: int) -> None:
-        """Other limits from now on; every rank starts with a full burst."""
+        """Set other limits; every rank starts with a full burst."""
         self._per_second, self._burst = per_second, burst
         self._left.clear()
 
     def admit(self, rank: int, lines: int, now: float) -> int:
-        """How many of the next ``lines`` lines of ``rank`` pass; the others count as dropped."""
+        """Return how many of the next ``lines`` lines of ``rank`` pass. The others count as dropped."""
         if self._per_second is None:
             return lines
         left, as_of = self._left.get(rank, (float(self._burst), now))
@@ -304,7 +304,7 @@ class RateLimit:
         return passed
 
     def report(self, now: float, *, early: bool = False) -> Dropped | None:
-        """What was dropped since the first line that no report has named, once `PERIOD` is over or when ``early``."""
+        """Return what was dropped since the last report, once `PERIOD` is over or when ``early``."""
         if not self._lines or (not early and now < self._since + self.PERIOD):
             return None
         dropped = Dropped(self._ranks, self._lines, now - self._since)
@@ -312,12 +312,12 @@ class RateLimit:
         return dropped
 
     def deadline(self) -> float | None:
-        """When `report` has to be called next; None when nothing was dropped."""
+        """Return the time of the next `report`, or None when nothing was dropped."""
         return self._since + self.PERIOD if self._lines else None
 
 
 def ranks_of(bits: int) -> list[int]:
-    """The ranks whose bits are set, in order.
+    """Return the ranks whose bits are set, in order.
 
     >>> ranks_of(0b1101)
     [0, 2, 3]

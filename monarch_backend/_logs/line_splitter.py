@@ -1,6 +1,6 @@
-"""From the bytes of a pipe to lines: splitting, progress bars, over-long lines, marked log records.
+"""Splitter of a pipe's bytes into lines: progress bars, over-long lines and marked log records.
 
-May live here: what one stream's bytes mean. May not: I/O, clocks, other ranks (dedup.py), what is shown (mesh_log.py).
+It handles the bytes of one stream, without I/O, clocks or other ranks.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LineSplitter:
 
     @property
     def has_partial(self) -> bool:
-        """Whether bytes wait for their line end."""
+        """Return whether bytes wait for their line end."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that ``data`` completes."""
+        """Return the lines that ``data`` completes."""
         if RECORD in data:
             self.has_records = True
         if self._cutting:
@@ -74,9 +74,9 @@ class LineSplitter:
         return lines
 
     def take_partial(self, *, final: bool) -> bytes | None:
-        """What waits for its line end, as a line; None when there is nothing to show.
+        """Return the bytes that wait for their line end, as a line; None when there is nothing to show.
 
-        Unless ``final``, a character that has only partly arrived stays behind.
+        Unless ``final``, a character that has only partly arrived is kept.
         """
         text, self._rest = self._rest, b""
         if text.startswith(b"\r"):
@@ -93,10 +93,10 @@ class LineSplitter:
 
 
 def read_records(lines: Iterable[bytes]) -> list[tuple[int | None, bytes]]:
-    r"""Each line with the level of its log record, or None for one that is not a record.
+    r"""Return each line with the level of its log record, or None for one that is not a record.
 
-    The marks are taken away; line breaks inside a record come back. Text before a mark on the same line (somebody
-    else's line that had no end yet) becomes a line of its own.
+    The marks are removed; line breaks inside a record are restored. Text before a mark on the same line becomes a
+    separate line: it is another writer's line without its end.
 
     >>> read_records([b"plain", b"half a line\x1e40\x1fboom\x1d  Traceback"])
     [(None, b'plain'), (None, b'half a line'), (40, b'boom\n  Traceback')]
@@ -122,7 +122,7 @@ def _left_standing(line: bytes) -> bytes:
 
 
 def _overwritten(rest: bytes) -> bytes:
-    """``rest`` without the states that nobody will see any more; starts with a carriage return if it had one."""
+    """Return ``rest`` without overwritten states. It starts with a carriage return if it had one."""
     if b"\r" not in rest:
         return rest
     return b"\r" + _left_standing(rest) + (b"\r" if rest.endswith(b"\r") else b"")
@@ -135,7 +135,7 @@ def _cut(line: bytes) -> bytes:
 
 
 def _whole_characters(text: bytes) -> int:
-    """The length of ``text`` without a UTF-8 character at its end that lacks bytes."""
+    """Return the length of ``text`` without an incomplete UTF-8 character at its end."""
     for back in range(1, min(4, len(text) + 1)):
         byte = text[-back]
         if byte >= 0xC0:  # the first byte of a character says how many it has

@@ -1,12 +1,11 @@
-"""The collector of what workers write: one thread in the controller that reads every worker's stdout and stderr.
+"""Collector of workers' output: one thread in the controller that reads every worker's stdout and stderr.
 
-The read ends of the workers' pipes are here, so the output of C libraries and of a dying interpreter comes too, without
-the worker's help. May live here: pipes, the thread, the controller's own stdout and stderr. May not: what is done with
-the lines of a mesh (mesh_log.py), how they fold (dedup.py), how bytes become lines (line_splitter.py).
+It has the read ends of the workers' pipes. So it also shows the output of C libraries and of a dying interpreter,
+without the worker's help. mesh_log.py processes the lines of a mesh.
 
-Two locks. `_lock` guards the pipes and what the meshes have waiting; text that is ready to be written goes to `_outbox`
-under it, in order. `_writing` is held while the outbox is written to the controller's stdout, which may take as long as
-the reader of that stdout wants: the thread then reads no pipes, pipes fill up, and workers wait in print().
+Two locks. `_lock` guards the pipes and the lines that wait. Text that is ready to be written goes to `_outbox` under
+it, in order. `_writing` is held while the outbox is written to the controller's stdout, for as long as the reader of
+that stdout takes. Meanwhile the thread reads no pipes, pipes fill up, and workers wait in print().
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from monarch_backend._logs.mesh_log import STDERR, STDOUT, LogOptions, MeshLog
 
 __all__ = ["STDERR", "STDOUT", "LogCollector", "LogOptions", "MeshLog"]
 
-_READ_BYTES = 64 * 1024  # what a pipe holds unless somebody changed it
+_READ_BYTES = 64 * 1024  # the default capacity of a pipe
 
 # A line without its end (a prompt, a progress bar) is shown after this many seconds, or the mesh's window if that is
 # longer. Less would tear the lines of a C program, whose stdio hands over 4096 bytes at a time, wherever they end.
@@ -129,19 +128,19 @@ class LogCollector:
         Not for signal handlers: it waits for locks that the interrupted code may hold.
 
         Args:
-            mesh: whose output; None: everybody's.
-            timeout: seconds to wait at most, for a controller whose stdout is not being read; None: for ever.
+            mesh: the mesh whose output is written; None: all of them.
+            timeout: seconds to wait at most, for a controller whose stdout is not being read; None: no limit.
 
         Returns:
             Whether all of it was written in time. What was not stays queued.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:  # nobody writes to the controller's stdout with it
+        with self._lock:  # writes to the controller's stdout do not hold it
             self._drain(mesh)
         return self._write(_left(deadline))
 
     def remove(self, mesh: MeshLog, timeout: float | None = 5.0) -> bool:
-        """As `flush`, then close the pipes of ``mesh``, also those whose other end a worker's child still holds."""
+        """Flush, then close the pipes of ``mesh``, also those whose other end a worker's child still holds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=_left(deadline)):
             return False
@@ -154,7 +153,7 @@ class LogCollector:
         return self._write(_left(deadline))
 
     def close(self, timeout: float | None = 5.0) -> bool:
-        """Flush, close every pipe and end the thread; `add` raises from now on. Returns what `flush` would."""
+        """Flush, close every pipe and end the thread; `add` raises from now on. Return the result of `flush`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         atexit.unregister(self.close)
         if not self._lock.acquire(timeout=_left(deadline)):
@@ -173,7 +172,9 @@ class LogCollector:
         return written
 
     def tail(self, mesh: MeshLog, rank: int) -> list[str]:
-        """The last lines (20 at most) that ``rank`` wrote to stderr, also after its death; call `flush` before."""
+        """Return the last lines (20 at most) that ``rank`` wrote to stderr, also after its death. Call `flush`
+        before.
+        """
         with self._lock:
             return mesh.tail(rank)
 
@@ -210,7 +211,7 @@ class LogCollector:
         self._write()
 
     def _round(self, events: list[tuple[selectors.SelectorKey, int]]) -> float | None:
-        """Read what is ready and put what is due into the outbox; in how many seconds something will be due."""
+        """Read what is ready and put what is due into the outbox. Return in how many seconds the next output is due."""
         now = time.monotonic()
         for key, _ in events:
             pipe: _Pipe | None = key.data
@@ -265,7 +266,7 @@ class LogCollector:
         self._touched.add(pipe.mesh)
 
     def _drain(self, mesh: MeshLog | None) -> None:
-        """Read what is in the pipes at this moment, and no more, and put all that waits into the outbox."""
+        """Read what is in the pipes at this moment, and no more. Put all waiting lines into the outbox."""
         now = time.monotonic()
         for pipe in self._pipes_of(mesh):
             left = _bytes_in(pipe.fd)
@@ -308,7 +309,7 @@ class LogCollector:
                 os.write(self._waker[1], b"\0")
 
     def _finish(self) -> None:
-        """The last pipe has gone: show what waits and leave nothing behind but the outbox."""
+        """Show all waiting lines after the last pipe has ended."""
         now = time.monotonic()
         for mesh in self._waiting:
             self._outbox.extend(mesh.flush(now))
@@ -324,7 +325,7 @@ class LogCollector:
         self._selector = self._waker = None
 
     def _write(self, timeout: float = -1.0) -> bool:
-        """Write the outbox; False when another thread was still writing after ``timeout`` seconds."""
+        """Write the outbox. Return False when another thread was still writing after ``timeout`` seconds."""
         while True:
             if not self._writing.acquire(timeout=timeout):
                 return False
@@ -332,7 +333,7 @@ class LogCollector:
                 self._write_outbox()
             finally:
                 self._writing.release()
-            if not self._outbox:  # else somebody gave up waiting for this lock
+            if not self._outbox:  # otherwise a thread timed out waiting for this lock
                 return True
 
     def _write_outbox(self) -> None:
@@ -354,7 +355,7 @@ class LogCollector:
             lock.release()
 
     def _forget_parent(self) -> None:
-        """In a child of fork: its parent reads the pipes, and there is no thread here."""
+        """Drop pipes and thread in a child of fork: its parent reads the pipes."""
         for pipe in self._pipes.values():
             with contextlib.suppress(OSError):
                 os.close(pipe.fd)
@@ -364,7 +365,7 @@ class LogCollector:
 
 
 def _show(stream: int, text: str) -> None:
-    """Write to the controller's stdout or stderr of this moment: a notebook's, a test's, none at all."""
+    """Write to the current stdout or stderr of the controller: a notebook's, a test's, or none."""
     out = sys.stdout if stream == STDOUT else sys.stderr
     with contextlib.suppress(Exception):  # closed or broken; the workers must go on and the others be read
         try:
@@ -380,5 +381,5 @@ def _bytes_in(fd: int) -> int:
 
 
 def _left(deadline: float | None) -> float:
-    """Seconds as `Lock.acquire` wants them: -1 for ever."""
+    """Return the seconds for `Lock.acquire`: -1 for no limit."""
     return -1.0 if deadline is None else max(0.0, deadline - time.monotonic())

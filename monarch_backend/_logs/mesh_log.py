@@ -1,8 +1,7 @@
-"""What is done with the output of one mesh: level, rate, folding, prefix, files, the last lines of every rank.
+"""Output of one mesh: level, rate, folding, prefix, files, and the last lines of every rank.
 
-May live here: options and the way of a line from a rank's stream to the text that is shown. May not: pipes, threads and
-the controller's stdout (log_collector.py). Except for `MeshLog.configure` everything is called by the collector, which
-holds its lock.
+It has the options, and the steps from a rank's stream to the text that is shown. log_collector.py has the pipes and
+threads. The collector calls everything but `MeshLog.configure`, with its lock held.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class MeshLog:
             self.on_change()
 
     def options_changed(self) -> None:
-        """Make the changed options take effect; what waits is shown under the old ones."""
+        """Apply the changed options. Waiting lines are shown under the old ones."""
         self._show_all()
         for fold in self._folds.values():
             fold.window = self._window
@@ -147,12 +146,12 @@ class MeshLog:
         self.close_files()
 
     def open(self, rank: int, stream: int) -> None:
-        """A pipe of ``rank`` is there."""
+        """Note a new pipe of ``rank``."""
         self._pipes[rank, stream] += 1
         self._folds[stream].join(rank)
 
     def end(self, rank: int, stream: int) -> None:
-        """A pipe of ``rank`` has ended; another may be there, of the process that took its place."""
+        """Note the end of a pipe of ``rank``. The process that replaces it may have another one."""
         self._pipes[rank, stream] -= 1
         if self._pipes[rank, stream] == 0:
             del self._pipes[rank, stream]
@@ -161,7 +160,7 @@ class MeshLog:
                 os.close(file)
 
     def say(self, rank: int, stream: int, lines: list[bytes], splitter: LineSplitter, now: float) -> None:
-        """``rank`` has written ``lines``."""
+        """Process ``lines``, which ``rank`` has written."""
         options, shown = self.options, lines
         if splitter.has_records:
             records = read_records(lines)
@@ -176,30 +175,30 @@ class MeshLog:
             self._folds[stream].add(rank, shown if passed == len(shown) else shown[:passed], now)
 
     def due(self, now: float) -> list[tuple[int, bytes]]:
-        """What is to be written now: pairs of stream and text."""
+        """Return what is to be written now: pairs of stream and text."""
         for stream, fold in self._folds.items():
             self._render(stream, fold.take(now))
         self._report_dropped(now, early=False)
         return self._take_out()
 
     def flush(self, now: float) -> list[tuple[int, bytes]]:
-        """As `due`, with everything that waits."""
+        """Return what `due` returns, with everything that waits."""
         self._show_all()
         self._report_dropped(now, early=True)
         return self._take_out()
 
     def deadline(self) -> float | None:
-        """When `due` has to be called next; None: when something new is said."""
+        """Return the time of the next `due`, or None if only new lines make one necessary."""
         deadlines = [*(fold.deadline() for fold in self._folds.values()), self._limit.deadline()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines that ``rank`` wrote to stderr."""
+        """Return the last lines that ``rank`` wrote to stderr."""
         text = b"\n".join(self._tails.get(rank, ())).decode(errors="replace")
         return text.split("\n")[-TAIL_LINES:] if text else []
 
     def close_files(self) -> None:
-        """Close the files; the next line opens them again, where the options say."""
+        """Close the files. The next line opens them again, where the options say."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()

@@ -1,7 +1,6 @@
-"""What a worker does so that its `logging` reaches the controller whole: marks, a default handler, line buffering.
+"""Setup of a worker's `logging`, so that records reach the controller whole: marks, a default handler, line buffering.
 
-Runs in the worker, once, before user code. Everything else about logs is in the controller and needs nothing from the
-worker; without this module its records would still come, as plain lines of stderr without a level.
+It runs in the worker once, before user code. Without it records would arrive as plain lines of stderr without a level.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _plain_format = logging.StreamHandler.format
 def install_worker_logging(level: int | str = logging.INFO) -> None:
     """Send this process's log records to the controller with their level, and stdout line by line.
 
-    Call again to change the level. Records of loggers for which nobody configured a handler go to stderr as
+    Call again to change the level. Records of loggers without a configured handler go to stderr as
     ``LEVEL:name:message``, with no time in it, so that equal ones of many ranks fold. A program that configures
     logging itself keeps its own handlers, formats and levels; what those write to stdout or stderr is marked too, so
     that the mesh's level works on it and a traceback stays one unit.
@@ -47,7 +46,7 @@ def install_worker_logging(level: int | str = logging.INFO) -> None:
 
 
 class _DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the stderr of the moment, as `logging`'s own last resort does."""
+    """Handler that writes to the current stderr, as `logging`'s last resort does."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -59,7 +58,7 @@ class _DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _marked_format(handler: Any, record: logging.LogRecord) -> str:
-    """In place of `StreamHandler.format`: the same, marked when it goes to the controller's pipe."""
+    """Replacement of `StreamHandler.format`: it marks records that go to the controller's pipe."""
     text = _plain_format(handler, record)
     try:
         if handler.stream.fileno() not in (1, 2):
