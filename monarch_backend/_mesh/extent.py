@@ -1,7 +1,7 @@
-"""Which ranks a mesh has and how they are named: Extent, Point, Shape, the mesh operations, ranks in words.
+"""Extents, points and shapes: the ranks of a mesh, their names, and the mesh operations.
 
-Arithmetic on ranks and nothing else: no process, no message, no import from another room. A rank is counted in
-row-major order: the last label varies fastest.
+Only arithmetic on ranks: no process, no message, no import from higher packages. Ranks count in row-major order: the
+last label varies fastest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_RANKS = (1 << 31) - 1
-"""Ranks of one extent: torch and the wire format count ranks in 32 bits."""
+"""Limit of ranks of one extent: torch and the wire format count ranks in 32 bits."""
 
 Index: TypeAlias = "int | slice[Any, Any, Any]"  # here, where `slice` is still Python's own
 
@@ -89,15 +89,15 @@ class Extent:
 
     @property
     def nelements(self) -> int:
-        """How many ranks there are: the product of the sizes."""
+        """Number of ranks: the product of the sizes."""
         return self._nelements
 
     def size(self, label: str | None = None) -> int:
-        """The size of one dimension, of all together when `label` is None. KeyError for an unknown label."""
+        """Return the size of one dimension, or of all together when `label` is None. KeyError for an unknown label."""
         return self._nelements if label is None else self[label]
 
     def point(self, rank: int) -> Point:
-        """The point of this rank. IndexError unless ``0 <= rank < nelements``."""
+        """Return the point of this rank. IndexError unless ``0 <= rank < nelements``."""
         return Point(rank, self)
 
     def rank_of(self, /, **coords: int) -> int:
@@ -108,7 +108,7 @@ class Extent:
         return _dot(self._indices(coords), self._strides)
 
     def keys(self) -> tuple[str, ...]:
-        """The labels: what makes ``dict(extent)`` work."""
+        """Return the labels. With this method ``dict(extent)`` works."""
         return self._labels
 
     @property
@@ -116,7 +116,7 @@ class Extent:
         return tuple(stride for stride, _ in self._places.values())
 
     def _indices(self, coords: Mapping[str, int]) -> list[int]:
-        """The coordinates in the order of the labels, each checked and counted from the start."""
+        """Return the coordinates in the order of the labels, each checked and counted from the start."""
         for label in coords:
             if label not in self._places:
                 raise _no_dimension(label, self)
@@ -160,7 +160,7 @@ class Extent:
 
 @functools.lru_cache(maxsize=1024)
 def _same_extent(labels: tuple[str, ...], sizes: tuple[int, ...]) -> Extent:
-    """What unpickling calls: messages of one mesh repeat one extent, which is then checked and kept once."""
+    """Return the extent for unpickling. Messages of one mesh repeat one extent, which is checked and kept once."""
     return Extent(labels, sizes)
 
 
@@ -299,7 +299,7 @@ class Shape:
     def _make(
         cls, extent: Extent, strides: tuple[int, ...] | None, offset: int, ranks: tuple[int, ...] | None = None
     ) -> Shape:
-        """Without checks: for what was derived from a checked shape."""
+        """Make a shape without checks, from values derived from a checked shape."""
         shape = cls.__new__(cls)
         shape._extent = extent
         shape._strides = strides
@@ -427,10 +427,10 @@ class Shape:
 
 
 class MeshBase(ABC):
-    """What every mesh can do with its dimensions: hosts, processes, actors, values, devices.
+    """Base of all meshes with their operations on dimensions: hosts, processes, actors, values, devices.
 
-    A subclass has a `_shape` and makes a mesh like itself of another shape in `_new_with_shape`; the ranks of a shape
-    are always those of the mesh that all slices come from.
+    A subclass has a `_shape`, and makes a similar mesh of another shape in `_new_with_shape`. The ranks of a shape are
+    always those of the mesh that all slices come from.
     """
 
     __slots__ = ()
@@ -439,7 +439,7 @@ class MeshBase(ABC):
 
     @abstractmethod
     def _new_with_shape(self, shape: Shape) -> Self:
-        """This mesh with another selection of its base ranks."""
+        """Return this mesh with another selection of its base ranks."""
 
     def slice(self, /, **selection: Index) -> Self:
         """The part of the mesh that the selection names; dimensions that it does not name stay whole.
@@ -470,11 +470,13 @@ class MeshBase(ABC):
         return self._new_with_shape(self._shape.split(**how))
 
     def flatten(self, name: str) -> Self:
-        """The mesh with all its dimensions as one, of this name; ranks keep their order. ValueError for a bad name."""
+        """Return the mesh with all its dimensions as one, of this name. Ranks keep their order. ValueError for a bad
+        name.
+        """
         return self._new_with_shape(self._shape.flatten(name))
 
     def rename(self, /, **names: str) -> Self:
-        """The mesh with new labels, ``old="new"``. KeyError for an unknown one, ValueError for one that is taken."""
+        """Return the mesh with new labels, ``old="new"``. KeyError for an unknown label, ValueError for one in use."""
         return self._new_with_shape(self._shape.rename(**names))
 
     def without(self, ranks: Iterable[int | Point]) -> Self:
@@ -492,7 +494,7 @@ class MeshBase(ABC):
         return self._new_with_shape(self._shape.without(ranks))
 
     def size(self, dim: str | Sequence[str] | None = None) -> int:
-        """How many ranks there are along a dimension, along several together, or in all. KeyError for an unknown one.
+        """Return the number of ranks along one dimension, along several, or in all. KeyError for an unknown dimension.
 
         >>> from monarch_backend._mesh.value_mesh import ValueMesh
         >>> mesh = ValueMesh(Extent.of({"hosts": 2, "gpus": 4}), range(8))
@@ -562,7 +564,7 @@ def _boxes(extent: Extent, ranks: list[int]) -> list[_Box]:
 
 
 def _products(points: set[tuple[int, ...]], dims: int) -> list[_Box]:
-    """Few products of coordinates that together are exactly these points."""
+    """Return few products of coordinates that together are exactly these points."""
     if dims == 1:
         return [(tuple(sorted(index for (index,) in points)),)]
     best: dict[frozenset[tuple[int, ...]], list[int]] = {}
@@ -602,7 +604,7 @@ def _box_in_words(labels: tuple[str, ...], box: _Runs) -> str:
 
 
 def _shortened(labels: tuple[str, ...], boxes: list[_Runs], left: int) -> str:
-    """As many of the boxes as there is room for, and how many ranks are not among them."""
+    """Return as many boxes as fit, and the number of ranks that are not among them."""
     words = ""
     for box in boxes:
         room = _WORDS - _MORE - len(words) - len("; ")
@@ -705,7 +707,7 @@ def _check_base_ranks(ranks: tuple[int, ...]) -> None:
 def _read_split(
     extent: Extent, how: Mapping[str, Sequence[str] | int]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
-    """What becomes of which dimension, and the sizes that are given for new ones."""
+    """Return the new labels of each dimension, and the sizes that are given for new ones."""
     into: dict[str, tuple[str, ...]] = {}
     given: dict[str, int] = {}
     for label, value in how.items():

@@ -1,4 +1,4 @@
-"""`HostMesh`: machines on which processes can be started: this one, or others, which _hosts/attach.py has found."""
+"""`HostMesh`: machines on which processes can be started: this one, or others, which _hosts/attach.py attaches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HostMesh(MeshBase):
-    """Hosts, one for each rank. ``ids``: of the base ranks, as the controller knows them; None for this host."""
+    """Hosts, one for each rank. ``ids``: those of the base ranks, as the controller knows them; None for this host."""
 
     def __init__(self, shape: Shape, ids: tuple[str, ...] | None = None, name: str = "") -> None:
         self._shape, self._ids, self._name = shape, ids, name
@@ -30,7 +30,7 @@ class HostMesh(MeshBase):
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """Ids of the hosts that this mesh shows, in the order of its ranks; None for this host."""
+        """Ids of the hosts of this mesh, in the order of its ranks; None for this host."""
         return None if self._ids is None else tuple(self._ids[rank] for rank in self._shape.ranks)
 
     def spawn_procs(
@@ -64,7 +64,7 @@ class HostMesh(MeshBase):
         )
 
     def shutdown(self) -> Any:
-        """Stop all processes that this program has started on these hosts. A Future of None."""
+        """Stop all processes that this program has started on these hosts. Return a Future of None."""
         return program().stop_procs(None, "stop", "its hosts were shut down", hosts=self.hosts or ())
 
     def sync_workspace(
@@ -90,7 +90,7 @@ class HostMesh(MeshBase):
 
 
 def this_host() -> HostMesh:
-    """The machine that this runs on, as a mesh of one host without dimensions.
+    """Return this machine as a mesh of one host without dimensions.
 
     >>> from monarch_backend.actor import this_host
     >>> len(this_host())

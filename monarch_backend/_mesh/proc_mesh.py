@@ -1,6 +1,6 @@
 """`ProcMesh`: processes that a program has started, as one object that can be sliced, sent and stopped.
 
-What they run is the room above's; how they come to be is in _processes/spawner.py.
+The actor layer runs code in them. _processes/spawner.py starts them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from monarch_backend._mesh.extent import Extent, MeshBase, Shape, ranks_in_words
 from monarch_backend._mesh.runtime_protocol import program
 
 ERROR_GRACE_S = 10.0
-"""Seconds that actors get to finish what they have when an error leaves the ``with`` of their processes."""
+"""Seconds for actors to finish their messages when an error leaves the ``with`` of their processes."""
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ProcReference(NamedTuple):
-    """A mesh of processes as it travels."""
+    """A pickled mesh of processes."""
 
     id: str
     name: str
@@ -34,24 +34,28 @@ class ProcReference(NamedTuple):
     owner: str
     tokens: tuple[str, ...]
     server: str
-    host_names: tuple[tuple[str, str], ...] = ()  # by number: failures name hosts where nobody has attached them, too
+    host_names: tuple[
+        tuple[str, str], ...
+    ] = ()  # by number, for failures reported in processes that have not attached the hosts
 
 
 @dataclass(eq=False)
 class ProcMeshState:
-    """What all slices of one mesh of processes share, in this process."""
+    """Shared state of all slices of one mesh of processes, in this process."""
 
     id: str
     name: str
     extent: Extent
     owner: Peer
-    tokens: list[str]  # of the process that has each rank now
-    find: Callable[[ProcMeshState, int], Peer]  # whom nobody here has talked to yet
+    tokens: list[str]  # current process of each rank
+    find: Callable[[ProcMeshState, int], Peer]  # finds a process that has not been sent a message yet
     server: str = ""  # address of the fork server of its host
     owned: Any = None  # the owner's records, None elsewhere
     stopped: str | None = None  # why it was stopped, if it was
     before_stop: list[Callable[[Callable[[], None]], None]] = field(default_factory=list)
-    """Each sends what the processes still have to do, and calls what it is given when they may be told to stop."""
+    """Functions that send remaining operations to the processes, and call their argument when these may be told to
+    stop.
+    """
     groups: dict[Any, Any] = field(default_factory=dict)
     former: dict[str, int] = field(default_factory=dict)  # ranks of processes that have successors, by token
     known: list[Peer | None] = field(init=False)
@@ -61,7 +65,7 @@ class ProcMeshState:
         self.known = [None] * len(self.tokens)
 
     def peer(self, rank: int) -> Peer:
-        """The process that has this rank now."""
+        """Return the current process of this rank."""
         while True:
             peer = self.known[rank]
             if peer is not None:
@@ -73,31 +77,31 @@ class ProcMeshState:
 
     @property
     def peers(self) -> list[Peer]:
-        """All of them: for the owner, who knows them anyhow."""
+        """Return all processes, for the owner, which knows them."""
         return [self.peer(rank) for rank in range(len(self.tokens))]
 
     def replace(self, rank: int, token: str) -> None:
-        """Another process has this rank now. That the former one is gone may be heard of later."""
+        """Set another process for this rank. The end of the former one may be reported later."""
         with self._lock:
             self.former[self.tokens[rank]] = rank
             self.tokens[rank] = token
             self.known[rank] = None
 
     def rank_of(self, token: str) -> int | None:
-        """The rank that this process has, or had before it was started anew."""
+        """Return the rank that this process has, or had before its restart."""
         with self._lock:
             return self.tokens.index(token) if token in self.tokens else self.former.get(token)
 
     def who(self, rank: int) -> str:
-        """For people: "gpus 3 of trainers"."""
+        """Return text for messages: "gpus 3 of trainers"."""
         return f"{self.where(rank)} of {self.name}"
 
     def where(self, rank: int) -> str:
-        """For people: "gpus 3"."""
+        """Return text for messages: "gpus 3"."""
         return ranks_in_words(self.extent, [rank])
 
     def reference(self) -> ProcReference:
-        """For the road."""
+        """Return the reference that is pickled."""
         return ProcReference(
             self.id,
             self.name,
@@ -111,7 +115,7 @@ class ProcMeshState:
 
 
 def label_of(core: ProcMeshState, rank: int) -> Callable[[], str]:
-    """What `core.who` says, for a Peer: that may be remembered for longer than the mesh."""
+    """Return a function for the label of a Peer, with a weak reference: the peer may be kept longer than the mesh."""
     known = weakref.ref(core)
 
     def who() -> str:
@@ -126,7 +130,7 @@ def _from_reference(data: ProcReference, shape: Shape) -> ProcMesh:
 
 
 def whole(mesh: Any, what: str) -> Any:
-    """The core of a mesh of processes or actors that is no slice. Raises ValueError for one that is."""
+    """Return the core of a mesh of processes or actors that is not a slice. Raises ValueError for a slice."""
     core = mesh._core
     if len(mesh._shape.ranks) != core.extent.nelements:
         raise ValueError(f"{what}() is for whole meshes, and this is a slice of {core.name!r}: {mesh.extent}")
@@ -151,7 +155,7 @@ class ProcMesh(MeshBase):
 
     @property
     def name(self) -> str:
-        """As given to ``spawn_procs``."""
+        """The name given to ``spawn_procs``."""
         return self._core.name
 
     @property
@@ -200,7 +204,7 @@ class ProcMesh(MeshBase):
         ``timeout`` seconds is killed. Without it a process that works is waited for, with a warning every 10 seconds.
         Killed after 10 are those that do not read their messages, and where a process of the mesh has died all that
         are left, since they may wait for it. Raises ValueError for a slice, and RuntimeError for
-        a mesh that somebody else has spawned; so do ``abort`` and ``kill``.
+        a mesh that another actor or program has spawned; so do ``abort`` and ``kill``.
         """
         return program().stop_procs(whole(self, "stop"), "stop", reason, timeout)
 
@@ -212,7 +216,7 @@ class ProcMesh(MeshBase):
         return program().stop_procs(whole(self, "abort"), "abort", reason)
 
     def kill(self, reason: str = "killed by its owner") -> Any:
-        """End the processes at once, by SIGKILL. A Future of None."""
+        """End the processes at once, by SIGKILL. Return a Future of None."""
         return program().stop_procs(whole(self, "kill"), "kill", reason)
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""ValueMesh: one value for each rank of a mesh, such as the replies to a call. No process and no message here."""
+"""ValueMesh: one value for each rank of a mesh, such as the replies to a call. It has no processes and no messages."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ class ValueMesh(MeshBase, Generic[T_co]):
         return mesh
 
     def item(self, /, **coords: int) -> T_co:
-        """The value at these coordinates, one for each label; a negative one counts from the end.
+        """Return the value at these coordinates, one for each label; a negative one counts from the end.
 
         Raises KeyError for a missing or unknown label, IndexError for a coordinate outside its dimension.
         """
         return self._values[self._shape.rank_of(**coords)]
 
     def items(self) -> Iterator[tuple[Point, T_co]]:
-        """Points of this mesh and their values, in order of rank."""
+        """Return points of this mesh and their values, in order of rank."""
         return zip(self.extent, self.values(), strict=True)
 
     def values(self) -> Iterator[T_co]:
-        """The values in order of rank."""
+        """Return the values in order of rank."""
         return map(self._values.__getitem__, self._shape.ranks)
 
     def __iter__(self) -> Iterator[tuple[Point, T_co]]:
