@@ -1,7 +1,6 @@
-"""The control groups that this process is in: where their files are, in both versions, and what they say.
+"""Control groups of this process: paths of their files and the values in them, for both versions.
 
-Control groups are what containers and batch systems limit. Everything here is read only, and what cannot be read is
-taken for absent.
+Containers and batch systems set limits with control groups. This module only reads; unreadable files count as absent.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def directories(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[Path]:
-    """Directories that count this process for ``controller`` ("memory", "pids"): its own, its parent, up to the root.
+    """Yield directories that count this process for ``controller`` ("memory", "pids"): its own, its parent, up to the
+    root.
 
-    In a container that sees only its own part of the tree the path in ``membership`` leads nowhere; the root, which
-    is then the container's own group, is found all the same.
+    In a container that sees only its part of the tree the path in ``membership`` does not exist. The root, which is
+    then the container's own group, is found all the same.
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
@@ -39,7 +39,7 @@ def directories(controller: str, root: Path = ROOT, membership: Path = MEMBERSHI
 
 
 def number(file: Path) -> int | None:
-    """The number in a file; None if there is none ("max") or no such file."""
+    """Return the number in a file; None if there is none ("max") or no such file."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -48,7 +48,7 @@ def number(file: Path) -> int | None:
 
 
 def field(file: Path, name: str) -> int | None:
-    """The number behind ``name`` in a file of lines like ``oom_kill 3``; None if it is not there."""
+    """Return the number after ``name`` in a file of lines like ``oom_kill 3``; None if it is not there."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -57,10 +57,10 @@ def field(file: Path, name: str) -> int | None:
 
 
 class OomKills:
-    """How often the kernel has killed for want of memory here; tells whether it did so again.
+    """Counter of out-of-memory kills by the kernel, and whether it has grown.
 
-    The counter is that of this process's memory group, or the host's where there is none. It says that there was a
-    kill, not who was killed: ask after a SIGKILL that nobody here has sent.
+    The counter is that of this process's memory group, or the host's where there is none. It does not tell which
+    process was killed: use it after a SIGKILL that this program has not sent.
     """
 
     def __init__(self, root: Path = ROOT, membership: Path = MEMBERSHIP, host: Path = Path("/proc/vmstat")) -> None:
@@ -76,6 +76,6 @@ class OomKills:
         return field(self._file, "oom_kill") or 0
 
     def again(self) -> bool:
-        """Whether the counter has grown since it was last read."""
+        """Return whether the counter has grown since the last call."""
         before, self._seen = self._seen, self._read()
         return self._seen > before

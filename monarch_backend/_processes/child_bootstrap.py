@@ -1,8 +1,8 @@
-"""What a new process does before its real main: it becomes what a freshly started interpreter would be.
+"""Bootstrap of a new process: it gives the process the state of a freshly started interpreter, then calls its main.
 
-A forked child is a copy of the fork server, and must not look like one: its environment, paths, signals, randomness
-and standard streams are those asked for. A plainly spawned child goes the same way, from _interpreter's program to
-`main` here; what it need not do, because it is new, does no harm.
+A forked child is a copy of the fork server. Its environment, paths, signals, randomness and standard streams are set to
+the requested ones. A plainly spawned child comes from the program in interpreter_args.py to `main` and takes the same
+steps. Some are not needed in a new process, and have no effect there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from monarch_backend._processes.spawn_protocol import Spawn
 
 
 def main(argument: str) -> NoReturn:
-    """Of a plainly spawned process: ``argument`` is the descriptor of a file that holds its Spawn message."""
+    """Bootstrap a plainly spawned process. ``argument`` is the descriptor of a file with its Spawn message."""
     with without_collector():
         importlib.import_module("torch")  # a forked child has it, and here its threads and random numbers are seen to
     finalization.remember_preloaded()
@@ -42,7 +42,7 @@ def main(argument: str) -> NoReturn:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """For imports: it finds next to nothing in modules, and takes a fifth of the time that torch does."""
+    """Disable the garbage collector for imports: it frees almost nothing and takes a fifth of torch's import time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -53,7 +53,7 @@ def without_collector() -> Iterator[None]:
 
 
 def run(spec: Spawn) -> NoReturn:
-    """Become the process that ``spec`` asks for, call its main and end as an interpreter would end."""
+    """Apply ``spec`` to this process, call its main, and end as an interpreter would end."""
     code = 1
     try:
         _become(spec)
@@ -75,7 +75,7 @@ def run(spec: Spawn) -> NoReturn:
 def _become(spec: Spawn) -> None:
     with contextlib.suppress(OSError):  # forked or spawned with setsid it leads its session already
         os.setsid()
-    linux.adopt_orphans()  # so that at this process's death the fork server gets, and kills, what it leaves behind
+    linux.adopt_orphans()  # so that at this process's death the fork server adopts and kills its descendants
     linux.set_title(f"monarch {spec.label}")
     set_environment(spec.environment)
     os.chdir(spec.cwd)
@@ -122,7 +122,7 @@ def _stdin_is_null() -> bool:
 
 
 def set_environment(environment: Mapping[bytes, bytes]) -> None:
-    """Make ``environment`` this process's, with few calls where it nearly is."""
+    """Make ``environment`` this process's, with few calls where most of it is equal."""
     for name in os.environb.keys() - environment.keys():
         del os.environb[name]
     for name, value in environment.items():
@@ -131,14 +131,14 @@ def set_environment(environment: Mapping[bytes, bytes]) -> None:
 
 
 def _forget_the_server(label: str) -> None:
-    """Share no secrets and no random numbers with siblings. `random` reseeds itself after a fork."""
+    """Drop secrets and random numbers that siblings would share. `random` reseeds itself after a fork."""
     process: Any = multiprocessing.process.current_process()
     process.name = label
     process.authkey = os.urandom(32)
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed(None)
     if torch := sys.modules.get("torch"):
-        torch.default_generator.seed()  # accelerators' start at a fixed seed, in every process
+        torch.default_generator.seed()  # generators of accelerators start at a fixed seed, in every process
 
 
 def _from_environment(*names: str) -> int | None:
@@ -150,9 +150,9 @@ def _from_environment(*names: str) -> int | None:
 
 
 def _use_threads(spec: Spawn) -> None:
-    """Threads for torch and for NumPy's OpenBLAS: the environment's number, else the spec's, else one per bound cpu.
+    """Set threads of torch and NumPy's OpenBLAS: the environment's number, else the spec's, else one per bound cpu.
 
-    Both have read the environment when they were loaded, in a forked child that is the server's.
+    Both have read the environment when they were loaded, in a forked child that of the server.
     """
     asked = spec.threads or (len(spec.cpus) if spec.cpus else None)
     torch = sys.modules.get("torch")
@@ -168,7 +168,7 @@ def _use_threads(spec: Spawn) -> None:
 
 @functools.cache
 def openblas() -> list[tuple[Callable[[], int], Callable[[int], object]]]:
-    """Getter and setter of the number of threads, of every OpenBLAS in this process."""
+    """Yield getter and setter of the number of threads of every OpenBLAS in this process."""
     try:
         with open("/proc/self/maps") as maps:
             files = {line.split()[-1] for line in maps if "openblas" in line}
@@ -183,7 +183,9 @@ def openblas() -> list[tuple[Callable[[], int], Callable[[int], object]]]:
 
 
 def report_exception(error: BaseException) -> None:
-    """As an interpreter does: without this module's frame, and those below it that say as pytest's do, "not me"."""
+    """Print a traceback as an interpreter does, without frames of this module and those marked as hidden, as for
+    pytest.
+    """
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     while trace is not None and "__tracebackhide__" in trace.tb_frame.f_locals:
         trace = trace.tb_next

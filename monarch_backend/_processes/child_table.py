@@ -1,6 +1,6 @@
-"""The fork server's children: how one is made, how its end is seen, and that nothing of it stays behind.
+"""Children of the fork server: they are started, reaped, and their descendants are killed.
 
-Sockets and clients are not known here; they are fork_server.py's.
+fork_server.py has the sockets and clients.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import msgspec
 from monarch_backend._processes import cgroup, interpreter_args, linux
 from monarch_backend._processes.spawn_protocol import Method, Spawn
 
-# What a running process cannot take up: a child that wants another value than the server had is spawned plainly.
+# Variables that a running process cannot apply: a child with another value than the server's is spawned plainly.
 _READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED")
 
 
 class StartError(Exception):
-    """The process could not be made; the text says why, and what to do."""
+    """The process could not be started. The text gives the reason, and what to do."""
 
 
 @dataclass(frozen=True)
 class ChildStarted:
-    """A process was made; ``pid`` 0 means that this is it. ``reason``: why it had to be spawned."""
+    """A process was started. ``pid`` 0 means that this process is the child. ``reason``: why it had to be spawned."""
 
     pid: int
     method: Method
@@ -47,7 +47,7 @@ class ChildExited:
 
 
 def why_not_fork(environment: Mapping[bytes, bytes], own: Mapping[bytes, bytes]) -> str | None:
-    """The reason why a child with ``environment`` must not be forked from this process, which started with ``own``."""
+    """Return why a child with ``environment`` must not be forked from this process, which started with ``own``."""
     if not linux.LINUX:
         return f"fork is not safe on {sys.platform}"
     threads = os.listdir("/proc/self/task")
@@ -73,7 +73,7 @@ def _thread_name(thread: str) -> str:
 
 
 class Processes:
-    """Makes, signals and reaps. For one thread only, and no other part of this process may wait for children."""
+    """Starts, signals and reaps processes. For one thread only; no other code of this process may wait for children."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environb)
@@ -87,13 +87,15 @@ class Processes:
         linux.adopt_orphans()
 
     def _allow_open_files(self) -> None:
-        """As many as possible, for connections and waiting requests; a child gets the limit that was inherited."""
+        """Raise the limit as far as possible, for connections and waiting requests. A child gets the inherited
+        limit.
+        """
         _, hard = self._open_files
         with contextlib.suppress(OSError, ValueError):  # the system's own limit has been lowered below it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def start(self, spec: Spawn, stdout: int, stderr: int, stdin: int | None = None) -> ChildStarted:
-        """Make the process; in a forked one, return pid 0. Raises StartError."""
+        """Start the process; in a forked one, return pid 0. Raises StartError."""
         reason = why_not_fork(spec.environment, self._environment)
         if reason is not None and spec.method == "fork":
             raise StartError(f"MONARCH_START_METHOD=fork, but {reason}; unset it")
@@ -123,7 +125,7 @@ class Processes:
             os.kill(pid, number)
 
     def reap(self) -> Iterator[ChildExited]:
-        """The processes that have ended since the last time; call `tidy` when that has been told."""
+        """Return the processes that have ended since the last call. Call `tidy` after their ends have been sent."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 self._untidy = True
@@ -141,10 +143,10 @@ class Processes:
         return ChildExited(pid, returncode, os.WCOREDUMP(status), unexplained and self._oom_kills.again())
 
     def tidy(self) -> None:
-        """Kill what processes have left behind at their end.
+        """Kill the remaining descendants of ended processes.
 
-        Every process adopts its own descendants' orphans (child_bootstrap.py), so those whom this one gets are a dead
-        one's.
+        Every process adopts its own descendants' orphans (child_bootstrap.py), so this one adopts only those of an
+        ended process.
         """
         if not self._untidy:
             return
@@ -154,7 +156,7 @@ class Processes:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill everything and wait until it is gone."""
+        """Kill everything and wait until it has ended."""
         for pid in self._alive:
             os.kill(pid, signal.SIGKILL)
         self._helpers.clear()
@@ -182,10 +184,10 @@ def _fork() -> int:
 
 
 def _spawn(spec: Spawn, stdout: int, stderr: int, stdin: int | None) -> int:
-    """A fresh interpreter that reads ``spec`` from an inherited file; it starts with our modules' sys.path."""
+    """Start a fresh interpreter that reads ``spec`` from an inherited file. It starts with this package's sys.path."""
     message = _file_of(msgspec.msgpack.encode(spec))
     try:
-        os.set_inheritable(message, True)  # there is no other thread that could start a process meanwhile
+        os.set_inheritable(message, True)  # no other thread could start a process meanwhile
         command = interpreter_args.command("monarch_backend._processes.child_bootstrap", str(message), sys.path)
         streams = [(os.POSIX_SPAWN_DUP2, stdout, 1), (os.POSIX_SPAWN_DUP2, stderr, 2)]
         if stdin is not None:
@@ -196,7 +198,7 @@ def _spawn(spec: Spawn, stdout: int, stderr: int, stdin: int | None) -> int:
 
 
 def _file_of(data: bytes) -> int:
-    """A descriptor of a file without a name that holds ``data``, at its start."""
+    """Return a descriptor of a file without a name that holds ``data``, at its start."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("monarch spawn")
     else:

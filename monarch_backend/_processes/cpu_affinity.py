@@ -1,7 +1,7 @@
-"""Which cpus, and with them which memory, each process of a host gets: the meaning of ``proc_bind=``.
+"""CPU and memory affinity of each process of a host: the implementation of ``proc_bind=``.
 
-`plan` decides for all processes, where they are spawned; `bind` does it, in each of them. The machine is read from
-/sys/devices/system.
+`plan` decides for all processes, where they are spawned. `bind` applies it in each process. The machine's layout is
+read from /sys/devices/system.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _by_cores(count: int, usable: Cpus, system: Path) -> list[Cpus | None]:
 
 
 def _cores(usable: Cpus, system: Path) -> list[Cpus]:
-    """The cores with their usable hardware threads; neighbours are near each other: same node, same package."""
+    """Return the cores with their usable hardware threads. Neighbours are close: same node, same package."""
     node_of = {cpu: node for node, cpus in _nodes(system).items() for cpu in cpus}
     cores: dict[tuple[int, int, int], set[int]] = {}
     for cpu in sorted(usable):
@@ -106,7 +106,7 @@ def _cores(usable: Cpus, system: Path) -> list[Cpus]:
 
 
 def _nodes(system: Path) -> dict[int, Cpus]:
-    """The cpus of each memory node; empty on a kernel without NUMA."""
+    """Return the cpus of each memory node; empty on a kernel without NUMA."""
     found = {}
     for directory in system.glob("node/node[0-9]*"):
         try:
@@ -156,11 +156,11 @@ def text(cpus: Iterable[int]) -> str:
 
 
 def bind(cpus: Cpus, system: Path = SYSTEM) -> None:
-    """Run this process on ``cpus`` from now on, and take its memory from their node if there are several nodes.
+    """Run this process on ``cpus`` from now on, and prefer memory of their node if there are several nodes.
 
-    The cpus are a must: raises OSError if they can't be had. The memory is a preference, and kept silent about: the
-    kernel takes another node's when this one's is full, and some containers forbid the call. Does nothing on systems
-    where a process can't choose its cpus.
+    The cpus are required: raises OSError if they are not available. The memory is a preference, and its failure is
+    ignored. The kernel takes another node's memory when this one's is full, and some containers forbid the call. Does
+    nothing on systems where a process cannot choose its cpus.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -177,5 +177,5 @@ def _prefer_memory_of(node: int) -> None:
         return
     words = (ctypes.c_ulong * (node // 64 + 1))()
     words[node // 64] = 1 << node % 64
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than the given number.
     ctypes.CDLL(None).syscall(number, _MPOL_PREFERRED, words, len(words) * 64 + 1)

@@ -1,7 +1,7 @@
-"""Graceful end of a process: what an interpreter does at its end, for the user's code.
+"""Graceful end of a process: the steps of an interpreter's exit, for the user's code only.
 
-Py_Finalize itself would tear down torch, too. Forked processes then write to all of the memory that they share: the
-stop of 8 takes 1.1 s instead of 0.2 s. So only namespaces that came after the fork are cleared.
+Py_Finalize would tear down torch, too. Forked processes would then write to all memory that they share: the stop of 8
+processes takes 1.1 s instead of 0.2 s. So only namespaces that were created after the fork are cleared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 def remember_preloaded() -> None:
-    """Take the packages that are imported by now for the runtime's: they are not torn down."""
+    """Treat all packages that are imported so far as the runtime's: they are not torn down."""
     global _preloaded
     _preloaded = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
     # torch has one for each of its 134 libraries of operators. Their run at exit took 35 ms of each process.
@@ -33,15 +33,16 @@ def remember_preloaded() -> None:
 
 
 def skip() -> None:
-    """Let this process end without any of it, as an abort does."""
+    """Let this process end without these steps, as an abort does."""
     global _is_over
     _is_over = True
 
 
 def finalize_user_code() -> None:
-    """Join threads, run atexit hooks, clear the namespaces of the user's modules, flush files. Only the first time.
+    """Join threads, run atexit hooks, clear the namespaces of the user's modules, flush files. Only the first call
+    acts.
 
-    On the main thread. It takes as long as threads and hooks of the user's take; the limit is up to the caller.
+    Call it on the main thread. It takes as long as the user's threads and hooks take; the caller sets the limit.
     """
     global _is_over
     if _is_over:
@@ -78,7 +79,7 @@ def _objects(space: dict[str, Any]) -> list[str]:
 
 
 def _user_namespaces() -> list[dict[str, Any]]:
-    """Globals of the user's modules, the last imported first, and of functions that came by value."""
+    """Yield globals of the user's modules, the last imported first, and of functions that were pickled by value."""
     # The name first: it costs a copied page to touch a module that is shared with the fork server.
     modules = [
         vars(module) for name, module in sys.modules.items() if _is_user(name) and isinstance(module, ModuleType)

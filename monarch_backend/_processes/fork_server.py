@@ -1,9 +1,10 @@
-"""The fork server: a process that has imported torch once, and makes processes by copying itself.
+"""The fork server: a process that has imported torch once, and starts processes by forking itself.
 
-It is a clean interpreter without threads or accelerator context, never sees the user's program, and unpickles nothing:
-that is for its children. Each connection owns the processes it has asked for, and they are killed when it ends, with
-all their descendants; when the first one ends, the controller's, everything ends. How children are made and reaped is
-in child_table.py, what they do first in child_bootstrap.py, the other end of the connections in spawner.py.
+It is a clean interpreter without threads or accelerator context. It never imports the user's program, and unpickles
+nothing: its children do. Each connection owns the processes that it has requested. At its end they are killed, with all
+their descendants. At the end of the first connection, the controller's, everything ends.
+
+child_table.py starts and reaps children, child_bootstrap.py is their first code, spawner.py is the client.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ _MAX_WAITING = 32
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """What the spawner hands to the server that it starts: inherited descriptors, and modules to import.
+    """Configuration of the server by its spawner: inherited descriptors, and modules to import.
 
-    ``lasting``: processes will come of it for long, and to make them cheap is worth a few tenths of a second at first.
+    ``lasting``: it will start processes for long. Then a few tenths of a second at the start make each of them cheaper.
     """
 
     connection: int
@@ -70,7 +71,7 @@ class Configuration(msgspec.Struct, frozen=True):
 
 
 def main(argument: str) -> NoReturn:
-    """Serve; ``argument`` is a Configuration in JSON. A child comes back from serving to be what it was made for."""
+    """Run the server. ``argument`` is a Configuration in JSON. In a child it continues with the child's bootstrap."""
     linux.set_title("monarch fork server")
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started us may have blocked some
     configuration = msgspec.json.decode(argument, type=Configuration)
@@ -79,9 +80,9 @@ def main(argument: str) -> NoReturn:
 
 
 def serve(configuration: Configuration) -> Spawn:
-    """Be the server, in a process that has imported what its children need and dies with its parent until now.
+    """Run the server in a process that has made its imports, and that dies with its parent until now.
 
-    Returns in children only, with what each is to be.
+    Returns in children only, with the spec of each.
     """
     server = Server(configuration)
     linux.outlive_parent()  # from here on the end of the connection tells, and there are children to take along
@@ -92,7 +93,7 @@ def serve(configuration: Configuration) -> Spawn:
 
 
 def preload(more: Sequence[str] = ()) -> None:
-    """Import what children will need."""
+    """Import modules that children will need."""
     with child_bootstrap.without_collector():
         for name in (*_PRELOAD, *more):
             importlib.import_module(name)
@@ -104,7 +105,7 @@ def preload(more: Sequence[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A request that waits for its turn, with the files that came with it."""
+    """A request that waits for its turn, with its files."""
 
     spec: Spawn
     stdout: int | None
@@ -119,7 +120,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _Client:
-    """A connection, and what it owns."""
+    """A connection, and the processes that it owns."""
 
     channel: Channel[Request]
     pid: int
@@ -139,7 +140,7 @@ class _Client:
 
 
 class Server:
-    """The server's loop. Single-threaded: it listens, makes one process per client and round, and reaps."""
+    """Loop of the server. Single-threaded: it listens, starts one process per client and round, and reaps."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._stdout, self._stderr = configuration.stdout, configuration.stderr
@@ -147,7 +148,7 @@ class Server:
         inherited = {configuration.connection, configuration.listener, self._stdout, self._stderr} - {None}
         for descriptor in inherited:
             os.set_inheritable(descriptor, False)  # type: ignore[arg-type]
-        self._keep = _open_descriptors() - inherited - {0, 1, 2}  # an imported library's
+        self._keep = _open_descriptors() - inherited - {0, 1, 2}  # threads of an imported library
         self._processes = Processes()
         self._owners: dict[int, tuple[_Client, int]] = {}  # by pid: whose process it is, and its id there
         self._clients: list[_Client] = []
@@ -161,7 +162,9 @@ class Server:
         self._add_client(socket.socket(fileno=configuration.connection), first=True)
 
     def serve(self) -> Spawn | None:
-        """Until the first connection has ended; then None. In a child: what it is to be, with nothing of ours open."""
+        """Run until the first connection has ended, then return None. In a child, return its spec, with all descriptors
+        closed.
+        """
         self._settle()
         while self._clients:
             busy = any(client.waiting for client in self._clients)
@@ -180,7 +183,7 @@ class Server:
         return None
 
     def _settle(self) -> None:
-        """Have what is imported by now be cheap to copy."""
+        """Make all imported modules cheap to copy."""
         finalization.remember_preloaded()  # here, because in a child it would copy 800 shared pages
         if self._lasting:
             gc.collect()
@@ -188,7 +191,7 @@ class Server:
         gc.freeze()  # the collector of a child leaves alone what it shares with us, and so the memory stays shared
 
     def _import(self, names: Sequence[str]) -> None:
-        """What children will need besides; of this package only, so that nobody's program is ever in here."""
+        """Import further modules for children, of this package only: no user code runs in the server."""
         missing = [name for name in names if name not in sys.modules]
         if not missing:
             return
@@ -207,7 +210,7 @@ class Server:
     # Processes
 
     def _start(self, client: _Client, job: _Job) -> bool:
-        """Make the process; true in a forked one."""
+        """Start the process; return True in a forked one."""
         stdout = self._stdout if job.stdout is None else job.stdout
         stderr = self._stderr if job.stderr is None else job.stderr
         try:
@@ -229,7 +232,9 @@ class Server:
         return False
 
     def _leave(self) -> None:
-        """In a forked child: close what is the server's. Objects first, lest they close another's descriptor later."""
+        """Close the server's descriptors in a forked child. Objects go first: a late one could close another's
+        descriptor.
+        """
         for client in self._clients:
             client.channel.socket.close()
         if self._listener is not None:
@@ -322,7 +327,7 @@ class Server:
                 return
 
     def _close(self, client: _Client) -> None:
-        """Take nothing more from ``client`` and kill what it owns; the connection stays until their ends are told."""
+        """Stop reading from ``client`` and kill its processes. The connection stays until their ends are sent."""
         if client.closing:
             return
         client.closing = True
@@ -341,7 +346,7 @@ class Server:
                 self._listener = None
 
     def _attend(self, client: _Client) -> None:
-        """Send what can be sent, drop a client that is done, else listen for what is wanted of it."""
+        """Send what can be sent, drop a client that is done, else wait for the events that it needs."""
         try:
             client.channel.flush()
         except OSError:

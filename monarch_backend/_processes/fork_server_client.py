@@ -1,6 +1,6 @@
-"""A fork server as its clients have it: started or found, listened to, asked to end.
+"""Client side of a fork server: it is started or found, waited for, and asked to end.
 
-What is said to it, and what becomes of that, is in spawner.py; what it does in fork_server.py.
+spawner.py has the requests and events, fork_server.py the server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPLY_TIMEOUT_S = 10.0
 
 
 class ForkServer:
-    """A connection to a fork server, and the server process if it is ours."""
+    """A connection to a fork server, and the server process if this process has started it."""
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None, log: IO[bytes] | None) -> None:
         self.channel: Channel[Event] = Channel(sock, msgspec.msgpack.Decoder(Event))
@@ -35,7 +35,7 @@ class ForkServer:
         self.log = log
 
     def stop(self) -> None:
-        """Have all our processes killed; their ends are told, then the connection ends."""
+        """Have all processes of this connection killed. Their ends are sent, then the connection ends."""
         self.channel.drop_unsent()
         with contextlib.suppress(OSError):
             self.channel.socket.shutdown(socket.SHUT_WR)
@@ -43,7 +43,7 @@ class ForkServer:
             self.process.terminate()  # while it imports torch it does not listen
 
     def wait(self) -> str:
-        """Wait until the server has ended, if it is ours; a sentence on how it ended."""
+        """Wait until a server of this process has ended. Return a sentence on how it ended."""
         if self.process is None:
             return "the fork server closed the connection"
         try:
@@ -61,7 +61,7 @@ class ForkServer:
         return f"; it wrote:\n{text}" if text else ""
 
     def close(self) -> None:
-        """Let go of the connection; a server of ours must have ended."""
+        """Close the connection. A server of this process must have ended."""
         self.channel.close()
         if self.log is not None:
             self.log.close()
@@ -75,7 +75,7 @@ def _name(signal: int) -> str:
 
 
 def listen() -> tuple[socket.socket | None, str]:
-    """A socket without a file, under a name that can't be guessed; the server takes it over."""
+    """Return a listening socket without a file, under a name that cannot be guessed. The server inherits it."""
     if not linux.LINUX:
         return None, "nowhere"
     name = f"monarch-{secrets.token_hex(16)}"
@@ -86,7 +86,10 @@ def listen() -> tuple[socket.socket | None, str]:
 
 
 def connect(address: str) -> socket.socket:
-    """A connection to the server there. Raises ValueError for no address, OSError, PermissionError (another user's)."""
+    """Return a connection to the server at this address.
+
+    Raises ValueError for an invalid address, PermissionError for another user's server, OSError.
+    """
     if not address.startswith("@"):
         raise ValueError(f"{address!r} is no address of a Spawner: those begin with @")
     sock = socket.socket(socket.AF_UNIX)
@@ -103,7 +106,7 @@ def connect(address: str) -> socket.socket:
 
 
 def start_server(listener: socket.socket | None, preload: list[str]) -> ForkServer:
-    """A server of ours, which takes over ``listener``. Raises OSError, RuntimeError. Dies with this thread."""
+    """Start a server, which inherits ``listener`` and dies with this thread. Raises OSError, RuntimeError."""
     with contextlib.ExitStack() as passed, contextlib.ExitStack() as kept:
         if listener is not None:
             passed.enter_context(listener)
@@ -131,7 +134,7 @@ def start_server(listener: socket.socket | None, preload: list[str]) -> ForkServ
 
 
 def _own_stream(number: int, stack: contextlib.ExitStack) -> int:
-    """A duplicate of this process's descriptor 1 or 2; of /dev/null if it has none."""
+    """Return a duplicate of this process's descriptor 1 or 2, or of /dev/null if it has none."""
     try:
         descriptor = os.dup(number)
     except OSError:
@@ -141,7 +144,7 @@ def _own_stream(number: int, stack: contextlib.ExitStack) -> int:
 
 
 def _server_environment() -> dict[str, str]:
-    """As here, but for what would make threads, and what would hide from children how many torch takes by itself."""
+    """Return this environment without variables that would make threads or hide torch's own number of threads."""
     left_out = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     kept = without_secrets(os.environ)  # children inherit the memory of the server, and /proc shows its variables
     return {n: v for n, v in kept.items() if n not in left_out} | {"OPENBLAS_NUM_THREADS": "1"}

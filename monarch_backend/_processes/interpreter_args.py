@@ -1,4 +1,4 @@
-"""How a clean interpreter of ours is started: the same executable, flags and sys.path as here, nothing of __main__."""
+"""Command line of a clean interpreter: the same executable, flags and sys.path as here, without __main__."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ importlib.import_module(sys.argv[2]).main(sys.argv[3])
 
 
 def command(module: str, argument: str, path: Sequence[str]) -> list[str]:
-    """The command line of an interpreter that calls ``module.main(argument)`` with ``path`` as its sys.path.
+    """Return the command line of an interpreter that calls ``module.main(argument)`` with ``path`` as its sys.path.
 
-    It dies with the thread of this process that starts it, unless it calls _linux.outlive_parent. Raises RuntimeError
-    in a program that does not know its interpreter.
+    It dies with the thread of this process that starts it, unless it calls linux.outlive_parent. Raises RuntimeError in
+    a program that does not know its interpreter.
     """
     if not sys.executable:
         raise RuntimeError("sys.executable is empty: set it to the Python interpreter that processes are to run")

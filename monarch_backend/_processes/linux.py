@@ -1,6 +1,6 @@
-"""What Linux offers about processes and Python does not: with whom one dies, who adopts its orphans, its title.
+"""Linux system calls for processes that Python lacks: parent death signal, adoption of orphans, titles.
 
-Only thin wrappers live here. Elsewhere than on Linux they do nothing, or find nothing, as each one says.
+These are thin wrappers. On other systems they do nothing or find nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
-_HUGE_PAGE = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
+_HUGE_PAGE = 2 << 20  # for x86-64, and for aarch64 with pages of 4 KiB
 
 
 def _prctl(option: int, argument: int | ctypes.c_char_p) -> None:
@@ -33,7 +33,9 @@ def _libc() -> ctypes.CDLL:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the thread of process ``parent`` that made this process ends; at once if that has happened."""
+    """Let the kernel kill this process when the thread of ``parent`` that made it ends, or at once if that has
+    ended.
+    """
     if LINUX:
         _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:
@@ -46,12 +48,12 @@ def outlive_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants of this process that lose their parent become its children, instead of init's."""
+    """Make this process, instead of init, the parent of its descendants that lose theirs."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def stands_still(pid: int) -> bool:
-    """True if it is stopped, by a signal or a debugger."""
+    """Return whether a signal or a debugger has stopped the process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -60,7 +62,7 @@ def stands_still(pid: int) -> bool:
 
 
 def set_title(title: str) -> None:
-    """What ``ps`` and ``top`` show for this process: the first 15 bytes as its name, all of it as its command line."""
+    """Set the title that ``ps`` and ``top`` show: the first 15 bytes as its name, all of it as its command line."""
     if not LINUX:
         return
     text = title.encode(errors="replace")
@@ -73,7 +75,9 @@ def set_title(title: str) -> None:
 
 @functools.cache
 def _command_line() -> tuple[int, int]:
-    """Address and size of the memory from which the kernel reads this process's command line; the same after a fork."""
+    """Return address and size of the memory from which the kernel reads the command line. They are equal after a
+    fork.
+    """
     with contextlib.suppress(OSError, IndexError, ValueError), open("/proc/self/stat") as stat:
         fields = stat.read().rpartition(")")[2].split()
         return int(fields[45]), int(fields[46]) - int(fields[45])
@@ -81,11 +85,11 @@ def _command_line() -> tuple[int, int]:
 
 
 def use_huge_pages() -> None:
-    """Have this process's private memory mapped by as few pages as possible, which is what a fork copies.
+    """Map this process's private memory with as few pages as possible: a fork copies the page tables.
 
-    And what an exit takes apart, before anybody learns of it: with 150 MB of an imported torch a fork takes 1.3 instead
-    of 5 ms, and a death is seen after 2.5 instead of 8.5 ms. Pages that a child writes to are copied in the small size.
-    Kernels before 6.1 can't do it on demand, and don't.
+    An exit takes them apart before its parent is notified. With 150 MB of an imported torch a fork takes 1.3 instead of
+    5 ms, and a death is seen after 2.5 instead of 8.5 ms. Pages that a child writes to are copied in the small size.
+    Kernels before 6.1 cannot do it on demand: there it has no effect.
     """
     with contextlib.suppress(FileNotFoundError), open("/proc/self/maps") as maps:
         for line in maps.read().splitlines():
@@ -98,7 +102,7 @@ def use_huge_pages() -> None:
 
 
 def processes() -> Iterator[tuple[int, int, int]]:
-    """Pid, parent's pid and session of every process there is that has not ended; none where there is no /proc."""
+    """Yield pid, parent's pid and session of every process that has not ended; none where there is no /proc."""
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc"):
             if not name.isdigit():
@@ -110,7 +114,7 @@ def processes() -> Iterator[tuple[int, int, int]]:
 
 
 def children() -> set[int]:
-    """The pids of this process's children, made by its main thread or adopted; those that have ended may be missing."""
+    """Return the pids of this process's children, made by its main thread or adopted. Ended ones may be missing."""
     me = os.getpid()
     try:
         with open(f"/proc/{me}/task/{me}/children") as listed:
@@ -120,7 +124,7 @@ def children() -> set[int]:
 
 
 def kill_sessions(leaders: Iterable[int]) -> int:
-    """SIGKILL to every process of the sessions that the processes ``leaders`` started; how many there were."""
+    """Send SIGKILL to every process of the sessions that the processes ``leaders`` started. Return their number."""
     wanted, found = frozenset(leaders), 0
     for pid, _, session in processes():
         if session in wanted:

@@ -10,7 +10,7 @@ import types
 
 
 def main_module() -> tuple[str, str]:
-    """Name (of ``python -m``, else empty) and path (empty without a file) of the main module of this process."""
+    """Return name (of ``python -m``, else empty) and path (empty without a file) of the main module of this process."""
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None) or ""
     path = getattr(main, "__file__", None) or ""
@@ -20,7 +20,9 @@ def main_module() -> tuple[str, str]:
 
 
 def empty_main_module(name: str, path: str) -> types.ModuleType:
-    """A module ``__main__`` that runs nothing. `multiprocessing` gets from it what its children have to import."""
+    """Return a module ``__main__`` that runs nothing. `multiprocessing` reads from it what its children have to
+    import.
+    """
     made = types.ModuleType("__main__")
     if path:
         made.__file__ = path

@@ -1,7 +1,7 @@
-"""Whether so many processes fit: what the system allows, read before the first one is made.
+"""Check of the system's limits before processes are started.
 
-A system that is asked for too much gets slow, kills other programs, or lets us fail halfway; a sentence beforehand
-is better. Only what is sure to fail is refused: the needs below are those of processes that do nothing.
+A system that has too many processes gets slow, kills other programs, or fails halfway; an error beforehand is better.
+Only a start that is sure to fail is refused: the needs below are those of idle processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from monarch_backend._processes import cgroup, linux
 
 PROC = Path("/proc")
 
-# A process has its main thread and, as soon as it talks to anybody, one that waits for messages.
+# A process has its main thread and, once it has a connection, one that waits for messages.
 TASKS_PER_PROCESS = 2
 # What an idle process from the fork server has for itself, page tables included (measured: 5.5 MiB).
 MEMORY_BYTES_PER_PROCESS = 6 << 20
@@ -26,17 +26,17 @@ MEMORY_EACH_SPAWNED = 150 << 20  # one that has imported torch by itself
 
 
 MAX_PROCESSES_PER_HOST = 1 << 16
-"""Bound for a host with unknown limits: Linux has 2**22 process ids at most, and each process needs MEMORY_EACH."""
+"""Limit for a host with unknown limits: Linux has 2**22 process ids at most, and each process needs MEMORY_EACH."""
 
 
 @public("monarch_backend.actor")
 class SpawnLimitError(ResourceLimitError):
-    """More processes asked for than the system has room for; the message names the limit. None were started."""
+    """More processes requested than the system has room for. The message names the limit. None were started."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """``room`` of something is left, ``name`` is what bounds it, and each process needs ``each``."""
+    """A limit: ``room`` is left, ``name`` is the limit's source, and each process needs ``each``."""
 
     name: str
     room: int
@@ -65,7 +65,7 @@ and pids.max of the control group / leaves 50. Start at most 25, or raise the li
 
 @dataclass(frozen=True)
 class System:
-    """Where the readings come from; tests give their own."""
+    """Source of the readings; tests replace it."""
 
     proc: Path = Path("/proc")
     cgroups: Path = cgroup.ROOT
@@ -75,7 +75,7 @@ class System:
     def limits(
         self, count: int, memory_each: int = MEMORY_BYTES_PER_PROCESS, descriptors_each: int = 0
     ) -> Iterator[Limit]:
-        """The limits of this moment. ``count`` saves the costly readings where the cheap ones already suffice."""
+        """Yield the current limits. ``count`` avoids costly readings where the cheap ones suffice."""
         yield from self._memory(memory_each)
         yield from self._tasks(count)
         if descriptors_each:
@@ -172,7 +172,7 @@ def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
 
 
 def allow_descriptors() -> None:
-    """As many open files as the hard limit lets one have: a process of ours takes four, and the usual limit is 1024."""
+    """Raise the limit of open files to the hard limit. Each process needs four, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

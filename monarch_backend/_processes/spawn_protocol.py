@@ -1,7 +1,7 @@
-"""What a spawner and the fork server say to each other, and the socket on which they say it.
+"""Messages between a spawner and the fork server, and the socket that carries them.
 
-Messages are typed, framed and bounded, and may carry open files. Nothing here unpickles: what a message carries for
-the new process is bytes to both sides. What the messages make happen is in spawner.py and fork_server.py.
+Messages are typed, framed and bounded, and may carry open files. This module unpickles nothing: payloads for the new
+process are bytes to both sides. spawner.py and fork_server.py handle the messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-# Of one message. A function with what it refers to is kilobytes; who ships more by value means to ship data.
+# Of one message. A function with its closure has kilobytes; larger payloads are data, which has other ways.
 MESSAGE_LIMIT = 64 << 20
 _RECEIVE_BYTES = 256 << 10
 _MAX_DESCRIPTORS = 253  # of one sendmsg, by the kernel
@@ -48,9 +48,9 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):
-    """Send ``signal`` to the process, or, if it is not there yet, don't start it.
+    """Send ``signal`` to the process, or, if it is not started yet, do not start it.
 
-    ``group``: to its process group, too, which is its descendants that made none of their own.
+    ``group``: also send it to its process group, which has all its descendants without a group of their own.
     """
 
     id: int
@@ -77,8 +77,8 @@ class SpawnFailed(msgspec.Struct, frozen=True, tag="failed"):
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
     """The process has ended. ``returncode`` is as in subprocess: negative for a signal.
 
-    ``oom_killed``: as far as one can know, the kernel killed it for want of memory. ``reason`` is set if its end was
-    not seen but follows from something else, like the death of the fork server.
+    ``oom_killed``: as far as is known, the kernel killed it for want of memory. ``reason`` is set if its end was not
+    observed but follows from another event, like the death of the fork server.
     """
 
     id: int
@@ -97,11 +97,11 @@ _checker = msgspec.msgpack.Decoder(Request)
 
 
 class BadMessageError(Exception):
-    """The other side sent what is no message; the text says what about it."""
+    """The other side sent an invalid message. The text describes the error."""
 
 
 def frame(message: Request | Event) -> bytes:
-    """The message as it goes over the socket. Raises ValueError if it is larger than MESSAGE_LIMIT."""
+    """Return the message as it is sent over the socket. Raises ValueError if it is larger than MESSAGE_LIMIT."""
     payload = _encoder.encode(message)
     if len(payload) > MESSAGE_LIMIT:
         raise ValueError(f"{len(payload)} bytes, and {MESSAGE_LIMIT} are the limit")
@@ -109,7 +109,7 @@ def frame(message: Request | Event) -> bytes:
 
 
 def check(data: bytes) -> None:
-    """Raise ValueError, with the field's name, if a frame holds values that the other side would not take."""
+    """Raise ValueError, with the field's name, if a frame holds values that the other side would reject."""
     _checker.decode(memoryview(data)[4:])
 
 
@@ -126,11 +126,11 @@ class Channel(Generic[T]):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something waits for the other side to read."""
+        """Return whether data waits for the other side to read."""
         return bool(self._unsent)
 
     def put(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Queue a frame, and the files that go with it; they are closed when they have gone."""
+        """Queue a frame and its files, which are closed once they are sent."""
         self._unsent.append((memoryview(data), descriptors))
 
     def flush(self) -> None:
@@ -154,7 +154,7 @@ class Channel(Generic[T]):
         return self.socket.sendmsg([data], [rights])
 
     def receive(self) -> list[T]:
-        """The messages that have come, perhaps none. Raises EOFError at the end, BadMessageError, OSError."""
+        """Return the messages that have arrived, perhaps none. Raises EOFError at the end, BadMessageError, OSError."""
         room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
         try:
             data, ancillary, flags, _ = self.socket.recvmsg(_RECEIVE_BYTES, room, _close_on_exec())
@@ -189,19 +189,19 @@ class Channel(Generic[T]):
         del data[:start]
 
     def take_descriptor(self) -> int:
-        """The next file that has come; from now on the caller's. Raises BadMessageError if there is none."""
+        """Return the next file that has arrived; the caller owns it. Raises BadMessageError if there is none."""
         if not self._descriptors:
             raise BadMessageError("a message promises a file that did not come with it")
         return self._descriptors.popleft()
 
     def drop_unsent(self) -> None:
-        """Forget what has not been sent."""
+        """Drop all data that has not been sent."""
         for _, descriptors in self._unsent:
             _close(descriptors)
         self._unsent.clear()
 
     def close(self) -> None:
-        """Close the socket and whatever files are under way."""
+        """Close the socket and all files in transit."""
         self.drop_unsent()
         _close(self._descriptors)
         self._descriptors.clear()
@@ -219,6 +219,6 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """Pid and uid of the process that made the other end of a Unix socket; Linux only."""
+    """Return pid and uid of the process at the other end of a Unix socket. Linux only."""
     pid, uid, _ = struct.unpack("iii", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iii")))
     return pid, uid

@@ -1,7 +1,7 @@
-"""Processes on this host for a controller, or for a worker that wants processes of its own: the fork server's client.
+"""Client of the fork server: starts processes on this host for a controller, or for a worker.
 
-`Spawner` starts the server when it is first needed, tells it what to start, and passes on what becomes of it. The
-server is fork_server.py.
+`Spawner` starts the server at its first use, sends requests to it, and forwards events of the processes. fork_server.py
+is the server.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _log = logging.getLogger("monarch_backend")
 
 
 RANKS_HERE = "MONARCH_LOCAL_RANKS"
-"""The variable that tells an agent how many processes share its host; theirs do not get it."""
+"""Variable that tells an agent how many processes share its host. The processes do not get it."""
 
 
 @dataclass(frozen=True)
 class LostWithHost:
-    """An event, where a spawner is for another host: that is lost, and sees by itself to the end of its processes."""
+    """Event of a spawner for another host: the host is lost. It ends its processes itself."""
 
     id: int
     reason: str
@@ -96,7 +96,7 @@ class ProcessSpec:
 
     @property
     def files(self) -> list[int]:
-        """Open files that the new process gets, in the order in which they are sent."""
+        """Open files for the new process, in the order in which they are sent."""
         return [file for file in (self.stdout, self.stderr, self.stdin) if file is not None]
 
 
@@ -105,7 +105,7 @@ def _start_method() -> Method | None:
 
 
 def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spawn:
-    """What a fork server, here or on another host, is asked for."""
+    """Return the request to a fork server, here or on another host."""
     return Spawn(
         id=number,
         label=spec.label,
@@ -148,8 +148,8 @@ class Spawner:
     ``preload`` names modules that a server which is started here imports.
 
     When the process that has a spawner dies, in whatever way, the spawner's processes are killed with their
-    descendants. A process forked from it must make a spawner of its own. Raises OSError if nobody listens at
-    ``address``, PermissionError if it is another user who does.
+    descendants. A process forked from it must make a spawner of its own. Raises OSError without a listener at
+    ``address``, PermissionError if it belongs to another user.
 
     >>> import cloudpickle, os, queue, sys
     >>> events = queue.SimpleQueue()
@@ -199,7 +199,7 @@ class Spawner:
 
     @property
     def address(self) -> str:
-        """Where other processes of this user find the same server; it is started if it is not there. Linux only."""
+        """Address at which other processes of this user find this server. Starts it if needed. Linux only."""
         if not linux.LINUX:
             raise NotImplementedError("a fork server can be shared on Linux only: make a Spawner without an address")
         with self._lock:
@@ -236,10 +236,10 @@ class Spawner:
         return ids
 
     def kill(self, number: int, signal: int = signals.SIGKILL, *, group: bool = False) -> None:
-        """Send a signal to the process with this id; one not started yet is not started. Nothing if it has ended.
+        """Send a signal to the process with this id. One that is not started yet will not start. No effect after its
+        end.
 
-        ``group``: to its process group, too.
-        Raises ValueError for what is no signal.
+        ``group``: to its process group, too. Raises ValueError for an invalid signal.
         """
         signals.Signals(signal)
         with self._lock:
@@ -249,7 +249,9 @@ class Spawner:
         self._wake()
 
     def close(self) -> None:
-        """Kill all processes of this spawner, tell their ends, and return when they and a server of ours are gone."""
+        """Kill all processes of this spawner and send their ends. Return when they, and a server that it started, have
+        ended.
+        """
         with self._lock:
             self._closing = True
             self._unusable = self._unusable or "the spawner is closed"
@@ -287,7 +289,7 @@ class Spawner:
                 sock.close()
 
     def _abandon(self) -> None:
-        """In a process forked from this one: let go of everything, and say nothing to the server."""
+        """Release everything in a process forked from this one, without a message to the server."""
         self._lock = threading.Lock()
         self._thread = None
         self._closing = True
@@ -327,7 +329,7 @@ class Spawner:
         return server
 
     def _converse(self, server: ForkServer) -> None:
-        """Send requests and hear events, until the connection ends or closing has taken too long."""
+        """Send requests and receive events, until the connection ends or closing has taken too long."""
         give_up: float | None = None
         while give_up is None or time.monotonic() < give_up:
             if self._closing and give_up is None:
@@ -362,7 +364,7 @@ class Spawner:
                 pass
 
     def _hear(self, channel: Channel[Event]) -> bool:
-        """False at the end."""
+        """Handle events. Return False at the end of the connection."""
         try:
             events = channel.receive()
         except (EOFError, OSError):
@@ -397,7 +399,7 @@ class Spawner:
         self._lose(why)
 
     def _lose(self, why: str) -> None:
-        """There is no server any more: tell the end of what it had, and be ready for another one."""
+        """Handle the end of the server: report the end of its processes, and be ready to start another one."""
         with self._lock:
             asked, self._asked = sorted(self._asked), set()
             running, self._running = self._running, {}
@@ -415,7 +417,9 @@ class Spawner:
 
 
 def _kill_what_is_left(pids: Collection[int]) -> None:
-    """Processes of a server that died die with it, but not their descendants, whom nobody has adopted."""
+    """Kill descendants of a dead server's processes. The processes died with it, but their orphans have no new
+    parent.
+    """
     give_up = time.monotonic() + REPLY_TIMEOUT_S
     while pids and linux.kill_sessions(pids) and time.monotonic() < give_up:
         time.sleep(0.005)
