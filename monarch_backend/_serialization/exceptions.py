@@ -1,9 +1,9 @@
-"""Exceptions to bytes and back: with type, arguments, attributes, notes, causes, contexts and the members of groups.
+"""Exceptions as bytes: with type, arguments, attributes, notes, causes, contexts and the members of groups.
 
-An exception always travels. Each one of the chain is packed in the ways that, tried here, give the same type and text
-again: as it pickles itself; by its parts, without its ``__init__`` and with text for what can't be pickled. The
-receiver takes the first that works there too, else a stand-in of the nearest base that it can get, with the same name
-and text.
+Every exception can be sent. Each one of the chain is packed in the forms that, tried here, restore the same type and
+text. The first form is its own pickle. The second is its parts, without its ``__init__``, and with text for values that
+cannot be pickled. The receiver uses the first form that works there. Otherwise it makes a stand-in of the nearest base
+that it can import, with the same name and text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from monarch_backend._serialization.pickling import DeserializationError, loads, try_dumps_in_band
 
-_LONGEST = 200  # causes and contexts that travel, the nearest ones
+_LONGEST = 200  # limit of causes and contexts that are sent, the nearest ones
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _Group: Any = getattr(sys.modules["builtins"], "BaseExceptionGroup", ())  # none in Python 3.10
 _Chain = traceback.TracebackException
@@ -40,7 +40,7 @@ class _Packed(NamedTuple):
 
 
 def pack_exception(exc: BaseException) -> bytes:
-    """``exc`` with its chain; never fails. Its traceback stays here: see `remote_traceback`.
+    """Return ``exc`` and its chain as bytes. It never fails. The traceback is not included: see `remote_traceback`.
 
     >>> error = unpack_exception(pack_exception(KeyError("rank")))
     >>> type(error), error.args
@@ -52,7 +52,7 @@ def pack_exception(exc: BaseException) -> bytes:
 
 
 def unpack_exception(data: bytes) -> BaseException:
-    """The exception in ``data``. Raises DeserializationError if `pack_exception` did not make it."""
+    """Return the exception in ``data``. Raises DeserializationError if `pack_exception` did not make it."""
     try:
         packed = [_Packed(*fields) for fields in pickle.loads(data)]
         built: dict[int, BaseException] = {}
@@ -67,7 +67,7 @@ def unpack_exception(data: bytes) -> BaseException:
 
 
 def remote_traceback(exc: BaseException) -> str:
-    """The traceback of ``exc`` and its chain as Python prints it, without the frames of this package on the top.
+    """Return the traceback of ``exc`` and its chain as Python prints it, without this package's frames at the top.
 
     >>> def work():
     ...     raise ValueError("no")
@@ -100,7 +100,7 @@ def _links(whole: _Chain) -> Iterator[_Chain]:
 
 
 def _reachable(exc: BaseException) -> list[BaseException]:
-    """``exc`` and what it leads to, nearest first; all members of groups, and as many links as may travel."""
+    """Return ``exc`` and linked exceptions, nearest first: all members of groups, and a limited number of links."""
     found = [exc]
     seen = {id(exc)}
     for one in found:  # grows while it is walked
@@ -131,7 +131,7 @@ def _pack(exc: BaseException, index: dict[int, int]) -> _Packed:
 
 
 def _ways(exc: BaseException, members: list[BaseException]) -> Iterator[bytes]:
-    """The pickles that may rebuild ``exc``, best first."""
+    """Return the pickles that may restore ``exc``, best first."""
     attributes = {name: _or_text(value) for name, value in vars(exc).items()}
     ways: list[tuple[Any, ...]]
     if members:
@@ -149,7 +149,7 @@ def _ways(exc: BaseException, members: list[BaseException]) -> Iterator[bytes]:
 
 
 def _gives(way: bytes, exc: BaseException, text: str, members: list[BaseException]) -> bool:
-    """True if this way gives the same again. A class with its own ``__reduce__`` knows what it wants."""
+    """Return whether this form restores an equal exception. A class with its own ``__reduce__`` is trusted."""
     try:
         made = _follow(way, members)
         kind = type(exc)
@@ -195,7 +195,9 @@ def _rebuild(
 
 
 def _fields(exc: BaseException) -> Iterator[tuple[str, Any]]:
-    """What the built-in bases keep outside of ``args`` and ``__dict__``: errno, filename, code, ..."""
+    """Return the state that built-in bases keep outside of ``args`` and ``__dict__``: errno, filename, code and
+    others.
+    """
     for base in type(exc).__mro__:
         for name, member in vars(base).items():
             is_field = isinstance(member, (MemberDescriptorType, GetSetDescriptorType)) and not name.startswith("__")
@@ -204,7 +206,7 @@ def _fields(exc: BaseException) -> Iterator[tuple[str, Any]]:
 
 
 def _bases(kind: type[BaseException]) -> Iterator[type[BaseException]]:
-    """The bases that a stand-in may have, up to the nearest built-in one."""
+    """Return the possible bases of a stand-in, up to the nearest built-in one."""
     for base in kind.__mro__:
         if issubclass(base, BaseException) and base is not kind:
             yield base
@@ -224,7 +226,7 @@ def _build(packed: list[_Packed], i: int, built: dict[int, BaseException]) -> Ba
 
 
 def _first(one: _Packed, members: list[BaseException]) -> BaseException:
-    """The first way that works here."""
+    """Return the result of the first form that works here."""
     for way in one.ways:
         try:
             return _follow(way, members)
@@ -239,7 +241,7 @@ def _first(one: _Packed, members: list[BaseException]) -> BaseException:
 
 
 class _StandIn:
-    """In the place of an exception whose own class can't be had here: same name and text."""
+    """Replacement of an exception whose class cannot be imported here: same name and text."""
 
     _base: type[BaseException]
     _text: str
@@ -265,7 +267,7 @@ def _stand_in(
 
 
 class _Text:
-    """In the place of a value that can't be pickled: it looks the same."""
+    """Replacement of a value that cannot be pickled, with the same repr."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -275,7 +277,7 @@ class _Text:
 
 
 def _or_text(value: object) -> object:
-    """``value``, or its looks if it can't be pickled and unpickled."""
+    """Return ``value``, or its text if it cannot be pickled and unpickled."""
     data = try_dumps_in_band(value)
     if data is not None:
         try:

@@ -1,4 +1,4 @@
-"""How the elements of an array or tensor lie in memory. Knows neither NumPy nor torch."""
+"""Memory layout of arrays and tensors. It uses neither NumPy nor torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int], step: int) -> bool:
-    """True where elements ``step`` apart fill a stretch of memory, each place once, in whatever order of axes.
+    """Return whether elements ``step`` apart fill a stretch of memory, each place once, in any order of axes.
 
     >>> is_dense((2, 3), (3, 1), 1), is_dense((2, 3), (8, 16), 8)
     (True, True)

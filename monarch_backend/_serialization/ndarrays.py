@@ -1,6 +1,6 @@
-"""How NumPy's arrays travel: their bytes as one buffer, in the order of memory. Imported only where NumPy is.
+"""Serialization of NumPy's arrays: their bytes as one buffer, in memory order. Imported only where NumPy is.
 
-Arrays of objects, subclasses and types without size go NumPy's own way.
+Arrays of objects, subclasses and types without size are pickled by NumPy.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _BUILT_IN = frozenset("biufcSUmM")  # kinds of dtypes that their name describes 
 
 
 def reduce_array(array: np.ndarray[Any, Any]) -> Any:
-    """The pickler's answer for an array.
+    """Return the pickler's reduction of an array.
 
-    No copy where the elements lie dense in memory, in whatever order of axes; a read-only array arrives read-only.
+    It makes no copy of dense elements, in any order of axes. A read-only array arrives read-only.
     """
     dtype = array.dtype
     if dtype.hasobject or not dtype.itemsize:
@@ -39,7 +39,7 @@ def reduce_array(array: np.ndarray[Any, Any]) -> Any:
 
 
 def build_array(buffer: Buffer, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """The array that `reduce_array` took apart, standing on ``buffer``."""
+    """Return the array that `reduce_array` took apart, on the memory of ``buffer``."""
     make: Any = np.ndarray
     array: np.ndarray[Any, Any] = make(shape, dtype, buffer, 0, strides)
     return array

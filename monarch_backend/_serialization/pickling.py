@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 OUT_OF_BAND = 8192
-"""Bytes from which a buffer travels beside the pickle. Measured: below 4 to 16 KiB, copying it costs less."""
+"""Bytes from which a buffer is sent beside the pickle. Measured: below 4 to 16 KiB a copy costs less."""
 
 
 @public("monarch_backend.actor")
@@ -114,7 +114,9 @@ def loads(body: Buffer, buffers: Iterable[Buffer] | None) -> Any:
 
 
 def _is_short(values: Iterable[object], depth: int) -> bool:
-    """Only scalars and short bytes in small tuples, lists and dicts: what pickle alone does right and fastest."""
+    """Return whether it has only scalars and short bytes in small tuples, lists and dicts, which pickle handles
+    fastest.
+    """
     for value in values:
         kind = type(value)
         if kind in _SCALARS:
@@ -135,16 +137,16 @@ def _is_short(values: Iterable[object], depth: int) -> bool:
 
 
 class _Chunks(list["Buffer"]):
-    """What the pickler writes, piece by piece; it hands large bytes over as they are."""
+    """File for the pickler's output, in pieces. Large bytes are passed through without a copy."""
 
     write = list.append
 
 
 class _Buffers(list[memoryview]):
-    """The buffers that stay out of the pickle."""
+    """The buffers that are not in the pickle."""
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """True when the pickler shall copy the buffer into the pickle."""
+        """Return whether the pickler must copy the buffer into the pickle."""
         view = buffer.raw()
         if view.nbytes < OUT_OF_BAND:
             return True
@@ -177,7 +179,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
     globals_ref: dict[int, dict[str, Any]] | None = None  # cloudpickle's: the globals that functions by value share
 
     def reducer_override(self, obj: Any) -> Any:
-        """How ``obj`` is pickled, or NotImplemented for Python's own way."""
+        """Return the reduction of ``obj``, or NotImplemented for Python's own."""
         kind = type(obj)
         reduce = _REDUCERS.get(kind)
         if reduce is not None:
@@ -187,7 +189,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         return NotImplemented
 
     def _definition(self, obj: Any) -> Any:
-        """A function or class: by name if that finds it at the receiver, else by value."""
+        """Reduce a function or class: by name if the receiver can import it, else by value."""
         home = sys.modules.get(obj.__module__)
         is_main = home is not None and home is sys.modules["__main__"]  # also as __mp_main__ or under an alias
         by_name = not is_main and getattr(home, obj.__qualname__, None) is obj
@@ -211,12 +213,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
 
 
 class _PicklerBy(_Pickler):
-    """One that asks the caller first."""
+    """Pickler that calls the caller's function first."""
 
     reduce: Callable[[Any], Any]
 
     def reducer_override(self, obj: Any) -> Any:
-        """The caller's answer, if there is one."""
+        """Return the caller's reduction, if there is one."""
         reduced = self.reduce(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -250,7 +252,7 @@ _main: ModuleType | None = None
 
 
 def settle_in(main: ModuleType) -> None:
-    """From now on what is ``__main__``'s at the sender is in this module, too: pickle, torch.save and forks find it."""
+    """Put the sender's ``__main__`` names into this module, so that pickle, torch.save and forks find them."""
     global _main
     _main = main
 
@@ -281,8 +283,10 @@ _CLOUDPICKLES = cloudpickle.Pickler.dispatch_table.maps[0]
 
 
 def _reduce_code(code: CodeType) -> Any:
-    """cloudpickle's way, but since 3.1.3 that says "<dynamic-code>" in place of the file, of which tracebacks tell, and
-    in which inspect, debuggers and torch.jit look for the source.
+    """Reduce code as cloudpickle does, but keep the file name.
+
+    Since 3.1.3 cloudpickle replaces it by "<dynamic-code>". Tracebacks show the file, and inspect, debuggers and
+    torch.jit read the source from it.
     """
     _, arguments = _CLOUDPICKLES[CodeType](code)
     return _build_code, (code.co_filename, *arguments)
@@ -303,7 +307,7 @@ _LATER = {"numpy": "ndarrays", "torch": "tensors"}
 
 
 def _learn() -> None:
-    """Take up the reducers of libraries that have been imported since the last time."""
+    """Add the reducers of libraries that have been imported since the last call."""
     for library, ours in list(_LATER.items()):
         if library not in sys.modules:
             continue
@@ -324,7 +328,7 @@ def _dump(obj: object, pickler: _Pickler, reduce: Callable[[Any], Any] | None = 
 
 
 def try_dumps_in_band(obj: object) -> bytes | None:
-    """`dumps_in_band`, or None without the search for the culprit."""
+    """Return the result of `dumps_in_band`, or None, without the search for the cause."""
     chunks = _Chunks()
     try:
         _Pickler(chunks, 5).dump(obj)
@@ -334,7 +338,7 @@ def try_dumps_in_band(obj: object) -> bytes | None:
 
 
 def _trouble(part: object, reduce: Callable[[Any], Any] | None = None) -> Exception | None:
-    """What goes wrong when ``part`` is pickled by itself."""
+    """Return the error of pickling ``part`` by itself."""
     pickler = (_Pickler if reduce is None else _PicklerBy)(_Nowhere(), 5, buffer_callback=lambda _: False)
     if isinstance(pickler, _PicklerBy) and reduce is not None:
         pickler.reduce = reduce
@@ -346,7 +350,7 @@ def _trouble(part: object, reduce: Callable[[Any], Any] | None = None) -> Except
 
 
 class _Nowhere:
-    """A file that forgets."""
+    """File that drops its data."""
 
     def write(self, data: object) -> None:
         """Nothing."""

@@ -1,10 +1,11 @@
-"""How torch's tensors travel: the bytes of the part viewed as one buffer. Imported only where torch is.
+"""Serialization of torch's tensors: the bytes of the viewed part as one buffer. Imported only where torch is.
 
-Dense tensors keep their strides and are not copied; others are copied dense. A leaf keeps ``requires_grad``; a tensor
-with a history arrives as a value, without it. Two references to one tensor stay one tensor, but two tensors over one
-memory arrive as two. Tensors on a device go through host memory and back to the same device. Subclasses and other
-layouts (sparse, quantized, nested, meta) go torch's own way, which ships storages: those go out of band too, and
-tensors of one message that share a storage still share it.
+Dense tensors keep their strides and are not copied; others are copied to dense ones. A leaf keeps ``requires_grad``; a
+tensor with a history arrives as a value, without it. Two references to one tensor stay one tensor, but two tensors on
+one memory arrive as two. Tensors on a device go through host memory and back to the same device.
+
+Subclasses and other layouts (sparse, quantized, nested, meta) are pickled by torch, which sends storages. Those are
+out-of-band buffers too, and tensors of one message that share a storage still share it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _NAMES: dict[torch.dtype, str] = {
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """The pickler's answer for a plain tensor."""
+    """Return the pickler's reduction of a plain tensor."""
     described = _describe(tensor)
     if described is None:
         return NotImplemented
@@ -37,7 +38,7 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
-    """The pickler's answer for a parameter."""
+    """Return the pickler's reduction of a parameter."""
     described = _describe(parameter)
     if described is None:
         return NotImplemented
@@ -51,12 +52,12 @@ def _with_attributes(tensor: torch.Tensor, build: Callable[..., Any], arguments:
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give a rebuilt tensor what its user had hung on it."""
+    """Set the attributes that the user had set on the tensor."""
     tensor.__dict__.update(attributes)
 
 
 def _describe(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """The arguments of `build_tensor` up to ``device``; None where torch's own way is the right one."""
+    """Return the arguments of `build_tensor` up to ``device``; None where torch has to pickle the tensor."""
     if tensor.layout is not _STRIDED or tensor.is_quantized or tensor.is_nested or tensor._backward_hooks:
         return None
     device = None
@@ -78,7 +79,7 @@ def _describe(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """A tensor without repeated or missing elements, and the strides that show the given one on its memory."""
+    """Return a tensor without repeated or missing elements, and the strides of the given one on its memory."""
     repeated = [step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)]
     for axis in (axis for axis, is_repeated in enumerate(repeated) if is_repeated):
         tensor = tensor.narrow(axis, 0, 1)
@@ -92,7 +93,9 @@ _SPANS: dict[int, Any] = {}
 
 
 def _memory(owner: torch.Tensor | torch.UntypedStorage, nbytes: int) -> pickle.PickleBuffer:
-    """The first ``nbytes`` at the owner's address, which they keep alive. Works without NumPy and for every dtype."""
+    """Return the first ``nbytes`` at the owner's address, which keep it alive. Works without NumPy and for every
+    dtype.
+    """
     storage = owner.untyped_storage() if isinstance(owner, torch.Tensor) else owner
     offset = owner.data_ptr() - storage.data_ptr()
     if offset + nbytes > storage.nbytes():
@@ -118,7 +121,7 @@ def build_tensor(
     device: str | None,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """The tensor that `reduce_tensor` took apart, standing on ``buffer``."""
+    """Return the tensor that `reduce_tensor` took apart, on the memory of ``buffer``."""
     kind: torch.dtype = getattr(torch, dtype)
     if buffer is None:
         tensor = torch.empty_strided(size, stride, dtype=kind)
@@ -135,14 +138,14 @@ def build_tensor(
 
 
 def build_parameter(*described: Any) -> torch.nn.Parameter:
-    """The parameter that `reduce_parameter` took apart."""
+    """Return the parameter that `reduce_parameter` took apart."""
     *data, requires_grad = described
     build: Callable[..., torch.Tensor] = build_tensor
     return torch.nn.Parameter(build(*data, False), requires_grad)
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Any:
-    """The pickler's answer for a storage, which torch's own way of pickling leads to."""
+    """Return the pickler's reduction of a storage, which torch's own pickling leads to."""
     device = None
     if storage.device.type != "cpu":
         if storage.device.type not in _THROUGH_HOST:
@@ -152,7 +155,7 @@ def reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 
 def build_storage(buffer: Buffer | None, device: str | None) -> torch.UntypedStorage:
-    """The storage that `reduce_storage` took apart, standing on ``buffer``."""
+    """Return the storage that `reduce_storage` took apart, on the memory of ``buffer``."""
     if buffer is None:
         return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
@@ -160,7 +163,7 @@ def build_storage(buffer: Buffer | None, device: str | None) -> torch.UntypedSto
 
 
 def reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
-    """The pickler's answer for the wrapper that torch puts around a storage; leans on its private attribute."""
+    """Return the pickler's reduction of torch's wrapper of a storage. It uses the wrapper's private attribute."""
     untyped = storage._untyped_storage
     if untyped.device.type != "cpu" and untyped.device.type not in _THROUGH_HOST:
         return NotImplemented
@@ -168,7 +171,7 @@ def reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
 
 
 def build_typed_storage(storage: torch.UntypedStorage, dtype: str) -> torch.storage.TypedStorage:
-    """The wrapper around a rebuilt storage."""
+    """Return the wrapper of a rebuilt storage."""
     make: Any = torch.storage.TypedStorage
     typed: torch.storage.TypedStorage = make(wrap_storage=storage, dtype=getattr(torch, dtype), _internal=True)
     return typed

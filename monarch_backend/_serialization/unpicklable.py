@@ -1,6 +1,7 @@
-"""Which part of an object can't be pickled: only asked after a failure, so it may be slow, but it must end.
+"""Search for the part of an object that cannot be pickled. It runs only after a failure, so it may be slow, but is
+bounded.
 
-Knows how to take objects apart and how to write the way to a part. Pickles nothing itself.
+It takes objects apart and names the path to a part. It pickles nothing itself.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def find(obj: object, error: Exception, trouble: Callable[[object], Exception | 
 
 
 def article(kind: type) -> str:
-    """``"a _thread.lock"``, ``"an int"``.
+    """Return a type's name with its article: ``"a _thread.lock"``, ``"an int"``.
 
     >>> article(int), article(Iterator)
     ('an int', 'a collections.abc.Iterator')
@@ -61,7 +62,7 @@ def article(kind: type) -> str:
 
 
 def _parts(whole: Any) -> Iterator[_Part]:
-    """What the pickle of ``whole`` contains; nothing where that can't be found out."""
+    """Yield the contents of ``whole``'s pickle; nothing where they are not known."""
     if isinstance(whole, tuple) and hasattr(whole, "_fields"):
         yield from ((f".{name}", value) for name, value in zip(whole._fields, whole, strict=False))
     elif isinstance(whole, (tuple, list)) and type(whole) in (tuple, list):
@@ -82,7 +83,7 @@ def _parts(whole: Any) -> Iterator[_Part]:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[_Part]:
-    """The variables that go with a function by value."""
+    """Yield the variables that are pickled with a function by value."""
     try:
         variables = inspect.getclosurevars(function)
     except ValueError:  # an empty cell
@@ -94,7 +95,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[_Part]:
 
 
 def _parts_of_reduced(whole: Any) -> Iterator[_Part]:
-    """The parts that the object itself names by ``__reduce_ex__``."""
+    """Yield the parts that the object returns from ``__reduce_ex__``."""
     try:
         reduced = whole.__reduce_ex__(5)
     except Exception:
