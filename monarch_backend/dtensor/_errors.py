@@ -1,4 +1,4 @@
-"""What goes wrong with remote tensors, in words: each says what happened, where, and what to do next."""
+"""Errors of remote tensors. Each text says what failed, where, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RemoteTensorError(MonarchError, RuntimeError):
 
 @public("monarch_backend.dtensor")
 class RankDependentError(RemoteTensorError):
-    """A Python branch, or a number, that would have to differ by rank: there is one controller for all of them."""
+    """A Python branch, or a number, would have to differ by rank. There is one controller for all ranks."""
 
     def __init__(self, what: str, why: str, instead: str | None = None) -> None:
         super().__init__(
@@ -27,9 +27,9 @@ class RankDependentError(RemoteTensorError):
 
 @public("monarch_backend.dtensor")
 class RemoteOpError(RemoteTensorError):
-    """An operation raised on a worker; what was read depends on it.
+    """An operation raised on a worker, and the value that was read depends on it.
 
-    ``rank``, ``host``, ``pid``: whose it was. ``operation``: torch's name. ``remote_traceback``: the worker's.
+    ``rank``, ``host``, ``pid``: the worker. ``operation``: torch's name. ``remote_traceback``: the worker's traceback.
     ``issued_at``: the controller's lines that issued it, the innermost last.
     """
 
@@ -47,12 +47,14 @@ class RemoteOpError(RemoteTensorError):
 
 @public("monarch_backend.dtensor")
 class NotReadableError(RemoteTensorError):
-    """Something wants the memory of a tensor that lives on workers."""
+    """Code on the controller needs the memory of a tensor that is on workers."""
 
 
 @public("monarch_backend.dtensor")
 class MeshMismatchError(RemoteTensorError, ValueError):
-    """Tensors of different meshes or processes in one operation. Also a ValueError, which torch raises here."""
+    """One operation has tensors of different meshes or processes. Also a ValueError, which torch raises in this
+    case.
+    """
 
 
 @public("monarch_backend.dtensor")

@@ -1,6 +1,7 @@
-"""Imported by the fork server of a program that has DTensors: what workers of a mesh import, so that they need not.
+"""Imports of a mesh's workers. The fork server of a program with DTensors imports this module, so that workers need
+not.
 
-Where that fails, processes start all the same, and a worker says why when there is a mesh.
+If it fails, processes start all the same. A worker reports the reason when a device mesh is made.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What controller and workers say to each other: batches of definitions and records.
+"""Messages between controller and workers: batches of definitions and records.
 
-A batch is msgpack of ``[definitions, words]``. A *record* is words only: a signature's number, the number of the place
-in the program that issued it, the ids of the operands (or floats, which are operands, too), the ids of the results. A
-*definition* is sent once, before its first use: a signature (which function, what stands where), one that differs by
-rank, a process group. Constants in it are tagged lists of plain values; what has no tag is pickled.
+A batch is msgpack of ``[definitions, words]``. A *record* consists of words: a signature's number, the number of the
+place in the program that issued it, the ids of the operands (or floats, which are operands, too), the ids of the
+results. A *definition* is sent once, before its first use. It describes a signature (its function and arguments), one
+that differs by rank, or a process group. Constants in it are tagged lists of plain values; a value without a tag is
+pickled.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from monarch_backend._serialization.pickling import dumps_in_band, loads
 from monarch_backend.dtensor._controller import per_rank_int
 
 DELETE = 0
-"""The signature of the record ``[DELETE, count, *ids]``."""
+"""The signature of the record ``[DELETE, count, *ids]``, which deletes tensors."""
 FORGET = -1
-"""The signature of the record ``[FORGET, count, *numbers]``: no record comes that has one of these."""
+"""The signature of the record ``[FORGET, count, *numbers]``: no later record has one of these signatures."""
 COLLECTIVES = ("_c10d_functional.", "_dtensor.shard_dim_alltoall")
-"""How the names of operators begin in which ranks wait for each other."""
+"""Prefixes of the names of operators in which ranks wait for each other."""
 MEETINGS = (*COLLECTIVES, "monarch_backend.dtensor._worker.collectives:")
-"""And those of functions in which they do."""
+"""Functions in which ranks wait for each other."""
 FIRST = 1
-"""The first number of a signature that is defined."""
+"""The number of the first defined signature."""
 
 
 class Define(enum.IntEnum):
@@ -56,21 +57,21 @@ class Tag(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """What a signature's results are."""
+    """The kind of a signature's results."""
 
     NONE = 0
-    """Nothing: it changes operands, or its result is not wanted."""
+    """No result: it changes operands, or its result is not used."""
     ONE = 1
     """A tensor."""
     MANY = 2
-    """A sequence; an id of 0 is for what is no tensor, or nobody wants."""
+    """A sequence. An id of 0 stands for a value that is not a tensor, or that is not used."""
 
 
 class Signature(NamedTuple):
-    """How a record of this number is to be read. ``target``: an operator's name, or ``module:function``.
+    """Layout of the records of one number. ``target``: an operator's name, or ``module:function``.
 
-    ``writes``: operands that it changes. ``ins``: of a collective, shape and dtype of each operand, for who must take
-    part without having it. ``orders``: the results' strides, as the controller has them; none are asked for if empty.
+    ``writes``: operands that it changes. ``ins``: for a collective, shape and dtype of each operand, for ranks that
+    take part without having it. ``orders``: the results' strides on the controller; empty if any strides are accepted.
     """
 
     number: int
@@ -88,7 +89,7 @@ class Signature(NamedTuple):
 class Step(NamedTuple):
     """One operation of a graph. ``args``: as a signature's; [OPERAND, i] is value i of the graph.
 
-    ``where``: the program's line. ``ins``: of a collective, shape and dtype of each tensor among its arguments.
+    ``where``: the program's line. ``ins``: for a collective, shape and dtype of each tensor among its arguments.
     ``orders``: as a signature's.
     """
 
@@ -101,11 +102,12 @@ class Step(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """How a record of this number is to be read: many operations at once, by value.
+    """Layout of the records of one captured step: many operations at once.
 
-    Its values are the tensors of the record, then its numbers, then what it draws, then the result of each step.
-    ``numbers``: for each the dtype that it has as a tensor, "" if it is none. ``results``: which values come back.
-    ``writes``, ``ins``: as a signature's. ``draws``: for each the arguments of `worker/_random.py`'s ``drawn``.
+    Its values are the tensors of the record, then its numbers, then its random draws, then the result of each step.
+    ``numbers``: for each the dtype that it has as a tensor, "" if it is not one. ``results``: the values that are
+    returned. ``writes``, ``ins``: as a signature's. ``draws``: for each the arguments of ``drawn`` in
+    _worker/random_ops.py.
     """
 
     number: int
@@ -120,11 +122,11 @@ class Graph(NamedTuple):
 
 
 class Number(int):
-    """An int that each record has of its own, as all floats are."""
+    """An int that each record contains, as it does all floats."""
 
 
 class RemoteRef:
-    """In the arguments of a message to workers: the tensor that they have under this id."""
+    """Reference to a worker's tensor by its id, in the arguments of a message to workers."""
 
     def __init__(self, number: int) -> None:
         self.id = number
@@ -135,7 +137,10 @@ decode = msgspec.msgpack.Decoder().decode
 
 
 def place(value: Any, operand: Callable[[Any], int | None], group: Callable[[Any], str | None]) -> Any:
-    """As it stands in a definition. ``operand``: the position of what is one; ``group``: the name of what is one."""
+    """Return an argument as it is in a definition.
+
+    ``operand``: function from an operand to its position. ``group``: function from a process group to its name.
+    """
     if value is None or isinstance(value, bool) or type(value) is int:
         return value
     values = per_rank_int.values_of(value)
@@ -169,7 +174,7 @@ def _constant(value: Any) -> Any:
 
 
 def constant(tagged: list[Any], device: torch.device) -> Any:
-    """What `place` made of a constant. ``device``: the worker's own, which stands for any of its type."""
+    """Return the constant that `place` encoded. ``device``: the worker's own, which replaces any device of its type."""
     tag, *rest = tagged
     if tag in (Tag.DTYPE, Tag.LAYOUT, Tag.MEMORY_FORMAT):
         return getattr(torch, rest[0])

@@ -1,7 +1,7 @@
-"""Places in the controller's program: a number for each, so that a worker's failure names the line that issued it.
+"""Call sites: a number for each place in the controller's program, so that a worker's failure names the line.
 
-A place is the innermost lines of the program that are neither torch's nor ours, three of them. Which they are, the
-compiled core finds out (csrc/records/place.cpp); what is asked once for each is here.
+A place is the three innermost lines of the program that are neither torch's nor this package's. The compiled core finds
+them (csrc/records/place.cpp); this module does what is needed once for each place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers = itertools.count(1)
 
 
 here = _native.place_here
-"""The number of the place that runs now."""
+"""Return the number of the current place."""
 
 
 def _look(code: CodeType) -> bool:
@@ -44,7 +44,7 @@ _native.set_up_places(_look, _number)
 
 
 def text_of(number: int) -> str:
-    """The place for people, as in a traceback: the innermost line last."""
+    """Return the place as text, as in a traceback: the innermost line last."""
     lines = []
     for code, at in reversed(_places[number]):
         line = next((line for start, end, line in code.co_lines() if start <= at < end and line), code.co_firstlineno)

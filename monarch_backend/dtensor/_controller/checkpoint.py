@@ -1,7 +1,7 @@
-"""Distributed checkpoints from the controller: torch.distributed.checkpoint runs on the workers who write their shards.
+"""Distributed checkpoints from the controller: workers run torch.distributed.checkpoint and write their shards.
 
-A checkpoint is torch's own, in its own format: what any program has saved can be loaded here, into any mesh and
-placements, and the other way round. What a worker does is worker/_checkpoint.py's.
+A checkpoint has torch's own format. Files of any program can be loaded here, into any mesh and placements, and the
+other way round. _worker/checkpoint.py is the workers' part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from monarch_backend.dtensor._worker.remote_call_args import Unfailed
 
 
 def mesh_of(state_dict: Any) -> DeviceMesh | None:
-    """Whose workers hold its DTensors; None where none is a controller's. Raises MeshMismatchError for several."""
+    """Return the mesh of the DTensors; None where none is a controller's. Raises MeshMismatchError for several."""
     found: list[DeviceMesh] = []
     for leaf in _leaves(state_dict):
         if isinstance(leaf, DTensor) and device_mesh_and_api.remote_of(leaf) is not None:
@@ -64,7 +64,7 @@ def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, u
 
 
 def async_save(mesh: DeviceMesh | None, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
-    """Begins to save what the tensors have now; the workers write before they go on, the controller goes on at once.
+    """Begin to save the current values. Workers write before they continue; the controller continues at once.
 
     The result raises what `save` would.
     """

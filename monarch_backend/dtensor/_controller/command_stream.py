@@ -1,6 +1,7 @@
-"""The controller's words to a set of workers: collected into batches, sent in order, held back when they fall behind.
+"""Stream of commands from the controller to a set of workers: collected into batches, sent in order, with
+back-pressure.
 
-What the words mean is dtensor/_protocol.py's. Any thread may write; one batch is sent at a time.
+dtensor/_protocol.py defines the words. Any thread may write; one batch is sent at a time.
 """
 
 from __future__ import annotations
@@ -16,48 +17,51 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._errors import MeshClosedError
 
 FIRST, MOST = 100, 1600
-"""Words after which a batch is sent. The first ones are small, 16 operations, so that workers begin soon; each is twice
-as large as the one before, since a message costs more than its words. After a read they are small again."""
+"""Words after which a batch is sent: the first batch, and the largest one.
+
+The first one is small, 16 operations, so that workers begin soon. Each is twice as large as the one before, since a
+message has a fixed cost. After a read they are small again.
+"""
 IDLE_FLUSH_S = 0.001
-"""Seconds after which a batch is sent that nobody fills."""
+"""Seconds after which a batch is sent that is not full."""
 ACKNOWLEDGE_EVERY_WORDS = 6400
-"""After so many words a batch is answered when it has been done."""
+"""Words after which the workers acknowledge a batch."""
 MIN_BATCH_WORDS = 400
-"""So many words a batch counts at least."""
+"""Minimum of words that a batch counts as."""
 DELETE_THRESHOLD_BYTES = 32 << 20
-"""Bytes of new tensors after which those that are unreachable are deleted in the midst of a batch, on each worker."""
+"""Bytes of new tensors, on each worker, after which unreachable ones are deleted within a batch."""
 MAX_INFLIGHT_BATCHES = 8
-"""So many answers may be missing: then the controller waits."""
+"""Limit of batches without an acknowledgement. Beyond it the controller waits."""
 SEND_TIMEOUT_S = 1.0
-"""Seconds in which who sends a batch is done with it, unless workers hold that up."""
+"""Seconds in which a thread must send its batch, unless workers delay it."""
 
 
 class CommandChannel(Protocol):
-    """The way to all workers of a set."""
+    """Channel to all workers of a set."""
 
     def send(self, batch: bytes) -> None:
-        """To all of them, without an answer."""
+        """Send to all workers, without an answer."""
         ...
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
-        """As send. What is returned waits until all have done it; it raises if one can't."""
+        """Send, and return a function that waits until all workers have done it. It raises if one cannot."""
         ...
 
     def send_at_the_end(self, batch: bytes) -> None:
-        """As send, and waits for nobody, however far behind they are."""
+        """Send, without waiting for workers, however far behind they are."""
         ...
 
     def has_room(self) -> bool:
-        """Whether `send` waits for no worker."""
+        """Return whether `send` would not wait for a worker."""
         ...
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call it then, on another thread."""
+        """Call a function later, on another thread."""
         ...
 
 
 class Stream:
-    """Everything that is sent to one set of workers."""
+    """All commands for one set of workers."""
 
     def __init__(self, line: CommandChannel) -> None:
         self._line = line

@@ -1,7 +1,7 @@
-"""`ControllerGroup`: what torch.distributed has as process groups on the controller. No rank of them is here.
+"""`ControllerGroup`: torch.distributed's process groups on the controller, which has none of their ranks.
 
-torch gets sizes, names and ranks. Collectives of remote tensors are records (see dtensor/_dispatch/special_ops.py),
-those of this process's own tensors are calculated here (see host_collectives.py).
+torch gets sizes, names and ranks. Collectives of remote tensors are records (see dtensor/_dispatch/special_ops.py).
+Those of this process's own tensors are computed here (see host_collectives.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _names = itertools.count()
 _DEFAULT = "0"
-"""The name of torch's default group, here and on workers."""
+"""Name of torch's default group, here and on workers."""
 
 
 class ControllerGroup(dist.ProcessGroup):
-    """Of the ranks ``rows``: each of them is, for its ranks, the group of this name."""
+    """Group with the ranks ``rows``: for each rank it is the group of this name of its row."""
 
     def __init__(self, name: str, rows: Sequence[Sequence[int]], desc: str = "") -> None:
         super().__init__(0, max(1, len(rows[0]) if rows else 1))  # type: ignore[call-arg]
@@ -85,7 +85,7 @@ class ControllerGroup(dist.ProcessGroup):
         """Nothing is open here."""
 
     def barrier(self, *_: Any, **__: Any) -> Any:
-        """Waits until the workers of the group have done everything so far. Raises RemoteOpError for what failed."""
+        """Wait until the workers of the group have done everything so far. Raises RemoteOpError for what failed."""
         ranks = {rank for row in self.rows for rank in row}
         for workers in _owners:
             if not ranks.isdisjoint(range(workers.first, workers.first + workers.size)):
@@ -173,7 +173,7 @@ for _name in _COLLECTIVES:  # the base class would fail in its own words, or do 
 
 
 class _Universe(ControllerGroup):
-    """torch's default group: the ranks of all Workers of this controller, of which there may be more later."""
+    """torch's default group: the ranks of all WorkerSets of this controller. It can grow."""
 
     def __init__(self) -> None:
         super().__init__(_DEFAULT, [])

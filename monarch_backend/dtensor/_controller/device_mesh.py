@@ -1,4 +1,4 @@
-"""From a mesh of processes to torch's DeviceMesh: from now on they hold tensors, and this program controls them."""
+"""Device meshes: torch's DeviceMesh for a mesh of processes, which then hold tensors for this program."""
 
 from __future__ import annotations
 
@@ -140,40 +140,42 @@ def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
 
 
 class NoLine:
-    """A way to workers that do not exist: what the controller costs, for any number of them."""
+    """Channel to workers that do not exist, for measuring the controller with any number of them."""
 
     def send(self, batch: bytes) -> None:
-        """Nobody reads it."""
+        """Drop it."""
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
-        """Nobody reads it."""
+        """Drop it."""
         return lambda: None
 
     def send_at_the_end(self, batch: bytes) -> None:
-        """Nobody reads it."""
+        """Drop it."""
 
     def has_room(self) -> bool:
         """Always."""
         return True
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Never: batches are sent when they are full."""
+        """Do nothing: batches are sent when they are full."""
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
-        """Nobody reads it."""
+        """Drop it."""
 
     def put_by_rank(self, number: int, tensors: Any) -> None:
-        """Nobody reads it."""
+        """Drop it."""
 
     def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
-        """Nobody has failed. Raises RemoteTensorError for values, which nobody has."""
+        """Report no failures. Raises RemoteTensorError for values, because no process has them."""
         if what != "failed_since":
             raise RemoteTensorError("this mesh is simulated: there are no workers and no values")
         return list
 
 
 def simulated_mesh(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
-    """A mesh without processes, for measuring and testing the controller: operations go nowhere, reading raises."""
+    """Return a mesh without processes, for measuring and testing the controller. Operations go nowhere; reading
+    raises.
+    """
     device_mesh_and_api.install()
     size = 1
     for each in sizes:

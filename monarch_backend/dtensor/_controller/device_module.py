@@ -1,4 +1,4 @@
-"""Streams and events of the workers' devices, as torch's own code wants to have them on the controller.
+"""Streams and events of the workers' devices, with the interface that torch's code uses on the controller.
 
 Workers execute records in order, so there is nothing to wait for between records: all of these do nothing.
 """
@@ -25,7 +25,7 @@ class Event:
         """Nothing."""
 
     def query(self) -> bool:
-        """Whoever asks may go on."""
+        """Return True: there is nothing to wait for."""
         return True
 
 
@@ -49,7 +49,7 @@ class Stream:
         """Nothing."""
 
     def query(self) -> bool:
-        """Whoever asks may go on."""
+        """Return True: there is nothing to wait for."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Which device a tensor is on, where C++ says "the CPU" and the workers compute on GPUs; and the ways between the two.
+"""Devices of remote tensors, and copies between the workers' devices and their CPUs.
 
 A worker has one GPU, its own: "cuda", "cuda:0" and "cuda:3" all mean that. What replaces functions of torch, so that
 programs get here, is in dtensor/_patches/semantics/device_queries.py.

@@ -1,5 +1,7 @@
-"""Tensors that are made on the workers: ``ones``, ``zeros``, ``empty``, ``full``, ``rand``, ``randn`` with a mesh, and
-what torch's own code makes for a buffer of its own.
+"""Factories: ``ones``, ``zeros``, ``empty``, ``full``, ``rand``, ``randn`` with a mesh, and buffers of torch's own
+code.
+
+They make their tensors on the workers.
 """
 
 from __future__ import annotations
@@ -56,10 +58,10 @@ def make(workers: WorkerSet, init_op: Any, size: Any, mesh: Any, placements: Any
 
 
 class OnWorkers(TorchFunctionMode):
-    """``with OnWorkers(mesh)``: ``torch.empty``, ``zeros`` and ``ones`` make tensors there.
+    """Context in which ``torch.empty``, ``zeros`` and ``ones`` make tensors on the workers of a mesh.
 
-    For functions of torch's that make buffers for tensors which are there. Not for a user's code: a tensor that is not
-    meant to be there would be, too.
+    It is for functions of torch that make buffers for tensors on the workers, and not for user code, where it would
+    also move other tensors there.
     """
 
     def __init__(self, mesh: Any) -> None:

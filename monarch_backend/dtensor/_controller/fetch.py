@@ -1,4 +1,4 @@
-"""Reading values of remote tensors: the only thing that waits for the workers."""
+"""Reads of remote tensors' values. Only these wait for the workers."""
 
 from __future__ import annotations
 

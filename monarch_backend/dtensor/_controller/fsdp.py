@@ -1,4 +1,4 @@
-"""What FSDP needs of a controller: shards of a parameter by rank, inputs on the workers, a batch by rank.
+"""Controller's part of FSDP: shards of a parameter by rank, inputs on the workers, a batch by rank.
 
 torch's `fully_shard` is unchanged. Its calls into this module are in dtensor/_patches/semantics/fsdp.py.
 """

@@ -40,7 +40,7 @@ def run(name: str, size: int, given: Sequence[Any]) -> None:
 
 
 def _reduce(size: int, tensors: Any, options: Any = None, *rest: Any) -> None:
-    """The result of all ranks. reduce() leaves other ranks than its root undefined."""
+    """Return the result of all ranks. reduce() leaves ranks other than its root undefined."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     op = next((each for each in (options, *rest) if hasattr(each, "reduceOp") or hasattr(each, "op")), None)
     results = [_reduced(each, op, size) for each in tensors]  # first all: tensors may overlap
@@ -72,11 +72,11 @@ _REDUCED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 def _keep(_size: int, *_: Any) -> None:
-    """broadcast(): every rank has the root's value."""
+    """Return the value of broadcast(): every rank has the root's."""
 
 
 def _gather(size: int, outputs: Any, inputs: Any, *_: Any) -> None:
-    """Into lists of ``size`` tensors, or tensors of ``size`` parts. Other ranks than the root have none."""
+    """Copy into lists of ``size`` tensors, or tensors of ``size`` parts. Ranks other than the root have none."""
     if isinstance(inputs, torch.Tensor):
         outputs, inputs = [outputs], [inputs]
     for output, value in zip(outputs, inputs, strict=False):

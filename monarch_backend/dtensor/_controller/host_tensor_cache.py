@@ -1,8 +1,7 @@
-"""What workers still have of this process's tensors: an operation sent it, its backward needs the same, and gets that.
+"""Cache of this process's tensors on workers: the backward of an operation reuses the copy that its forward has sent.
 
-Nobody else does: between two operations nothing is taken for the same, since NumPy and others may change memory without
-a word to torch. A copy is forgotten with its backward, with the tensor's memory here, and with the first forward after
-any backward.
+Other operations send the tensor again: NumPy and others may change memory without notifying torch. A copy is dropped
+with its backward, with the tensor's memory here, and with the first forward after any backward.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MAX_CACHED_BYTES = 128 << 20
-"""Bytes of what is kept for a thread's backward, besides the last one: there may never be any."""
+"""Bytes that are kept for a thread's backward, besides the last tensor. There may never be a backward."""
 
 Key = tuple[Any, ...]
 
@@ -85,7 +84,7 @@ class Source(NamedTuple):
 
 
 def source(value: torch.Tensor) -> Source | None:
-    """Of a tensor of this process. None if nobody would know that it had changed."""
+    """Return the source of a tensor of this process, or None if a change of it could not be detected."""
     if not value.ndim or value.is_inference():
         return None
     refuse_sparse(value)
@@ -116,5 +115,5 @@ def put(workers: WorkerSet, schema: Any, source: Source | None, send: Callable[[
 
 @functools.cache
 def _only_reads(schema: Any) -> bool:
-    """Nobody sees the copy afterwards, nor changes it."""
+    """Return whether the operator neither changes nor returns the copy."""
     return schema is not None and all(each.alias_info is None for each in schema.arguments)

@@ -1,7 +1,8 @@
-"""`move`: a DTensor from one set of processes to another. The bytes go from worker to worker, each only what it needs.
+"""`move`: transfer of a DTensor to another set of processes. Each worker gets only the bytes it needs, from other
+workers.
 
-The workers of the target wait for descriptions that those of the source send them; the controller does not. What they
-do is worker/_move.py's; the reading of memory, _rdma/sharded_state.py's.
+The workers of the target wait for descriptions from those of the source; the controller does not wait.
+_worker/mesh_transfer.py is the workers' part; _rdma/sharded_state.py reads the memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tensors and modules of the controller that are put on the workers whole, as each rank of torchrun's has its own.
+"""Placement of whole tensors and modules of the controller on the workers, as each rank has them under torchrun.
 
-Nothing of it is a DTensor: a parameter that no plan names is a plain tensor under torchrun, and is one here.
+They do not become DTensors: a parameter that no plan names is a plain tensor under torchrun, and here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
 
 
 def _is_elsewhere_too(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """On workers that are not in the mesh, who would not change it."""
+    """Return whether it is also on workers that are not in the mesh, and which would not change it."""
     if not isinstance(tensor, RemoteTensor) or tensor._meta.workers is not device_mesh_and_api.workers_of(mesh):
         return False
     return not device_mesh_and_api.outside(mesh) <= tensor._meta.outside
@@ -134,7 +134,9 @@ class _Sent(torch.autograd.Function):
 
 
 def sent(value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> Any:
-    """A tensor of the controller, or of workers, with its history; the same on all of these but who is ``outside``."""
+    """Return a tensor of the controller, or of workers, on these workers with its history. Ranks ``outside`` have
+    none.
+    """
     if isinstance(value, RemoteTensor) and outside <= value._meta.outside:
         return value
     if value.requires_grad and torch.is_grad_enabled():

@@ -1,7 +1,7 @@
-"""Values of the controller that differ by rank, on their way to the workers: each gets its own and no other.
+"""Values of the controller that differ by rank, on their way to the workers. Each worker gets only its own.
 
-`distribute_tensor` of a local tensor makes them: views of it, one for each class of ranks, sent when the last placement
-has been applied.
+`distribute_tensor` of a local tensor makes them: views of it, one for each class of ranks. They are sent when the last
+placement has been applied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PerRankTensor(torch.Tensor):
-    """A tensor of this process for each rank; None for who takes no part."""
+    """A tensor of this process for each rank; None for a rank that takes no part."""
 
     by_rank: tuple[torch.Tensor | None, ...]
     workers: WorkerSet | None
@@ -105,7 +105,7 @@ class PerRankTensor(torch.Tensor):
         )
 
     def sent(self, workers: WorkerSet | None = None, schema: Any = None) -> Any:
-        """On the workers. ``schema``: of the operator that gets it, and nobody else does."""
+        """Send it. ``schema``: of the operator that gets it; no other one uses the copy."""
         owner = self.workers or workers
         if owner is None:
             raise TypeError("nobody knows the workers of this tensor")

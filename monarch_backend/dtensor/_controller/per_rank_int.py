@@ -1,9 +1,9 @@
-"""Ints that differ by rank: on the controller one `torch.SymInt`, on each worker its own number.
+"""Ints that differ by rank: one `torch.SymInt` on the controller, a plain number on each worker.
 
-A coordinate in a mesh and the size of an uneven shard are such ints. They can be calculated with. Who branches on one
-where ranks disagree would run one side for all of them, so that raises. Except where torch itself asks whether sizes
-are equal: it asks that of every size, of 0 and 1 and of other sizes, to find a short way. If it holds on some ranks
-only, the answer is no, as in torch's LocalTensorMode, and all take the long way.
+A coordinate in a mesh and the size of an uneven shard are such ints. They support arithmetic. A branch on one where
+ranks disagree would run one side for all ranks, so it raises. The exception is torch's own check whether sizes are
+equal: it compares every size with 0, 1 and other sizes, to find a shortcut. If a shortcut applies on some ranks only,
+the answer is no, as in torch's LocalTensorMode, and all ranks take the general path.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ INSTEAD = (
     "workers: monarch_backend.dtensor.run(mesh, function, ...)"
 )
 CACHE_SIZE = 1024
-"""So many results of calculations with one of these."""
+"""Limit of cached results of calculations with one int."""
 
 
 class PerRankInt:
-    """What torch calls the node of a SymInt. Interned: the same values are the same object."""
+    """Node of a SymInt that differs by rank. Interned: the same values are the same object."""
 
     __slots__ = ("__weakref__", "_known", "are_sizes", "values")
 
@@ -81,7 +81,7 @@ class PerRankInt:
         return self
 
     def clone(self) -> PerRankInt:
-        """Nobody changes it."""
+        """Return itself: it is immutable."""
         return self
 
     def _str(self) -> str:
@@ -218,7 +218,7 @@ class PerRankInt:
 
 
 class PerRankFloat:
-    """What torch calls the node of a SymFloat: an int that differs by rank, divided. It can be rounded, and no more."""
+    """Node of a SymFloat: the quotient of an int that differs by rank. It can only be rounded."""
 
     __slots__ = ("_above", "_below")
 
@@ -267,7 +267,9 @@ class PerRankFloat:
 
 
 class AgreedBool:
-    """As PerRankBool, where all ranks say the same: torch's own constants go with no answer on which they don't."""
+    """Node of a SymBool on which all ranks agree. torch's own constants cannot be combined with one where they do
+    not.
+    """
 
     __slots__ = ("value",)
 
@@ -299,7 +301,7 @@ class AgreedBool:
     expect_true = guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = guard_bool
 
     def clone(self) -> AgreedBool:
-        """Nobody changes it."""
+        """Return itself: it is immutable."""
         return self
 
     def _str(self) -> str:
@@ -331,10 +333,10 @@ class AgreedBool:
 
 
 class PerRankBool:
-    """What torch calls the node of a SymBool: true on some ranks and false on others, so nobody may branch on it.
+    """Node of a SymBool that is true on some ranks and false on others. A branch on it raises.
 
-    Where torch itself asks for what is only a hint (is a tensor of no elements contiguous?), it gets what it takes for
-    sizes that it does not know.
+    Where torch asks for a hint only (is a tensor of no elements contiguous?), it gets the answer that it uses for
+    unknown sizes.
     """
 
     __slots__ = ("long_way", "what")
@@ -356,7 +358,7 @@ class PerRankBool:
         """Not one."""
 
     def clone(self) -> PerRankBool:
-        """Nobody changes it."""
+        """Return itself: it is immutable."""
         return self
 
     def _str(self) -> str:
@@ -429,7 +431,7 @@ for _kind in (
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _ASKING = (_TORCH + "__init__.py", os.path.join(_TORCH, "fx", "experimental", "sym_node.py"))
-"""Where bool() of a SymInt or a SymBool comes by, whoever asks."""
+"""Frames through which bool() of a SymInt or a SymBool passes, for any caller."""
 
 
 def _asked_by_torch() -> bool:

@@ -1,7 +1,7 @@
-"""`run`: a function of the user's as SPMD code on all workers of a mesh, with genuine local DTensors.
+"""`run`: a user's function as SPMD code on all workers of a mesh, with genuine local DTensors.
 
-The way out of one controller: what a rank-dependent branch, a pipeline, a kernel of one's own or torch.compile need.
-How arguments and results travel is remote_call_args.py's; what happens on a worker, worker/_run.py's.
+It serves code that one controller cannot express: rank-dependent branches, pipelines, custom kernels, torch.compile.
+remote_call_args.py packs arguments and results; _worker/remote_call.py is the workers' part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _numbers = itertools.count(1)
 
 
 class Run(Future[Any]):
-    """Future of what the workers returned to `run`."""
+    """Future of the workers' results of `run`."""
 
     __slots__ = ("held", "name")
 
@@ -104,7 +104,7 @@ def _start(workers: WorkerSet, mesh: DeviceMesh, function: Callable[..., Any], a
 
 
 def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, done: Run, take: Any) -> None:
-    """All workers go on; then whoever waits."""
+    """Let all workers continue, then finish the call's future."""
     error = call.exception()
     if isinstance(error, ActorError) and isinstance(error.__cause__, RunFailed):
         error = workers.error_of(error.__cause__.report)

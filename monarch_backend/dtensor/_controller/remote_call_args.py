@@ -1,7 +1,7 @@
-"""How the arguments of a function travel to the workers, and its results come back: tensors as ids, meshes as numbers.
+"""Packing of a function's arguments for the workers, and of its results: tensors as ids, meshes as numbers.
 
-Everything else travels as arguments of actors do. The workers' half is worker/_parcels.py; what runs there,
-remote_call.py's.
+All else is pickled as arguments of actors are. _worker/remote_call_args.py is the workers' part; remote_call.py runs
+the function.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ class Packer:
 
 
 def first_like(held: Ref, like: DTensor) -> DTensor:
-    """The first DTensor of a result that is known to be laid out as this one: nobody has to wait for its shape."""
+    """Return the first DTensor of a result whose layout is known to be that of this one: no wait for its shape is
+    needed.
+    """
     remote = device_mesh_and_api.remote_of(like)
     assert remote is not None
     local = _part(held, 0, remote._meta)

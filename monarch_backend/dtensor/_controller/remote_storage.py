@@ -1,7 +1,7 @@
-"""`RemoteStorage`: what a remote tensor says is its storage. It can be emptied and filled again; nothing can be read.
+"""`RemoteStorage`: storage of a remote tensor. It can be emptied and filled again, but not read.
 
-FSDP frees and allocates whole parameters that way, so that all views of them stay views. A DTensor of remote tensors
-has one, too, which can say how large it is and no more.
+FSDP frees and allocates whole parameters in this way, so that all views of them stay views. A DTensor of remote tensors
+has one, too, which only has a size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`RemoteTensor`: on the controller, the tensor that every worker holds under one id. Metadata and the id, no values.
+"""`RemoteTensor`: on the controller, the tensor that every worker holds under one id. It has metadata and the id only.
 
-What an operation on it does is dtensor/_dispatch/dispatch.py's, how a value is read fetch.py's.
+dtensor/_dispatch/dispatch.py runs operations on it; fetch.py reads values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def form_of(meta: Meta) -> tuple[Any, ...]:
 
 
 def not_readable(what: str) -> NotReadableError:
-    """The error of who wants the memory itself."""
+    """Return the error for code that needs the memory itself."""
     return NotReadableError(
         f"{what}: this tensor's memory is in other processes. Read its values (.numpy(), .tolist()), or run what needs "
         "the memory on the workers: monarch_backend.dtensor.run(mesh, function, ...)"
@@ -53,7 +53,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
     """A tensor of the workers of a mesh, one on each; made by operations, never by hand.
 
     As a DTensor's local tensor it is that rank's shard. Reading a value (``.item()``, ``.tolist()``, ``print``) waits
-    for the workers and takes it from the first of them; nothing else waits.
+    for the workers and takes it from the first of them. Nothing else waits.
     """
 
     _ref: Ref
@@ -170,7 +170,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         return False
 
     def __dlpack__(self, **_: Any) -> Any:
-        """Raises NotReadableError: who takes it would share the memory."""
+        """Raises NotReadableError: a consumer would share the memory."""
         raise not_readable("__dlpack__()")
 
     def apply_(self, _function: Any) -> Any:

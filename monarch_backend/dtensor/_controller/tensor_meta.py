@@ -1,6 +1,7 @@
-"""What the controller knows of a tensor on the workers: shape, strides, dtype, device. Interned: one object for each.
+"""Metadata of tensors on the workers: shape, strides, dtype, device. Interned: equal metadata are one object.
 
-No ids and no messages here. Shards of unequal sizes are classes of ranks with equal metadata, never a loop over ranks.
+There are no ids and no messages here. Shards of unequal sizes are classes of ranks with equal metadata, to avoid loops
+over ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Meta:
 
 
 class MetaCache:
-    """All of one set of workers."""
+    """All metadata of one set of workers."""
 
     def __init__(self, workers: WorkerSet) -> None:
         self._workers = workers

@@ -1,7 +1,7 @@
-"""`WorkerSet`: the processes of one ProcMesh that hold tensors for this controller, and what is sent to them.
+"""`WorkerSet`: the processes of one ProcMesh that hold tensors for this controller, and the commands to them.
 
-One for each ProcMesh, made by its first device mesh; slices share it. What torch calls global ranks are numbers of this
-controller's: the ranks of the first Workers, then those of the second, and so on.
+There is one for each ProcMesh, made by its first device mesh; slices share it. torch's global ranks are numbers of this
+controller: the ranks of the first WorkerSet, then those of the second, and so on.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class WorkerSet:
         return replies
 
     def _new_checks(self, replies: list[Any]) -> dict[int, Any]:
-        """Operations without results that have failed, by their order: each is raised once, whoever comes first."""
+        """Return failed operations without results, by their order. The first caller raises each, once."""
         if not any(map(_has_checks, replies)):
             return {}
         with self._raising:
@@ -316,7 +316,9 @@ class WorkerSet:
         return new
 
     def error_of(self, report: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> RemoteOpError:
-        """For what a worker reports to have failed. ``others``: what nobody will be told of again."""
+        """Return the error for a failure that a worker reports. ``others``: failures that will not be reported
+        again.
+        """
         also = "".join(
             f"\nBefore this was read, {each['failed']} raised as well, on rank {each['rank']}: {each['message']}\n"
             f"Issued by the controller at:\n{call_sites.text_of(each['site'])}"
@@ -362,7 +364,7 @@ def _has_checks(reply: Any) -> bool:
 
 
 class ActorCommandChannel:
-    """The way to the executors in the processes of a mesh: messages to actors."""
+    """Channel to the executors in the processes of a mesh, by messages to actors."""
 
     def __init__(
         self, procs: ProcMesh, executors: Any, program: Any, device_type: str, made: dict[str, WorkerSet]
@@ -376,7 +378,7 @@ class ActorCommandChannel:
         self._executors.run.broadcast(batch)
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
-        """To all; returns who waits for the answers."""
+        """Send to all, and return a function that waits for the answers."""
         future = self._executors.run_counted.call(batch)
         return lambda: future.get()
 
