@@ -1,8 +1,8 @@
 """``torch.compile(function, backend="monarch")``: a captured step is one record for all workers.
 
-torch traces the function on the controller, forward and backward, to local operations and functional collectives; the
-workers get the graph once, compile it with Inductor and run it at each call. ``options={"inductor": False}``: they run
-its operations one by one. What a call does is here; what becomes of a graph, in lowering.py.
+torch traces the function on the controller, forward and backward, to local operations and functional collectives. The
+workers get the graph once, compile it with Inductor, and run it at each call. With ``options={"inductor": False}`` they
+run its operations one by one. lowering.py turns a graph into definitions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ dynamo_and_aot.install()
 
 
 def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, options: Any = None) -> Any:
-    """The backend, as torch.compile calls it. Raises ValueError for options that there are not."""
+    """Compile a graph for workers, as torch.compile calls it. Raises ValueError for unknown options."""
     given = dict(options or {})
     if mode is not None or any(name not in OPTIONS for name in given):
         raise ValueError(
@@ -58,7 +58,7 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
 
 
 def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
-    """One graph for all ranks, or one for each class of them: how many there are is found out by tracing."""
+    """Return one graph for all ranks, or one for each class of ranks. Tracing finds the classes."""
     found = {id(meta.workers): meta for meta in map(_meta_of, inputs) if meta is not None}
     if len(found) != 1:
         return _one_graph(None, graph, inputs, inductor)
@@ -118,7 +118,9 @@ def _graph_for_each(classes: Classes, graph: fx.GraphModule, inputs: Any, induct
 
 
 def _refuse_autocast(graph: fx.GraphModule) -> None:
-    """A trace has its tensors on the CPU, where this one would do nothing without a word."""
+    """Raise for autocast of the CPU within a trace: traces have their tensors on the CPU, and it would have no
+    effect.
+    """
     inside = dynamo_and_aot.autocasts(graph)
     found = [kind for kind in ("cuda", "xla") if kind in inside or torch.is_autocast_enabled(kind)]
     if found:
@@ -129,9 +131,9 @@ def _refuse_autocast(graph: fx.GraphModule) -> None:
 
 
 class _Graph:
-    """One graph of torch's, called with whatever tensors come: captured anew for others of their kind.
+    """One traced graph, called with tensors of any kind: another kind is captured anew.
 
-    ``graphs``: one for each of the ``classes`` of ranks; None: all are alike.
+    ``graphs``: one for each of the ``classes`` of ranks. None: all ranks are alike.
     """
 
     def __init__(self, graphs: list[fx.GraphModule], classes: Classes | None, *, inductor: bool) -> None:

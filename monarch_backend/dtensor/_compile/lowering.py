@@ -1,8 +1,8 @@
-"""From a graph of torch's to one that workers know by number: what runs where, and what each of its results is.
+"""Lowering of torch's graphs to graphs of workers.
 
-A graph has tensors of the workers and, beside them, tensors of this process (an optimizer counts its steps in some).
-What needs only these is done here, in each call, and what comes of it goes into the record: a number as a number.
-Operations without any tensor are done now. The rest is the workers' graph. No words are sent here.
+A graph has tensors of the workers, and tensors of this process (some optimizers count their steps in such tensors).
+Steps that need only the latter are done here in each call, and their results are sent in the record. Operations without
+any tensor are done at capture. All others are the workers' graph. This module sends no records.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MEETS = ("wait_tensor", "_wrap_tensor_autograd")
-"""Functional collectives in which nobody meets anybody."""
+"""Functional collectives in which ranks do not wait for each other."""
 
 
 class Result(NamedTuple):
@@ -71,7 +71,7 @@ class Capture(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _There:
-    """A value of the workers' graph. ``index``: ("operand" | "sent" | "number" | "drawn" | "step", the how manieth)."""
+    """A value of the workers' graph. ``index``: ("operand" | "sent" | "number" | "drawn" | "step", its position)."""
 
     index: tuple[str, int]
     fake: Any
@@ -88,18 +88,18 @@ class _Here:
 
 @dataclass(frozen=True, eq=False)
 class _Factory:
-    """A tensor from nothing: made where somebody wants it."""
+    """A tensor without tensor inputs. It is made where it is used."""
 
     node: fx.Node
 
 
 class GraphLowering:
-    """Makes one `Capture`, of a graph for arguments like these, as this rank has them.
+    """Lowering of one graph to a `Capture`, for arguments of one kind as this rank has them.
 
-    ``returned``: positions of results that are arguments and are given back as such; None: of all that are arguments.
-    ``by_rank``: positions of results that other ranks' graphs calculate in another way: they are the workers', also
-    where this process could. ``constants``: tensors of this graph and of others for other ranks, which the record has
-    all of.
+    ``returned``: positions of results that are arguments and are returned as such; None: all that are arguments.
+    ``by_rank``: positions of results that other ranks' graphs compute in another way. They are the workers', also where
+    this process could compute them. ``constants``: tensors of this graph and of the other ranks' graphs; the record has
+    all of them.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Graphs of one step for classes of ranks with other sizes: whether they fit together, and as one record.
+"""Graphs of one step for classes of ranks with different sizes: a check that they fit together, and their one record.
 
-The ranks of all classes meet in the same collectives, and one record has operands and results of each of the graphs.
+The ranks of all classes take part in the same collectives. One record has operands and results of each graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One operator that stands in a trace for a function which each worker calls with its own numbers.
+"""Operator in traces for a function that each worker calls with its own numbers.
 
 While torch.compile traces, torch's functions for "the rank that I am" (see
 dtensor/_patches/semantics/device_mesh_and_api.py) meet tensors without values and ints that differ by rank. Such a call

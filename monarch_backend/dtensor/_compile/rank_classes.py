@@ -1,8 +1,8 @@
-"""Which ranks a trace stands for. With shards of unequal sizes a captured step has a graph for each class of ranks.
+"""Classes of ranks in traces: with shards of unequal sizes a captured step has a graph for each class.
 
-A trace has sizes that are plain ints, so it can stand only for ranks that have the same. `standing_for` says for which;
-what differs by rank is then looked at through `seen`, which leaves the other ranks out, and is an int where those that
-are left agree. Outside of it dynamo's own trace, which has no sizes that a program sees, stands for the first rank.
+Sizes in a trace are plain ints, so a trace can stand only for ranks that have the same sizes. `standing_for` sets these
+ranks. `seen` then maps a value that differs by rank to an int if these ranks agree. Outside of it dynamo's own trace
+stands for the first rank; the program sees no sizes in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MAX_GRAPHS = 32
-"""So many graphs of one step; with more classes it is left to eager code."""
+"""Limit of graphs of one step. With more classes it runs as eager code."""
 
 
 class _Trace(threading.local):
@@ -52,12 +52,12 @@ class Classes:
         return len(self.members) == 1 and -1 not in self.of_rank
 
     def parted(self, keys: Sequence[Hashable]) -> Classes:
-        """As these, and alike only where these keys are, too."""
+        """Return these classes, divided further by these keys."""
         both = zip(self.of_rank, keys, strict=True)
         return Classes(self.workers, [None if its < 0 else (its, key) for its, key in both])
 
     def without(self, others: Classes) -> Classes:
-        """As these, and who takes no part in the others does not here."""
+        """Return these classes without the ranks that take no part in the others."""
         both = zip(self.of_rank, others.of_rank, strict=True)
         return Classes(self.workers, [None if its < 0 or theirs < 0 else its for its, theirs in both])
 

@@ -1,1 +1,1 @@
-"""What happens to an operation on DTensors before it is sent to workers."""
+"""Dispatch of operations on DTensors, up to the records for workers."""

@@ -1,6 +1,6 @@
-"""``torch.distributed``'s eager collectives of remote tensors: records of functions that worker/_collectives.py has.
+"""Eager collectives of ``torch.distributed`` on remote tensors: records of functions in _worker/collectives.py.
 
-Functional collectives are operations as any others.
+Functional collectives are ordinary operations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 SIGNATURE_CACHE_SIZE = 1024
-"""So many signatures of one set of workers; of more, the older half is forgotten."""
+"""Limit of signatures of one set of workers. Beyond it the older half is dropped."""
 _WRITTEN = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")
 """What torch calls the arguments that its collectives change, of which their schemas say nothing."""
 

@@ -1,4 +1,6 @@
-"""Values that a single process refuses: workers look at their shards, and the next reading raises what they found."""
+"""Checks of values that a single process would refuse. Workers check their shards, and the next read raises the
+failure.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What an operation on remote tensors does: one record for all workers, by a signature that is known, mostly.
+"""Dispatch of operations on remote tensors: one record for all workers, mostly with a known signature.
 
-The hot path is csrc/records/issue.cpp: a key from the arguments, one look into a dict, some words. Here is what it asks
-once for each operator and each signature. What is no plain operation is in special_ops.py; what becomes of an unknown
-signature, in op_signatures.py.
+The hot path is csrc/records/issue.cpp: a key from the arguments, one lookup in a dict, some words. This module does
+what is needed once for each operator and each signature. special_ops.py handles special operations; op_signatures.py
+makes unknown signatures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 SIGNATURE_CACHE_SIZE = 8192
-"""So many signatures of one set of workers; of more, the half that was not used for the longest time is forgotten."""
+"""Limit of signatures of one set of workers. Beyond it the least recently used half is dropped."""
 
 _TRUE, _FALSE = object(), object()  # 1 == True, and they are not the same argument
 
@@ -76,7 +76,7 @@ def _forget_half(workers: WorkerSet) -> None:
 
 
 def run_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """As dispatch, for who is in `special` and wants the plain operation itself."""
+    """Dispatch the plain operation, for handlers in `special`."""
     return _native.issue(_plan(func), args, kwargs, None)
 
 
@@ -103,7 +103,7 @@ class _Heard(threading.local):
 
 
 heard = _Heard()
-"""``note``: who is told, in this thread, of each `call` and of what came of it."""
+"""Within the block, call ``note`` with each `call` of this thread and its result."""
 
 
 def create(workers: WorkerSet, func: Any, args: Any, kwargs: Any) -> Any:
@@ -127,7 +127,10 @@ def _plan(func: Any) -> _native.Plan:
 
 
 def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
-    """Those that the operation changes are read afterwards, which waits: nobody here would see a copy change."""
+    """Run with tensors of this process; those that the operation changes are read afterwards, which waits.
+
+    Otherwise the change of the workers' copy would not be visible here.
+    """
     kwargs = kwargs or {}
     if plan.target.call is torch.ops.aten.copy_.default and args[0].is_meta:
         # It has no values before, and none after; torch looks whether the sizes fit.
@@ -178,8 +181,9 @@ def _part(value: Any) -> Any:
 
 
 def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
-    """Makes arguments that have a place in a key: tensors of this process are sent to the workers. ``schema``: of the
-    operator that gets them, and nobody else does.
+    """Return arguments that have a place in a key: tensors of this process are sent to the workers.
+
+    ``schema``: that of the operator that gets them; no other one uses the copies.
     """
     remote = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     if not remote:

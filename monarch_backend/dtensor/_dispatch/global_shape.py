@@ -1,6 +1,6 @@
-"""Which tensor the ranks' shards are of: the controller knows all of their sizes, where a rank knows its own only.
+"""Global shapes of DTensors from their shards. The controller knows the sizes of all shards; a rank knows only its own.
 
-Nothing is asked of the workers here.
+This module asks the workers nothing.
 """
 
 from __future__ import annotations

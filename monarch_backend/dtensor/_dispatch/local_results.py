@@ -1,6 +1,7 @@
-"""What operators done by hand (_attention, _convolution, others) start from and end with: DTensors of one mesh,
-and results of which each rank has its part, with the size that the whole has. Which placements they have is theirs to
-say.
+"""Helpers for handwritten operators (_ops/): DTensors of one mesh, and results from each rank's part with a global
+size.
+
+The operators choose the placements.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Signatures: what an operation does to metadata, found out once, and the number under which workers know it.
+"""Signatures: the effect of an operation on metadata, computed once, with the number under which workers know it.
 
-A signature is an operation with the metadata of its tensors and all its other arguments, except numbers that metadata
-does not depend on, floats and torch's "Scalars": those are sent with each record, since a learning rate or the count of
-a step differs in each step. Found by running it on fake tensors.
+A signature is an operation with the metadata of its tensors and its other arguments. Floats, torch's "Scalars" and
+numbers without effect on metadata are not part of it. They are sent with each record, since a learning rate or a step
+count differs in each step. The effect is found by running the operation on fake tensors.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Operand:
 
 
 def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchError:
-    """For who has to do with tensors of both."""
+    """Return the error for an operation with tensors of both sets of workers."""
     return MeshMismatchError(
         f"{what} got a tensor of {one.name} and one of {other.name}: move one of them first: "
         "monarch_backend.dtensor.move(x, mesh)"
@@ -188,7 +188,9 @@ def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchEr
 
 
 def _classes(workers: WorkerSet, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
-    """For each rank its class, -1 for who takes no part, and the first rank of each class; None if all are alike."""
+    """Return for each rank its class, -1 if it takes no part, and the first rank of each class. None if all are
+    alike.
+    """
     varied: list[Sequence[int | None]] = []
     for each in flat:
         if isinstance(each, RemoteTensor):
@@ -559,7 +561,7 @@ _CPU = torch.device("cpu")
 _fake = FakeTensorMode()
 _fake.cache_enabled = False  # for ever, of everything; who asks here remembers the answer
 one_at_a_time = threading.RLock()
-"""For whoever handles fake tensors: the device that one says it is on depends on what its mode, shared by all, does."""
+"""Lock for all uses of fake tensors: the device that one reports depends on the state of its mode, which all share."""
 stands_in: dict[Any, Callable[..., Any]] = {}
 """What finds the shapes of operators whose own way to do so asks which rank this is."""
 

@@ -1,8 +1,9 @@
-"""The order in memory of what operators return: as the controller has it, who knows the strides before anybody runs.
+"""Memory order of results: workers keep the strides that the controller computed, before any worker has run the
+operation.
 
-torch's functions that find out strides say for some operators what a device's kernels do not (`batch_norm` of what is
-transposed, the gradient of `layer_norm`), and a `view` is decided by what is said. So workers are told what was said,
-look at what they have when they do an operation for the first time, and copy it into that order where it has another.
+For some operators torch's shape functions give other strides than a device's kernels: `batch_norm` of a transposed
+input, the gradient of `layer_norm`. A `view` is accepted or refused by the computed strides. So the definition has
+them. A worker compares its results with them at the first execution, and copies into that order where they differ.
 """
 
 from __future__ import annotations

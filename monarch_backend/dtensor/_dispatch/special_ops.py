@@ -1,4 +1,4 @@
-"""Operations that are no plain records: whose result is no tensor, that change metadata, or that are collectives."""
+"""Special operations: collectives, operations that change metadata, and those whose result is not a tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _allclose(_func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _same_handle(_func: Any, args: Any, _kwargs: Any) -> Any:
-    """Nobody need be told: workers wait for a collective when its result is used, and have no autograd."""
+    """Do nothing: workers wait for a collective when its result is used, and have no autograd."""
     return RemoteTensor(args[0]._meta, args[0]._ref)
 
 
