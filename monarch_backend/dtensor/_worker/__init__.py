@@ -1,4 +1,4 @@
-"""What happens in the processes of a device mesh: records become operations on real tensors."""
+"""Workers of a device mesh: they turn records into operations on real tensors."""
 
 from monarch_backend.dtensor._worker import (
     mesh_transfer as mesh_transfer,  # now: later the executor's thread and the side's would at once

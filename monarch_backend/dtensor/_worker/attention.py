@@ -1,7 +1,7 @@
 """Attention on a worker's GPU, by the kernel that torch chooses there.
 
-A controller's C++ takes remote tensors for a CPU's, and records the CPU's operators; `install` makes a GPU do those.
-The choice is the worker's because it depends on its GPU: flash, cuDNN, memory-efficient, or plain products.
+Remote tensors are CPU tensors for the controller's C++, so it records the CPU's operators. `install` makes a GPU run
+them. The worker chooses the kernel because that depends on its GPU: flash, cuDNN, memory-efficient, or plain products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint as a worker runs it for the controller: this rank's part of a save or load."""
+"""Checkpoints on a worker: torch.distributed.checkpoint for this rank's part of a save or load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives as a worker runs them: ``torch.distributed``'s eager ones, and one that torch's CPU groups lack."""
+"""Collectives on a worker: ``torch.distributed``'s eager ones, and one that torch's CPU groups lack."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`ControlActor`: the actor beside the executor, which hears what can't wait until the executor has time for it.
+"""`ControlActor`: actor beside the executor for messages that cannot wait until the executor is free.
 
-`ControlInbox` is where it leaves that for the executor: how a run ended elsewhere, and what other workers have sent. No
-tensor and no operation here.
+It stores them in `ControlInbox` for the executor: how a run ended on other ranks, and parcels from other workers. It
+has no tensors and runs no operations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from monarch_backend._actor.actor import Actor, endpoint
 log = logging.getLogger("monarch_backend")
 
 CANCEL_CHECK_INTERVAL_S = 1.0
-"""Seconds after which a wait is begun anew: only between two of them can a cancelled call be interrupted."""
+"""Seconds after which a wait is repeated: a cancelled call can be interrupted only between two waits."""
 
 MAX_FORGOTTEN = 1024
-"""So many parcels of which something may still come."""
+"""Limit of dropped parcels for which messages may still arrive."""
 
 
 class Ended(RuntimeError):
@@ -28,7 +28,7 @@ class Ended(RuntimeError):
 
 
 class ControlInbox:
-    """What a process has heard and its executor has not taken yet."""
+    """Messages that a process has received and its executor has not used yet."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -122,8 +122,9 @@ class ControlInbox:
         release()
 
     def forget(self, parcel: int, why: str) -> None:
-        """Nobody takes it any more, or lets it go: something has failed, and those that had not begun never will. Those
-        that wait for it need not. What was sent before may still come.
+        """Drop a parcel after a failure: calls that would take or release it will never begin.
+
+        Calls that wait for it stop waiting. Messages that were sent before may still arrive.
         """
         with self._changed:
             self._forgotten[parcel] = why
@@ -151,7 +152,7 @@ boards: defaultdict[str, ControlInbox] = defaultdict(ControlInbox)
 
 
 class Meetings:
-    """After which runs this process has met the others in a new default group."""
+    """The runs after which this process has joined a new default group."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

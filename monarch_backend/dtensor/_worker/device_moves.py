@@ -1,4 +1,4 @@
-"""Ways of a tensor between a worker's GPU and its memory; and operators that only CPUs have, on a GPU."""
+"""Copies of a tensor between a worker's GPU and its memory, and operators that only CPUs have, run for a GPU."""
 
 from __future__ import annotations
 

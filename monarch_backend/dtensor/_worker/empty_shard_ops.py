@@ -1,4 +1,4 @@
-"""Operators whose kernels for CPUs end the process, by a division by zero, on a rank that has nothing of a tensor."""
+"""Operators whose CPU kernels end the process, by a division by zero, on a rank with an empty shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What could not be done on a worker, and which of it somebody has still to be told of."""
+"""Failures of operations on a worker, and which of them have not been reported to the controller yet."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import traceback
 from typing import Any
 
 MAX_FAILURES = 8
-"""So many checks that failed are kept for the next who reads: a loop that never reads may have any number of them."""
+"""Limit of failed checks that are kept for the next read. A loop that never reads may have any number of them."""
 
 MAX_MESSAGE_LENGTH = 500
-"""Characters of a message that nobody has asked for."""
+"""Characters of a message that is printed without a read."""
 
 
 class Failure:
-    """In the place of a tensor: why it is not there.
+    """Reason for a missing tensor, in its place.
 
-    ``order``: where in the controller's words it was; the same on all ranks. ``is_end``: nothing is wrong here: the
-    group was closed, or another rank has gone, of which others tell.
+    ``order``: position in the controller's words; the same on all ranks. ``is_end``: not an error of its own. The group
+    was closed, or another rank has gone, which other reports tell.
     """
 
     __slots__ = ("is_end", "order", "report")
@@ -29,40 +29,44 @@ class Failure:
 
 
 class Failures:
-    """Of this worker. A *check* has no result (`_assert_async`): nothing depends on it, and any reading tells of it."""
+    """The failures of this worker. A *check* has no result (`_assert_async`): no tensor depends on it, and any read
+    reports it.
+    """
 
     def __init__(self) -> None:
         self._untold: Failure | None = None  # the first
         self._checks: list[Failure] = []
 
     def add(self, failure: Failure, *, is_check: bool) -> None:
-        """It has just happened."""
+        """Note a new failure."""
         self._untold = self._untold or failure
         if is_check and not failure.is_end and len(self._checks) < MAX_FAILURES:
             self._checks.append(failure)
 
     def told(self, failure: Failure) -> dict[str, Any]:
-        """As the controller gets it: nobody else need tell of it."""
+        """Return the failure's report for the controller. It then needs no further report."""
         if failure is self._untold:
             self._untold = None
         return failure.report
 
     def first_untold(self) -> dict[str, Any] | None:
-        """As the controller gets it; it is told then."""
+        """Return the report of the first unreported failure; it counts as reported then."""
         return None if self._untold is None else self.told(self._untold)
 
     def beside(self, reply: Any) -> Any:
-        """The reply to who reads, with the checks that have failed by now."""
+        """Return the reply to a read, with the checks that have failed by now."""
         return {"reply": reply, "checks": [each.report for each in self._checks]} if self._checks else reply
 
     def raised(self, order: int) -> None:
-        """The controller has raised all checks up to this one: a reply alone may have found nobody who waited."""
+        """Drop all checks up to this one, which the controller has raised. A reply alone may arrive after its caller
+        has gone.
+        """
         for each in [each for each in self._checks if each.order <= order]:
             self._checks.remove(each)
             self.told(each)
 
     def tell_at_the_end(self) -> None:
-        """What nobody has read may have failed, and nobody would know."""
+        """Print a failure that no read has reported, so that it is not lost."""
         if self._untold is not None and not self._untold.is_end:
             report = self._untold.report
             print(
@@ -73,13 +77,13 @@ class Failures:
 
 
 def _shortly(message: str) -> str:
-    """Some of torch's have a line for each of its backends."""
+    """Return the first line of a message: some of torch's messages have a line for each of its backends."""
     first, *rest = message.splitlines()
     return f"{first[:MAX_MESSAGE_LENGTH]} ..." if rest or len(first) > MAX_MESSAGE_LENGTH else first
 
 
 def report_of(operation: str, site: int, rank: int, error: BaseException) -> dict[str, Any]:
-    """For the controller."""
+    """Return the report of an error for the controller."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return {
         "failed": operation, "site": site, "rank": rank, "host": socket.gethostname(), "pid": os.getpid(),

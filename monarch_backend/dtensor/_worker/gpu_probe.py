@@ -1,4 +1,4 @@
-"""Whether a process has a GPU: asked before an executor wants one, whose failure would end the program."""
+"""Probe for a process's GPU, before an executor needs one: a failure of the executor would end the program."""
 
 from __future__ import annotations
 

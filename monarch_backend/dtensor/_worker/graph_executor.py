@@ -1,6 +1,7 @@
-"""A captured step on a worker: many operations by one record, compiled by Inductor or run one by one.
+"""Captured steps on a worker: many operations in one record, compiled by Inductor or run one by one.
 
-As op_functions.py, of one operation. A rank that fails in the middle still takes part in the collectives that are left.
+op_functions.py handles single operations. A rank that fails within a step still takes part in its remaining
+collectives.
 """
 
 from __future__ import annotations

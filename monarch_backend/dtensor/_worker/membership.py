@@ -1,4 +1,4 @@
-"""Which ranks have a tensor, as workers hear of it."""
+"""Membership: which ranks have a tensor."""
 
 from __future__ import annotations
 

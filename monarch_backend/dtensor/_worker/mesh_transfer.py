@@ -13,7 +13,7 @@ from monarch_backend.process_group._xla import graph_hash_workaround
 
 
 class TransferBuffers(NamedTuple):
-    """Who takes part in a transfer: ranks, and the `Side` of each."""
+    """A transfer: the ranks on both sides, and the control actors of each side."""
 
     parcel: int
     senders: list[int]
@@ -23,7 +23,7 @@ class TransferBuffers(NamedTuple):
 
 
 def offer(x: DTensor, desk: TransferBuffers) -> None:
-    """On the source: tell the readers where a copy of this rank's part is, and keep it until all have read."""
+    """Offer this source rank's part to the readers, as a copy that is kept until all have read."""
     rank = dist.get_rank()  # of all; that of this call may count those of a slice
     if rank not in desk.senders:
         return
@@ -34,7 +34,7 @@ def offer(x: DTensor, desk: TransferBuffers) -> None:
 
 
 def fill(frame: DTensor, desk: TransferBuffers) -> DTensor:
-    """On the target: read this rank's part. What is left of the copies when the last has read is let go."""
+    """Read this target rank's part. The last reader lets the copies be dropped."""
     try:
         parts = boards[frame.device_mesh.device_type].take(desk.parcel, len(desk.senders))
         read = _in_memory(frame) if _is_elsewhere(frame) else frame
@@ -47,11 +47,11 @@ def fill(frame: DTensor, desk: TransferBuffers) -> DTensor:
 
 
 def _is_elsewhere(x: DTensor) -> bool:
-    """Whether it is in memory that nobody can read but who computes there: XLA's."""
+    """Return whether it is in memory that only its own process can read: XLA's."""
     return x.to_local().device.type == "xla"
 
 
 def _in_memory(x: DTensor) -> DTensor:
-    """What it has now, in this host's."""
+    """Return the current values in this host's memory."""
     [local] = graph_hash_workaround.on_host([x.to_local()])
     return DTensor(local, x._spec, requires_grad=False)

@@ -1,7 +1,7 @@
-"""From a signature's definition to what executes its records.
+"""Functions that execute records, made from the definitions of signatures.
 
-That is a `Call` of the compiled core (csrc/records/execute.cpp): a record is executed some hundred thousand times in a
-second, and whatever is looked up or asked for each time is time of all.
+Each is a `Call` of the compiled core (csrc/records/execute.cpp). Some hundred thousand records are executed in a
+second, so lookups are done once, at the definition.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Function:
         self.is_collective = signature.target.startswith(COLLECTIVES)
         self.meets_others = signature.target.startswith(MEETINGS)
         self.orders = signature.orders if call is not None and not self.meets_others else []
-        """Of its results, until somebody has looked whether they have them."""
+        """Strides of its results, until they were compared once."""
 
     def operands(self, words: list[Any], i: int) -> list[Any]:
         """The record's tensors; 0, which is no tensor's id, for an operand that is a number."""

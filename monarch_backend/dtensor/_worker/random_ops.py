@@ -1,6 +1,6 @@
-"""Random operations on a worker: the numbers of a whole tensor, of which it keeps its shard, or numbers of its own.
+"""Random operations on a worker: it draws the whole tensor's numbers and keeps its shard's, or draws its own.
 
-Whose generator it is and how the controller's keeps step with it, is ../_random.py's.
+_rng/random_ops.py keeps the controller's generator in step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A function of the user's on this worker: with its arguments made here, gradients enabled, and its results kept.
+"""A user's function on this worker: with its arguments made here, gradients enabled, and its results kept.
 
-How all ranks go on after one of them has failed is the executor's and control_actor.py's.
+The executor and control_actor.py define how all ranks continue after one has failed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._worker.executor import Executor
 
 
-class RunFailed(Exception):  # nobody catches it by this name but the controller
-    """How the function ended here, on its way to the controller. ``report``: as of any operation."""
+class RunFailed(Exception):  # only the controller catches it by this name
+    """Error that reports to the controller how the function ended. ``report``: as for any operation."""
 
     def __init__(self, report: dict[str, Any]) -> None:
         super().__init__(report["message"])

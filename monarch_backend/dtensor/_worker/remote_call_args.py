@@ -1,6 +1,6 @@
-"""How the arguments of a function arrive at a worker, and its results leave: ids become this worker's tensors.
+"""Arguments and results of a function on a worker: ids become this worker's tensors, and the reverse.
 
-The functions here are called by what remote_call_args.py of the controller has packed.
+The controller's _controller/remote_call_args.py packs messages that call the functions here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)  # no tuple: trees would be taken to go on inside
 class Returned:
-    """In the place of a DTensor in a result. ``mesh``: its number in the call, of which it is this slice, or all."""
+    """Replacement of a DTensor in a result. ``mesh``: its number in the call. The DTensor has this slice of it, or
+    all.
+    """
 
     index: int
     mesh: int

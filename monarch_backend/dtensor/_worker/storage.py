@@ -1,4 +1,4 @@
-"""Memory of a worker's tensors: changing it, and saying how much there is."""
+"""Storage of a worker's tensors: resizing and measuring."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def live_bytes(tensors: Iterable[object]) -> int:
 
 
 def identity(tensor: object) -> int | None:
-    """Of its storage, while that is there; None of what has none that could be changed behind somebody's back."""
+    """Return the identity of the storage while it exists, or None for a tensor without a storage that can change."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type == "xla":
         return None
     return int(tensor.untyped_storage()._cdata)

@@ -1,7 +1,7 @@
-"""Functions of the controller's torch that a worker with an older one (2.9, torch_xla's) has not, or has otherwise.
+"""Functions of the controller's torch that a worker's older torch (2.9, with torch_xla) lacks or has in another form.
 
-A controller names them in records: they are what torch's DTensor runs once for each rank, with that rank's numbers.
-Only functions of tensors are here; what comes of them must be what the controller's torch makes of it.
+A controller names them in records. torch's DTensor runs them once for each rank, with that rank's numbers. All of them
+are functions of tensors, with the results of the controller's torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Operators that XLA's tensors can't take, said in others that they can.
+"""Decompositions of operators that XLA's tensors lack or do in another way than torch.
 
-torch_xla makes operations that write into memory functional, which torch knows how to do for its own operators only:
-those of FSDP write into views, or return some. What they do is torch's, see fsdp/_fully_shard/_fsdp_collectives.py.
-And two that torch_xla has, and that are right in a process that is alone only; and one that it does otherwise.
-What it has not at all is said in other operators where torch knows how, else done on the CPU.
+torch_xla makes operations functional that write into memory. torch can do that for its own operators only: those of
+FSDP write into views, or return some. Their results here are torch's, see fsdp/_fully_shard/_fsdp_collectives.py. Two
+operators of torch_xla are right in a single process only, and one differs from torch. Operators that it lacks are
+decomposed where torch knows how, else run on the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPLACED = {
     "aten.nll_loss_backward.default": _HERE + "nll_loss_backward",
     "aten.nll_loss2d_backward.default": _HERE + "nll_loss_backward",
 }
-"""By what a record names, what is called in a worker of XLA devices."""
+"""Functions in a worker of XLA devices by the name in a record."""
 
 
 def all_gather_copy_in(
@@ -142,7 +142,7 @@ def native_batch_norm_backward(
 
 
 def resize(_tensor: torch.Tensor, _nbytes: int) -> None:
-    """Nothing: XLA's tensors have no memory that anybody could take away and give back."""
+    """Do nothing: XLA's tensors have no memory that could be freed and allocated again."""
 
 
 # What torch_xla has not -----------------------------------------------------------------------------------------

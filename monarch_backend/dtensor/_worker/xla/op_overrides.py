@@ -1,7 +1,7 @@
-"""Operators with which torch_xla (2.9) has another result than torch, or ends the process.
+"""Replacements of operators for which torch_xla (2.9) gives another result than torch, or ends the process.
 
-Plain torch_xla, in a process that is alone, does the same. What it lacks, or what is another result for several ranks
-only, is in op_decompositions.py.
+It does so in a single process, too. op_decompositions.py has operators that it lacks, or that are wrong for several
+ranks only.
 """
 
 from __future__ import annotations
@@ -148,4 +148,4 @@ REPLACED = {
         "upsample_nearest2d_backward.default": "nearest_backward",
     }.items()
 }  # fmt: skip
-"""By what a record names, what is called in a worker of XLA devices."""
+"""Functions in a worker of XLA devices by the name in a record."""

@@ -1,8 +1,8 @@
-"""A worker whose device is torch_xla's: what is missing for it, its device, and when what was recorded there is done.
+"""XLA device of a worker: the check that it exists, its start, and the limit of recorded operations.
 
-XLA compiles what was recorded since the last `sync`. It is done where a value is read, and where a collective goes
-through the host; here is what bounds it for a program that does neither. May not import torch_xla before a worker is
-one of these: its import takes seconds.
+XLA compiles what was recorded since the last `sync`. That is executed at a read of a value, and at a collective through
+the host. This module bounds it for a program that does neither. It must not import torch_xla before a worker has such a
+device: the import takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.process_group._xla import graph_hash_workaround
 
 MAX_RECORDED_WORDS = 20_000
-"""So many words of records, four or so an operation, are at most recorded before they are done."""
+"""Limit of words of records, about four per operation, before the recorded operations are executed."""
 
 
 def missing() -> str:
@@ -52,7 +52,7 @@ def start() -> torch.device:
 
     device = _device()
     world: Any = dist.group.WORLD
-    world._get_backend(device)  # the way for its collectives, while nobody waits for one
+    world._get_backend(device)  # sets up its collectives before one is needed
     host_staged.functional_by_groups()
     attention.install("XLA")
     op_functions.replace(op_decompositions.REPLACED | op_overrides.REPLACED, op_decompositions.adapted)
@@ -102,7 +102,7 @@ class Recorded:
         return len(self._places), memory
 
     def lose_track(self) -> None:
-        """A function has recorded something that nobody has told of."""
+        """Note that a function has recorded unknown operations."""
         self._said = None
 
     def do(self, tensors: Iterable[Any]) -> None:
