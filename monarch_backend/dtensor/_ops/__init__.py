@@ -1,1 +1,1 @@
-"""Operations with a rule of their own: sharding rules, attention, normalisation, optimizers."""
+"""Operations with their own rules: sharding rules, attention, normalisation, optimizers."""

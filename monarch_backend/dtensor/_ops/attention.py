@@ -1,7 +1,7 @@
-"""Attention of DTensors on CPUs with a mask: by batch, by heads, or whole, and the mask as that wants it.
+"""Attention of DTensors on CPUs with a mask: sharded by batch, by heads, or whole, with the mask in the same placement.
 
-torch takes a sharding for what an operator is given by position. The mask is given by name, and stays as it is: with
-rows of queries that another rank has.
+torch redistributes only arguments that are given by position. The mask is a keyword argument, so it would keep its
+placement, with rows of queries that another rank has.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ TENSORS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
 }
-"""The operators, and how many tensors each has before its other arguments."""
+"""The operators, and the number of tensors before the other arguments of each."""
 
 
 def masked(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result, or the gradients, for a mask that is a tensor. ``args``: with at least one DTensor."""
+    """Return the result, or the gradients, for a mask that is a tensor. ``args``: with at least one DTensor."""
     count, mask = TENSORS[func], kwargs["attn_mask"]
     mesh, (*given, mask) = local_results.on_one_mesh([*args[:count], mask])
     query, key = given[-3:-1] if count == 3 else given[1:3]  # behind its result's gradient

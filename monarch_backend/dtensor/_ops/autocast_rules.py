@@ -1,4 +1,4 @@
-"""What autocast does with an operator on a kind of device: which ones it knows, and in which dtype each is done.
+"""Autocast rules by kind of device: the operators that autocast handles, and the dtype of each.
 
 As torch's documentation lists it for GPUs, and as torch_xla 2.9 has it. How calls get here is
 dtensor/_patches/semantics/autocast.py's.
@@ -11,14 +11,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Of a kind of device: operators done in the lower precision, and those that want the widest dtype of their
-    arguments. All others that it knows are done in float32.
+    """Rules of one kind of device: operators in the lower precision, and those in the widest dtype of their arguments.
+
+    All other operators that it handles run in float32.
     """
 
     lower: frozenset[str]
     widest: frozenset[str]
     refused: frozenset[str] = frozenset()
-    """What overflows in any lower precision."""
+    """Operators that overflow in any lower precision."""
 
 
 CUDA = Rules(
@@ -64,4 +65,4 @@ XLA_OPERATORS = (
     "smooth_l1_loss", "soft_margin_loss", "softmax.int", "stack", "svd", "trace",
     "triangular_solve", "triplet_margin_loss",
 )  # fmt: skip
-"""All that torch_xla knows, without those of named dimensions. The controller, which has no torch_xla, can't ask."""
+"""All operators that torch_xla handles, without those of named dimensions. The controller has no torch_xla to ask."""

@@ -1,7 +1,7 @@
-"""Convolutions of DTensors: by batch, by channels, or whole.
+"""Convolutions of DTensors: sharded by batch, by channels, or whole.
 
-torch's DTensor has them by batch, or by the last dimension with a ring of messages between ranks, which is code of one
-rank; it takes no notice of sharded weights. An image that is sharded by height or width is gathered here.
+torch's DTensor shards them by batch, or by the last dimension with a ring of messages between ranks, which is code of
+one rank. It ignores sharded weights. Here an image that is sharded by height or width is gathered.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from monarch_backend.dtensor._dispatch import local_results, output_strides
 _aten = torch.ops.aten
 
 Way = dict[str, Any]
-"""For one dimension of the mesh the placement of each tensor; "x": input, "w": weight, "b": bias, "y": result."""
+"""Placements of all tensors on one dimension of the mesh; "x": input, "w": weight, "b": bias, "y": result."""
 
 WHOLE: Way = {each: Replicate() for each in "xwby"}
 BY_BATCH: Way = {"x": Shard(0), "w": Replicate(), "b": Replicate(), "y": Shard(0)}
 
 
 class _Options(NamedTuple):
-    """What every convolution has behind its tensors."""
+    """The arguments of every convolution after its tensors."""
 
     stride: Any
     padding: Any

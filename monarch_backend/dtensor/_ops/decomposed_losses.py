@@ -1,10 +1,12 @@
-"""Operators that torch's DTensor gets wrong on shards, and that are done in another way: losses by their parts, which
-are torch's own decompositions, what is added in place not in place, and what only looks as if it were in place.
+"""Operators for which torch's DTensor gives wrong results on shards, done in another way.
 
-torch does a loss on each rank's shard and takes the mean of the ranks'. That is right for the loss of equal shards, and
-for nothing else: a gradient is divided by the number of a shard's elements, and is that of as many losses as there are
-ranks; shards of unequal sizes, or with unequal numbers of ignored labels, count the same. In parts, each of which torch
-does right, the number of elements is the whole tensor's. What is whole on all ranks is one operation, as ever.
+Losses use torch's own decompositions. Some in-place additions are done out of place. Operators that only look as if
+they were in place get another name.
+
+torch computes a loss on each rank's shard and takes the mean over ranks. That is right only for equal shards: shards of
+unequal sizes, or with unequal numbers of ignored labels, get equal weight. Its gradient is divided by the number of the
+shard's elements, and is that of one loss for each rank. In the decomposition torch does each part right, with the
+number of elements of the whole tensor. A tensor that is whole on all ranks remains one operation.
 """
 
 from __future__ import annotations

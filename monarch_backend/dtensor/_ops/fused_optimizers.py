@@ -1,8 +1,7 @@
-"""torch's fused optimizers, operators on lists of tensors: each rank does them with what it has of these.
+"""torch's fused optimizers, operators on lists of tensors: each rank runs them on its shards.
 
-torch's DTensor has a step's other tensors where its parameter is. What it changes of these (moments, sums) it would
-have changed in a copy, if they lie elsewhere: a momentum is made like the first gradient, which may be sharded in
-another way than the parameter, and a state that was loaded may be, too.
+torch's DTensor moves a step's other tensors to the placement of the parameter. Moments and sums with another placement
+would be changed in a copy. They may have one: a momentum is made like the first gradient, and a state can be loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from monarch_backend.dtensor._dispatch import local_results
 
 _aten = torch.ops.aten
 _GRADIENTS = 1
-"""The place of that list, of which nobody wants to have what a step writes there."""
+"""Position of the gradients' list. What a step writes there is not used."""
 
 
 def _step(func: Any, args: Any, kwargs: Any) -> None:

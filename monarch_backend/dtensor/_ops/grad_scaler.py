@@ -1,7 +1,7 @@
-"""GradScaler's operator on lists of gradients: each is looked at and scaled on the ranks that have it, and what one of
-them finds is known to all. torch's own takes the first gradient's placements for those of all of them.
+"""GradScaler's operator on lists of gradients: each is checked and scaled on the ranks that have it.
 
-Beside DTensors there may be plain tensors: gradients of parameters that no plan has named.
+An overflow on one rank is known to all. torch's own rule applies the first gradient's placements to all gradients.
+Beside DTensors there may be plain tensors: gradients of parameters that no plan names.
 """
 
 from __future__ import annotations

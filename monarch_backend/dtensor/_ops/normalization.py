@@ -1,7 +1,7 @@
 """Normalisations of DTensors: of batches by channels, of groups by batch, or whole.
 
-torch's batch norm writes its running values into shards that it has made for the operation, and nobody has them
-afterwards; its group norm has a gradient for a whole batch only.
+torch's batch norm writes its running values into shards that exist only during the operation, so they are lost. Its
+group norm has a gradient for a whole batch only.
 """
 
 from __future__ import annotations
@@ -116,4 +116,4 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
-"""What is done for these operators, of which torch's DTensor has no handlers."""
+"""Handlers of operators for which torch's DTensor has none."""

@@ -1,4 +1,4 @@
-"""Shardings of operators that torch's DTensor has none for, or wrong ones, by torch's own public way to add them."""
+"""Sharding rules for operators for which torch's DTensor has none or wrong ones, added by torch's public function."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 _aten = torch.ops.aten
 
 CORRECTED = (_aten._adaptive_avg_pool2d_backward.default,)
-"""Those of which torch has other ones, which are wrong."""
+"""Operators whose rules in torch are wrong."""
 
 
 def install() -> None:
-    """Register them."""
+    """Register the rules."""
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_attention)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_attention_backward)
     register_sharding(_aten.fill_.Tensor)(_fill)
@@ -53,7 +53,7 @@ def _shared(tensors: Any) -> list[int]:
 
 
 def _scattered(spec: Any, dim: int) -> DTensorSpec:
-    """As it is sharded now, or would be if a sum over ranks were scattered: nobody else would choose to have it so."""
+    """Return the spec with partial sums scattered along ``dim``: no other rule would choose that."""
     placements = tuple(Shard(dim) if each.is_partial() else each for each in spec.placements)
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 

@@ -1,1 +1,1 @@
-"""Random numbers that are those of a single process."""
+"""Random numbers of shards, equal to those of a single process."""

@@ -1,7 +1,7 @@
-"""A generator of the controller moves as an operation would move it, and the operation is not done here.
+"""Moves of a controller's CPU generator as an operation would move it, without the operation.
 
-torch's CPU generator (mt19937) gives an operation some words for each element. How many is not written down anywhere,
-so it is measured: once for each operation and dtype, on tensors of a few dozen elements. No workers, no DTensors here.
+torch's CPU generator (mt19937) uses some words for each element of an operation. Their number is not documented. It is
+measured once for each operation and dtype, on tensors of a few dozen elements. This module uses no workers or DTensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from monarch_backend import _native
 
 BLOCK = 16
-"""`normal_` works on so many elements at a time; all others on fewer."""
+"""Elements that `normal_` processes at a time; all other operations process fewer."""
 MIN_ELEMENTS = 2 * BLOCK
-"""From here on each further block takes as many words as the one before."""
+"""Size from which each further block takes as many words as the one before."""
 MAX_WORDS = 16 * BLOCK
-"""No operation takes more for a block."""
+"""Limit of words that an operation takes for a block."""
 
 Fill = Callable[[torch.Tensor], object]
 
@@ -28,22 +28,22 @@ _words_of_block: dict[Any, int] = {}
 
 
 def state_of(generator: Any) -> bytes:
-    """All that its next numbers depend on."""
+    """Return everything that the next numbers depend on."""
     state = generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())  # as numpy would do it, which need not be there
 
 
 def set_state(generator: Any, state: bytes | bytearray) -> None:
-    """As it was when `state_of` said this."""
+    """Restore a state that `state_of` returned."""
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 _LEFT_AT, _NEXT_AT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 624 * 8)
-"""Where torch has them in a state: how many words are left until the next twist, which is next, all words."""
+"""Positions in torch's state: number of words until the next twist, index of the next word, all words."""
 
 
 def skip(generator: Any, words: int) -> None:
-    """So many words are drawn, and used for nothing."""
+    """Draw this number of words and drop them."""
     if not words:
         return
     state = bytearray(state_of(generator))
@@ -103,6 +103,6 @@ class Move:
             set_state(generator, before)
         raise RuntimeError(
             f"{self._key[0]} of {self._key[1]}: this torch's CPU generator is not moved by a fixed number of words for "
-            f"each {BLOCK} elements, so nobody knows what comes after it. Draw these numbers on the controller and "
+            f"each {BLOCK} elements, so the next numbers are not known. Draw these numbers on the controller and "
             "distribute_tensor() them, and report this to monarch_backend"
         )

@@ -1,7 +1,7 @@
-"""`Philox`: the random numbers of the workers' GPUs, as far as a controller without a GPU must know them.
+"""`Philox`: state of the GPUs' random generator, for a controller that has no GPU.
 
-A GPU's generator is a seed and how many numbers were drawn. Nobody here draws any: workers say how far an operation
-moves theirs. It has the methods of torch's own generators, so that the controller can treat both alike.
+A GPU's generator is a seed and the count of numbers that were drawn. The controller draws none: workers report how far
+an operation moves theirs. It has the methods of torch's own generators, so that the controller can use both alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _STATE = struct.Struct("<Qq")
 
 
 class Philox:
-    """In place of ``torch.cuda.default_generators[0]``."""
+    """Replacement of ``torch.cuda.default_generators[0]``."""
 
     device = torch.device("cuda")
 

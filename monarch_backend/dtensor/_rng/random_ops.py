@@ -1,15 +1,16 @@
 """Random operations: every mesh and placement gets the numbers of a single process, by the controller's generator.
 
-An operation on a DTensor is one record: each worker draws the whole tensor's numbers from the state that the
+An operation on a DTensor is one record. Each worker draws the whole tensor's numbers from the state that the
 controller's generator had, and keeps those of its own shard. The controller's generator then moves as if it had drawn
-them (see cpu_generator.py), so what comes next, here or there, is what comes next in a single process.
+them (see cpu_generator.py). So the next numbers, here or there, are those of a single process, too.
 
-A plain RemoteTensor draws the same numbers on all ranks, those of a single process with a tensor of its shape: what
-tensor parallelism has replicated stays the same everywhere. A plain tensor that is a DTensor's shard
-(`_origins.Origin`) draws as the DTensor does. One that is computed from shards and is none draws other numbers on
-ranks with other shards, with a warning. `own_random_numbers` does the same for all plain tensors. These numbers follow
-from one number of the controller's generator and the rank's stream.
-Not here: what an operation does on a worker (worker/_random.py).
+A plain RemoteTensor draws the same numbers on all ranks, those of a single process with a tensor of its shape: values
+that tensor parallelism has replicated stay the same on all ranks. A plain tensor that is a DTensor's shard
+(`shard_origins.Origin`) draws as the DTensor does. One that is computed from shards, but is not a shard, draws other
+numbers on ranks with other shards, with a warning. `own_random_numbers` does the same for all plain tensors. These
+numbers follow from one number of the controller's generator and the rank's stream.
+
+_worker/random_ops.py runs the operations on a worker.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Handler = Callable[[Any, Any, Any], Any]
 
 
 class _Step:
-    """How the generators of some workers keep step with the controller's."""
+    """State that keeps the generators of a set of workers in step with the controller's."""
 
     def __init__(self, workers: WorkerSet) -> None:
         self.workers = workers
@@ -133,7 +134,9 @@ def _workers(tensor: Any) -> WorkerSet:
 
 
 def _on_cpu(workers: WorkerSet) -> bool:
-    """Whether the workers' CPUs draw: XLA's own numbers would be others, and nobody knows how far its generator is."""
+    """Return whether the workers' CPUs draw. XLA's own numbers differ, and the position of its generator is not
+    known.
+    """
     return workers.device.type in _worker.DRAWN_ON_THE_CPU
 
 
@@ -160,7 +163,7 @@ def _generator_of(workers: WorkerSet, kwargs: dict[str, Any]) -> Generator:
 
 
 class _Shards(NamedTuple):
-    """Which part of the whole a rank has: along these dimensions, from there, so many.
+    """The part of the whole that a rank has: along these dimensions, start and length.
 
     ``keeps``: 0 on ranks that have zeros, so that the sum over a Partial dimension is the whole.
     """

@@ -1,8 +1,8 @@
-"""One operator that stands in a trace for random numbers: on each worker its part of those of a whole tensor.
+"""Operator in traces for random numbers: each worker draws its part of those of a whole tensor.
 
-A captured step (see dtensor/_compile/lowering.py) has all that it draws before its other operations, in the program's
-order, so that nothing a compiler does to these changes the numbers. As with dtensor/_compile/per_rank_op.py, nothing
-here runs on real tensors.
+A captured step (see dtensor/_compile/lowering.py) draws everything before its other operations, in the program's order.
+So changes by a compiler do not change the numbers. As with dtensor/_compile/per_rank_op.py, it never runs on real
+tensors.
 """
 
 from __future__ import annotations
