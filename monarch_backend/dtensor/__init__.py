@@ -1,4 +1,4 @@
-"""Torch's own DTensors from one controller: the shards live in the processes of a mesh, the program is one.
+"""torch's own DTensors from one controller: a single program, whose shards are in the processes of a mesh.
 
 >>> import torch
 >>> from torch.distributed.tensor import Shard, distribute_tensor
@@ -10,23 +10,9 @@
 30.0
 >>> procs.stop().get()
 
-This module only re-exports. What a controller needs is imported at its first use: a worker may have an older torch.
+This module only re-exports. A controller's modules are imported at their first use: a worker may have an older torch.
 
-=================  ===================================================================================
-package            contents
-=================  ===================================================================================
-_controller/       meshes, remote tensors, commands to workers, checkpoints, transfers, FSDP
-_dispatch/         the way of an operation from torch's dispatcher to a command for workers
-_ops/              sharding rules and operations that torch lacks or has wrong
-_rng/              random numbers of a single process on shards
-_compile/          captured steps: from torch.compile's graph to commands of workers
-_patches/          replaced names of torch: the manifest, and the replacements by kind
-_torch_internals/  private parts of torch that are read or called, and not replaced
-_worker/           what the processes do with a command
-_protocol.py       the messages between controller and workers
-_preload.py        modules that the fork server imports for workers
-=================  ===================================================================================
-"""
+=================  ============================================================================"""
 
 from __future__ import annotations
 
@@ -72,7 +58,7 @@ __all__ = [
 ]
 
 _TORCH = (2, 13)
-"""The torch whose private parts a controller finds. 2.14 keeps its shardings in other tables."""
+"""Releases of torch whose private parts a controller uses. 2.14 keeps its sharding rules in other tables."""
 _MODULES = {
     "RemoteTensor": "_controller.remote_tensor",
     "device_mesh": "_controller.device_mesh",
@@ -83,7 +69,7 @@ _MODULES = {
     "shard_batch": "_controller.fsdp",
     "simulated_mesh": "_controller.device_mesh",
 }
-"""What a controller needs, and where it is."""
+"""Names that a controller needs, and their modules."""
 
 
 def __getattr__(name: str) -> Any:

@@ -186,4 +186,4 @@ def constant(tagged: list[Any], device: torch.device) -> Any:
         return rest[0]
     if tag == Tag.PICKLED:
         return loads(rest[0], None)
-    raise ValueError(f"a batch has the constant {tagged!r}, which nobody here can read")
+    raise ValueError(f"a batch has the constant {tagged!r}, which this version cannot decode")

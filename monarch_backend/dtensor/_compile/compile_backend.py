@@ -73,7 +73,7 @@ def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
             except Exception as error:
                 keys = trace.parted
                 if keys is None and isinstance(error, RankDependentError) and len(classes.members) < workers.size:
-                    keys = range(workers.size)  # nobody knows which of them differ
+                    keys = range(workers.size)  # the differing ranks are not known
                 if keys is None:
                     raise
                 classes = classes.parted(keys)

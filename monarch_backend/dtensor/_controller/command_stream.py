@@ -87,7 +87,7 @@ class Stream:
     def delete(self) -> None:
         """What is unreachable goes before the words that come next, not with the batch's end."""
         if not self.unreachable or not self._sending.acquire(blocking=False):
-            return  # who sends just now takes them along
+            return  # the thread that is sending takes them along
         try:
             dead = self.unreachable[:]
             del self.unreachable[: len(dead)]
@@ -106,17 +106,17 @@ class Stream:
 
     def _late(self) -> None:
         self._timed = False
-        if self.words and self.batches != self._batches_then:  # somebody fills them, and these are new
+        if self.words and self.batches != self._batches_then:  # other threads write, and these words are new
             self.wake()
             return
-        if self._sending.acquire(blocking=False):  # else somebody sends just now
+        if self._sending.acquire(blocking=False):  # otherwise another thread is sending
             try:
-                # This thread reads messages, and what makes room is one: here is nobody who could wait for it.
+                # This thread reads messages, and a message makes room: it must not wait for one.
                 if self._handing_over or not self._line.has_room():
                     self.wake()
                 else:
                     self.flush(wait=False)
-            except Exception as error:  # nobody here to tell: the next one who sends or reads is told
+            except Exception as error:  # no caller here: the next send or read raises it
                 self.closed = self.closed or error
             finally:
                 self._sending.release()
@@ -163,7 +163,7 @@ class Stream:
                     self.batches += 1
                     self.nbytes += len(batch)
                     self._line.send_at_the_end(batch)
-        except Exception as error:  # nobody here to tell: the next one who sends or reads is told
+        except Exception as error:  # no caller here: the next send or read raises it
             self.closed = self.closed or error
         finally:
             self._sending.release()
@@ -171,7 +171,7 @@ class Stream:
     def in_forked_child(self) -> None:
         """The workers are the parent's: nothing that is unreachable here is for them to drop."""
         self._sending = threading.RLock()
-        self._timed = True  # nobody here calls later
+        self._timed = True  # no thread here would call it later
         self.closed = MeshClosedError("this process was forked from the controller, whose tensors are not its own")
         self._definitions.clear()
         self.words.clear()

@@ -304,7 +304,7 @@ def make(rows: list[list[int]], desc: str, name: str | None = None, *, register:
     if workers is not None:
         workers.add_group(name, rows)
         group.belong(workers)
-        workers.kept.setdefault("groups", []).append(group)  # torch finds a group by its name while somebody has it
+        workers.kept.setdefault("groups", []).append(group)  # torch finds a group by its name while it is referenced
         _made.add(group)
     if register:
         c10d_registry.register(group, name, rows[0])

@@ -130,7 +130,7 @@ def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
     """Workers at the other end of this line."""
     invalid_access.prepare()
     first = controller_process_group.universe().grow(size)
-    # Each has a GPU of its own, which is its first for whoever asks, as with one GPU visible in each process.
+    # Each process has its own GPU, which is its first one, as with one GPU visible in each process.
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
     workers = WorkerSet(name, size, first, device, line)
     controller_process_group.add_owner(workers)

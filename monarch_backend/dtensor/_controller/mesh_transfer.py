@@ -84,7 +84,7 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     offered = remote_call.run(x.device_mesh, there.offer, x, desk)
     frame = empty(x.shape, dtype=x.dtype, device_mesh=mesh, placements=placements)
     filled = remote_call.run(mesh, there.fill, frame, desk)
-    # Whoever reads the tensor is told what has failed: nobody asks these two for a result.
+    # A read of the tensor raises what has failed; the results of these two are not used.
     offered.ignore()
     filled.ignore()
 

@@ -108,7 +108,7 @@ class PerRankTensor(torch.Tensor):
         """Send it. ``schema``: of the operator that gets it; no other one uses the copy."""
         owner = self.workers or workers
         if owner is None:
-            raise TypeError("nobody knows the workers of this tensor")
+            raise TypeError("the workers of this tensor are not known")
         if self.is_meta:
             return owner.without(owner.put_shape(self), self.outside)
         first = self.by_rank[0]

@@ -114,7 +114,7 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
         else:
             why = f"{done.name} ended on another rank: {error}".split("\n")[0]
             workers.line.say(ranks, number, "failed", why)
-    except BaseException as ended:  # nobody can be told: the processes are gone
+    except BaseException as ended:  # the processes are gone and cannot receive it
         error = error or ended
     finally:
         workers.end(number)

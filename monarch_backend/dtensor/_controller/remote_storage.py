@@ -50,7 +50,7 @@ class RemoteStorage:
     def __getattr__(self, name: str) -> Any:
         if name in _KNOWN:
             return getattr(self._own, name)
-        if name.startswith("__"):  # who asks for one has another way where there is none
+        if name.startswith("__"):  # callers have another way where there is none
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise not_readable(f"untyped_storage().{name}()")
 

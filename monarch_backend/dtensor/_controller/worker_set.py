@@ -174,7 +174,7 @@ class WorkerSet:
         if name not in self._groups:
             return None
         if name not in self._defined_groups:
-            with self._defining:  # nobody's signature may overtake it
+            with self._defining:  # no other thread's signature may overtake it
                 if name not in self._defined_groups:
                     self.stream.define(Define.GROUP, name, self._groups[name])
                     self._defined_groups.add(name)
@@ -311,7 +311,7 @@ class WorkerSet:
             new = {check["order"]: check for check in reversed(found) if check["order"] > self._checks_raised}
             if new:
                 self._checks_raised = max(new)
-                with contextlib.suppress(SupervisionError):  # of which the next who reads is told
+                with contextlib.suppress(SupervisionError):  # the next read raises it
                     self.line.raised(self._checks_raised)
         return new
 
@@ -430,7 +430,7 @@ class ActorCommandChannel:
 
     def execute(self, ranks: Sequence[int], run: int, *args: Any) -> Any:
         """Call a function on these ranks, which then wait for `say`; a future of their results."""
-        assert self.sides is not None  # there before anybody waits for them
+        assert self.sides is not None  # set before any wait for them
         executors = _those(self._executors, ranks)
         call = executors.execute.call(run, *args)
         with contextlib.suppress(SupervisionError):  # of which the call's future tells

@@ -155,7 +155,9 @@ def _is_by_rank(sizes: Any) -> bool:
 
 
 def _where_all_are(sent: RemoteTensor, args: Any, kwargs: Any) -> RemoteTensor:
-    """Not with who takes no part, since it lacks another argument: it would have the old value."""
+    """Return the sent tensor without ranks that lack another argument: they take no part, and would keep the old
+    value.
+    """
     others = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     return sent._meta.workers.without(sent, frozenset[int]().union(*(meta.outside for meta in others)))
 

@@ -559,7 +559,7 @@ def _shape_results(
 
 _CPU = torch.device("cpu")
 _fake = FakeTensorMode()
-_fake.cache_enabled = False  # for ever, of everything; who asks here remembers the answer
+_fake.cache_enabled = False  # its cache keeps all entries without limit; callers here have their own caches
 one_at_a_time = threading.RLock()
 """Lock for all uses of fake tensors: the device that one reports depends on the state of its mode, which all share."""
 stands_in: dict[Any, Callable[..., Any]] = {}
