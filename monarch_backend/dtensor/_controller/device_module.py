@@ -10,19 +10,19 @@ from typing import Any
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """Event with the interface of torch.cuda.Event."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def record(self, _stream: Stream | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait(self, _stream: Stream | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def query(self) -> bool:
         """Return True: there is nothing to wait for."""
@@ -30,23 +30,23 @@ class Event:
 
 
 class Stream:
-    """As torch.cuda.Stream."""
+    """Stream with the interface of torch.cuda.Stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def wait_event(self, _event: Event) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_stream(self, _stream: Stream) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that has happened."""
+        """Return an event that has happened."""
         return event or Event()
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def query(self) -> bool:
         """Return True: there is nothing to wait for."""
@@ -65,9 +65,9 @@ class DeviceHandle:
         return getattr(self._module, name)
 
     def current_stream(self, _device: Any = None) -> Any:
-        """The only one."""
+        """Return the only stream."""
         return self._stream
 
     def stream(self, _stream: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing."""
+        """Do nothing."""
         return contextlib.nullcontext()

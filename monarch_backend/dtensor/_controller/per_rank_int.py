@@ -22,7 +22,7 @@ from torch.fx.experimental._constant_symnode import ConstantIntNode
 from monarch_backend.dtensor._errors import RankDependentError
 
 Values = tuple[int | None, ...]
-"""By rank; None: this rank takes no part."""
+"""Values by rank; None for a rank that takes no part."""
 
 
 def by_rank(values: Sequence[int | None], *, sizes: bool = False) -> int | torch.SymInt:
@@ -40,7 +40,7 @@ def by_rank(values: Sequence[int | None], *, sizes: bool = False) -> int | torch
 
 
 def values_of(number: Any) -> Values | None:
-    """By rank, of what `by_rank` made; None for any other int."""
+    """Return the values by rank of a result of `by_rank`; None for any other int."""
     node = number.node if isinstance(number, torch.SymInt) else None
     return node.values if isinstance(node, PerRankInt) else None
 
@@ -64,18 +64,18 @@ class PerRankInt:
         self._known: dict[tuple[str, Any], Any] = {}  # what was calculated with it: a loop over all ranks each
 
     def is_int(self) -> bool:
-        """As all of these: asked by torch."""
+        """Part of torch's interface of nodes, like the methods below."""
         return True
 
     def is_float(self) -> bool:
-        """No."""
+        """Part of torch's interface of nodes."""
         return False
 
     is_bool = is_nested_int = is_symbolic = is_constant = is_float
     has_hint = is_float  # asked before torch branches on it: it does without then, and asks `guard_or_false`
 
     def maybe_as_int(self) -> None:
-        """Not one."""
+        """Return None: there is no single int."""
 
     def __deepcopy__(self, _memo: Any) -> PerRankInt:
         return self
@@ -90,13 +90,13 @@ class PerRankInt:
     __str__ = __repr__ = _graph_repr = _str
 
     def wrap_int(self, number: int) -> ConstantIntNode:
-        """As torch wants the other side of a calculation."""
+        """Return the node for the other side of a calculation."""
         return _wrapped(number)
 
     # Calculating ------------------------------------------------------------------------------------------------
 
     def _each(self, name: str, other: Any, of: Callable[[int, int], int]) -> Any:
-        """The node of ``of(mine, theirs)``, rank by rank."""
+        """Return the node of ``of(mine, theirs)``, rank by rank."""
         theirs = other if isinstance(other, PerRankInt) else _constant(other)
         found = self._known.get((name, theirs))
         if found is None:
@@ -105,52 +105,54 @@ class PerRankInt:
         return found
 
     def _remember(self, name: str, theirs: PerRankInt | int, found: Any) -> Any:
-        """A loop over all ranks, once. A program that counts asks with ever new numbers: not for ever."""
+        """Cache a result, which takes a loop over all ranks. The cache is bounded: a program may count with ever new
+        numbers.
+        """
         if len(self._known) >= CACHE_SIZE:
             self._known.clear()
         self._known[name, theirs] = found
         return found
 
     def add(self, other: Any) -> Any:
-        """And so on: rank by rank."""
+        """Add rank by rank. The other operators work in the same way."""
         return self._each("add", other, operator.add)
 
     def sub(self, other: Any) -> Any:
-        """As add."""
+        """See `add`."""
         return self._each("sub", other, operator.sub)
 
     def mul(self, other: Any) -> Any:
-        """As add."""
+        """See `add`."""
         return self._each("mul", other, operator.mul)
 
     def floordiv(self, other: Any) -> Any:
-        """As add."""
+        """See `add`."""
         return self._each("floordiv", other, operator.floordiv)
 
     int_floordiv = floordiv
 
     def mod(self, other: Any) -> Any:
-        """As add."""
+        """See `add`."""
         return self._each("mod", other, operator.mod)
 
     def int_truediv(self, other: Any) -> PerRankFloat:
-        """Of which torch takes the next int."""
+        """Return the node of the quotient, which torch then rounds to an int."""
         return PerRankFloat(self, other)
 
     def sym_max(self, other: Any) -> Any:
-        """As add."""
+        """See `add`."""
         return self._each("max", other, max)
 
     def sym_min(self, other: Any) -> Any:
-        """As add."""
+        """See `add`."""
         return self._each("min", other, min)
 
     def neg(self) -> Any:
-        """As add."""
+        """See `add`."""
         return self._each("neg", 0, lambda mine, _: -mine)
 
     def sym_sum(self, others: Sequence[Any]) -> Any:
-        """The sum of these."""
+        """Return the node of the sum of these."""
         total: Any = ConstantIntNode(0)
         for each in others:
             total = each.add(total) if isinstance(each, PerRankInt) else total.add(each)
@@ -159,7 +161,7 @@ class PerRankInt:
     # Asking -----------------------------------------------------------------------------------------------------
 
     def _agreed(self, sign: str, other: Any, of: Callable[[int, int], bool]) -> Any:
-        """The answer that all ranks give; where they don't agree, one that raises RankDependentError when used."""
+        """Return the answer of all ranks. Where they do not agree, it raises RankDependentError when it is used."""
         theirs = other if isinstance(other, PerRankInt) else _constant(other)
         found = self._known.get((sign, theirs))
         if found is None:
@@ -174,46 +176,46 @@ class PerRankInt:
         return AgreedBool(True in answers)
 
     def eq(self, other: Any) -> Any:
-        """And so on: what all ranks say."""
+        """Compare on all ranks. The other comparisons work in the same way."""
         return self._agreed("==", other, operator.eq)
 
     def ne(self, other: Any) -> Any:
-        """As eq."""
+        """See `eq`."""
         return self._agreed("!=", other, operator.ne)
 
     def lt(self, other: Any) -> Any:
-        """As eq."""
+        """See `eq`."""
         return self._agreed("<", other, operator.lt)
 
     def le(self, other: Any) -> Any:
-        """As eq."""
+        """See `eq`."""
         return self._agreed("<=", other, operator.le)
 
     def gt(self, other: Any) -> Any:
-        """As eq."""
+        """See `eq`."""
         return self._agreed(">", other, operator.gt)
 
     def ge(self, other: Any) -> Any:
-        """As eq."""
+        """See `eq`."""
         return self._agreed(">=", other, operator.ge)
 
     def bool_(self) -> bool:
-        """Whether it is not 0, on all ranks or none."""
+        """Return whether it is not 0, if all ranks agree."""
         answers = {bool(each) for each in self.values if each is not None}
         if len(answers) > 1:
             raise RankDependentError(f"bool({self})", "is true on some ranks and false on others")
         return True in answers
 
     def guard_bool(self, _file: str, _line: int) -> bool:
-        """As bool_."""
+        """See `bool_`."""
         return self.bool_()
 
     def int_(self) -> int:
-        """There is no one int."""
+        """Raise: there is no single int."""
         raise RankDependentError(f"int({self})", "has another value on each rank", INSTEAD)
 
     def guard_int(self, _file: str, _line: int) -> int:
-        """As int_."""
+        """See `int_`."""
         return self.int_()
 
 
@@ -226,17 +228,17 @@ class PerRankFloat:
         self._above, self._below = above, below
 
     def is_float(self) -> bool:
-        """As all of these: asked by torch."""
+        """Part of torch's interface of nodes."""
         return True
 
     def is_int(self) -> bool:
-        """No."""
+        """Part of torch's interface of nodes."""
         return False
 
     is_bool = is_nested_int = is_symbolic = is_constant = has_hint = is_int
 
     def maybe_as_float(self) -> None:
-        """Not one."""
+        """Return None: there is no single float."""
 
     def _str(self) -> str:
         return f"{self._above} / {self._below}"
@@ -244,19 +246,19 @@ class PerRankFloat:
     __str__ = __repr__ = _graph_repr = _str
 
     def ceil(self) -> Any:
-        """The node of the ints above."""
+        """Return the node of the ints above."""
         return self._above._each("ceil", self._below, lambda above, below: -(-above // below))
 
     def floor(self) -> Any:
-        """The node of the ints below."""
+        """Return the node of the ints below."""
         return self._above.floordiv(self._below)
 
     def float_(self) -> float:
-        """There is no one float."""
+        """Raise: there is no single float."""
         raise RankDependentError(f"float({self})", "has another value on each rank")
 
     def guard_float(self, _file: str, _line: int) -> float:
-        """As float_."""
+        """See `float_`."""
         return self.float_()
 
     def wrap_float(self, _number: float) -> float:
@@ -277,25 +279,25 @@ class AgreedBool:
         self.value = value
 
     def is_bool(self) -> bool:
-        """As all of these: asked by torch."""
+        """Part of torch's interface of nodes."""
         return True
 
     is_constant = has_hint = is_bool
 
     def is_int(self) -> bool:
-        """No."""
+        """Part of torch's interface of nodes."""
         return False
 
     is_float = is_nested_int = is_symbolic = is_int
 
     def maybe_as_bool(self) -> bool:
-        """As all of these: the answer."""
+        """Return the answer."""
         return self.value
 
     bool_ = constant_bool = maybe_as_bool
 
     def guard_bool(self, _file: str, _line: int) -> bool:
-        """As maybe_as_bool."""
+        """Return the answer."""
         return self.value
 
     expect_true = guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = guard_bool
@@ -310,23 +312,23 @@ class AgreedBool:
     __str__ = __repr__ = _graph_repr = _str
 
     def wrap_bool(self, value: bool) -> AgreedBool:
-        """As torch wants the other side of a combination."""
+        """Return the node for the other side of a combination."""
         return AgreedBool(value)
 
     def sym_not(self) -> AgreedBool:
-        """The other answer."""
+        """Return the node of the other answer."""
         return AgreedBool(not self.value)
 
     not_ = sym_not
 
     def sym_and(self, other: Any) -> Any:
-        """As Python's `and`."""
+        """Combine as Python's `and`."""
         return other if self.value else self
 
     and_ = sym_and
 
     def sym_or(self, other: Any) -> Any:
-        """As Python's `or`."""
+        """Combine as Python's `or`."""
         return self if self.value else other
 
     or_ = sym_or
@@ -345,17 +347,17 @@ class PerRankBool:
         self.what, self.long_way = what, long_way
 
     def is_bool(self) -> bool:
-        """As all of these: asked by torch."""
+        """Part of torch's interface of nodes."""
         return True
 
     def is_int(self) -> bool:
-        """No."""
+        """Part of torch's interface of nodes."""
         return False
 
     is_float = is_nested_int = is_symbolic = is_constant = has_hint = is_int
 
     def maybe_as_bool(self) -> None:
-        """Not one."""
+        """Return None: there is no single answer."""
 
     def clone(self) -> PerRankBool:
         """Return itself: it is immutable."""
@@ -367,7 +369,7 @@ class PerRankBool:
     __str__ = __repr__ = _graph_repr = _str
 
     def wrap_bool(self, value: bool) -> AgreedBool:
-        """As torch wants the other side of a combination."""
+        """Return the node for the other side of a combination."""
         return AgreedBool(value)
 
     def sym_not(self) -> PerRankBool:
@@ -377,13 +379,13 @@ class PerRankBool:
     not_ = sym_not
 
     def sym_or(self, other: Any) -> Any:
-        """True where the other one is true on all ranks."""
+        """Return True where the other one is true on all ranks."""
         return other if getattr(other, "maybe_as_bool", lambda: None)() is True else self
 
     or_ = sym_or
 
     def sym_and(self, other: Any) -> Any:
-        """False where the other one is false on all ranks."""
+        """Return False where the other one is false on all ranks."""
         return other if getattr(other, "maybe_as_bool", lambda: None)() is False else self
 
     and_ = sym_and

@@ -27,14 +27,14 @@ _set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 Ref = _native.Ref
-"""The workers' id of a tensor; when nothing here has it any more, they drop the tensor with the next batch.
+"""Reference to a tensor of the workers by its id. When it is dropped here, the next batch deletes the tensor there.
 
 ``nbytes``: of the storage, where a `RemoteStorage` has changed it; else it has no such attribute.
 """
 
 
 def form_of(meta: Meta) -> tuple[Any, ...]:
-    """What makes a tensor of this metadata: the arguments of torch's function for that, which names take 0.3 us."""
+    """Return the arguments of torch's constructor for a tensor of this metadata. By name they would take 0.3 us."""
     strided = None, meta.dtype, torch.strided, meta.shown
     if meta.classes is None:
         return (RemoteTensor, meta.shape, meta.stride, meta.offset, *strided)
@@ -108,7 +108,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         return self._meta.device.type == "cpu"
 
     def pin_memory(self, device: Any = None) -> Any:
-        """In pinned memory of workers that have GPUs."""
+        """Return it in pinned memory of workers that have GPUs."""
         return _pinned(self)
 
     def wait(self) -> RemoteTensor:
@@ -119,14 +119,14 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         return self
 
     def record_stream(self, _stream: Any) -> None:
-        """Nothing: a worker has one stream, and frees nothing before its time."""
+        """Do nothing: a worker has one stream, and frees no memory too early."""
 
     def get_device(self) -> int:
         """The number of the workers' GPU, each's own: 0; on a CPU -1."""
         return _index(self)  # type: ignore[no-any-return]
 
     def untyped_storage(self) -> Any:
-        """On the workers."""
+        """Return its storage on the workers."""
         from monarch_backend.dtensor._controller.remote_storage import RemoteStorage
 
         return RemoteStorage(self, super().untyped_storage())
@@ -166,7 +166,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         raise not_readable("share_memory_()")
 
     def is_shared(self) -> bool:
-        """Not with a process that does not belong to the mesh."""
+        """Return False: no process outside of the mesh shares it."""
         return False
 
     def __dlpack__(self, **_: Any) -> Any:
@@ -174,11 +174,11 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         raise not_readable("__dlpack__()")
 
     def apply_(self, _function: Any) -> Any:
-        """Raises NotReadableError: it calls a function of this process for each number."""
+        """Raises NotReadableError: it would call a function of this process for each number."""
         raise not_readable("apply_()")
 
     def map_(self, *_: Any) -> Any:
-        """As `apply_`."""
+        """Raises NotReadableError, as `apply_` does."""
         raise not_readable("map_()")
 
     map2_: Any = map_
@@ -206,13 +206,13 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
 
     def tolist(self) -> Any:
-        """The first worker's values."""
+        """Return the first worker's values."""
         from monarch_backend.dtensor._controller import fetch
 
         return fetch.as_host(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The first worker's values."""
+        """Return the first worker's values."""
         from monarch_backend.dtensor._controller import fetch
 
         return fetch.as_host(self).numpy(force=force)

@@ -25,9 +25,9 @@ _CPU = torch.device("cpu")
 
 
 class Meta:
-    """Of one tensor. ``shape`` and the others are as torch has them; ints that differ by rank are SymInts.
+    """Metadata of one tensor. ``shape`` and the others are as torch has them; ints that differ by rank are SymInts.
 
-    ``classes``: None where all ranks have the same; else the metadata that there are, of which rank r has
+    ``classes``: None where all ranks have the same. Otherwise it lists the different metadata: rank r has
     ``classes[of_rank[r]]``, or nothing where that is -1.
     """
 
@@ -58,14 +58,14 @@ class Meta:
     classes: tuple[Meta, ...] | None
     of_rank: tuple[int, ...]
     form: tuple[Any, ...]
-    """What makes a tensor of this metadata."""
+    """Arguments of torch's constructor for a tensor of this metadata."""
     origin: Origin | None
     """Of a plain tensor that is computed from a DTensor's shard. None: replicated."""
     nbytes: int
     """Of its elements, on the rank that has the most; 0 where they have no memory."""
 
     def on(self, rank: int) -> Meta | None:
-        """What this rank has."""
+        """Return the metadata on this rank."""
         if self.classes is None:
             return self
         which = self.of_rank[rank]
@@ -73,7 +73,7 @@ class Meta:
 
     @property
     def outside(self) -> frozenset[int]:
-        """The ranks that have nothing of it."""
+        """The ranks that do not have the tensor."""
         return frozenset(rank for rank, which in enumerate(self.of_rank) if which < 0)
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class MetaCache:
         self, shape: Sizes, stride: Sizes, offset: Any, dtype: torch.dtype, device: torch.device,
         origin: Origin | None = None,
     ) -> Meta:  # fmt: skip
-        """The same on all ranks."""
+        """Return metadata that are the same on all ranks."""
         if device.type == self._workers.device.type:
             device = self._workers.device  # a worker has one
         key = (shape, stride, offset, dtype, device, origin)
@@ -109,7 +109,7 @@ class MetaCache:
         return found
 
     def with_origin(self, meta: Meta, origin: Origin | None) -> Meta:
-        """The same metadata with this origin."""
+        """Return the same metadata with this origin."""
         if meta.origin == origin:
             return meta
         if meta.classes is None:
@@ -118,7 +118,7 @@ class MetaCache:
         return self.by_rank([None if which < 0 else each[which] for which in meta.of_rank])
 
     def like(self, tensor: torch.Tensor, device: torch.device | None = None, origin: Origin | None = None) -> Meta:
-        """That of a tensor of this process, which may be a fake one."""
+        """Return the metadata of a tensor of this process, which may be a fake one."""
         refuse_sparse(tensor)
         where = device or tensor.device
         return self.same(
@@ -126,11 +126,13 @@ class MetaCache:
         )
 
     def sent(self, tensor: torch.Tensor, device: torch.device) -> Meta:
-        """That of a tensor of this process when it has arrived: in a storage of its own, from the first element on."""
+        """Return the metadata of a tensor of this process after it was sent: a new storage, from its first element
+        on.
+        """
         return self.same(tuple(tensor.shape), tuple(tensor.stride()), 0, tensor.dtype, device)
 
     def by_rank(self, metas: Sequence[Meta | None]) -> Meta:
-        """Each rank has its own of these, or nothing. Raises ValueError where they differ in more than sizes."""
+        """Return metadata for these of each rank, or None. Raises ValueError where they differ in more than sizes."""
         key = tuple(metas)
         found = self._by_rank.get(key)
         if found is None:

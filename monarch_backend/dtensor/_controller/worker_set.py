@@ -35,7 +35,9 @@ _serials = itertools.count(1)
 
 
 class WorkerSet:
-    """Where tensors are, for the controller. ``line``: the way there; ``first``: the first one's global rank."""
+    """Location of tensors for the controller. ``line``: channel to the workers; ``first``: global rank of the first
+    one.
+    """
 
     def __init__(self, name: str, size: int, first: int, device: torch.device, line: Any) -> None:
         self.name, self.size, self.first, self.device = name, size, first, device
@@ -66,12 +68,12 @@ class WorkerSet:
 
     @property
     def is_simulated(self) -> bool:
-        """There are no processes."""
+        """Whether there are no processes."""
         return not hasattr(self.line, "procs")
 
     @property
     def debug(self) -> bool:
-        """An operation that fails raises at itself."""
+        """Whether a failed operation raises at its own call."""
         return self.sink.debug
 
     @debug.setter
@@ -90,7 +92,7 @@ class WorkerSet:
     # Writing ----------------------------------------------------------------------------------------------------
 
     def write(self, record: tuple[Any, ...], nbytes: int = 0) -> None:
-        """One record, behind all others. ``nbytes``: of what it makes on a worker."""
+        """Write one record after all others. ``nbytes``: bytes that it allocates on a worker."""
         words = self._words
         self.sink.made += nbytes
         if self.sink.made >= DELETE_THRESHOLD_BYTES:
@@ -104,7 +106,7 @@ class WorkerSet:
             self._full()
 
     def _full(self) -> None:
-        """There are enough words for a batch, or each record is a batch."""
+        """Return whether there are enough words for a batch, or each record is a batch."""
         self.stream.flush()
         self.sink.limit = min(2 * self.sink.limit, MOST)
         if self.debug:
@@ -114,7 +116,7 @@ class WorkerSet:
         self, target: str, args: list[Any], kwargs: dict[str, Any], operands: int, kind: int, results: int,
         writes: list[int], ins: list[Any], orders: Sequence[list[int] | None] = (),
     ) -> int:  # fmt: skip
-        """The number of a new signature."""
+        """Define a new signature and return its number."""
         number = next(self.stream.numbers)
         signature = Signature(number, target, args, kwargs, operands, kind, results, writes, ins, list(orders))
         self.stream.define(Define.SIGNATURE, *signature)
@@ -124,14 +126,16 @@ class WorkerSet:
         self, operands: int, numbers: list[str], steps: list[Step], results: list[int], writes: list[int],
         ins: list[Any], inductor: bool, draws: list[Any],
     ) -> int:  # fmt: skip
-        """The number of a new graph."""
+        """Define a new graph and return its number."""
         number = next(self.stream.numbers)
         graph = Graph(number, operands, numbers, [list(each) for each in steps], results, writes, ins, inductor, draws)
         self.stream.define(Define.GRAPH, *graph)
         return number
 
     def define_by_rank(self, numbers: Sequence[int], of_rank: Sequence[int]) -> int:
-        """The number of the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing where that is -1."""
+        """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing where that is -1. Return its
+        number.
+        """
         key = (tuple(numbers), tuple(of_rank))
         number = self._by_rank.get(key)
         if number is None:
@@ -141,7 +145,7 @@ class WorkerSet:
         return number
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """No record of these signatures comes after what is written now."""
+        """Delete these signatures on the workers. No later record has one of them."""
         if numbers:
             if not self._words:
                 self.stream.wake()
@@ -192,7 +196,7 @@ class WorkerSet:
     # Values -----------------------------------------------------------------------------------------------------
 
     def put(self, value: torch.Tensor, device: torch.device | None = None) -> RemoteTensor:
-        """The same tensor on all workers."""
+        """Send the same tensor to all workers."""
         if value.is_meta:
             return self.put_shape(value.detach())
         tensor = _dense(value)
@@ -212,7 +216,7 @@ class WorkerSet:
         return dispatch.create(self, torch.ops.aten.scalar_tensor.default, [value], options)  # type: ignore[no-any-return]
 
     def zeros(self, size: Sequence[Any], dtype: torch.dtype) -> RemoteTensor:
-        """Made there."""
+        """Make zeros on the workers."""
         from monarch_backend.dtensor._dispatch import dispatch
 
         options = {"dtype": dtype, "device": self.device}
@@ -228,7 +232,7 @@ class WorkerSet:
         return made
 
     def put_by_rank(self, values: Sequence[torch.Tensor | None]) -> RemoteTensor:
-        """On each rank its own; not where there is none."""
+        """Send each rank its own tensor; nothing where there is none."""
         dense = [None if value is None else _dense(value) for value in values]
         meta = self.metas.by_rank([None if value is None else self.metas.sent(value, self.device) for value in dense])
         number = next(self.ids)
@@ -237,7 +241,7 @@ class WorkerSet:
         return RemoteTensor(meta, Ref(self, number))
 
     def put_on(self, value: torch.Tensor, outside: frozenset[int]) -> RemoteTensor:
-        """The same tensor on all ranks but these; what is on the workers already is not sent again."""
+        """Send a tensor to all ranks but these. Values that are on the workers already are not sent again."""
         if isinstance(value, RemoteTensor):
             return self.without(value, outside)
         if not outside or value.is_meta:
@@ -260,9 +264,9 @@ class WorkerSet:
         return dispatch.call(membership.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
 
     def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
-        """Begins to read; what is returned waits for the value, which is that of the first rank that has one.
+        """Begin to read, and return a function that waits for the value, that of the first rank that has one.
 
-        Waits for all workers to have come this far: what any of them could not do is raised here.
+        It waits for all workers to have come this far, and raises what any of them could not do.
         """
         meta = tensor._meta
         rank = 0 if meta.classes is None else next(i for i, each in enumerate(meta.of_rank) if each >= 0)
@@ -278,7 +282,7 @@ class WorkerSet:
         return wait
 
     def ask(self, what: str, *args: Any) -> list[Any]:
-        """All ranks' replies; waits."""
+        """Return all ranks' replies; waits."""
         self._flush_for_a_read()
         return self._first_or_failure(self.line.ask(what, *args)())
 
@@ -346,7 +350,7 @@ class WorkerSet:
             call()
 
     def before_stop(self, then: Callable[[], None]) -> None:
-        """Send what there is, and call ``then`` when nothing is under way."""
+        """Send all records, and call ``then`` when nothing is in transit."""
         self.stream.send_the_rest()
         with self._settling:
             if self._under_way:
@@ -355,7 +359,7 @@ class WorkerSet:
         then()
 
     def close(self, why: str) -> None:
-        """Nothing can be sent any more."""
+        """Refuse all further records."""
         self.stream.closed = self.stream.closed or MeshClosedError(f"the processes of {self.name} have ended: {why}")
 
 
@@ -374,7 +378,7 @@ class ActorCommandChannel:
         self._ranks = [executors] if len(executors) == 1 else list(_each(executors))
 
     def send(self, batch: bytes) -> None:
-        """To all, without an answer."""
+        """Send to all, without an answer."""
         self._executors.run.broadcast(batch)
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
@@ -396,21 +400,21 @@ class ActorCommandChannel:
         self._executors.raised.broadcast(order)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """On the thread that reads messages."""
+        """Call a function later, on the thread that reads messages."""
         self._program.pump.later(seconds, call)
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
-        """The same to all."""
+        """Send the same to all."""
         self._executors.put.broadcast(number, tensor)
 
     def put_by_rank(self, number: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """To each its own."""
+        """Send each its own."""
         for mine, tensor in zip(self._ranks, tensors, strict=True):
             if tensor is not None:
                 mine.put.broadcast(number, tensor)
 
     def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
-        """Begins; what is returned waits for all replies, by rank."""
+        """Begin to ask, and return a function that waits for all replies, by rank."""
         future = getattr(self._executors, what).call(*args)
         return lambda: list(future.get().values())
 

@@ -41,7 +41,7 @@ class ControlInbox:
         self._running: int | None = None
 
     def begin(self, run: int) -> None:
-        """The executor runs it from now on. Raises Ended if that makes no sense any more."""
+        """Note that the executor runs this run. Raises Ended if it has ended on another rank."""
         with self._changed:
             verdict, why = self._verdicts.get(run, ("", ""))
             if verdict:
@@ -49,12 +49,12 @@ class ControlInbox:
             self._running = run
 
     def end(self) -> None:
-        """It does no more."""
+        """Note that the executor has left this run."""
         with self._changed:
             self._running = None
 
     def say(self, run: int, verdict: str, why: str) -> None:
-        """How a run ended; if it goes on here, its collectives end now."""
+        """Note how a run ended; if it continues here, its collectives end now."""
         from monarch_backend.process_group import abort_all
 
         with self._changed:
@@ -64,21 +64,21 @@ class ControlInbox:
             self._changed.notify_all()
 
     def verdict(self, run: int) -> str:
-        """How it ended, for all ranks; waits for that."""
+        """Wait until the run has ended on all ranks, and return how."""
         with self._changed:
             while run not in self._verdicts:
                 self._changed.wait(CANCEL_CHECK_INTERVAL_S)
             return self._verdicts.pop(run)[0]
 
     def deliver(self, parcel: int, sender: int, content: Any) -> None:
-        """From another worker."""
+        """Store a parcel from another worker."""
         with self._changed:
             if parcel not in self._forgotten:
                 self._parcels[parcel][sender] = content
                 self._changed.notify_all()
 
     def refuse(self, parcel: int, why: str) -> None:
-        """It will not come."""
+        """Note that a parcel will not come."""
         with self._changed:
             if parcel not in self._forgotten:
                 self._refused[parcel] = why
@@ -96,7 +96,7 @@ class ControlInbox:
         return [found[sender] for sender in sorted(found)]
 
     def keep(self, parcel: int, count: int, release: Callable[[], object]) -> None:
-        """Until it was let go so many times; then ``release`` it."""
+        """Keep a parcel until it was let go this many times; then ``release`` it."""
         with self._changed:
             is_wanted = parcel not in self._forgotten
             if is_wanted:
@@ -172,11 +172,11 @@ class Meetings:
 
 
 meetings = Meetings()
-"""Of this process, whatever device its executors are for."""
+"""The runs of this process, whatever device its executors are for."""
 
 
 class ControlActor(Actor):
-    """One for each executor."""
+    """The control actor of one executor."""
 
     def __init__(self, device_type: str) -> None:
         self._board = boards[device_type]
