@@ -36,8 +36,9 @@ MEETS = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class Result(NamedTuple):
-    """One result of a captured graph. ``meta``: of a tensor of the workers; ``at``: as which argument it came in,
-    -1 if not; ``here``: its place among what is done here, -1 if elsewhere; ``value``: anything else.
+    """One result of a captured graph. ``meta``: metadata of a tensor of the workers. ``at``: position of the argument
+    that it is, -1 if it is none. ``here``: its position among the results of this process, -1 if elsewhere. ``value``:
+    all others.
     """
 
     meta: Meta | None
@@ -79,7 +80,7 @@ class _There:
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """A value of this process, which each call may have another of. ``by_rank``: it has one for each rank."""
+    """A value of this process that may differ in each call. ``by_rank``: it has one value for each rank."""
 
     node: fx.Node
     fake: Any
@@ -127,7 +128,7 @@ class GraphLowering:
         self.origins: dict[fx.Node, Any] = {}
 
     def make(self) -> Capture:
-        """Also defines the graph on the workers. Raises RemoteTensorError for what can't be captured."""
+        """Define the graph on the workers and return its Capture. Raises RemoteTensorError for an unsupported graph."""
         results: list[Any] = []
         inputs = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
         for at, node in enumerate(inputs):
@@ -216,7 +217,7 @@ class GraphLowering:
             self.values[node] = _operator(node)(*args, **kwargs)
 
     def _random(self, node: fx.Node) -> bool:
-        """Whether it has been one of the operations whose numbers are drawn before all else."""
+        """Lower a random operation, whose numbers are drawn before all else. Return whether it was one."""
         if node.target is torch.ops.monarch_backend.draw.default:
             like, number = node.args
             self.values[node] = self._draw(traced_random_op.drawn(number), self._as_there(like).fake)  # type: ignore[arg-type]
@@ -238,7 +239,7 @@ class GraphLowering:
         return _There(("drawn", len(self.draws) - 1), op_signatures.propagate(torch.empty_like, (like,), {}))
 
     def _step(self, node: fx.Node) -> None:
-        """On the workers, from now on in each call; what comes of it that is no tensor, now."""
+        """Add an operation of the workers to each call. Results that are not tensors are computed now."""
         args, kwargs = self._arguments_there(node)
         fake_args, fake_kwargs = pytree.tree_map(_fake, (args, kwargs))
         result = op_signatures.propagate_there(self.workers, _operator(node), fake_args, fake_kwargs)
@@ -254,7 +255,7 @@ class GraphLowering:
         return _There(("step", len(self.steps) - 1), fake)
 
     def _own(self, node: fx.Node) -> None:
-        """In this process, in each call."""
+        """Add an operation of this process to each call."""
         fake = _fake_here(node, {each: self._fake_of(each) for each in node.all_input_nodes})
         for each in node.all_input_nodes:
             self._copy_here(each)
@@ -396,7 +397,7 @@ class GraphLowering:
 
 
 def nbytes_of(results: Sequence[Result]) -> int:
-    """Of those that are tensors of the workers, on one of these."""
+    """Return the bytes of those that are tensors of the workers, on one of these."""
     return sum(each.meta.nbytes for each in results if each.meta is not None)
 
 
@@ -409,7 +410,7 @@ def attribute(graph: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether it is the same constant."""
+    """Return whether it is the same constant."""
     if one is other:
         return True
     return not isinstance(one, RemoteTensor) and one.dtype == other.dtype and torch.equal(one, other)
@@ -446,7 +447,7 @@ def _makes_tensor(node: fx.Node) -> bool:
 
 
 def check(graph: fx.GraphModule, workers: WorkerSet | None) -> None:
-    """Raises RemoteTensorError where a capture would, or a call of it."""
+    """Raise RemoteTensorError where a capture would, or a call of it."""
     origins = {} if workers is None else _origins_in(graph, workers)
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.native_dropout.default:
@@ -514,7 +515,7 @@ def _operand(origin: Any, value: Any) -> Any:
 
 
 def _check(node: fx.Node) -> None:
-    """Raises RemoteTensorError for operators whose results would not be what eager code's are."""
+    """Raise RemoteTensorError for operators whose results would differ from eager code's."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         raise RemoteTensorError(f"{target} in a captured step can't be sent to workers: leave it to eager code")
@@ -545,7 +546,7 @@ def _written(node: fx.Node, args: Any, kwargs: Any) -> list[_There]:
 
 
 def _line_of(node: fx.Node) -> str:
-    """The program's line that this operation comes from, as in a traceback."""
+    """Return the program's line of this operation, as in a traceback."""
     lines = (node.stack_trace or "").splitlines()
     last = max((i for i, each in enumerate(lines) if each.startswith("  File ")), default=0)
     return "\n".join(lines[last : last + 2])

@@ -22,7 +22,7 @@ from monarch_backend.dtensor._rng import traced_random_op
 
 
 def check(graphs: Sequence[fx.GraphModule]) -> None:
-    """Raises RemoteTensorError where they don't fit together."""
+    """Raise RemoteTensorError where the graphs do not fit together."""
     for what, of in (
         ("another number of arguments", lambda graph: len(_nodes(graph, "placeholder"))),
         ("other collectives", _collectives),
@@ -77,7 +77,10 @@ def constants(workers: WorkerSet, graphs: Sequence[fx.GraphModule]) -> list[tupl
 
 
 def combine(workers: WorkerSet, captures: Sequence[Capture], of_rank: Sequence[int]) -> Capture:
-    """One whose record each rank reads as its own class's; ``of_rank``: -1 of ranks that take no part."""
+    """Combine the captures of classes to one, whose record each rank reads as that of its class.
+
+    ``of_rank``: -1 for ranks that take no part.
+    """
     first = captures[0]
     for each in captures[1:]:
         if _form(each) != _form(first):

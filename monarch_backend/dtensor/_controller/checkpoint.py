@@ -53,9 +53,9 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool = True) -> Any:
-    """As torch's, with its result; waits until everything is written.
+    """Save as torch's function does, with its result. Waits until everything is written.
 
-    Raises what a read would, RemoteOpError for a check that has failed, while an earlier checkpoint there is whole.
+    Raises what a read would: RemoteOpError for a failed check. An earlier checkpoint at that place is then still whole.
     """
     workers = device_mesh_and_api.workers_of(mesh)
     if workers is not None:
@@ -91,7 +91,7 @@ def _start(
 
 
 def load(mesh: DeviceMesh, state_dict: Any, storage_reader: Any, planner: Any) -> None:
-    """As torch's: DTensors are filled where they are, everything else is replaced in the state dict."""
+    """Load as torch's function does: DTensors are filled in place, all else is replaced in the state dict."""
     _merged(state_dict, _first(remote_call.run(mesh, there.load, mesh, state_dict, storage_reader, planner)))
 
 

@@ -56,12 +56,12 @@ class ControllerGroup(dist.ProcessGroup):
         return len(self.rows[0]) if self.rows else 0
 
     def getBackendName(self) -> str:
-        """For torch."""
+        """Part of torch's interface of groups."""
         return "monarch"
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """For torch."""
+        """Part of torch's interface of groups."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -69,7 +69,7 @@ class ControllerGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """For torch."""
+        """Part of torch's interface of groups."""
         return self._desc
 
     def _set_group_desc(self, desc: str) -> None:
@@ -82,7 +82,7 @@ class ControllerGroup(dist.ProcessGroup):
         return make([list(ranks)], group_desc or "", group_name, register=False)
 
     def shutdown(self) -> None:
-        """Nothing is open here."""
+        """Do nothing: there is no connection here."""
 
     def barrier(self, *_: Any, **__: Any) -> Any:
         """Wait until the workers of the group have done everything so far. Raises RemoteOpError for what failed."""
@@ -93,7 +93,7 @@ class ControllerGroup(dist.ProcessGroup):
         return c10d_registry.done()
 
     def abort(self) -> None:
-        """As shutdown."""
+        """Do nothing, as `shutdown`."""
 
     def all_to_all_single(  # type: ignore[override]
         self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any
@@ -179,7 +179,7 @@ class _Universe(ControllerGroup):
         super().__init__(_DEFAULT, [])
 
     def grow(self, size: int) -> int:
-        """Returns the first of so many new ranks."""
+        """Add ranks, and return the first of them."""
         first = self.size()
         self.rows = [list(range(first + size))]
         c10d_registry.set_ranks(self, self.rows[0])
@@ -193,7 +193,9 @@ _made: weakref.WeakSet[ControllerGroup] = weakref.WeakSet()
 
 
 def universe() -> _Universe:
-    """torch's default group in this process, made now if need be. Raises RemoteTensorError where there is another."""
+    """Return torch's default group of this process, made now if needed. Raises RemoteTensorError where there is
+    another.
+    """
     global _universe
     if is_controller():
         return _universe  # type: ignore[return-value]
@@ -205,7 +207,7 @@ def universe() -> _Universe:
 
 
 def refuse_a_rank() -> None:
-    """Raises RemoteTensorError where torch's default group is another one than a controller's."""
+    """Raise RemoteTensorError where torch's default group is not a controller's."""
     if dist.is_initialized() and not is_controller():
         raise RemoteTensorError(
             "this process is a rank of a torch.distributed group already; a controller of device meshes is none: "
@@ -215,12 +217,12 @@ def refuse_a_rank() -> None:
 
 
 def is_controller() -> bool:
-    """Whether torch's default group is this controller's, of which no rank is here."""
+    """Return whether torch's default group is this controller's, which has no rank here."""
     return _universe is not None and dist.is_initialized() and c10d_registry.default() is _universe
 
 
 def add_owner(workers: WorkerSet) -> None:
-    """Its ranks are in the universe."""
+    """Add the ranks of these workers to the universe."""
     _owners.append(workers)
 
 
@@ -243,7 +245,7 @@ def remove_owner(workers: WorkerSet) -> None:
 
 
 def owners() -> list[WorkerSet]:
-    """All, of real processes if there are any."""
+    """Return all WorkerSets, those of real processes if there are any."""
     real = [each for each in _owners if not each.is_simulated]
     return real or list(_owners)
 
@@ -278,7 +280,7 @@ def _refuse_ranks(ranks: Sequence[int]) -> None:
 
 
 def check_group(workers: WorkerSet, group: Any, name: str) -> None:
-    """Raises MeshMismatchError if this is a group of others than these: by its name, or itself."""
+    """Raise MeshMismatchError if this group, or the group of this name, has other workers than these."""
     if name == _DEFAULT:
         if is_controller() and universe().size() != workers.size:
             raise MeshMismatchError(
@@ -297,7 +299,7 @@ def check_group(workers: WorkerSet, group: Any, name: str) -> None:
 
 
 def make(rows: list[list[int]], desc: str, name: str | None = None, *, register: bool = True) -> ControllerGroup:
-    """A group whose ranks are, for each rank, the row that it is in."""
+    """Return a group that is, for each rank, the group of its row."""
     workers = owner_of([rank for row in rows for rank in row])
     name = name or f"monarch_{next(_names)}"
     group = ControllerGroup(name, rows, desc)

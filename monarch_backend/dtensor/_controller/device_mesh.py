@@ -51,7 +51,7 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
 
 
 def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> WorkerSet:
-    """Those of the whole mesh that this is, or is a slice of."""
+    """Return the WorkerSet of the whole mesh of which this is a slice."""
     core = procs._core
     made = _made.setdefault(core, {})
     if device_type not in made:
@@ -127,7 +127,7 @@ def _each(missing: dict[int, str]) -> str:
 
 
 def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
-    """Workers at the other end of this line."""
+    """Return a WorkerSet at the other end of this channel."""
     invalid_access.prepare()
     first = controller_process_group.universe().grow(size)
     # Each process has its own GPU, which is its first one, as with one GPU visible in each process.

@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._rng.shard_origins import Origin
 
 MAX_RESULTS = 4
-"""Of an operator whose results' sizes depend on values: ``unique_consecutive`` has three."""
+"""Limit of results of an operator whose results' sizes depend on values: ``unique_consecutive`` has three."""
 
 
 def as_host(tensor: RemoteTensor) -> torch.Tensor:
-    """The first worker's values, as a tensor of this process. Raises RemoteOpError for what a worker could not do."""
+    """Return the first worker's values as a tensor of this process. Raises RemoteOpError for a failure on a worker."""
     value: torch.Tensor = tensor._meta.workers.read(tensor)()
     return value.requires_grad_(tensor.requires_grad) if tensor.requires_grad and tensor.is_leaf else value
 
 
 def item(tensor: RemoteTensor) -> Any:
-    """The one value, as a Python number."""
+    """Return the one value as a Python number."""
     return tensor._meta.workers.read(tensor, "item")()
 
 
 def ask_of(tensor: RemoteTensor, what: str, *others: Any) -> list[Any]:
-    """All ranks' replies about these tensors."""
+    """Return all ranks' replies about these tensors."""
     return tensor._meta.workers.ask(what, tensor._ref.id, *[each._ref.id for each in others])
 
 
 def run_and_measure(workers: WorkerSet, name: str, args: Any, kwargs: Any) -> Any:
-    """The results of an operator whose sizes only its values tell: it waits for them, and only for them."""
+    """Run an operator whose results' sizes depend on values, and wait for the sizes only."""
 
     def by_id(value: Any) -> Any:
         return RemoteRef(value._ref.id) if isinstance(value, RemoteTensor) else value

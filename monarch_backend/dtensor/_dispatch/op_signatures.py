@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 
 
 Entry = _native.Entry
-"""What is known of a signature. ``number`` 0: nothing is sent, ``host`` is the result. ``kind``, ``outs``: of results,
-None in place of what is no tensor. ``sequence``: list or tuple, of many results. Of an operation that changes an
-argument, the one that it returns is number ``at``, or ``returns(args, kwargs)``. ``parts``: all numbers that workers
-know it by. ``used``: when, counted in records.
+"""Cached effect of a signature. ``number`` 0: no record is sent, and ``host`` is the result.
+
+``kind``, ``outs``: of results, None in place of a value that is not a tensor. ``sequence``: list or tuple, of several
+results. An operation that changes an argument returns number ``at``, or ``returns(args, kwargs)``. ``parts``: all
+numbers under which workers know it. ``used``: time of the last use, counted in records.
 """
 
 
 class Target(NamedTuple):
-    """What is run on the workers."""
+    """The operator or function that workers run."""
 
     name: str
     """As `_protocol.Signature.target`."""
@@ -84,7 +85,7 @@ def with_numbers(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def make(workers: WorkerSet, target: Target, args: Any, kwargs: Any) -> Entry:
-    """A new signature, defined on the workers."""
+    """Define a new signature on the workers."""
     with one_at_a_time:
         return _make(workers, target, args, kwargs)
 
@@ -124,11 +125,11 @@ def _origin_of_numbers(flat: Sequence[Any]) -> Origin | None:
 
 
 class OldValuesError(RemoteTensorError):
-    """A tensor would be changed on some of the ranks that have it."""
+    """A tensor would be changed on some only of the ranks that have it."""
 
 
 def refuse_old_values(what: str, changed: Sequence[Any], of_rank: Sequence[int]) -> None:
-    """Raises OldValuesError where ranks have any of these that take no part in what changes it."""
+    """Raise OldValuesError where ranks that have one of these tensors take no part in its change."""
     for each in changed:
         if not isinstance(each, RemoteTensor):
             continue
@@ -171,7 +172,7 @@ def _on(value: Any, rank: int) -> Any:
 
 
 class Operand:
-    """In place of a tensor, for a class of ranks."""
+    """Replacement of a tensor, for a class of ranks."""
 
     __slots__ = ("meta",)
 
@@ -440,11 +441,11 @@ def _returned(schema: Any) -> tuple[Callable[[Any, Any], Any] | None, list[Any]]
 
 
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-"""They change their running values, of which their schemas say nothing."""
+"""Operators that change their running values although their schemas do not declare it."""
 
 
 def _writes(schema: Any) -> list[tuple[int, str]]:
-    """Positions and names of the arguments that it changes."""
+    """Return positions and names of the arguments that it changes."""
     unsaid = ("running_mean", "running_var") if schema.name in _BATCH_NORMS else ()
     return [
         (i, each.name)
@@ -465,7 +466,7 @@ def _known_writes(schema: Any) -> list[tuple[int, str]]:
 
 
 def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors among the arguments that it changes; none of a function that is no operator."""
+    """Return the tensors among the arguments that it changes; none for a function that is not an operator."""
     if schema is None:
         return []
     found = [args[i] if i < len(args) else kwargs.get(name) for i, name in _known_writes(schema)]
@@ -586,12 +587,12 @@ def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
 
 
 def fake_of(meta: Meta, device: torch.device | None = None) -> FakeTensor:
-    """A tensor of torch's without values, for `propagate`."""
+    """Return a fake tensor of torch, for `propagate`."""
     return FakeTensor(_fake, _without_values(meta), device or meta.device)
 
 
 def fake_like(tensor: torch.Tensor) -> FakeTensor:
-    """As fake_of, of a tensor of this process."""
+    """Return a fake tensor like a tensor of this process."""
     return _fake.from_tensor(tensor)
 
 

@@ -18,7 +18,7 @@ from monarch_backend.dtensor._controller import per_rank_int
 
 _aten = torch.ops.aten
 Strides = list[int] | None
-"""None: any will do."""
+"""Strides of a result; None if any are accepted."""
 
 _BATCH_NORMS = {
     _aten.native_batch_norm.default: 0,
@@ -28,7 +28,7 @@ _BATCH_NORMS = {
     _aten._batch_norm_with_update.default: 0,
     _aten.native_batch_norm_backward.default: 1,
 }
-"""Where the input stands among their arguments."""
+"""Batch norms, and the position of the input among their arguments."""
 
 
 def as_cpus_have_it(func: Any, arguments: Sequence[Any], result: Any) -> Any:
@@ -89,7 +89,7 @@ def _strides(one: Any) -> Strides:
 
 
 def is_wrong(tensor: Any, strides: Strides) -> bool:
-    """Whether what an operator has returned has another order than this."""
+    """Return whether a result has another order than this."""
     if strides is None or not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or tensor._is_view():
         return False
     steps = [each for each in zip(tensor.shape, tensor.stride(), strides, strict=True) if each[0] > 1]
@@ -98,5 +98,5 @@ def is_wrong(tensor: Any, strides: Strides) -> bool:
 
 
 def ordered(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """A copy in this order."""
+    """Return a copy in this order."""
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

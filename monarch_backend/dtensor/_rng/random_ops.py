@@ -342,7 +342,7 @@ class RandomOps:
 
 
 def check_streams(workers: WorkerSet) -> None:
-    """Raises RemoteTensorError where a captured step can't draw numbers of plain tensors."""
+    """Raise RemoteTensorError where a captured step cannot draw numbers of plain tensors."""
     if _step_of_workers(workers).streams is not None:
         raise RemoteTensorError(
             "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be "
@@ -376,7 +376,7 @@ def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) ->
 
 
 def check_origin(origin: Origin | None, what: str) -> None:
-    """Raises RemoteTensorError where a captured step can't draw for a tensor of this origin."""
+    """Raise RemoteTensorError where a captured step cannot draw for a tensor of this origin."""
     if origin is not None and (origin.whole is None or origin.whole.is_strided):
         raise RemoteTensorError(
             f"{what} in a captured step draws random numbers for a plain tensor that is computed from a DTensor's "
@@ -478,10 +478,10 @@ def _as_before(tensor: Any, like: Any) -> Any:
 
 
 def own_random_numbers(mesh: DeviceMesh) -> None:
-    """From now on plain tensors get other random numbers on ranks that differ by their place in this mesh.
+    """Give plain tensors different random numbers on ranks that differ by their place in this mesh.
 
-    Without it they get the same on all ranks. For the mesh over which a batch is split, when its parts are no DTensors:
-    whose ranks get the numbers of their shards, as before.
+    Without it all ranks get the same numbers. Use it for the mesh over which a batch is split, when its parts are not
+    DTensors: DTensors get the numbers of their shards, as before.
     """
     from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # which needs this module
 
@@ -498,7 +498,7 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
 
 
 def _plain(func: Any) -> Handler:
-    """A random operation on plain tensors."""
+    """Run a random operation on plain tensors."""
     handle = _plain_by_values if func in BY_VALUES else handlers.get(func)
 
     def operation(_func: Any, args: Any, kwargs: Any) -> Any:
@@ -673,4 +673,4 @@ handlers: dict[Any, Handler] = {
         if hasattr(packet, overload)  # those with a generator are new in torch 2.10
     },
 }
-"""What is done for these operators."""
+"""Return the handlers of random operators."""
