@@ -260,11 +260,11 @@ class Dropped(NamedTuple):
 
 
 class RateLimit:
-    """Lets through so many lines per second and rank, with a burst, and counts what it keeps back.
+    """Limits lines per second and rank, with a burst, and counts the lines that it drops.
 
     Args:
-        per_second: lines per second that each rank may say in the long run; None: no limit.
-        burst: lines that a rank may say at once after a silence.
+        per_second: lines per second that each rank may write in the long run; None: no limit.
+        burst: lines that a rank may write at once after a silence.
 
     >>> limit = RateLimit(per_second=10, burst=20)
     >>> limit.admit(3, 50, now=0.0), limit.admit(3, 50, now=1.0)
