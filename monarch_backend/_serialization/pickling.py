@@ -1,14 +1,14 @@
-"""Objects to bytes and back: pickle protocol 5 with large buffers beside the pickle.
+"""Serialization of objects: pickle protocol 5, with large buffers beside the pickle.
 
-What decides how an object travels lives here; tensors and arrays have modules of their own (`_tensors`, `_arrays`),
-which are imported once the process has torch or NumPy, never before. No framing, no sockets, no shared memory.
+This module decides how an object is pickled. Tensors and arrays have their own modules (`tensors`, `ndarrays`), which
+are imported only once the process has torch or NumPy. It does no framing and uses no sockets or shared memory.
 
-Objects are pickled as Python does it, except that
+Objects are pickled as Python does it, with these exceptions.
 
-- functions and classes that the receiver can import go by name; those of ``__main__``, of a notebook, nested ones,
-  lambdas and modules registered with ``cloudpickle.register_pickle_by_value`` go by value, through cloudpickle;
-- code that goes by value keeps the name of its file, which cloudpickle leaves out;
-- buffers of at least `OUT_OF_BAND` bytes are handed out without a copy instead of being written into the pickle;
+- Functions and classes that the receiver can import go by name. Those of ``__main__``, of a notebook, nested ones,
+  lambdas and modules registered with ``cloudpickle.register_pickle_by_value`` go by value, through cloudpickle.
+- Code that goes by value keeps the name of its file, which cloudpickle leaves out.
+- Buffers of at least `OUT_OF_BAND` bytes are passed on without a copy, beside the pickle.
 - ``bytes`` objects of 64 KiB and more become chunks of the body, without a copy; ``bytearray`` objects are copied.
 """
 
