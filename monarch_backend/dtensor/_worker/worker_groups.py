@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from monarch_backend.dtensor._torch_patches import c10d_registry
+from monarch_backend.dtensor._torch_internals import c10d_registry
 
 
 class WorkerGroups:
