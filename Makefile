@@ -19,7 +19,7 @@ ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
+.PHONY: help setup demo test test-fast test-slow test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -98,6 +98,10 @@ lint: $(STAMP)  ## ruff (format and lint), the layers of packages, mypy --strict
 format: $(STAMP)  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Offline: no page is fetched, and no link is followed.
+docs: $(STAMP)  ## the documentation site, warnings as errors, in build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -b html docs build/docs
 
 bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables and plots in build/benchmarks
 	$(BIN)/python benchmarks/import_hook.py

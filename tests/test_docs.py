@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,11 +14,19 @@ import pytest
 from tests.actor.scripts import WarmInterpreter, with_meshes
 
 DOCS = Path(__file__).parent.parent / "docs"
-RUN = ["actors.md", "dtensor.md", "rdma.md"]
+RUN = [
+    "guides/actors.md",
+    "guides/dtensor.md",
+    "guides/rdma.md",
+    "start/actors.md",
+    "start/controller.md",
+    "tutorials/actors.md",
+]
+TORCHRUN = {"start/backend.md": ["tensor([3., 3., 3., 3.])"] * 2, "tutorials/ddp.md": None}
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +50,22 @@ def test_a_page_imports_what_it_needs(name: str) -> None:
     done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     _has_printed_what_it_promises(script, done.stdout)
+
+
+@pytest.mark.parametrize("name", TORCHRUN)
+def test_scripts_of_a_page_run_under_torchrun(name: str, tmp_path: Path) -> None:
+    """A heredoc of the page is the script; the page's text block, or the table above, is what the ranks print."""
+    page = (DOCS / name).read_text()
+    ((file, script),) = re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)\nEOF$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / file).write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    promised = TORCHRUN[name] or "".join(blocks(DOCS / name, "text")).splitlines()
+    assert len(promised) == 2
+    for line in promised:
+        assert done.stdout.count(line) == promised.count(line), done.stdout
 
 
 def _has_printed_what_it_promises(script: str, printed: str) -> None:

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_settings_page_is_the_table() -> None:
-    page = (ROOT / "docs/settings.md").read_text()
-    assert env.table() in page, f"docs/settings.md needs this table:\n{env.table()}"
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    assert env.table() in page, f"docs/reference/settings.md needs this table:\n{env.table()}"
 
 
 def test_every_variable_that_is_read_is_in_the_table() -> None:

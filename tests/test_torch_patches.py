@@ -1,6 +1,6 @@
 """The places where torch's name checks make a new backend miss out: each is still there, and our answer works.
 
-One test per row of docs/torch-names.md. A test that fails here says that torch changed: then the row, the
+One test per row of docs/reference/torch-names.md. A test that fails here says that torch changed: then the row, the
 stand-in in process_group/_c10d_patches.py, or both, must go.
 """
 

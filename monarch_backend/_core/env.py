@@ -229,6 +229,6 @@ def _text(default: Any) -> str:
 
 
 def table() -> str:
-    """Return the settings as a table in Markdown, for docs/settings.md."""
+    """Return the settings as a table in Markdown, for docs/reference/settings.md."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *((f"`{name}`", *rest) for name, *rest in rows())]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -532,7 +532,7 @@ class _Transfer:
         if broken:
             return RDMAError(
                 f"{handle} could not be reached: {result.text}; its process is not known to have ended, so try again, "
-                "or look whether the hosts can reach each other at the ports of its server (docs/rdma.md)"
+                "or look whether the hosts can reach each other at the ports of its server (docs/guides/rdma.md)"
             )
         return RDMAError(f"a transfer with {handle} failed: {result.text or os.strerror(result.error)}")
 

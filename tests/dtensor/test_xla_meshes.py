@@ -365,7 +365,7 @@ class TestXla:
         assert value(x).equal(X)
 
     def test_the_page_does_what_it_says(self, tmp_path: Path) -> None:
-        page = (Path(__file__).parent.parent.parent / "docs" / "dtensor.md").read_text()
+        page = (Path(__file__).parent.parent.parent / "docs" / "guides" / "dtensor.md").read_text()
         [code] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
         promised = re.findall(r"^ *print\(.*?\)\s+# (.+)$", code, re.MULTILINE)
         assert len(promised) == 2

@@ -8,7 +8,7 @@ import nbformat
 
 from tests.examples.programs import run
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "tutorials"
 EXECUTE = """
 import sys
 

@@ -1,4 +1,4 @@
-"""docs/one_controller.ipynb: it runs, shows what it says, and what is stored in it is what it shows."""
+"""docs/tutorials/one_controller.ipynb: it runs, shows what it says, and what is stored in it is what it shows."""
 
 from __future__ import annotations
 
