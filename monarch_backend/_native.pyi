@@ -269,7 +269,7 @@ class ShmGroup:
     ) -> Any:
         """A callable for the method ``name`` of ``owner``, which does what most callers want with no Python in between.
 
-        It gives a ``work()``, or what ``failed`` makes; ``torch`` as in csrc/shm/python/shortcut.h. After ``end()`` it
+        It gives a ``work()``, or what ``failed`` makes; ``torch`` as in csrc/shm/python/fast_paths.h. After ``end()`` it
         passes every call on.
         """
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "shm/bell.h"
+#include "shm/futex_waiter.h"
 #include "shm/reduce.h"
 
 namespace monarch {
@@ -20,7 +20,7 @@ enum class Collective : std::uint8_t {
   count
 };
 
-// Properties of a collective. Its data move in group_data.cpp and group_direct.cpp. Python has the same rows, in the same
+// Properties of a collective. Its data move in algorithms_staged.cpp and algorithms_cma.cpp. Python has the same rows, in the same
 // order, without the messages: process_group/_collective_specs.py.
 struct CollectiveTraits {
   const char* name;

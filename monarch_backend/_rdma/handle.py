@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 Ticket = tuple[int, int, int]
-"""Slot, epoch and key of a registration (csrc/memory/table.h): who has it may touch the memory."""
+"""Slot, epoch and key of a registration (csrc/memory/registration_table.h): who has it may touch the memory."""
 
 
 class Handle(NamedTuple):

@@ -3,7 +3,7 @@ reach.
 
 An owner lends each process that wants some of its own, which nobody else ever gets: the borrower's NIC may write to it
 until the connection of the two is closed. It is cut into slots; which of them is in use is the borrower's business.
-What is copied, and when, is routes/gpu_staged.py's and csrc/memory/staging.h's.
+What is copied, and when, is routes/gpu_staged.py's and csrc/memory/pinned_staging.h's.
 """
 
 from __future__ import annotations

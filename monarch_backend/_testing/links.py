@@ -1,6 +1,6 @@
 """Frames between simulated processes: what shared memory and pidfds are to real ones.
 
-Keeps what csrc/channel/post.h keeps: each pair of processes in order; the payload is the receiver's own; what a process
+Keeps what csrc/channel/mailbox.h keeps: each pair of processes in order; the payload is the receiver's own; what a process
 has written before its death arrives, and then the word that it is gone; sending never waits, and to the dead it does
 nothing. How long it all takes is drawn at random.
 """

@@ -97,7 +97,7 @@ class CollectiveSpec:
     `arguments`: for each tensor argument the names that c10d's list form and single-tensor form give it.
     `keywords`: arguments that may replace the options.
     `operation`: index in `OPERATIONS`; None if the method calls other collectives or messages.
-    `shortcut`: True if the core may take calls before any line of Python (csrc/shm/python/shortcut.h).
+    `shortcut`: True if the core may take calls before any line of Python (csrc/shm/python/fast_paths.h).
     `xla_remedy`: if torch_xla's group lacks the collective, the advice in the error.
     `xla_world_only`: True if torch_xla's group (2.9) is right for all ranks only. It ignores the group when it calls
     XLA, or takes a rank of the group for a global rank.

@@ -32,7 +32,7 @@ class RouteCase:
     name: str  # as RDMABuffer.backend
     environment: dict[str, str] = field(default_factory=dict)
     shared: bool = False  # the memory is that of rdma.empty
-    way: int = 1  # as enum Way (csrc/memory/near.h)
+    way: int = 1  # as enum Way (csrc/memory/same_host.h)
     device: bool = False  # the memory is a pretended GPU's, on both sides
     refuses: str = ""  # what its driver refuses
     nic: bool = False  # that is pretended, too, and does not reach the GPU

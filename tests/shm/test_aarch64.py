@@ -25,7 +25,7 @@ SUMS = SHM / "kernels" / "sums.cpp"
 
 # As setup.py has them; a warning is an error.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-WRAPS = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv"  # csrc/stress/ranks.h, csrc/shm/stress/world.h
+WRAPS = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv"  # csrc/stress/ranks.h, csrc/shm/stress/fixture.h
 COMPILERS = {"aarch64": "aarch64-linux-gnu-g++", "x86_64": "g++"}
 QEMU = "qemu-aarch64-static"
 

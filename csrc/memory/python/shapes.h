@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include "memory/outcome.h"
+#include "memory/status.h"
 
 namespace monarch {
 

@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "shm/engine.h"
-#include "shm/python/shortcut.h"
+#include "shm/python/fast_paths.h"
 
 namespace py = pybind11;
 

@@ -13,11 +13,11 @@ Segment = tuple[int, int, int]
 """Offset in what was registered, address in this process, bytes."""
 
 READ, WRITE, FETCH_ADD, COMPARE_AND_SWAP = range(4)
-"""As enum Access (csrc/memory/table.h)."""
+"""As enum Access (csrc/memory/registration_table.h)."""
 
 
 DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED, DEVICE, NO_ATOMICS, NO_STAGING = range(1, 9)
-"""As enum Refusal (csrc/memory/table.h)."""
+"""As enum Refusal (csrc/memory/registration_table.h)."""
 
 
 class ReadWriteOp(NamedTuple):
@@ -40,7 +40,7 @@ class AtomicOp(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a transfer ended: an Outcome (csrc/memory/outcome.h), a Refusal (table.h), an errno, what an atomic found."""
+    """How a transfer ended: an Outcome (csrc/memory/status.h), a Refusal (table.h), an errno, what an atomic found."""
 
     outcome: int
     refusal: int
@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
 
 DONE, REFUSED, LOST, LATE, CANCELLED, FAILED, UNREACHABLE = range(7)
-"""As enum Outcome (csrc/memory/outcome.h)."""
+"""As enum Outcome (csrc/memory/status.h)."""
 
 
 class Route(Protocol):

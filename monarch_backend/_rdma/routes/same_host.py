@@ -1,4 +1,4 @@
-"""Routes to memory of this process and of others of this host: csrc/memory/near.h does the work."""
+"""Routes to memory of this process and of others of this host: csrc/memory/same_host.h does the work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INLINE_MAX_BYTES = 1 << 20
 """Bytes that are copied at once, on the caller's thread."""
 
 MAPPED, KERNEL, THREAD, GPU, LENT, UNSEEN = range(6)
-"""As enum Way (csrc/memory/near.h)."""
+"""As enum Way (csrc/memory/same_host.h)."""
 
 
 class LocalRoute:

@@ -1,6 +1,6 @@
 """Who of this process's threads reads what comes, and waiting.
 
-A thread that waits for something reads for everybody meanwhile (csrc/channel/post.h says why); the standby reads while
+A thread that waits for something reads for everybody meanwhile (csrc/channel/mailbox.h says why); the standby reads while
 nobody waits. Timers are served by whoever reads. No meaning of frames: they go to the one function given.
 """
 

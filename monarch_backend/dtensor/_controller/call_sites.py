@@ -1,7 +1,7 @@
 """Call sites: a number for each place in the controller's program, so that a worker's failure names the line.
 
 A place is the three innermost lines of the program that are neither torch's nor this package's. The compiled core finds
-them (csrc/records/place.cpp); this module does what is needed once for each place.
+them (csrc/records/call_site.cpp); this module does what is needed once for each place.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: Meta, ref: Ref) -> RemoteTensor:
-        """The results of operations are made by csrc/records/issue.cpp, in the same way."""
+        """The results of operations are made by csrc/records/controller_dispatch.cpp, in the same way."""
         if torch.is_inference_mode_enabled():  # a view of a tensor from outside must be as that one is
             with torch.inference_mode(False):
                 return RemoteTensor(meta, ref)

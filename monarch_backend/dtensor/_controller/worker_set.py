@@ -54,7 +54,7 @@ class WorkerSet:
         self._keys: dict[int, Any] = {}  # of these
         self.sink = _native.Sink(
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
-        )  # for csrc/records/issue.cpp
+        )  # for csrc/records/controller_dispatch.cpp
         self.sink.most = DELETE_THRESHOLD_BYTES
         self.debug = debug_log.is_enabled()
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these

@@ -1,6 +1,6 @@
 """Functions that execute records, made from the definitions of signatures.
 
-Each is a `Call` of the compiled core (csrc/records/execute.cpp). Some hundred thousand records are executed in a
+Each is a `Call` of the compiled core (csrc/records/worker_execute.cpp). Some hundred thousand records are executed in a
 second, so lookups are done once, at the definition.
 """
 

@@ -80,7 +80,7 @@ _FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's 
 _REDUCES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
 _MOVES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if dtype in _cpu_validation.REDUCIBLE}
 _SHORTCUT_FORMS = (Form.IN_PLACE, Form.PAIR, Form.TO_LIST, Form.EXCHANGE, Form.NOTHING)
-"""In the order of csrc/shm/python/shortcut.h: Form."""
+"""In the order of csrc/shm/python/fast_paths.h: Form."""
 
 
 def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -361,7 +361,7 @@ def test_words_that_are_no_addresses_do_no_harm() -> None:
 
 LAYOUT = """
 #include <infiniband/verbs.h>
-#include "verbs/abi.h"
+#include "verbs/pyverbs_abi.h"
 #include <cstddef>
 namespace ours = monarch::verbs;
 #define SAME(mine, its, type, member) \\
