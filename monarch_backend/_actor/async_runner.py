@@ -58,7 +58,7 @@ class AsyncActorRunner(ActorRunner):
         self._others: set[asyncio.Task[Any]] = set()
         self._withdrawn: set[tuple[Peer, int]] = set()  # calls that their callers have given up
         self._to_cancel: dict[tuple[Peer, int], str] = {}  # why, until the loop runs
-        self._struck_tasks: set[tuple[Peer, int]] = set()  # interrupted for the actor's end
+        self._interrupted_tasks: set[tuple[Peer, int]] = set()  # interrupted for the actor's end
         self._last: list[BaseException | None] = []  # what __cleanup__ is to be given
 
     # ---- from any thread
@@ -130,8 +130,8 @@ class AsyncActorRunner(ActorRunner):
         reason = self._to_cancel.pop(key, None)
         if reason is not None:
             self._withdrawn.add(key)
-        elif self._aborted is not None and key not in self._struck_tasks:
-            self._struck_tasks.add(key)
+        elif self._aborted is not None and key not in self._interrupted_tasks:
+            self._interrupted_tasks.add(key)
             reason = self._aborted
         if reason is not None:
             raise asyncio.CancelledError(reason)
@@ -150,8 +150,8 @@ class AsyncActorRunner(ActorRunner):
         key = self._running_key(loop)
         if key is None:
             return False
-        if key in self._struck_tasks:  # it is tried again anyway
-            self._struck_tasks.discard(key)
+        if key in self._interrupted_tasks:  # it is tried again anyway
+            self._interrupted_tasks.discard(key)
             return True
         if key not in self._withdrawn:
             return False

@@ -383,9 +383,9 @@ class Accumulator(Generic[A]):
         def settle(_: Any) -> None:
             unread = getattr(replies, "_unread", None)
             if unread is None:
-                future._set_raw(fold)
+                future.set_lazy_result(fold)
             else:
-                future._fail_raw(partial(_error_of, replies), unread)
+                future.set_lazy_exception(partial(_error_of, replies), unread)
 
         replies.add_done_callback(settle)
         return future

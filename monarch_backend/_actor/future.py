@@ -87,7 +87,7 @@ class Future(Generic[T]):
         if not self.ready or timeout is not None:
             return self.get(timeout)
         if self._raw is not None:
-            self._cook()
+            self._materialize()
         if self._error is not None:
             self._forget_unread()
             raise self._error
@@ -208,13 +208,13 @@ class Future(Generic[T]):
             self._value = value
             self._finish()
 
-    def _set_raw(self, cook: Callable[[], T]) -> None:
+    def set_lazy_result(self, cook: Callable[[], T]) -> None:
         """The value is made when somebody asks for it, on their thread."""
         if not self.ready:
             self._raw = cook
             self._finish()
 
-    def _fail_raw(self, make: Callable[[], BaseException], unread: UnreadError | None = None) -> None:
+    def set_lazy_exception(self, make: Callable[[], BaseException], unread: UnreadError | None = None) -> None:
         """Fail with an error that is made when it is read: no code of a user's runs on the thread that reads.
 
         ``unread`` reports it if it is never read.
@@ -227,7 +227,7 @@ class Future(Generic[T]):
         def cook() -> T:
             raise make()
 
-        self._set_raw(cook)
+        self.set_lazy_result(cook)
 
     def _fail(self, error: BaseException) -> None:
         if not self.ready:
@@ -257,7 +257,7 @@ class Future(Generic[T]):
             except BaseException:
                 log.exception("a callback of a future failed")
 
-    def _cook(self) -> None:
+    def _materialize(self) -> None:
         with _guard:
             lock = self._lock = self._lock or threading.Lock()
         with lock:

@@ -523,7 +523,7 @@ class ProcessOwner:
         core, rank, owned = member.core, member.rank, member.core.owned
         if core.stopped is not None or self._program.closing:
             failure = self._program.death_of(core, rank, member.peer)
-            self._program.lost_process(member.peer, failure)
+            self._program.on_process_lost(member.peer, failure)
             for future in owned.ready:
                 future._fail(failure)
             owned.ready.clear()
@@ -564,7 +564,7 @@ class ProcessOwner:
             ProcMesh(core),
         )
         if member.replaced:
-            program.lost_process(member.peer, failure)
+            program.on_process_lost(member.peer, failure)
             self._abort_groups(owned, failure)
             return
         at_start = self.failed_to_start(member.peer)
@@ -589,7 +589,7 @@ class ProcessOwner:
         for future in owned.ready:
             future._fail(failure)
         owned.ready.clear()
-        program.lost_process(member.peer, failure)
+        program.on_process_lost(member.peer, failure)
         self._abort_groups(owned, failure)
         self._settle(owned)
         if is_failure and not program.supervision.is_final(owned.owner_cell):

@@ -84,9 +84,9 @@ class UnaryCall(Future[T]):
         self.program.pending.pop(self.ref, None)  # or it has just been cancelled
         status = frame.prefix
         if status == Status.VALUE:
-            self._set_raw(partial(loads, frame.body, frame.buffers))
+            self.set_lazy_result(partial(loads, frame.body, frame.buffers))
         else:
-            self._fail_raw(
+            self.set_lazy_exception(
                 lambda: self.core.error_of(frame, self.endpoint, self.base_rank),
                 self.core.unread_error(frame, self.endpoint, self.base_rank, self.site),
             )
@@ -151,10 +151,10 @@ class BroadcastCall(Future[ValueMesh[T]]):
             self._left -= 1
             if self._left == 0:
                 self.program.pending.pop(self.ref, None)
-                self._set_raw(self._values)
+                self.set_lazy_result(self._values)
         else:
             self.program.pending.pop(self.ref, None)
-            self._fail_raw(
+            self.set_lazy_exception(
                 lambda: self.core.error_of(frame, self.endpoint, self.bases[rank]),
                 self.core.unread_error(frame, self.endpoint, self.bases[rank], self.site),
             )
@@ -248,7 +248,7 @@ class Stream(Generic[T]):
             self._put(-1, partial(loads, frame.body, frame.buffers), None)
         elif status != Status.END:
             item: Future[T] = Future(self.program.wait)
-            item._fail_raw(
+            item.set_lazy_exception(
                 partial(self.core.error_of, frame, self.endpoint, self.bases[rank]),
                 self.core.unread_error(frame, self.endpoint, self.bases[rank], self.site),
             )
@@ -284,7 +284,7 @@ class Stream(Generic[T]):
         if error is not None:
             item._fail(error)
         else:
-            item._set_raw(cook)
+            item.set_lazy_result(cook)
         self._append(rank, item)
 
     def _append(self, rank: int, item: Future[T]) -> None:
@@ -480,10 +480,10 @@ class StreamCollector(Stream[T]):
             if rank >= 0:
                 self._values[rank].append(item)
             else:
-                self.whole._fail_raw(partial(_error_of, item), getattr(item, "_unread", None))
+                self.whole.set_lazy_exception(partial(_error_of, item), getattr(item, "_unread", None))
                 self.program.soon(self.close)
         if not self._open and not self.whole.ready:
-            self.whole._set_raw(self._gathered)
+            self.whole.set_lazy_result(self._gathered)
 
     def _gathered(self) -> ValueMesh[list[T]]:
         return ValueMesh(self._extent, [[item.get() for item in items] for items in self._values])

@@ -241,13 +241,13 @@ class PortReceiver(Generic[T]):
             self._program.router.processed(peer, frame)
         future._given = arrival
         if frame.prefix != Status.VALUE:
-            future._fail_raw(
+            future.set_lazy_exception(
                 lambda: read_error(frame.prefix, frame.body, "port", "exception", f"process {peer}", frame.rank)
             )
         elif self._ranked:
-            future._set_raw(lambda: (frame.rank, loads(frame.body, frame.buffers)))
+            future.set_lazy_result(lambda: (frame.rank, loads(frame.body, frame.buffers)))
         else:
-            future._set_raw(lambda: loads(frame.body, frame.buffers))
+            future.set_lazy_result(lambda: loads(frame.body, frame.buffers))
 
     def recv(self) -> Future[Any]:
         """A Future of the next value; of (rank, value) for ranked ports.

@@ -201,7 +201,7 @@ class ActorRunner:
         self._running: Any = None  # the message, as (peer, number), or _CONSTRUCTOR
         self._current: ReplyHandle | None = None  # of that message
         self._hit = False  # the caller has given the running message up
-        self._struck = False  # and it has been interrupted, or will be with its next step
+        self._is_interrupted = False  # and it has been interrupted, or will be with its next step
         self._reason = ""
         self._standstill = blocking_calls.Standstill()
         self._report: Timer | None = None  # that it is still busy
@@ -287,9 +287,9 @@ class ActorRunner:
     def _interrupt_what_runs(self, reason: str) -> None:
         with self._lock:
             running = self._running
-            self._hit, self._struck, self._reason = running is not None, False, reason
+            self._hit, self._is_interrupted, self._reason = running is not None, False, reason
         if running is not None:
-            self._strike(running)
+            self._interrupt_running(running)
         elif self.failure is None:  # between two messages, or in __supervise__
             self._limits.append(self.program.pump.later(MAX_RETRY_S, lambda: self._interrupt_what_runs(reason)))
 
@@ -388,11 +388,11 @@ class ActorRunner:
         with self._lock:
             if self._running != running or self._hit:
                 return
-            self._hit, self._struck, self._reason = True, False, reason
+            self._hit, self._is_interrupted, self._reason = True, False, reason
             self._standstill = blocking_calls.Standstill()
-        self._strike(running)
+        self._interrupt_running(running)
 
-    def _strike(self, running: Any, pause: float = RETRY_S) -> None:
+    def _interrupt_running(self, running: Any, pause: float = RETRY_S) -> None:
         """Raise CancelledError in what runs: in the user's code, also where it blocks, or where it waits for a reply.
 
         Never inside of this package, where an unexpected exception would leave an inconsistent state. It is tried again
@@ -400,14 +400,14 @@ class ActorRunner:
         """
         time.sleep(0)  # a new slice of the interpreter: no other thread runs between the look and the exception
         with self._lock:
-            if self._running != running or self._struck:
+            if self._running != running or self._is_interrupted:
                 return
             waiting = self.waiting_for
             if waiting is None and self._report is None:
                 self._report = self.program.pump.later(REPORT_AFTER_S, lambda: self._report_busy(running))
             by_signal = blocking_calls.can_interrupt(self._thread_id)
             if waiting is None and not by_signal and self._is_users(sys._current_frames().get(self._thread_id)):
-                self._struck = True
+                self._is_interrupted = True
                 blocking_calls.raise_soon(self._thread_id)
                 return
         if waiting is not None:
@@ -415,22 +415,26 @@ class ActorRunner:
             self.program.pump.wake()
         elif by_signal:
             blocking_calls.interrupt(self)
-        self.program.pump.later(pause, lambda: self._strike(running, min(2 * pause, MAX_RETRY_S)))
+        self.program.pump.later(pause, lambda: self._interrupt_running(running, min(2 * pause, MAX_RETRY_S)))
 
     def raise_in(self, frame: FrameType | None) -> None:
         """In a signal handler of the main thread, which has interrupted this frame: raise CancelledError there."""
         # Only the runtime's frames hold the lock, so the user's code cannot be waited for here.
         if threading.get_ident() == self._thread_id and self._is_users(frame):
-            self.strike_here()
+            self.interrupt_here()
 
     def repeat_interruption(self, error: BaseException | None) -> bool:
         """Interrupt again if this exception, which Python has ignored, was an interruption. On the actor's thread."""
         with self._lock:
             running = self._running
-            if type(error) is not CancelledError or not self._struck or self._thread_id != threading.get_ident():
+            if (
+                type(error) is not CancelledError
+                or not self._is_interrupted
+                or self._thread_id != threading.get_ident()
+            ):
                 return False
-            self._struck = False
-        self.program.pump.later(RETRY_S, lambda: self._strike(running))
+            self._is_interrupted = False
+        self.program.pump.later(RETRY_S, lambda: self._interrupt_running(running))
         return True
 
     def _report_busy(self, running: Any) -> None:
@@ -440,23 +444,23 @@ class ActorRunner:
     def _log_busy(self, reason: str) -> None:
         why = blocking_calls.why_not(self._thread_id)
         if why is None:
-            why = "the code goes on after the exception" if self._struck else self._blocked_by
+            why = "the code goes on after the exception" if self._is_interrupted else self._blocked_by
         log.warning(
             "%s is still busy %.0f s after %s was cancelled (%s): %s. It takes the next message when the code returns. "
             "It is at %s",
             self._who(), REPORT_AFTER_S, self._activity(), reason, why, self._place(),
         )  # fmt: skip
 
-    def to_be_struck(self) -> bool:
+    def interrupt_pending(self) -> bool:
         """The running message was given up, and does not know yet."""
-        return self._hit and not self._struck
+        return self._hit and not self._is_interrupted
 
-    def strike_here(self) -> None:
+    def interrupt_here(self) -> None:
         """On the actor's thread, which has waited for something: raise CancelledError, if that is to be."""
         with self._lock:
-            if not self.to_be_struck() or self._thread_id != threading.get_ident():
+            if not self.interrupt_pending() or self._thread_id != threading.get_ident():
                 return
-            self._struck = True
+            self._is_interrupted = True
         raise CancelledError(self._reason)
 
     def _is_users(self, frame: FrameType | None) -> bool:
@@ -584,9 +588,9 @@ class ActorRunner:
             if self._report is not None:
                 self._report.cancel()
                 self._report = None
-            was_struck = self._struck
-            self._hit = self._struck = False
-        if was_struck:
+            was_interrupted = self._is_interrupted
+            self._hit = self._is_interrupted = False
+        if was_interrupted:
             blocking_calls.discard_exception()
 
     def _die_aborted(self, answer: ReplyHandle | None = None) -> None:
@@ -622,7 +626,7 @@ class ActorRunner:
         try:
             for value in generator:
                 if self._hit:
-                    self.strike_here()
+                    self.interrupt_here()
                 if not answer.wanted:
                     continue
                 if answer.port is not None:  # whose window holds us up

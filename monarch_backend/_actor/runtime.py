@@ -146,11 +146,11 @@ class Runtime:
         self._refuse_to_wait(cell, what)
         cell.waiting_for = what
         try:
-            done = bool(self.pump.wait(what, seconds, cell.to_be_struck))
+            done = bool(self.pump.wait(what, seconds, cell.interrupt_pending))
         finally:
             cell.waiting_for = None
         if not done:
-            cell.strike_here()
+            cell.interrupt_here()
         return done
 
     def _refuse_to_wait(self, cell: ActorRunner, what: Any) -> None:
@@ -362,11 +362,11 @@ class Runtime:
         if owned is not None:
             self.owner.ended(peer)  # it tells us when it knows how it ended
         else:
-            self.lost_process(peer, None)
+            self.on_process_lost(peer, None)
             if not peer.peace and peer.owner is not None and peer.owner.link < 0:
                 self.router.ask_owner(peer)
 
-    def lost_process(self, peer: Peer, failure: MeshFailure | None) -> None:
+    def on_process_lost(self, peer: Peer, failure: MeshFailure | None) -> None:
         """Whoever waits for this process hears of it."""
         if failure is None:
             failure = self.references.exit_of(peer)
@@ -406,7 +406,7 @@ class Runtime:
         if self.hosts is not None:
             self.hosts.close()
 
-    def disown(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a fork of this process: nothing of this program can be used there."""
         self.disowned, pid = True, self.pid
 
@@ -508,7 +508,7 @@ def _in_forked_child() -> None:
         _program.links.host.abandon()  # type: ignore[attr-defined]
         if _program.mover is not None:
             _program.mover.abandon()
-        _program.disown()
+        _program.detach_after_fork()
         _native.keep_for_ever(_program)
         _program = None
 

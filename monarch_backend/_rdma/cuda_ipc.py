@@ -1,8 +1,9 @@
 """torch's own way to share the memory of a GPU with a process of this host, for what the driver alone does not export.
 
-That is memory of torch's expandable segments. The owner is asked once for each registration, beside the first transfer,
-which does not wait for it; what torch maps is lent to the core (csrc/memory/ipc_mapping_cache.h), which copies as ever. The one
-module of this room that leans on torch.multiprocessing: tests/rdma/test_torch_ipc.py fails when that changes.
+That is memory of torch's expandable segments. The owner is asked once for each registration, beside the first
+transfer, which does not wait for it. What torch maps is lent to the core (csrc/memory/ipc_mapping_cache.h), which
+copies as ever. The one module of this package that leans on torch.multiprocessing: tests/rdma/test_torch_ipc.py fails
+when that changes.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class TransferPlanCache:
         plan = None if route is None else route.planned(part, (memory,))
         if route is not None and plan is not None:
             storage = weakref.ref(memory.keep)
-            self._known = mover, route, part, route.planned_for(plan, ()), storage, memory.address, memory.nbytes
+            self._known = mover, route, part, route.rebind_request(plan, ()), storage, memory.address, memory.nbytes
 
     def start(self, mover: Engine, local: Any) -> Future[None] | None:
         """Begin it. None: others have to, who also know what is wrong with it."""
@@ -65,6 +65,6 @@ class TransferPlanCache:
         start, size = storage.data_ptr(), storage.nbytes()
         if address + nbytes > start + size or not local.is_contiguous() or local.is_conj() or local.is_neg():
             return None
-        plan = route.planned_for(plan, (start, size, storage))
+        plan = route.rebind_request(plan, (start, size, storage))
         begun: Future[None] | None = mover.single(part, route, (storage,), nothing, plan)
         return begun

@@ -252,7 +252,7 @@ class Engine:
 
 
 def _is_quick(part: ReadWriteOp | AtomicOp, route: Route) -> bool:
-    return route.is_quick(part.handle, _nbytes(part), isinstance(part, AtomicOp))
+    return route.completes_inline(part.handle, _nbytes(part), isinstance(part, AtomicOp))
 
 
 def _nbytes(part: ReadWriteOp | AtomicOp) -> int:

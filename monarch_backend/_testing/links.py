@@ -1,8 +1,8 @@
 """Frames between simulated processes: what shared memory and pidfds are to real ones.
 
-Keeps what csrc/channel/mailbox.h keeps: each pair of processes in order; the payload is the receiver's own; what a process
-has written before its death arrives, and then the word that it is gone; sending never waits, and to the dead it does
-nothing. How long it all takes is drawn at random.
+Keeps the guarantees of csrc/channel/mailbox.h: each pair of processes in order; the payload is the receiver's own;
+what a process has written before its death arrives, and then the word that it is gone; sending never waits, and to
+the dead it does nothing. How long it all takes is drawn at random.
 """
 
 from __future__ import annotations

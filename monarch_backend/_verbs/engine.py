@@ -162,7 +162,7 @@ class Engine:
         self._busy = 0  # threads that use open devices without the lock
         self._idle = threading.Condition(self._lock)
         self._fork = _forks
-        fork.register(fork.Step.VERBS_ENGINES, before=self._before_fork, after_in_child=self.disown)
+        fork.register(fork.Step.VERBS_ENGINES, before=self._before_fork, after_in_child=self.detach_after_fork)
 
     # ---- opening and closing
 
@@ -242,7 +242,7 @@ class Engine:
     def _before_fork(self) -> None:
         self.settle(_FORK_TIMEOUT_S)
 
-    def disown(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child: nothing that is done with this engine reaches the devices any more.
 
         The kernel's objects are shared with the parent: whoever ends a registration or a queue pair here, be it by

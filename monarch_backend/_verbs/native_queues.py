@@ -1,8 +1,8 @@
 """Posting, polling and arming without a package's Python between: the compiled calls for queues that it has made.
 
-Both packages keep libibverbs's pointers in C fields of their objects, where the core finds them (csrc/verbs/queue_pairs.h)
-and looks whether they are what they must be. Where it does not, the package's own functions are taken, some ten times
-slower.
+Both packages keep libibverbs's pointers in C fields of their objects, where the core finds them
+(csrc/verbs/queue_pairs.h) and looks whether they are what they must be. Where it does not, the package's own
+functions are taken, some ten times slower.
 """
 
 from __future__ import annotations

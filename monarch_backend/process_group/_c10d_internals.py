@@ -105,7 +105,7 @@ def watched() -> bool:
 
 
 def shortcut_names(ops: dict[str, int], dtypes: dict[torch.dtype, int]) -> tuple[Any, ...]:
-    """What the compiled shortcuts must know of torch (csrc/shm/python/fast_paths.h: TorchNames); like `watched` they ask.
+    """Return what the compiled shortcuts need from torch (csrc/shm/python/fast_paths.h: TorchNames).
 
     ``ops`` and ``dtypes`` have the core's codes.
     """

@@ -113,7 +113,7 @@ class Collectives(dist.ProcessGroup):
         """The work of a reduce_scatter on the CPU."""
         if inner is not self._shm:
             return DeferredWork(work, given, finish)
-        return AliasedOutputWork(work, given, finish) if finish else _cpu_validation.as_given(work, given)
+        return AliasedOutputWork(work, given, finish) if finish else _cpu_validation.with_outputs(work, given)
 
     def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
         if self._hooks and on_cpu:
@@ -142,7 +142,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().allreduce(tensors, opts)
         else:
             work = inner.allreduce(tensors, opts)
-        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
 
     @call_forms
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
@@ -166,7 +166,7 @@ class Collectives(dist.ProcessGroup):
         else:
             work = inner.allreduce_coalesced(tensors, opts)
         return self._done(
-            _cpu_validation.as_given(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu
+            _cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu
         )
 
     @call_forms
@@ -193,7 +193,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().reduce(tensors, opts)
         else:
             work = inner.reduce(tensors, opts)
-        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "reduce", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "reduce", on_cpu)
 
     @call_forms
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -286,7 +286,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().broadcast(tensors, opts)
         else:
             work = inner.broadcast(tensors, opts)
-        return self._done(_cpu_validation.as_given(work, given) if on_cpu else work, "broadcast", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given) if on_cpu else work, "broadcast", on_cpu)
 
     @call_forms
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -308,7 +308,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().allgather(outputs, inputs, opts)
         else:
             work = inner.allgather(outputs, inputs, opts)
-        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "allgather", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allgather", on_cpu)
 
     @call_forms
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -368,7 +368,9 @@ class Collectives(dist.ProcessGroup):
 
         def end(work: Any) -> Any:
             if on_cpu:
-                work = AliasedOutputWork(work, [given], finish) if finish else _cpu_validation.as_given(work, [given])
+                work = (
+                    AliasedOutputWork(work, [given], finish) if finish else _cpu_validation.with_outputs(work, [given])
+                )
             return self._done(work, "_allgather_base", on_cpu)
 
         return inner, aside, (output, input, opts), end
@@ -396,7 +398,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().gather(outputs, inputs, opts)
         else:
             work = inner.gather(outputs, inputs, opts)
-        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "gather", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "gather", on_cpu)
 
     if hasattr(dist.ProcessGroup, "gather_single"):
 
@@ -436,7 +438,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().scatter(outputs, inputs, opts)
         else:
             work = inner.scatter(outputs, inputs, opts)
-        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "scatter", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "scatter", on_cpu)
 
     if hasattr(dist.ProcessGroup, "all_to_all_single"):
 
@@ -472,7 +474,7 @@ class Collectives(dist.ProcessGroup):
             output, input = self._cpu_exchange(output, input, outputs, inputs)
 
         def end(work: Any) -> Any:
-            return self._done(_cpu_validation.as_given(work, [given]) if on_cpu else work, "alltoall_base", on_cpu)
+            return self._done(_cpu_validation.with_outputs(work, [given]) if on_cpu else work, "alltoall_base", on_cpu)
 
         return inner, aside, (output, input, outputs, inputs, opts), end
 
@@ -499,7 +501,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().alltoall(outputs, inputs, opts)
         else:
             work = inner.alltoall(outputs, inputs, opts)
-        return self._done(_cpu_validation.as_given(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
 
     # Functional collectives and FSDP come to these two from C++. The inner groups don't show them to Python, so the way
     # is the dispatcher's; they are here because without an override the GIL stays held (see _c10d_internals.py).
@@ -549,7 +551,7 @@ class Collectives(dist.ProcessGroup):
             outputs, finish = _overlap.separate_slices(self, inputs, outputs)
 
         def end(work: Any) -> Any:
-            work = _cpu_validation.as_given(work, given, finish) if on_cpu else work
+            work = _cpu_validation.with_outputs(work, given, finish) if on_cpu else work
             return self._done(work, "allgather_into_tensor_coalesced", on_cpu)
 
         return inner, (outputs, inputs, opts), end

@@ -296,7 +296,7 @@ def copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], object]:
     return copy
 
 
-def as_given(work: Any, outputs: Sequence[Tensor], finish: Callable[[], object] | None = None) -> Any:
+def with_outputs(work: Any, outputs: Sequence[Tensor], finish: Callable[[], object] | None = None) -> Any:
     """Return a work whose future has the caller's tensors, not views or copies of them.
 
     ``finish`` copies results to the caller's tensors.

@@ -181,7 +181,7 @@ class MonarchProcessGroup(Collectives):
             )
             self._shm, self._far = met.memory, met.far
             if met.memory is not None and met.memory.in_short and not self._hooks:
-                self._shortcuts = met.memory.shortcuts(self, _OWN_METHODS)
+                self._shortcuts = met.memory.shortcuts(self, _FAST_PATH_METHODS)
                 self.__dict__.update(self._shortcuts)
             why = f"{route.why}; {met.why}" if met.memory is None else met.why
             route = replace(route, backend=met.route, why=why)
@@ -399,5 +399,5 @@ def abort_all(why: str) -> None:
         group.abort(why)
 
 
-_OWN_METHODS = {name: member for name, member in vars(Collectives).items() if callable(member)}
+_FAST_PATH_METHODS = {name: member for name, member in vars(Collectives).items() if callable(member)}
 """Those that shortcuts may stand in for, before anybody changes a class."""

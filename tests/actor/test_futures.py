@@ -131,7 +131,7 @@ def test_the_first_answer_counts() -> None:
     future = fresh()
     future._set(1)
     future._set(2)
-    future._set_raw(lambda: 3)
+    future.set_lazy_result(lambda: 3)
     future._fail(Trouble())
     assert future.get() == 1
     failed = fresh()
@@ -164,7 +164,7 @@ def test_the_value_is_made_once_however_many_ask() -> None:
         return made[0]
 
     future = fresh()
-    future._set_raw(cook)
+    future.set_lazy_result(cook)
     results = in_threads(8, lambda i: future.get(PATIENCE) if i % 2 else future.result())
     assert len(made) == 1
     assert all(result is made[0] for result in results)
@@ -175,7 +175,7 @@ def test_a_value_that_cannot_be_made_is_an_error_for_all() -> None:
         raise Trouble("spoilt")
 
     future = fresh()
-    future._set_raw(cook)
+    future.set_lazy_result(cook)
     results = in_threads(8, lambda i: future.get(PATIENCE) if i % 2 else future.exception())
     assert all(isinstance(result, Trouble) for result in results)
     assert future.exception() is results[0]
@@ -188,7 +188,7 @@ def test_what_made_the_value_is_let_go() -> None:
     large = Large()
     gone = weakref.ref(large)
     future = fresh()
-    future._set_raw(lambda large=large: 1)  # type: ignore[misc]
+    future.set_lazy_result(lambda large=large: 1)  # type: ignore[misc]
     del large
     assert future.get() == 1
     gc.collect()
@@ -316,7 +316,7 @@ def test_cancel_tells_whoever_answers_once() -> None:
 
 def test_cancel_after_completion_is_false() -> None:
     reasons: list[str] = []
-    for end in (lambda f: f._set(1), lambda f: f._fail(Trouble()), lambda f: f._set_raw(lambda: 1)):
+    for end in (lambda f: f._set(1), lambda f: f._fail(Trouble()), lambda f: f.set_lazy_result(lambda: 1)):
         future = fresh(reasons.append)
         end(future)
         assert not future.cancel()
@@ -496,7 +496,7 @@ def test_random_use_by_many_threads() -> None:
                     case "value":
                         futures[i]._set(i)
                     case "raw":
-                        futures[i]._set_raw(lambda i=i: i)
+                        futures[i].set_lazy_result(lambda i=i: i)
                     case "error":
                         futures[i]._fail(Trouble(i))
                     case _:

@@ -51,11 +51,11 @@ class _Program:
 
     def note(self, file: str = Interrupts.guard.__code__.co_filename) -> None:
         """Ctrl-C comes where nothing may be left half done."""
-        exec(compile("strike()", file, "exec"), {"strike": _strike})
+        exec(compile("strike()", file, "exec"), {"strike": _interrupt})
         assert self.interrupts.noted
 
 
-def _strike() -> None:
+def _interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 

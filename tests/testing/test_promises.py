@@ -114,7 +114,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "not told": (Supervision, "_reached_program", _nothing, "promise 7"),
     "told twice": (Supervision, "failed", _told_twice, "promise 7"),
     "the root cause": (runner, "pack_failure", _without_cause, "promise 7"),
-    "an owner's death": (Runtime, "lost_process", _nothing, WAITS),
+    "an owner's death": (Runtime, "on_process_lost", _nothing, WAITS),
 }
 
 

@@ -197,12 +197,12 @@ void bind_shared_memory(py::module_& m) {
              engine.start(std::move(group), operation, reporting(std::move(then)));
              return operation;
            })
-      .def("see_to",
+      .def("submit_async",
            [](Engine& engine, std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, double seconds,
               std::function<void()> then) {
              operation->deadline = after(seconds);
              const py::gil_scoped_release release;
-             engine.see_to(std::move(group), std::move(operation), reporting(std::move(then)));
+             engine.submit_async(std::move(group), std::move(operation), reporting(std::move(then)));
            })
       .def("stop", &Engine::stop, Release());
 }

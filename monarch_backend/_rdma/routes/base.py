@@ -56,7 +56,7 @@ DONE, REFUSED, LOST, LATE, CANCELLED, FAILED, UNREACHABLE = range(7)
 class Route(Protocol):
     """A way to another process's memory."""
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """It takes so short a time, and nobody else, that the caller's own thread does it."""
         ...
 
@@ -132,7 +132,7 @@ class NicRoute(AsyncRoute, Protocol):
         """What `begin` finds out, for `begin_planned` as long as the local memory is where it is. None: it can't."""
         ...
 
-    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
         """The same, where the local memory is in this: its address, its bytes, its owner. With () it is to be kept, and
         keeps no memory alive.
         """

@@ -284,7 +284,7 @@ class Staged:
         self.why_here = ""
         """Why our NICs did not reach our own memory, where they did not."""
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return False
 

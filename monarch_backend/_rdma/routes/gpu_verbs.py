@@ -21,7 +21,7 @@ class GpuNics:
     def __init__(self, verbs: Verbs, staged: Staged) -> None:
         self._verbs, self._staged = verbs, staged
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return False
 
@@ -45,9 +45,9 @@ class GpuNics:
         """See NicRoute."""
         return self._verbs.planned(part, keep) if part.handle.verbs else None
 
-    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
         """See NicRoute."""
-        return self._verbs.planned_for(plan, memory)
+        return self._verbs.rebind_request(plan, memory)
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]

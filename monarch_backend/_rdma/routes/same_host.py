@@ -29,7 +29,7 @@ class LocalRoute:
     def __init__(self, registry: Registry) -> None:
         self._native = registry.native
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return nbytes <= INLINE_MAX_BYTES
 
@@ -68,7 +68,7 @@ class SameHost:
         self._saying = threading.Lock()
         self._said: set[tuple[str, str]] = set()  # of which process, and what: of memory of GPUs
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         if nbytes > INLINE_MAX_BYTES:
             return False

@@ -236,7 +236,7 @@ class VerbsWithTcpFallback:
         self._warn(handle, result.text)
         return True
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return False
 
@@ -258,9 +258,9 @@ class VerbsWithTcpFallback:
         """See NicRoute."""
         return self._verbs.planned(part, keep)
 
-    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
         """See NicRoute."""
-        return self._verbs.planned_for(plan, memory)
+        return self._verbs.rebind_request(plan, memory)
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]

@@ -111,7 +111,7 @@ class Tcp:
 
     # ---- to others
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return False
 

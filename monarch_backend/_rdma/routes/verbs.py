@@ -220,7 +220,7 @@ class Verbs:
         """The NICs of that process and ours did not reach each other when that was last tried."""
         return token in self._no_way
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return False
 
@@ -239,7 +239,7 @@ class Verbs:
         except (VerbsError, ValueError, TypeError):  # who does it by `move` will hear that again, and say it
             return None
 
-    def planned_for(self, plan: Plan, memory: tuple[int, int, Any] | tuple[()]) -> Plan:
+    def rebind_request(self, plan: Plan, memory: tuple[int, int, Any] | tuple[()]) -> Plan:
         """See NicRoute."""
         return plan.over((Allocation(*memory),) if memory else ())
 

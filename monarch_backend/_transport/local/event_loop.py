@@ -1,7 +1,7 @@
 """Who of this process's threads reads what comes, and waiting.
 
-A thread that waits for something reads for everybody meanwhile (csrc/channel/mailbox.h says why); the standby reads while
-nobody waits. Timers are served by whoever reads. No meaning of frames: they go to the one function given.
+A thread that waits for something reads for all threads meanwhile (csrc/channel/mailbox.h says why). The standby thread
+reads while no other one waits. The reading thread serves timers. Frames are passed to one given function.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Router:
                 if sent:
                     peer.credit -= places
                     return
-                self._unclaim(peer, seq)
+                self._release_seq(peer, seq)
         self._send_slowly(peer, kind, target, ref, rank, prefix, body, buffers)
 
     def _send_slowly(
@@ -190,9 +190,9 @@ class Router:
                     if sent:
                         peer.credit -= places_of(size)
                         if not reached:
-                            self._put_off(peer, kind, target, ref, seq, rank, prefix, body, buffers)
+                            self._enqueue_backlog(peer, kind, target, ref, seq, rank, prefix, body, buffers)
                         break
-                    self._unclaim(peer, seq)
+                    self._release_seq(peer, seq)
                 full.wait()
         if here:
             frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, own(body), own_all(buffers))
@@ -200,7 +200,7 @@ class Router:
         elif reached and large:  # it has its place: what others send meanwhile comes after it
             self._fragments.send(peer, kind, target, ref, seq, rank, prefix, body, buffers)
 
-    def _unclaim(self, peer: Peer, seq: int) -> None:
+    def _release_seq(self, peer: Peer, seq: int) -> None:
         """Nothing was sent with this number; under the lock."""
         if peer.sent == seq:
             peer.sent = seq - 1
@@ -216,7 +216,7 @@ class Router:
         self.handlers[kind](self.me, frame, None)
         self.wake()
 
-    def _put_off(
+    def _enqueue_backlog(
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
         """Until its receiver is there; under the lock. The caller's memory is its own again when this returns."""
@@ -252,7 +252,7 @@ class Router:
         """The next of the messages to it, at once; under the lock."""
         reached = self.reach(peer)  # which may raise: no number is lost with that
         peer.sent = seq = peer.sent + 1
-        put = self.emit if reached else self._put_off
+        put = self.emit if reached else self._enqueue_backlog
         put(peer, kind, target, 0, seq, rank, prefix, body, buffers)
 
     def reply(self, peer: Peer, ref: int, rank: int, status: bytes, body: Any, buffers: Any = None) -> None:
@@ -269,7 +269,7 @@ class Router:
                     if peer.gone is not None:
                         return
                     if not self.reach(peer):
-                        self._put_off(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
+                        self._enqueue_backlog(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
                         return
                     if large:
                         break
@@ -387,7 +387,7 @@ class Router:
             if sent:
                 peer.credit -= places_of(size)
             else:
-                self._unclaim(peer, receiver[1])
+                self._release_seq(peer, receiver[1])
         return sent
 
     # ---- receiving
@@ -560,7 +560,7 @@ class Router:
         if peer.gone is not None:
             return
         if peer.link < 0 and not self.reach(peer):
-            self._put_off(peer, kind, target, ref, seq, rank, prefix, body, buffers)
+            self._enqueue_backlog(peer, kind, target, ref, seq, rank, prefix, body, buffers)
             return
 
         def send() -> bool:

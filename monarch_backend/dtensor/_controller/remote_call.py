@@ -122,7 +122,7 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
         done._fail(error)
         return
     replies = call.get()
-    done._set_raw(lambda: take(replies))
+    done.set_lazy_result(lambda: take(replies))
 
 
 def extent_of(mesh: DeviceMesh) -> Extent:

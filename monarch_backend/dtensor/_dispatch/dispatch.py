@@ -1,8 +1,8 @@
 """Dispatch of operations on remote tensors: one record for all workers, mostly with a known signature.
 
-The hot path is csrc/records/controller_dispatch.cpp: a key from the arguments, one lookup in a dict, some words. This module does
-what is needed once for each operator and each signature. special_ops.py handles special operations; op_signatures.py
-makes unknown signatures.
+The hot path is csrc/records/controller_dispatch.cpp: a key from the arguments, one lookup in a dict, some words. This
+module does what is needed once for each operator and each signature. special_ops.py handles special operations;
+op_signatures.py makes unknown signatures.
 """
 
 from __future__ import annotations

@@ -149,11 +149,11 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
     def of_result(at: int, shape: Sizes, stride: Sizes) -> Origin | None:
         if is_alike and tuple(shape) == tuple(known[0].shape) and _is_same_order(known[0], stride):
             return known[0].origin
-        as_given, *others = [
+        with_outputs, *others = [
             {whole for whole in wholes[at : at + 1] if whole is not None and _fits(whole, shape, known)}
             for wholes in propagated(tuple(shape) if call in _OF_SIZES else None)
         ] or [set()]
-        found = as_given or set().union(*others)
+        found = with_outputs or set().union(*others)
         found = {each for each in found if not each.is_strided} or found
         if len(found) == 1:
             return lost._replace(whole=found.pop())

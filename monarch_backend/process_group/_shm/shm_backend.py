@@ -477,7 +477,7 @@ class SharedMemory:
                 self.native.finish(operation, seconds)
             else:
                 work._lock, work._keep = threading.RLock(), tensors
-                self._engine().see_to(self.native, operation, seconds, work.ended)
+                self._engine().submit_async(self.native, operation, seconds, work.ended)
         operation.forget()  # it is done, or the engine has the work, which keeps the tensor
         return work
 

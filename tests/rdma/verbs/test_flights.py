@@ -1103,7 +1103,7 @@ def test_an_owner_that_dies_in_the_middle(far: Make) -> None:
     peer = program().router.peer(owner.token)
     peer.gone = "killed by signal 9"
     owner.connects = False
-    program().lost_process(peer, None)
+    program().on_process_lost(peer, None)
     owner.asking.peer_gone(owner.token, "its process is gone")
     began = time.monotonic()
     for future in futures:
