@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,3 +76,12 @@ def _has_printed_what_it_promises(script: str, printed: str) -> None:
     out = [line.strip() for line in printed.splitlines()]
     for line in promised:
         assert line.strip() in out, printed
+
+
+def test_diagrams_are_current() -> None:
+    namespace = runpy.run_path(str(DOCS / "diagrams" / "draw.py"))
+    sources = sorted((DOCS / "diagrams").glob("*.txt"))
+    assert len(sources) >= 4
+    for source in sources:
+        drawn = namespace["draw"](source.read_text())
+        assert source.with_suffix(".svg").read_text() == drawn, f"run docs/diagrams/draw.py: {source.name} has changed"

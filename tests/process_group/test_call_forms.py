@@ -17,7 +17,30 @@ from torch._C import _distributed_c10d as c
 from monarch_backend.process_group._collective_specs import COLLECTIVES
 from tests.process_group.test_work import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
 
-METHODS = tuple(method for spec in COLLECTIVES if spec.options is not None for method in spec.methods)
+METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "gather",
+    "gather_single",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "alltoall_base",
+    "alltoall",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "barrier",
+)
 
 
 def _forms(method: str) -> Iterator[dict[str, str]]:
@@ -281,3 +304,7 @@ def _strided_in_inference_mode(_rank: int) -> None:
 
 def test_strided_outputs_of_inference_mode_get_results(pool) -> None:
     pool(2).run(_strided_in_inference_mode)
+
+
+def test_table_of_collectives_has_each_method() -> None:
+    assert {method for spec in COLLECTIVES if spec.options is not None for method in spec.methods} == set(METHODS)

@@ -81,6 +81,22 @@ def test_the_calls_of_most_programs_run_no_function_of_ours_but_wait() -> None:
         assert len(ran) == 9
 
 
+def test_table_of_collectives_has_each_shortcut() -> None:
+    assert {name for name, _ in with_shortcut()} == {
+        "allreduce",
+        "reduce",
+        "broadcast",
+        "allgather",
+        "_allgather_base",
+        "all_gather_single",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "alltoall_base",
+        "all_to_all_single",
+        "barrier",
+    }
+
+
 def _ways(rank: int) -> list[bool]:
     """Results by the shortcut and by the method, for what shortcuts take and for what they don't."""
     group = dist.group.WORLD
